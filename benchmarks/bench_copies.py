@@ -38,7 +38,7 @@ from hybridrl.kernels import rectangles
 from hybridrl.kernels.copy_engine import BlockCopies, CompiledBlockCopies
 
 from hybridrl import ops
-from hybridrl.hybrid_engine.transport import Places
+from hybridrl.hybrid_engine.transport import AddressWatch
 from hybridrl.parallel.device_mapping import DeviceMapping
 
 MODEL = Path(__file__).parent / "models" / "qwen2.5-7b.json"
@@ -300,15 +300,15 @@ def around(device: torch.device, repeats: int) -> dict[str, float]:
     copies = rectangles.RectangleCopies([(source, dest)], device, programs=48)
     aside, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
 
-    places = Places(tensors)
-    places.have_changed()
+    places = AddressWatch(tensors)
+    places.look_again()
 
     def launch_aside() -> None:
         with torch.cuda.stream(aside):
             copies.run()
 
     things: dict[str, Callable[[], object]] = {
-        "addresses of 198 tensors": places.have_changed,
+        "addresses of 198 tensors": places.look_again,
         "wait of torch": lambda: aside.wait_stream(current),
         "Triton by its compiler": copies.run,
         "Triton on another stream": launch_aside,

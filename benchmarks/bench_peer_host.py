@@ -4,10 +4,10 @@
 
 Each rank holds the training tensors of a layout in peer memory and the engine's as plain tensors,
 so that the plan, its tables and its copies are those of a run (PyTorch's allocator places the
-engine's). All ways must bring the same bits. `host_us` of a part is until its calls return,
-`whole_us` of all of it, `device_ms` until the slowest rank's device is done: medians of --repeats
-runs, each begun by all ranks with idle devices. `alone_us` is a batch of blocks queued by itself on
-an idle device.
+engine's). All ways must bring the bits that lie there. `host_us` of a part is until its calls
+return, `whole_us` of all of it, `device_ms` until the slowest rank's device is done: medians of
+--repeats runs, each begun by all ranks with idle devices. `alone_us` is a batch of blocks queued by
+itself on an idle device.
 
 Ways: as_in_runs; kernels_one_by_one, not as graphs; every_address, where all tensors are asked
 where they lie and not one of each storage; ctypes, blocks by the driver's API from Python; and
@@ -112,19 +112,24 @@ def measured(name: str, world: World, repeats: int) -> dict[str, Any]:
     memory, own = in_peer_memory(sources, world)
     engine = engine_tensors(targets[world.rank], world.platform.device)
     found: dict[str, Any] = {"case": name, "tensors": len(engine), "ways": {}}
-    wanted = 0
+    wanted: dict[str, torch.Tensor] = {}
     for way in WAYS if len(engine) < FEW else WAYS[:3]:
         with changed(way) as blocks:
             transport = PeerTransport(plan, world, own, engine, memory)
+            if not wanted:  # each rectangle by itself
+                torch.cuda.synchronize()  # all sources are there
+                dist.barrier()
+                for _, source, dest in transport._copies():
+                    dest.copy_(source)
+                wanted = {key: tensor.clone() for key, tensor in engine.items()}
             for tensor in engine.values():
                 tensor.zero_()
             for _ in range(2):  # the second time kernels become graphs
                 transport.run()
             torch.cuda.synchronize()
-            bits = sum(int(t.view(torch.int16).sum(dtype=torch.int64)) for t in engine.values())
-            wanted = wanted or bits
-            if bits != wanted or bits == 0:
-                raise RuntimeError(f"{name}, {way}: the engine has other bits")
+            for key, tensor in engine.items():
+                if not torch.equal(tensor.view(torch.int16), wanted[key].view(torch.int16)):
+                    raise RuntimeError(f"{name}, {way}: {key} has other bits")
             found["ways"][way] = timed(transport, world, repeats)
             transport.close()
         found["blocks"] = blocks
@@ -155,29 +160,28 @@ def changed(way: str) -> Iterator[list[int]]:
         if way == "kernels_one_by_one":
             stack.enter_context(patch.object(Repeated, "run", lambda self: self._queue()))
         if way == "every_address":
-            stack.enter_context(patch.object(peer, "Places", EveryPlace))
+            stack.enter_context(patch.object(peer, "AddressWatch", EveryAddress))
         yield blocks
 
 
-class EveryPlace:
-    """In place of `transport.Places`: asks all tensors."""
+class EveryAddress:
+    """In place of `transport.AddressWatch`: asks all tensors."""
 
     def __init__(self, *tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors, self._known = tensors, list[int]()
 
-    def have_changed(self) -> bool:
+    def look_again(self) -> bool:
         now = [one.data_ptr() for group in self._tensors for one in group.values()]
         known, self._known = self._known, now
         return now != known
 
 
 def engine_tensors(layout: RankLayout, device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns zeros in an engine's shapes; the experts of a layer lie in one tensor."""
+    """Returns zeros in an engine's shapes; the experts of a layer lie in two tensors."""
     of_tensor: dict[str, list[str]] = {}
     for key in layout.shapes:
-        of_tensor.setdefault(key.split(".experts.")[0] if ".experts." in key else key, []).append(
-            key
-        )
+        whole_name = key.rpartition("/")[0] if ".experts." in key else key
+        of_tensor.setdefault(whole_name, []).append(key)
     made = {}
     for keys in of_tensor.values():
         shapes = [torch.Size(layout.shapes[key]) for key in keys]
@@ -230,7 +234,7 @@ def timed(transport: PeerTransport, world: World, repeats: int) -> dict[str, Any
     names = ("to_staging", "direct", "last")
     for name, batch in zip(names, transport._batches, strict=True):
         watch(batch, name, spent, "run")
-    watch(transport._written, "addresses", spent, "have_changed")
+    watch(transport._watch, "addresses", spent, "look_again")
     watch(transport, "barrier and what is cut up", spent, "_cut_up")
     watch(transport, "local", spent, "_local")
     watch(transport, "unpack", spent, "_unpack")

@@ -48,7 +48,8 @@ class Conversation:
         self.node, self._channel = node, channel
         self._lines: Queue[str | None] = Queue()
         self._said: list[str] = []
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         self._tell({"node": node, "folder": str(folder.absolute())})
 
     def ask(self, question: str, limit_s: float = ANSWER_S, **given: Any) -> Any:
@@ -72,17 +73,20 @@ class Conversation:
     def close(self) -> None:
         """Ends the probe."""
         self._channel.close()
+        self._listener.join(1)  # it may not ask a cluster that was left
 
     def _tell(self, message: Mapping[str, Any]) -> None:
         self._channel.send(json.dumps(message))
 
     def _listen(self) -> None:
-        for line in self._channel.lines():
-            if line.startswith(PREFIX):
-                self._lines.put(line.removeprefix(PREFIX))
-            elif line.strip():
-                self._said.append(line.strip())
-        self._lines.put(None)
+        try:
+            for line in self._channel.lines():
+                if line.startswith(PREFIX):
+                    self._lines.put(line.removeprefix(PREFIX))
+                elif line.strip():
+                    self._said.append(line.strip())
+        finally:
+            self._lines.put(None)
 
 
 def gather(names: Sequence[str], reach: Reach, folder: Path, measures: bool = True) -> ClusterFacts:

@@ -1,5 +1,8 @@
 """How `hybridrl check --cluster` reaches nodes: processes that are talked with, line by line. No
 torch; Ray is imported where it is needed.
+
+Who waits for whom: a channel's lines wait for its process, which ends with its stdin; `close` waits
+for that some seconds and then ends it by force.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridrl.cli.hostfile import forwarded, read_hostfile, remote
-from hybridrl.cli.ray_actors import ActorPipe, RankActor
+from hybridrl.cli.ray_actors import ActorPipe, ProcessActor
 from hybridrl.cli.ray_launch import connect
 from hybridrl.errors import UserError
 
@@ -65,6 +68,7 @@ class Pipe:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
+                errors="replace",  # greetings of hosts are in any encoding
                 env=environment,
                 start_new_session=True,
             )
@@ -123,13 +127,13 @@ def _by_srun(node: str) -> Pipe:
 
 @contextmanager
 def _ray_nodes(address: str) -> Iterator[tuple[list[str], Reach]]:
-    """Yields the nodes of a Ray cluster, by address, and what reaches them: an actor on each, which
-    takes no slot of the cluster's, so that they can be asked while others use it.
+    """Yields the nodes that Ray counts as alive, by address, and what reaches them: an actor on
+    each, which takes no slot of the cluster's, so that they can be asked while others use it.
     """
     ray: Any = connect(address)
     try:
         nodes = {one["NodeManagerAddress"]: one["NodeID"] for one in ray.nodes() if one["Alive"]}
-        kind, variables = ray.remote(RankActor), {"OMP_NUM_THREADS": "1", **_variables()}
+        kind, variables = ray.remote(ProcessActor), {"OMP_NUM_THREADS": "1", **_variables()}
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
 
         def reach(node: str) -> Channel:
@@ -148,7 +152,8 @@ def _ray_nodes(address: str) -> Iterator[tuple[list[str], Reach]]:
 def nodes_of(
     hostfile: Path | None, slurm: bool, ray: str | None, ssh: Sequence[str]
 ) -> Iterator[tuple[list[str], Reach, str]]:
-    """Yields the nodes to check, what reaches them, and that as people write it.
+    """Yields the nodes to check, what reaches them, and with which command before it a remedy is
+    carried out there.
 
     Raises:
         UserError: there is no such hostfile, no allocation, or no such cluster.

@@ -22,6 +22,8 @@ from hybridrl.errors import said
 ANSWER_S = 60.0  # for an actor
 NODE = "hybridrl.cli.node"
 POLL_S = 0.2  # that an actor waits for output before it answers
+TALK_S = 0.02  # the same where questions are asked meanwhile, and clocks compared
+END_S = 10.0  # for a process to end by itself
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Place:
     folder: bool
 
 
-class RankActor:
+class ProcessActor:
     """What Ray starts on a node: holds one process, and nothing else.
 
     Args:
@@ -75,15 +77,13 @@ class RankActor:
             module: node.py unless told.
             variables: of its environment, beside the actor's.
         """
-        # Ray hides all GPUs from an actor that asked for none.
-        kept = {k: v for k, v in os.environ.items() if v or k != "CUDA_VISIBLE_DEVICES"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=self._folder,
-            env={**kept, **(variables or {})},
+            env={**os.environ, **(variables or {})},
             start_new_session=True,
         )
         for number, source in ((1, self._process.stdout), (2, self._process.stderr)):
@@ -102,10 +102,14 @@ class RankActor:
             else:
                 self._process.stdin.close()
 
-    def poll(self) -> tuple[int | None, list[tuple[int, bytes]]]:
-        """Returns the exit code, or None, and what was written to stdout (1) and stderr (2)."""
+    def poll(self, wait_s: float = POLL_S) -> tuple[int | None, list[tuple[int, bytes]]]:
+        """Returns the exit code, or None, and what was written to stdout (1) and stderr (2).
+
+        Args:
+            wait_s: at most, for output; meanwhile nothing is told to the process.
+        """
         assert self._process is not None
-        self._has_output.wait(POLL_S)
+        self._has_output.wait(wait_s)
         self._has_output.clear()
         code = self._process.poll()
         if code is not None:
@@ -195,7 +199,7 @@ class RemoteNode:
 
 
 class ActorPipe:
-    """A process that an actor holds, to talk with line by line.
+    """A process that an actor holds, to talk with line by line. One thread takes its lines.
 
     Args:
         actor: the handle; has no process yet.
@@ -204,7 +208,9 @@ class ActorPipe:
     """
 
     def __init__(self, actor: Any, module: str, variables: Mapping[str, str]) -> None:
-        self._actor, self._code = actor, 0
+        self._actor = actor
+        self._code: int | None = None
+        self._has_ended = threading.Event()
         self._started = actor.start.remote(b"", module, dict(variables))
 
     def send(self, line: str) -> None:
@@ -219,20 +225,26 @@ class ActorPipe:
         try:
             ray.get(self._started, timeout=ANSWER_S)
             while code is None:
-                code, output = ray.get(self._actor.poll.remote(), timeout=ANSWER_S)
+                code, output = ray.get(self._actor.poll.remote(TALK_S), timeout=ANSWER_S)
                 for number, block in output:
                     *whole, rest[number] = (rest[number] + block).split(b"\n")
                     yield from (line.decode(errors="replace") for line in whole)
+            yield from (line.decode(errors="replace") for line in rest.values())
             self._code = code
         except ray.exceptions.RayError as error:
             yield said(getattr(error, "cause", None) or error)
+        finally:
+            self._has_ended.set()
 
     def outcome(self) -> str:
-        """Returns its exit code, in words."""
-        return f"ended with code {self._code}"
+        """Returns how it ended, in words."""
+        return "was lost" if self._code is None else f"ended with code {self._code}"
 
     def close(self) -> None:
-        """Ends the actor and with it the process."""
+        """Ends the process by the end of its stdin, and then the actor."""
         import ray
 
-        ray.kill(self._actor)
+        self._actor.tell.remote(b"")
+        self._has_ended.wait(END_S)
+        with suppress(ray.exceptions.RayError):
+            ray.kill(self._actor)

@@ -36,7 +36,7 @@ from hybridrl.cli.hosts_job import BACK_S, WAIT_S, NodesWatch
 from hybridrl.cli.launch import STOP_CODES, Share, caught_signals
 from hybridrl.cli.node import Order
 from hybridrl.cli.rank_ends import lost_ranks
-from hybridrl.cli.ray_actors import Place, RankActor, RemoteNode
+from hybridrl.cli.ray_actors import Place, ProcessActor, RemoteNode
 from hybridrl.errors import ConfigError, UserError, said
 
 PLACE_S = 60.0  # for the placement group
@@ -145,7 +145,7 @@ class RayJob:
                 return False
         folder = os.getcwd()
         strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        kind = ray.remote(RankActor)
+        kind = ray.remote(ProcessActor)
         self._actors = [
             kind.options(
                 num_cpus=1,

@@ -41,9 +41,9 @@ from hybridrl.hybrid_engine.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.quantized import FP8, SENT_AS, Arrivals, Fill, Quantization
 from hybridrl.hybrid_engine.repeated import Repeated
 from hybridrl.hybrid_engine.transport import (
+    AddressWatch,
     Pair,
     Peers,
-    Places,
     Traffic,
     is_same_memory,
 )
@@ -125,7 +125,7 @@ class PackedTransport:
         )
         self._device = _one_device(sources, dests)
         self._buffers: tuple[list[Tensor], list[Tensor]] | None = None
-        self._places = Places(self._sources, self._dests, self._scales)
+        self._watch = AddressWatch(self._sources, self._dests, self._scales)
         self._work = Repeated(self._queue, self._device)
         self._block_group = block_group
         self._copying: torch.cuda.Stream | None = None
@@ -170,7 +170,7 @@ class PackedTransport:
 
     def prepare(self) -> None:
         """Makes buffers, tables and messages, again only if a tensor has moved since."""
-        if not self._places.have_changed():
+        if not self._watch.look_again():
             return
         self._work = Repeated(self._queue, self._device)
         self._prepare_local()

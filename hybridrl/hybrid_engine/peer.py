@@ -8,7 +8,8 @@ when the kernel ends: both at once would slow each other down (docs/adr/0003). C
 whatever is large and contiguous at its source. What is strided at its destination is staged in a
 destination whose own content comes last (staging.py), and a kernel copies it from there while the
 engines go on. The same kernel copies what stays on the rank. Where few ranks hold most blocks, the
-first kernel reads a part of these too (kernel_share.py).
+first kernel reads a part of these too (kernel_share.py). From the second run on the first barrier
+and the copying kernels are CUDA graphs (repeated.py), which are made before that barrier.
 
 Elements are cast on their way from the source's type to the destination's, and quantized where that
 is block FP8 (quantized.py): straight out of the peers' memory where rectangles are of whole blocks.
@@ -30,9 +31,9 @@ from hybridrl.hybrid_engine.quantized import SENT_AS, Fill, Quantization
 from hybridrl.hybrid_engine.repeated import Repeated
 from hybridrl.hybrid_engine.staging import stage_copies
 from hybridrl.hybrid_engine.transport import (
+    AddressWatch,
     Pair,
     Peers,
-    Places,
     Traffic,
     is_same_memory,
 )
@@ -93,7 +94,7 @@ class PeerTransport:
         self._kernel_bytes = self._agree_on_kernel(peers)
         self._engines = torch.cuda.Stream(self._device) if own.is_cuda else None
         self._beside = torch.cuda.Stream(self._device) if own.is_cuda else None
-        self._written = Places(self._dests, self._scales)
+        self._watch = AddressWatch(self._dests, self._scales)
         self._repeated: list[Repeated] = []
         self._traffic = Traffic(
             sent_bytes=plan.send_bytes[rank],
@@ -137,7 +138,7 @@ class PeerTransport:
 
     def prepare(self) -> None:
         """Makes the tables of the copies, again only if a destination has moved since."""
-        if not self._written.have_changed():
+        if not self._watch.look_again():
             return
         local: list[Pair] = []
         remote: list[tuple[int, Pair]] = []
@@ -170,17 +171,17 @@ class PeerTransport:
         remote += [large[index] for index in staged.unstaged]
         lanes = [(peer - self._rank) % size for peer, _ in remote]
         programs = LOCAL_PROGRAMS if large else None
-        kept = ops.rectangle_copies(local, self._device, programs=programs)
+        on_rank = ops.rectangle_copies(local, self._device, programs=programs)
         unpack = ops.rectangle_copies(staged.from_staging, self._device, programs=programs)
         written = self._dests, self._scales
         self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
         self._quantized = Quantization(fills, *written, self._wire_dtype, self._device)
-        self._kernels = kept, self._remote, unpack, self._quantized
+        self._kernels = on_rank, self._remote, unpack, self._quantized
         self._repeated = []
-        waits = len(self._plan.streams)
-        self._cut_up = self._repeat(self._read_cut_up, waits + self._remote.num_launches)
-        self._local = self._repeat(kept.run, kept.num_launches)
-        self._unpack = self._repeat(unpack.run, unpack.num_launches)
+        has_cut_up = bool(self._plan.streams or self._remote.num_launches)
+        self._cut_up = self._repeat(self._read_cut_up, has_cut_up)
+        self._local = self._repeat(on_rank.run, on_rank.num_launches > 0)
+        self._unpack = self._repeat(unpack.run, unpack.num_launches > 0)
 
     def _agree_on_kernel(self, peers: Peers) -> list[int]:
         """Returns how many bytes of each peer's blocks the kernel reads; collective."""
@@ -207,10 +208,10 @@ class PeerTransport:
         is_large = same_type and dest.nbytes >= BLOCK_BYTES and source.is_contiguous()
         return is_large and ops.has_copy_engine(self._device)
 
-    def _repeat(self, queue: Callable[[], None], num_launches: int) -> Callable[[], None]:
-        """Returns what queues kernels as one graph from the second time on, if there are any."""
-        if not num_launches:
-            return queue
+    def _repeat(self, queue: Callable[[], None], has_work: bool) -> Callable[[], None]:
+        """Returns what queues kernels, as one graph from the second time on; on CPU what copies."""
+        if self._device.type == "cuda" and not has_work:
+            return _nothing
         self._repeated.append(Repeated(queue, self._device))
         return self._repeated[-1].run
 
@@ -235,6 +236,10 @@ class PeerTransport:
             self._local()
         self._unpack()
         last.run(engines, [(engines, current)], [(current, engines), (current, beside)])
+
+
+def _nothing() -> None:
+    """Queues nothing."""
 
 
 def _place(tensor: Tensor, piece: Tensor) -> Place | None:

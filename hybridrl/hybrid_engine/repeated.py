@@ -1,9 +1,15 @@
-"""Work that is queued on a device again and again, always the same."""
+"""Work that is queued on a device again and again, always the same.
+
+Invariant: once there is a graph, its work is what was queued when it was made; whoever moves a
+tensor makes another `Repeated`. Who waits for whom: `capture` waits for all of this rank's device
+and gives PyTorch's free blocks back to it, once; nothing else waits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 
@@ -15,13 +21,13 @@ class Repeated:
     The first time is queued piece by piece, since kernels are compiled and groups connected then.
 
     Args:
-        queue: queues the work on the device's current stream. Tensors keep their addresses, and it
-            allocates nothing.
+        queue: method that queues the work on the device's current stream. Its object is not kept
+            alive: it may own this. Tensors keep their addresses, and it allocates nothing.
         device: that does the work.
     """
 
     def __init__(self, queue: Callable[[], object], device: torch.device) -> None:
-        self._queue, self._device = queue, device
+        self._method, self._device = WeakMethod(queue), device
         self._graph: Any = None
         self._has_run = False
 
@@ -45,6 +51,11 @@ class Repeated:
             return
         self._queue()
         self._has_run = True
+
+    def _queue(self) -> None:
+        queue = self._method()
+        assert queue is not None  # who runs this has it
+        queue()
 
     def close(self) -> None:
         """Gives the graph up: NCCL cannot end while a graph holds its work."""

@@ -83,11 +83,12 @@ class TransportError(PeerError):
     """The weights did not arrive: the engine has none that may be used."""
 
 
-class Places:
+class AddressWatch:
     """Knows whether tensors have moved: tables of copies hold addresses.
 
     Tensors in one storage move with it, so that only one of each storage is asked: the experts of a
-    mixture are thousands of views of a few tensors.
+    mixture are thousands of views of a few tensors. So a tensor that shares its storage must stay
+    in it.
 
     Args:
         tensors: by name; the same objects for as long as this is used.
@@ -98,12 +99,13 @@ class Places:
         self._asked: list[Tensor] = []
         self._known: list[int] | None = None
 
-    def have_changed(self) -> bool:
-        """Whether a tensor lies elsewhere than when this last said so; at first they do."""
+    def look_again(self) -> bool:
+        """Returns whether a tensor lies elsewhere than at the last look; at the first they do."""
         if [tensor.data_ptr() for tensor in self._asked] == self._known:
             return False
         every = chain.from_iterable(group.values() for group in self._tensors)
-        self._asked = list({one.untyped_storage()._cdata: one for one in every}.values())
+        filled = (one for one in every if one.numel())  # the others lie nowhere
+        self._asked = list({one.untyped_storage()._cdata: one for one in filled}.values())
         self._known = [tensor.data_ptr() for tensor in self._asked]
         return True
 

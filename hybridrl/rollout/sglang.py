@@ -157,6 +157,7 @@ class SglangEngine:
         shard: TrainingShard | None,
     ) -> dict[str, Tensor]:
         """Starts SGLang; returns the trainer's parameters that became the engine's."""
+        self._has_latents = shape.latent is not None
         refusals: list[ModelError] = []
         views: dict[str, Tensor] = {}
 
@@ -237,7 +238,8 @@ class SglangEngine:
         self._scheduler.forget_requests()
         if self._experts is not None:
             self._experts.forget()
-        COPIES.absorb(self._live.model)
+        if self._has_latents:  # in any other model it would look for copies in vain, each time
+            COPIES.absorb(self._live.model)
         synchronize(self._device)  # the weights were written on another stream than SGLang's
         self._version = version
         self._is_updating = False

@@ -158,6 +158,7 @@ class VllmEngine:
         shard: TrainingShard | None,
     ) -> dict[str, Tensor]:
         """Starts vLLM; returns the trainer's parameters that became the engine's."""
+        self._has_latents = shape.latent is not None
         # Raised once vLLM has started: only then can it be stopped.
         refusals: list[ModelError] = []
         views: dict[str, Tensor] = {}
@@ -246,7 +247,8 @@ class VllmEngine:
             raise RuntimeError("vLLM kept its prefix cache, which holds keys of older weights")
         if self._experts is not None:
             self._experts.forget()
-        COPIES.absorb(self._live.model)
+        if self._has_latents:  # in any other model it would look for copies in vain, each time
+            COPIES.absorb(self._live.model)
         self._version = version
         self._is_updating = False
 

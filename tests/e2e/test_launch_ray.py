@@ -255,6 +255,8 @@ def test_nodes_of_a_cluster_are_checked_though_its_slots_are_taken(
     (link,) = [pair for pair in facts["pairs"] if pair["backend"] == "gloo"]
     assert {link["first"], link["second"]} == {"10.77.0.1", "10.77.0.2"} and link["gb_per_s"] > 0
     assert [shared["unseen"] for shared in facts["shared"]] == [[], []]
+    assert not list(runs.iterdir())
+    assert all(abs(node["clock_ahead_s"]) < 0.05 for node in facts["nodes"]), facts["nodes"]
     # Of this machine: its room and rates.
     kinds = {one["kind"] for one in found["findings"]}
     assert kinds <= {"shared-slow", "memory", "processor-slow", "disk-full"}, found["findings"]

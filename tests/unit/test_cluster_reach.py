@@ -14,7 +14,6 @@ import pytest
 from hybridrl.cli import cluster_check, cluster_reach
 from hybridrl.cli.cluster_check import Conversation, NodeLost, command, refuse_without_cluster
 from hybridrl.cli.cluster_facts import ClusterFacts
-from hybridrl.cli.cluster_probe import PREFIX
 from hybridrl.cli.cluster_reach import nodes_of
 from hybridrl.errors import UserError
 
@@ -111,6 +110,7 @@ def test_a_probe_on_every_node_of_a_ray_cluster_answers(cluster: Cluster, tmp_pa
             talks[0].ask("nothing")
         for one in talks:
             one.close()
+    assert not list(tmp_path.iterdir())  # what a probe wrote it takes away
     assert before == names and seen == {"unseen": [], "differing": []}
     assert cluster.killed == 2 and not cluster.is_open
     for name, options in zip(ADDRESSES.values(), cluster.options, strict=True):
@@ -133,23 +133,21 @@ def test_a_node_without_the_working_folder_says_so(
             talk.ask("clock")
 
 
-def test_gpus_that_ray_hides_are_seen(
+def test_the_last_words_of_a_node_are_heard(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    echo = tmp_path / "echo_probe.py"
-    echo.write_text(
-        "import json, os, sys\n"
-        "for line in sys.stdin:\n"
-        f"    print({PREFIX!r} + json.dumps({{'answer': "
-        "os.environ.get('CUDA_VISIBLE_DEVICES', 'all')}), flush=True)\n"
+    (tmp_path / "dying_probe.py").write_text(
+        "import sys\nsys.stdin.readline()\nsys.stdout.buffer.write(b'no room on \\xff')\n"
+        "sys.exit(3)\n"
     )
-    monkeypatch.setattr(cluster_reach, "PROBE", "echo_probe")
+    (tmp_path / "silent_probe.py").write_text("import sys\nsys.exit(3)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    for hidden, seen in (("", "all"), ("1,2", "1,2")):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    for name, told in (("dying_probe", "no room on \ufffd"), ("silent_probe", "ended with code 3")):
+        monkeypatch.setattr(cluster_reach, "PROBE", name)
         with nodes_of(None, False, "auto", ["ssh"]) as (names, reach, _):
             talk = Conversation(names[0], reach(names[0]), tmp_path)
-            assert talk.ask("clock") == seen
+            with pytest.raises(NodeLost, match=told):
+                talk.ask("clock")
             talk.close()
 
 

@@ -4,18 +4,30 @@ what its calls say of it.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 from hybridrl.hybrid_engine.repeated import Repeated
-from hybridrl.hybrid_engine.transport import Places
+from hybridrl.hybrid_engine.transport import AddressWatch
 
 CUDA = torch.device("cuda", 0)
+
+
+class Owner:
+    """Has work that is repeated, as a transport has."""
+
+    def __init__(self, happened: list[str], device: torch.device = CUDA, name: str = "queued"):
+        self._happened, self._name = happened, name
+        self.work = Repeated(self._queue, device)
+
+    def _queue(self) -> None:
+        self._happened.append(self._name)
 
 
 @pytest.fixture
@@ -41,7 +53,8 @@ def happened(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_work_is_a_graph_from_the_second_time_on(happened: list[str]) -> None:
-    work = Repeated(lambda: happened.append("queued"), CUDA)
+    owner = Owner(happened)
+    work = owner.work
     for _ in range(3):
         work.run()
     assert happened == ["queued", "begun", "queued", "captured", "replayed", "replayed"]
@@ -51,38 +64,62 @@ def test_work_is_a_graph_from_the_second_time_on(happened: list[str]) -> None:
 
 
 def test_without_a_gpu_work_is_done_each_time(happened: list[str]) -> None:
-    work = Repeated(lambda: happened.append("queued"), torch.device("cpu"))
+    owner = Owner(happened, torch.device("cpu"))
     for _ in range(3):
-        work.run()
-    work.close()
+        owner.work.run()
+    owner.work.close()
     assert happened == ["queued"] * 3
 
 
 def test_tensors_have_moved_once_after_each_move() -> None:
     alone, whole = torch.zeros(4), torch.zeros(64)
     views = {str(i): whole[16 * i : 16 * (i + 1)] for i in range(4)}
-    places = Places({"alone": alone}, views, {})
-    found = [places.have_changed(), places.have_changed()]
+    places = AddressWatch({"alone": alone}, views, {})
+    found = [places.look_again(), places.look_again()]
     alone.data = torch.zeros(4)
-    found += [places.have_changed(), places.have_changed()]
+    found += [places.look_again(), places.look_again()]
     kept = torch.zeros(1 << 20)  # so that the storage cannot come back to where it was
     storage: Any = whole.untyped_storage()
     storage.resize_(1 << 22)
-    found += [places.have_changed(), places.have_changed()]
+    found += [places.look_again(), places.look_again()]
     assert found == [True, False] * 3 and kept.numel()
 
 
-def test_one_tensor_of_a_storage_that_leaves_it_is_known_from_then_on() -> None:
+def test_tensors_that_have_left_a_storage_are_watched_by_themselves() -> None:
     whole = torch.zeros(64)
     views = {str(i): whole[16 * i : 16 * (i + 1)] for i in range(4)}
-    places = Places(views)
-    assert places.have_changed()
+    places = AddressWatch(views)
+    assert places.look_again()
     for name in views:  # one of them is the one that is asked
         views[name].data = torch.zeros(16)
-    assert places.have_changed() and not places.have_changed()
+    assert places.look_again() and not places.look_again()
     for name in views:
         views[name].data = torch.zeros(16)
-        assert places.have_changed() and not places.have_changed()
+        assert places.look_again() and not places.look_again()
+
+
+def test_an_empty_tensor_says_nothing_of_its_storage() -> None:
+    whole = torch.zeros(64)
+    places = AddressWatch({"whole": whole, "none": whole[64:]})
+    assert places.look_again() and not places.look_again()
+    kept = torch.zeros(1 << 20)
+    storage: Any = whole.untyped_storage()
+    storage.resize_(1 << 22)
+    assert places.look_again() and not places.look_again() and kept.numel()
+    assert AddressWatch({}).look_again()
+
+
+def test_work_does_not_keep_its_owner_alive(happened: list[str]) -> None:
+    """An export makes a transport for every few tensors, which go with it."""
+    owner = Owner(happened)
+    owner.work.run()
+    gone = weakref.ref(owner)
+    gc.disable()
+    try:
+        del owner
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_the_experts_of_a_mixture_are_asked_by_the_tensor() -> None:
@@ -95,20 +132,20 @@ def test_the_experts_of_a_mixture_are_asked_by_the_tensor() -> None:
 
     whole = torch.zeros(6400)
     views = {str(i): whole[100 * i :][:100].as_subclass(Counting) for i in range(64)}
-    places = Places(views)
-    places.have_changed()
+    places = AddressWatch(views)
+    places.look_again()
     Counting.asked = 0
-    assert not places.have_changed()
+    assert not places.look_again()
     assert Counting.asked == 1
 
 
 def test_graphs_are_made_before_work_that_waits_for_other_ranks(happened: list[str]) -> None:
     """To make one waits for the device, and a device that waits for a lost rank does not end."""
-    works = [Repeated(partial(happened.append, name), CUDA) for name in ("barrier", "local")]
+    owners = [Owner(happened, CUDA, name) for name in ("barrier", "local")]
     for _ in range(2):
-        for work in works:
-            work.capture()
-        for work in works:
-            work.run()
+        for owner in owners:
+            owner.work.capture()
+        for owner in owners:
+            owner.work.run()
     first, made = ["barrier", "local"], ["begun", "barrier", "captured", "begun", "local"]
     assert happened == [*first, *made, "captured", "replayed", "replayed"]
