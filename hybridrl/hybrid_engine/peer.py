@@ -132,9 +132,9 @@ class PeerTransport:
         return self._traffic
 
     def close(self) -> None:
-        """Gives up the graphs, whose kernels use the peers' memory."""
-        for work in self._repeated:
-            work.close()
+        """Nothing of it outlives the process group: its graphs have kernels alone, no messages. To
+        wait for the device here would be to wait for a lost rank at a barrier.
+        """
 
     def prepare(self) -> None:
         """Makes the tables of the copies, again only if a destination has moved since."""
