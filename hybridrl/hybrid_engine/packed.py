@@ -41,10 +41,10 @@ from hybridrl.hybrid_engine.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.quantized import FP8, SENT_AS, Arrivals, Fill, Quantization
 from hybridrl.hybrid_engine.repeated import Repeated
 from hybridrl.hybrid_engine.transport import (
-    AddressWatch,
     Pair,
     Peers,
     Traffic,
+    addresses,
     is_same_memory,
 )
 from hybridrl.hybrid_engine.wire import kept_tensors
@@ -125,7 +125,7 @@ class PackedTransport:
         )
         self._device = _one_device(sources, dests)
         self._buffers: tuple[list[Tensor], list[Tensor]] | None = None
-        self._watch = AddressWatch(self._sources, self._dests, self._scales)
+        self._addresses: tuple[int, ...] | None = None
         self._work = Repeated(self._queue, self._device)
         self._block_group = block_group
         self._copying: torch.cuda.Stream | None = None
@@ -170,8 +170,11 @@ class PackedTransport:
 
     def prepare(self) -> None:
         """Makes buffers, tables and messages, again only if a tensor has moved since."""
-        if not self._watch.look_again():
+        # All of them: any source may have been replaced by another tensor of its name.
+        found = addresses(self._sources) + addresses(self._dests) + addresses(self._scales)
+        if found == self._addresses:
             return
+        self._addresses = found
         self._work = Repeated(self._queue, self._device)
         self._prepare_local()
         self._steps = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -83,31 +82,42 @@ class TransportError(PeerError):
     """The weights did not arrive: the engine has none that may be used."""
 
 
-class AddressWatch:
-    """Knows whether tensors have moved: tables of copies hold addresses.
+def addresses(tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Returns where tensors lie, to be compared: tables of copies hold addresses."""
+    return tuple(map(Tensor.data_ptr, tensors.values()))
 
-    Tensors in one storage move with it, so that only one of each storage is asked: the experts of a
-    mixture are thousands of views of a few tensors. So a tensor that shares its storage must stay
-    in it.
+
+class AddressWatch:
+    """Knows whether tensors have moved, by one of each storage.
+
+    Tensors in one storage move with it: the experts of a mixture are thousands of views of a few
+    tensors. So those that share a storage must stay in it, and none of them may be replaced by
+    another tensor of its name.
 
     Args:
-        tensors: by name; the same objects for as long as this is used.
+        tensors: by name.
     """
 
     def __init__(self, *tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
-        self._asked: list[Tensor] = []
+        self._asked: list[tuple[Mapping[str, Tensor], str]] = []
         self._known: list[int] | None = None
 
     def look_again(self) -> bool:
         """Returns whether a tensor lies elsewhere than at the last look; at the first they do."""
-        if [tensor.data_ptr() for tensor in self._asked] == self._known:
+        if self._places() == self._known:
             return False
-        every = chain.from_iterable(group.values() for group in self._tensors)
-        filled = (one for one in every if one.numel())  # the others lie nowhere
-        self._asked = list({one.untyped_storage()._cdata: one for one in filled}.values())
-        self._known = [tensor.data_ptr() for tensor in self._asked]
+        asked: dict[int, tuple[Mapping[str, Tensor], str]] = {}
+        for group in self._tensors:
+            for name, tensor in group.items():
+                if tensor.numel():  # the others lie nowhere
+                    asked[tensor.untyped_storage()._cdata] = group, name
+        self._asked = list(asked.values())
+        self._known = self._places()
         return True
+
+    def _places(self) -> list[int]:
+        return [group[name].data_ptr() for group, name in self._asked]
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:

@@ -98,6 +98,14 @@ def test_tensors_that_have_left_a_storage_are_watched_by_themselves() -> None:
         assert places.look_again() and not places.look_again()
 
 
+def test_a_tensor_that_another_one_replaces_has_moved() -> None:
+    tensors = {"one": torch.zeros(16), "other": torch.zeros(16)}
+    places = AddressWatch(tensors)
+    assert places.look_again()
+    tensors["one"] = tensors["one"] + 1
+    assert places.look_again() and not places.look_again()
+
+
 def test_an_empty_tensor_says_nothing_of_its_storage() -> None:
     whole = torch.zeros(64)
     places = AddressWatch({"whole": whole, "none": whole[64:]})
