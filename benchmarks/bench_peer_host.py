@@ -55,7 +55,9 @@ LAYOUTS: dict[str, Callable[[int], Layouts]] = {
         "qwen3-30b-a3b", TrainLayout(world, ep=2), 2, 2
     ),
 }
-BRANCHES, FEW = 16, 1000
+WAYS = ("as_in_runs", "kernels_one_by_one", "every_address", "ctypes", "graph_of_blocks")
+OF_MIXTURES = WAYS[:3]  # which have few blocks or none
+BRANCHES, FEW = 16, 1000  # chains of a graph; tensors of a dense model's engine
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -113,7 +115,7 @@ def measured(name: str, world: World, repeats: int) -> dict[str, Any]:
     engine = engine_tensors(targets[world.rank], world.platform.device)
     found: dict[str, Any] = {"case": name, "tensors": len(engine), "ways": {}}
     wanted: dict[str, torch.Tensor] = {}
-    for way in WAYS if len(engine) < FEW else WAYS[:3]:
+    for way in WAYS if len(engine) < FEW else OF_MIXTURES:
         with changed(way) as blocks:
             transport = PeerTransport(plan, world, own, engine, memory)
             if not wanted:  # each rectangle by itself
@@ -136,9 +138,6 @@ def measured(name: str, world: World, repeats: int) -> dict[str, Any]:
         if world.rank == 0:
             print(name, way, blocks, json.dumps(found["ways"][way]), flush=True)
     return found
-
-
-WAYS = ("as_in_runs", "kernels_one_by_one", "every_address", "ctypes", "graph_of_blocks")
 
 
 @contextmanager

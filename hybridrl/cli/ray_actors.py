@@ -232,7 +232,8 @@ class ActorPipe:
             yield from (line.decode(errors="replace") for line in rest.values())
             self._code = code
         except ray.exceptions.RayError as error:
-            yield said(getattr(error, "cause", None) or error)
+            is_raised_there = isinstance(error, ray.exceptions.RayTaskError)
+            yield said(error.cause if is_raised_there else error)
         finally:
             self._has_ended.set()
 

@@ -21,10 +21,14 @@ ADDRESSES = {"10.0.0.1": "first", "10.0.0.2": "second"}
 
 
 class RayError(Exception):
-    """What Ray raises; of a method that raised, with that as its cause."""
+    """What Ray raises."""
 
-    def __init__(self, cause: Exception | None) -> None:
-        super().__init__("a long text with frames" if cause else "the actor died")
+
+class RayTaskError(RayError):
+    """What it raises where a method of an actor has raised."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__("a long text with frames")
         self.cause = cause
 
 
@@ -44,7 +48,7 @@ class Method:
     @staticmethod
     def _raising(error: Exception) -> Callable[[], Any]:
         def get() -> Any:
-            raise RayError(error) from error
+            raise RayTaskError(error) from error
 
         return get
 
@@ -55,7 +59,7 @@ class Cluster:
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
         self.killed, self.is_open = 0, True
-        self.exceptions = SimpleNamespace(RayError=RayError)
+        self.exceptions = SimpleNamespace(RayError=RayError, RayTaskError=RayTaskError)
         strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda n, soft: (n, soft))
         self.util = SimpleNamespace(scheduling_strategies=strategies)
 
