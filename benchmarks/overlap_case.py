@@ -267,11 +267,13 @@ class OverlapCase(Case):
             found = algorithm.loss(output.logp_S, output.entropy_S, micro, 1.0)
             return found.loss, detached(found)
 
+        inputs = model.plan(batch, self.policy.temperature).inputs
         with not_finalized(model.config), self.model.mesh.active():
             # As `ParallelModel.accumulate`, which clears gradients first.
             forward_backward(
                 model.forward_chunks,
-                model.plan(batch, self.policy.temperature).inputs,
+                inputs,
+                [one.local.num_positions for one in inputs],
                 _forward,
                 lambda output, one: loss(output, one.local),
             )

@@ -153,6 +153,8 @@ def _layout_keywords(layout: TrainLayout, num_layers: int, platform: Platform) -
         # schedule cross.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
+        # Would wait for all of the device after each exchange: older versions of PyTorch need it.
+        "batch_p2p_sync": False,
         # gloo reads a tensor after isend returns; freeing it early corrupts what is sent.
         "deallocate_pipeline_outputs": not platform.is_cpu,
     }

@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_model_config
 
 from hybridrl.parallel import progress
+from hybridrl.parallel.stages import KnownShapes, stage_groups
 
 Item = TypeVar("Item")
 Forward = Callable[[torch.nn.Module, Item], Any]
@@ -23,6 +25,7 @@ Forward = Callable[[torch.nn.Module, Item], Any]
 def forward_backward(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[Item],
+    lengths: Sequence[int],
     forward: Forward[Item],
     loss: Callable[[Any, Item], tuple[torch.Tensor, Any]],
 ) -> list[Any]:
@@ -31,6 +34,7 @@ def forward_backward(
     Args:
         chunks: this stage's model chunks (one without virtual pipeline), wrapped for data parallel.
         micro_batches: what `forward` takes, one at a time, in order.
+        lengths: positions of each that this context-parallel rank computes.
         forward: runs one chunk on one micro-batch; returns what the chunk returns.
         loss: last stage only; takes the chunk's output, returns the loss (already divided by the
             global denominator) and anything to be returned.
@@ -51,13 +55,16 @@ def forward_backward(
 
         return forward(chunk, work), loss_of
 
-    return _run(chunks, micro_batches, step, forward_only=False)
+    return _run(chunks, micro_batches, lengths, step, forward_only=False)
 
 
 def forward_only(
-    chunks: Sequence[torch.nn.Module], micro_batches: Sequence[Item], forward: Forward[Item]
+    chunks: Sequence[torch.nn.Module],
+    micro_batches: Sequence[Item],
+    lengths: Sequence[int],
+    forward: Forward[Item],
 ) -> list[Any]:
-    """Runs all micro-batches without gradients.
+    """Runs all micro-batches without gradients; takes what `forward_backward` takes.
 
     Returns:
         On the last stage the outputs of the last chunk, in order; elsewhere an empty list.
@@ -72,7 +79,7 @@ def forward_only(
         return forward(chunk, next(data)), output_itself
 
     with torch.no_grad():
-        return _run(chunks, micro_batches, step, forward_only=True)
+        return _run(chunks, micro_batches, lengths, step, forward_only=True)
 
 
 def finalize_summed_gradients(
@@ -87,19 +94,25 @@ def finalize_summed_gradients(
 def _run(
     chunks: Sequence[torch.nn.Module],
     micro_batches: Sequence[Item],
+    lengths: Sequence[int],
     step: Callable[..., Any],
     forward_only: bool,
 ) -> list[Any]:
     iterators = [iter(micro_batches) for _ in chunks]
-    single = len(chunks) == 1
+    single, config = len(chunks) == 1, get_model_config(chunks[0])
+    links: dict[str, Any] = {}
+    if single and config.pipeline_model_parallel_size > 1:
+        known = KnownShapes(config, lengths)
+        links = {"p2p_communicator": known, "pg_collection": stage_groups()}
     results = get_forward_backward_func()(
         forward_step_func=step,
         data_iterator=iterators[0] if single else iterators,
         model=chunks[0] if single else list(chunks),
         num_microbatches=len(micro_batches),
-        seq_length=1,  # unused: shapes travel with the tensors (variable_seq_lengths)
+        seq_length=1,  # unused: micro-batches differ (variable_seq_lengths)
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
+        **links,
     )
     return list(results)

@@ -290,7 +290,8 @@ class ParallelModel:
         if not self.mesh.is_member:
             return []
         with self.mesh.active():
-            return forward_only(self.forward_chunks, inputs, _forward)
+            lengths = [one.local.num_positions for one in inputs]
+            return forward_only(self.forward_chunks, inputs, lengths, _forward)
 
     def accumulate(
         self, inputs: Sequence[ModelInput], loss: Loss, *more: tuple[Sequence[ModelInput], Loss]
@@ -315,6 +316,7 @@ class ParallelModel:
             return forward_backward(
                 chunks,
                 pairs,
+                [one.local.num_positions for one, _ in pairs],
                 lambda chunk, pair: _forward(chunk, pair[0]),
                 lambda output, pair: pair[1](output, pair[0].local),
             )

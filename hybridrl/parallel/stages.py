@@ -1,0 +1,81 @@
+"""What the stages of a pipeline send each other.
+
+Micro-batches of packed samples differ in length, so Megatron sends the shape of each tensor before
+the tensor, waits for it on the host and for all that the device has to do
+(`P2PCommunicator._communicate_shapes`, twice with `batch_p2p_sync`): the device then has no work
+until the host has started the next layers. All stages have the same micro-batches here, so each
+knows the shapes beforehand, and the host need not wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+NOTHING = [0, 0, 0]
+
+
+class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
+    """Megatron's way from stage to stage, of micro-batches whose lengths every stage knows.
+
+    One object serves one run of the schedule without virtual stages, which brings micro-batches
+    forward in their order, and backward too.
+
+    Args:
+        config: of the model (Megatron's).
+        lengths: positions of each micro-batch that this context-parallel rank computes, in order.
+    """
+
+    def __init__(self, config: Any, lengths: Sequence[int]) -> None:
+        super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
+        sharing = config.tensor_model_parallel_size if config.sequence_parallel else 1
+        shapes = [[length // sharing, 1, config.hidden_size] for length in lengths]
+        self._activations, self._gradients = iter(shapes), iter(shapes)
+        self._sent, self._sent_back = iter(shapes), iter(shapes)
+
+    def _communicate_shapes(
+        self,
+        tensor_send_next: Tensor | None,
+        tensor_send_prev: Tensor | None,
+        recv_prev: bool,
+        recv_next: bool,
+    ) -> tuple[list[int], list[int]]:
+        """Returns the shapes of what comes from the stage before and from the stage after.
+
+        Raises:
+            RuntimeError: what is sent has another shape than the others expect.
+        """
+        check(tensor_send_next, self._sent)
+        check(tensor_send_prev, self._sent_back)
+        return (
+            next(self._activations) if recv_prev else NOTHING,
+            next(self._gradients) if recv_next else NOTHING,
+        )
+
+
+def check(sent: Tensor | None, shapes: Iterator[list[int]]) -> None:
+    """Compares what is sent, if anything is, with the next shape."""
+    if sent is not None and list(sent.shape) != (expected := next(shapes)):
+        raise RuntimeError(
+            f"a pipeline stage has a tensor of shape {list(sent.shape)} for a micro-batch, whose "
+            f"length says {expected}; this is a fault of hybridrl: please report it"
+        )
+
+
+def stage_groups() -> ProcessGroupCollection:
+    """Returns the process groups that a schedule makes itself where it is given no communicator."""
+    groups = ProcessGroupCollection()
+    groups.tp = parallel_state.get_tensor_model_parallel_group()
+    groups.cp = parallel_state.get_context_parallel_group()
+    groups.pp = parallel_state.get_pipeline_model_parallel_group()
+    groups.embd = parallel_state.get_embedding_group(check_initialized=False)
+    groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp_cp = parallel_state.get_data_parallel_group(
+        with_context_parallel=True, partial_data_parallel=False
+    )
+    return groups
