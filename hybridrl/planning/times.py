@@ -237,7 +237,12 @@ class PassTimes:
         largest = ceil(self.shape.num_layers / stages) / self.shape.num_layers  # of the stages
         per_micro = (layers * largest + head) * factor / found.num_micro
         host = host_s * self.shape.num_layers * largest
-        return _beside(per_micro, host) * (found.num_micro + (stages - 1) / layout.vpp)
+        each = _beside(per_micro, host)
+        if self.shape.moe is not None and stages > 1:
+            # Of each layer of experts the host waits to learn how many tokens they get, and of each
+            # micro-batch for another stage, so that it gets nowhere ahead of the device.
+            each += self._host_s()[0] * self.shape.num_layers * largest
+        return each * (found.num_micro + (stages - 1) / layout.vpp)
 
     def _layers_s(self, found: Packs) -> float:
         """Returns the GPU's time of all layers of a forward pass."""

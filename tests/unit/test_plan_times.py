@@ -45,10 +45,11 @@ SLOW_HOSTS = {("0.5b/dp4/tp1", "1664dc487da1"), ("0.5b/dp2/tp1", "491d5ecf")}
 SLOW_HOST_BOUND = 0.45
 # Measured while an engine's ranks compared what they drew by messages, a millisecond a step.
 SLOW_ENGINES, SLOW_ENGINE_BOUND = {"0.5b/dp2/tp2", "0.5b/tp2/tp2"}, 0.20
-# Of mixtures generation is predicted up to 25% too long, by which one step is beyond its bound, and
-# the passes of two stages up to 34% too short.
+# Of mixtures generation is predicted up to 25% too long, by which one step is beyond its bound.
 GENERATION_BOUND, BEYOND = 0.26, {("qwen3-30b-a3b/tp2ep2/tp2", 1): 0.17}
-STAGES_BOUND = 0.35
+# A mixture in two stages, by whose hosts it is bound; one pass waited for them less than others.
+STAGES_BOUND = 0.16
+UNHINDERED, UNHINDERED_BOUND = ("qwen3-30b-a3b/pp2", "d07a9ed", "logprobs, shared"), 0.33
 # Measured while each expert got a copy of a token; now its ranks gather it once.
 REPLACED = ("qwen3-30b-a3b/tp2ep2", "7b18dbe")
 
@@ -289,7 +290,10 @@ def test_a_pass_takes_what_is_predicted(case: dict[str, Any], name: str, tmp_pat
         f"{seconds:.3f} of {measured:.3f}, {seconds / measured - 1:+.0%}",
         packed,
     )
-    assert abs(seconds / measured - 1) < PASS_BOUND
+    bound = STAGES_BOUND if layout.pp > 1 and shape.moe is not None else PASS_BOUND
+    if (case["case"], case["commit"], name) == UNHINDERED:
+        bound = UNHINDERED_BOUND
+    assert abs(seconds / measured - 1) < bound
 
 
 def test_a_pipeline_with_one_micro_batch_gains_nothing_and_one_with_many_nearly_all() -> None:
