@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file, save_file
 from tiny_models import LONGEST, as_long, chosen_by
@@ -61,6 +62,20 @@ def with_experts(batch: TrainBatch, shape) -> TrainBatch:
     experts_TLK = drawn.topk(shape.moe.experts_per_token).indices.to(torch.uint8)
     experts_TLK[batch.offsets[1:] - 1] = 0
     return replace(batch, routed_experts_TK=experts_TLK.flatten(1))
+
+
+@contextmanager
+def counted_shapes():
+    """Counts how often Megatron sends shapes from stage to stage."""
+    original, calls = P2PCommunicator._communicate_shapes, []
+
+    def counting(*arguments):
+        calls.append(1)
+        return original(*arguments)
+
+    P2PCommunicator._communicate_shapes = counting
+    yield calls
+    P2PCommunicator._communicate_shapes = original
 
 
 @contextmanager
@@ -397,9 +412,11 @@ def main() -> None:
             recompute = [one for one in more if "=" not in one]
             sizes = {"vpp": int(vpp), "order": order, **experts}
             layout = TrainLayout(size, int(tp), int(pp), int(cp), **sizes)
-            gradients, logp_T, norm, moved = run(
-                folder, family, layout, *recompute, moe=losses, replays=replays
-            )
+            with counted_shapes() as calls:
+                gradients, logp_T, norm, moved = run(
+                    folder, family, layout, *recompute, moe=losses, replays=replays
+                )
+            assert bool(calls) == (layout.vpp > 1), f"shapes were sent {len(calls)} times"
             worst, where, covered = 0.0, "", 0
             for tensor, (gradient, held) in gradients.items():
                 difference = ((gradient - reference[tensor]).abs() * held).max().item()
