@@ -102,6 +102,7 @@ def _run(
     single, config = len(chunks) == 1, get_model_config(chunks[0])
     links: dict[str, Any] = {}
     if single and config.pipeline_model_parallel_size > 1:
+        assert len(lengths) == len(micro_batches)
         known = KnownShapes(config, lengths)
         links = {"p2p_communicator": known, "pg_collection": stage_groups()}
     results = get_forward_backward_func()(

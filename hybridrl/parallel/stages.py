@@ -48,34 +48,50 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
         """Returns the shapes of what comes from the stage before and from the stage after.
 
         Raises:
-            RuntimeError: what is sent has another shape than the others expect.
+            RuntimeError: what is sent has another shape than the stage that receives it expects,
+                which is told by its own deadline alone.
         """
         check(tensor_send_next, self._sent)
         check(tensor_send_prev, self._sent_back)
         return (
-            next(self._activations) if recv_prev else NOTHING,
-            next(self._gradients) if recv_next else NOTHING,
+            next_of(self._activations) if recv_prev else NOTHING,
+            next_of(self._gradients) if recv_next else NOTHING,
         )
 
 
 def check(sent: Tensor | None, shapes: Iterator[list[int]]) -> None:
     """Compares what is sent, if anything is, with the next shape."""
-    if sent is not None and list(sent.shape) != (expected := next(shapes)):
+    if sent is not None and list(sent.shape) != (expected := next_of(shapes)):
         raise RuntimeError(
             f"a pipeline stage has a tensor of shape {list(sent.shape)} for a micro-batch, whose "
             f"length says {expected}; this is a fault of hybridrl: please report it"
         )
 
 
+def next_of(shapes: Iterator[list[int]]) -> list[int]:
+    """Returns the shape of the next micro-batch."""
+    for shape in shapes:
+        return shape
+    raise RuntimeError(
+        "a pipeline stage exchanges more tensors than it has micro-batches; this is a fault of "
+        "hybridrl: please report it"
+    )
+
+
 def stage_groups() -> ProcessGroupCollection:
-    """Returns the process groups that a schedule makes itself where it is given no communicator."""
+    """Returns the process groups that a schedule gathers itself where it is given no communicator,
+    of Megatron-Core 0.16.1 and 0.19.
+    """
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
     groups.cp = parallel_state.get_context_parallel_group()
     groups.pp = parallel_state.get_pipeline_model_parallel_group()
     groups.embd = parallel_state.get_embedding_group(check_initialized=False)
     groups.pos_embd = parallel_state.get_position_embedding_group(check_initialized=False)
+    groups.dp = parallel_state.get_data_parallel_group(partial_data_parallel=False)
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
+    # 0.19 reads it where routers have biases.
+    groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups

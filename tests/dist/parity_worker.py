@@ -74,8 +74,10 @@ def counted_shapes():
         return original(*arguments)
 
     P2PCommunicator._communicate_shapes = counting
-    yield calls
-    P2PCommunicator._communicate_shapes = original
+    try:
+        yield calls
+    finally:
+        P2PCommunicator._communicate_shapes = original
 
 
 @contextmanager
@@ -334,6 +336,7 @@ def run(
     )
     shapes = hf_shapes(source.family, source.shape)
     load_hf(folder, model.layout(), model.weights(), shapes)
+    assert not model.config.batch_p2p_sync, "stages wait for the device"
     if source.shape.moe is not None:
         check_dispatch(model)
     model.make_trainable(1e-3)

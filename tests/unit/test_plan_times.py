@@ -47,9 +47,9 @@ SLOW_HOST_BOUND = 0.45
 SLOW_ENGINES, SLOW_ENGINE_BOUND = {"0.5b/dp2/tp2", "0.5b/tp2/tp2"}, 0.20
 # Of mixtures generation is predicted up to 25% too long, by which one step is beyond its bound.
 GENERATION_BOUND, BEYOND = 0.26, {("qwen3-30b-a3b/tp2ep2/tp2", 1): 0.17}
-# A mixture in two stages, by whose hosts it is bound; one pass waited for them less than others.
+# A mixture in two stages; one pass is faster than all others, for a reason that is not known.
 STAGES_BOUND = 0.16
-UNHINDERED, UNHINDERED_BOUND = ("qwen3-30b-a3b/pp2", "d07a9ed", "logprobs, shared"), 0.33
+FASTEST, FASTEST_BOUND = ("qwen3-30b-a3b/pp2", "d07a9ed", "logprobs, shared"), 0.33
 # Measured while each expert got a copy of a token; now its ranks gather it once.
 REPLACED = ("qwen3-30b-a3b/tp2ep2", "7b18dbe")
 
@@ -291,8 +291,8 @@ def test_a_pass_takes_what_is_predicted(case: dict[str, Any], name: str, tmp_pat
         packed,
     )
     bound = STAGES_BOUND if layout.pp > 1 and shape.moe is not None else PASS_BOUND
-    if (case["case"], case["commit"], name) == UNHINDERED:
-        bound = UNHINDERED_BOUND
+    if (case["case"], case["commit"], name) == FASTEST:
+        bound = FASTEST_BOUND
     assert abs(seconds / measured - 1) < bound
 
 
