@@ -1,10 +1,13 @@
 """What the stages of a pipeline send each other.
 
-Micro-batches of packed samples differ in length, so Megatron sends the shape of each tensor before
-the tensor, waits for it on the host and for all that the device has to do
-(`P2PCommunicator._communicate_shapes`, twice with `batch_p2p_sync`): the device then has no work
-until the host has started the next layers. All stages have the same micro-batches here, so each
-knows the shapes beforehand, and the host need not wait.
+A stage waits, on its device alone, for activations of the stage before and for gradients of the
+stage after.
+
+Micro-batches of packed samples differ in length. Megatron therefore sends the shape of each tensor
+before the tensor, and its host waits for that shape and for the whole device
+(`P2PCommunicator._communicate_shapes`); meanwhile nothing is started on the device. All stages
+plan the same micro-batches here, so that each knows the shapes and no host has to wait. With
+virtual stages Megatron's way is left as it is.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ NOTHING = [0, 0, 0]
 
 
 class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
-    """Megatron's way from stage to stage, of micro-batches whose lengths every stage knows.
+    """Megatron's exchange between stages, for micro-batches whose lengths every stage knows.
 
-    One object serves one run of the schedule without virtual stages, which brings micro-batches
-    forward in their order, and backward too.
+    One object serves one run of the schedule without virtual stages. That schedule takes
+    micro-batches forward in their order, and backward in the same order.
 
     Args:
         config: of the model (Megatron's).
@@ -70,12 +73,12 @@ def check(sent: Tensor | None, shapes: Iterator[list[int]]) -> None:
 
 def next_of(shapes: Iterator[list[int]]) -> list[int]:
     """Returns the shape of the next micro-batch."""
-    for shape in shapes:
-        return shape
-    raise RuntimeError(
-        "a pipeline stage exchanges more tensors than it has micro-batches; this is a fault of "
-        "hybridrl: please report it"
-    )
+    if (shape := next(shapes, None)) is None:
+        raise RuntimeError(
+            "a pipeline stage exchanges more tensors than it has micro-batches; this is a fault of "
+            "hybridrl: please report it"
+        )
+    return shape
 
 
 def stage_groups() -> ProcessGroupCollection:

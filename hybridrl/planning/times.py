@@ -239,9 +239,9 @@ class PassTimes:
         host = host_s * self.shape.num_layers * largest
         each = _beside(per_micro, host)
         if self.shape.moe is not None and stages > 1:
-            # Empirical: five steps of two stages of 3 layers took as much longer, most of them on
-            # slow hosts. The host waits for the device in each layer of experts, and a stage for
-            # the other; what of it is which was not separated. More stages were not measured.
+            # Empirical: five measured steps with two stages of 3 layers took this much longer, most
+            # of them on slow hosts. The cause was not separated: a host waits for its device in
+            # each layer of experts, and a stage for the other. More stages were not measured.
             each += self._host_s()[0] * self.shape.num_layers * largest
         return each * (found.num_micro + (stages - 1) / layout.vpp)
 

@@ -66,7 +66,7 @@ def with_experts(batch: TrainBatch, shape) -> TrainBatch:
 
 @contextmanager
 def counted_shapes():
-    """Counts how often Megatron sends shapes from stage to stage."""
+    """Counts the calls of Megatron's own exchange of shapes between stages."""
     original, calls = P2PCommunicator._communicate_shapes, []
 
     def counting(*arguments):
