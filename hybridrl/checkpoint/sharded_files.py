@@ -474,6 +474,8 @@ def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """Returns a class of an index; refuses all others."""
+        if (module, name) == ("builtins", "getattr"):
+            return enum_member
         if name not in INDEX_CLASSES.get(module, ()):
             raise CheckpointError(
                 INDEX,
@@ -483,6 +485,11 @@ class _IndexUnpickler(pickle.Unpickler):
                 "wrote.",
             )
         return super().find_class(module, name)
+
+
+def enum_member(of: Any, name: str) -> Any:
+    """Returns a member of an enum: Python 3.11.0 to 3.11.3 pickle them as calls of getattr."""
+    return of.__members__[name]
 
 
 def first_failure(error: CheckpointException) -> BaseException:

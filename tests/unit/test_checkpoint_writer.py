@@ -10,6 +10,7 @@ import os
 import pickle
 import resource
 import weakref
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ import xxhash
 from small_runs import files_of_at_most
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
+    Metadata,
     MetadataIndex,
     TensorProperties,
+    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -200,6 +203,7 @@ class Malicious:
         lambda made: pickle.dumps({"storage_data": Malicious(made)}),
         lambda made: b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x01:\x85R.",
         lambda made: b"cbuiltins\neval\n(S'1'\ntR.",
+        lambda made: b"cbuiltins\ngetattr\n(ctorch\nSize\nS'numel'\ntR.",
         lambda made: pickle.dumps({"a": 1}),
         lambda made: pickle.dumps(torch.Size([1])),
         lambda made: b"no pickle",
@@ -219,3 +223,24 @@ def test_an_index_runs_nothing(tmp_path: Path, content: object) -> None:
         with pytest.raises(CheckpointError, match="index|pickle"):
             load_index(folder, "policy", manifest)
         assert not made.exists()
+
+
+class OldPickler(pickle.Pickler):
+    """Pickles enums as Python 3.11.0 to 3.11.3 do, Debian 12's among them."""
+
+    def reducer_override(self, one: Any) -> Any:
+        return (getattr, (type(one), one.name)) if isinstance(one, Enum) else NotImplemented
+
+
+def test_an_index_of_an_early_python_3_11_is_read(tmp_path: Path) -> None:
+    tensor = TensorStorageMetadata(TensorProperties(dtype=torch.bfloat16), SIZE, [])
+    written = Metadata(state_dict_metadata={"weight": tensor}, storage_data={})
+    content = io.BytesIO()
+    OldPickler(content).dump(written)
+    assert b"getattr" in content.getvalue()
+    name = f"policy/{INDEX}"
+    file = tmp_path / name
+    file.parent.mkdir()
+    file.write_bytes(content.getvalue())
+    manifest = Manifest(step=1, order=1, lineage=[], files={name: entry_of(file)})
+    assert load_index(tmp_path, "policy", manifest) == written
