@@ -26,7 +26,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from hybridrl.contracts.batch import Prompt, RolloutBatch
@@ -47,7 +47,7 @@ from hybridrl.generation.in_flight import (
 from hybridrl.generation.looks import STEPS_BETWEEN_ENDS, Looks
 from hybridrl.generation.pool import Pool, Sample, States, known_states, restored_pool
 from hybridrl.generation.sampler import Progress, Sampler
-from hybridrl.generation.saved_rollouts import joined
+from hybridrl.generation.saved_rollouts import joined, of_sample
 from hybridrl.generation.timeline import Timeline
 from hybridrl.parallel.stopping import check_stop
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
@@ -245,7 +245,7 @@ class LaggedSampler(Sampler):
         """
         if isinstance(sample, Request):
             return sample
-        how = self.sampling if sample_id >= 0 else replace(self.sampling, temperature=0.0)
+        how = of_sample(self.sampling, sample_id)
         if self.episodes is None:
             seed = request_seed(self.seed, group.born, sample_id)
             return Request(sample_id, group.prompt.tokens, seed, how)
@@ -416,6 +416,7 @@ class LaggedSampler(Sampler):
         parts = [part for part in self.world.gather_objects(mine) if part is not None]
         return {
             "step": -1,
+            "sampling": asdict(self.sampling),
             **joined(parts),
             "response_lengths": pool.response_lengths,
             "next_step": self._next_step,
@@ -428,10 +429,12 @@ class LaggedSampler(Sampler):
         return self.layout.assignment.index((0, 0))
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None = None) -> None:
-        """Goes on with what is under way in a state; arguments as of Sampler."""
+        """Goes on with what is under way in a state, as far as it was drawn as the run draws now;
+        arguments as of Sampler.
+        """
         self._began = None
         super().load_state(state, source)
         if state.get("in_flight") is None or source is None:
             self._pool = Pool()
             return
-        self._pool = restored_pool(state, source, self._sample_ids)
+        self._pool = restored_pool(state, source, self._sample_ids, self.sampling)

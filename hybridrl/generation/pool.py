@@ -10,8 +10,15 @@ from hybridrl.contracts.samples import Prompt
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.episodes import OpenResponse, restored
 from hybridrl.generation.in_flight import Group, Runs
-from hybridrl.generation.saved_rollouts import rollout_state
-from hybridrl.rollout.engine import Completion, Request
+from hybridrl.generation.saved_rollouts import (
+    done_fits,
+    of_sample,
+    request_fits,
+    rollout_state,
+    saved_sampling,
+    turns_fit,
+)
+from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
 Sample = Completion | Request | OpenResponse
 States = tuple[tuple[Runs, ...], tuple[bool, ...]]
@@ -83,24 +90,21 @@ def known_states(told: Sequence[Mapping[int, States] | None]) -> dict[int, State
 
 
 def restored_pool(
-    state: Mapping[str, Any], source: PromptSource, sample_ids: Callable[[Group], list[int]]
+    state: Mapping[str, Any],
+    source: PromptSource,
+    sample_ids: Callable[[Group], list[int]],
+    sampling: SamplingParams,
 ) -> Pool:
-    """Returns the pool of a checkpoint: `Pool.table` as "in_flight", and `Pool.rollouts`.
+    """Returns the pool of a checkpoint: `Pool.table` as "in_flight", and `Pool.rollouts`, without
+    the samples that were drawn in another way than the run draws now.
 
     Args:
         source: of the run's prompts, where it stood then, and is left.
         sample_ids: returns the numbers of a group's samples.
+        sampling: how the run draws responses now.
     """
     saved = state["in_flight"]
-    samples: dict[int, Sample] = {}
-    for one in state["requests"]:
-        samples[one["request_id"]] = Request.from_dict(one)
-    for one in state["completions"]:
-        samples[one["request_id"]] = restored(one)
-    for turns in state["episodes"]:
-        begun = samples.get(turns["sample_id"])
-        one = OpenResponse(turns, begun if isinstance(begun, Request) else None)
-        samples[one.request_id] = one
+    samples = _samples(state, sampling)
     cursors = {int(step): cursor for step, cursor in saved["cursors"].items()}
     prompts = _taken_again(source, saved["groups"], cursors)
     groups = []
@@ -112,6 +116,27 @@ def restored_pool(
         is_done = tuple(isinstance(one, Completion) for one in own)
         groups.append(replace(empty, runs=runs, is_done=is_done))
     return Pool(tuple(groups), samples, saved["next_number"], cursors)
+
+
+def _samples(state: Mapping[str, Any], sampling: SamplingParams) -> dict[int, Sample]:
+    """Returns the samples of a checkpoint that may go on, by number."""
+    began, found = saved_sampling(state), dict[int, Sample]()
+    turns_of = {turns["sample_id"]: turns for turns in state["episodes"]}
+    requests = {one["request_id"]: Request.from_dict(one) for one in state["requests"]}
+    for number in requests.keys() | turns_of.keys():
+        request, turns = requests.get(number), turns_of.get(number)
+        how = of_sample(sampling, number)
+        if request is not None and not request_fits(request, how, is_turn=turns is not None):
+            continue
+        if turns is None:
+            found[number] = requests[number]
+        elif request is not None or turns_fit(began and of_sample(began, number), how):
+            found[number] = OpenResponse(turns, request)
+    for done in map(restored, state["completions"]):
+        number = done.request_id
+        if done_fits(done, began and of_sample(began, number), of_sample(sampling, number)):
+            found[number] = done
+    return found
 
 
 def _taken_again(

@@ -42,7 +42,13 @@ from hybridrl.generation.episodes import (
 )
 from hybridrl.generation.gathered import compared_with_greedy, gathered_batch, table_of
 from hybridrl.generation.idle import Clock, busy_of_replicas
-from hybridrl.generation.saved_rollouts import SavedRollouts, digest_of, joined, rollout_state
+from hybridrl.generation.saved_rollouts import (
+    SavedRollouts,
+    digest_of,
+    joined,
+    of_sample,
+    rollout_state,
+)
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
 from hybridrl.metrics.values import GENERATED_TOKENS
 from hybridrl.parallel import progress
@@ -107,6 +113,7 @@ class Sampler:
         self._digests: dict[int, str] = {}  # of the step's prompts, by sample
         self._earlier: dict[int, Completion] = {}  # of earlier calls of the step
         self._saved = SavedRollouts()  # of the checkpoint that was loaded
+        self._drawn = sampling  # how the responses of the current step are drawn
         self._lengths = ResponseLengths()
         self._has_greedy = False
         # Seconds that this rank's engine worked since the last `score_or_none`; and of all
@@ -226,14 +233,13 @@ class Sampler:
         if self.episodes is not None:
             self.episodes.forget()
         requests = []
-        params = sampling or self.sampling
-        best = dataclasses.replace(params, temperature=0.0)
+        params = self._drawn = sampling or self.sampling
         num, longest = samples_per_prompt + greedy, params.max_new_tokens
         for group in self._share(prompts, num, first_group, longest):
             first, digest = group * samples_per_prompt, digest_of(self._prompts[group].tokens)
             for sample_id in [*range(first, first + samples_per_prompt), *[-1 - group] * greedy]:
                 self._owners[sample_id] = (self._prompts[group], group)
-                how, prompt = best if sample_id < 0 else params, self._prompts[group]
+                how, prompt = of_sample(params, sample_id), self._prompts[group]
                 self._digests[sample_id] = digest
                 found = self._saved.find(step, sample_id, prompt, how)
                 if found.whole is not None:
@@ -461,6 +467,7 @@ class Sampler:
         parts = [part for part in self.world.gather_objects(mine) if part is not None]
         return {
             "step": self._step,
+            "sampling": dataclasses.asdict(self._drawn),
             **joined(parts),
             "response_lengths": self._lengths.state(),
             "next_step": self._next_step,

@@ -49,6 +49,7 @@ class SavedRollouts:
         self._turns = {one["sample_id"]: one for one in state.get("episodes", ())}
         # Checkpoints of before they were kept have none; then the number of the step must do.
         self._digests: Mapping[str, str] = state.get("prompts", {})
+        self._sampling = saved_sampling(state)
 
     def find(self, step: int, sample_id: int, prompt: Prompt, sampling: SamplingParams) -> Found:
         """Returns what there is of a sample, to this prompt and sampled like this.
@@ -65,17 +66,62 @@ class SavedRollouts:
         if self._digests.get(str(sample_id), digest) != digest:
             return Found()
         whole, turns = self._whole.get(sample_id), self._turns.get(sample_id)
+        began = self._sampling and of_sample(self._sampling, sample_id)
         if whole is not None:
-            fits = len(whole["tokens"]) <= sampling.max_new_tokens
-            return Found(whole=restored(whole)) if fits else Found()
-        if sample_id not in self._requests:
-            return Found(turns=turns)
-        request = Request.from_dict(self._requests[sample_id])
-        limit = request.sampling.max_new_tokens
-        # A later turn has less room than the response.
-        fits = limit <= sampling.max_new_tokens if turns else limit == sampling.max_new_tokens
-        same = dataclasses.replace(sampling, max_new_tokens=limit) == request.sampling
-        return Found(request=request, turns=turns) if fits and same else Found()
+            done = restored(whole)
+            return Found(whole=done) if done_fits(done, began, sampling) else Found()
+        if sample_id in self._requests:
+            request = Request.from_dict(self._requests[sample_id])
+            fits = request_fits(request, sampling, is_turn=turns is not None)
+            return Found(request=request, turns=turns) if fits else Found()
+        return Found(turns=turns) if turns_fit(began, sampling) else Found()
+
+
+def saved_sampling(state: Mapping[str, Any]) -> SamplingParams | None:
+    """Returns how the responses of `Sampler.state` were drawn; None if the checkpoint does not say:
+    then its finished responses may have been drawn in another way than the run draws now.
+    """
+    saved = state.get("sampling")
+    return None if saved is None else SamplingParams.from_dict(saved)
+
+
+def of_sample(sampling: SamplingParams, sample_id: int) -> SamplingParams:
+    """Returns how a sample is drawn; one with a negative number is a group's greedy response."""
+    return sampling if sample_id >= 0 else dataclasses.replace(sampling, temperature=0.0)
+
+
+def done_fits(done: Completion, began: SamplingParams | None, sampling: SamplingParams) -> bool:
+    """Whether a finished response is one that `sampling` could have given: it was drawn in the same
+    way, and where the bound on its length differs, it ended by itself below both.
+
+    Args:
+        done: the response.
+        began: how it was drawn; None if that is not known.
+        sampling: how responses are drawn now.
+    """
+    if began is None or not _same_but_for_length(began, sampling):
+        return False
+    is_as_long = began.max_new_tokens == sampling.max_new_tokens
+    ended = done.finish_reason == "stop" and len(done.tokens) <= sampling.max_new_tokens
+    return is_as_long or ended
+
+
+def request_fits(request: Request, sampling: SamplingParams, is_turn: bool) -> bool:
+    """Whether an unfinished response may go on; one turn of several has less room than all."""
+    limit, most = request.sampling.max_new_tokens, sampling.max_new_tokens
+    fits = limit <= most if is_turn else limit == most
+    return fits and _same_but_for_length(request.sampling, sampling)
+
+
+def turns_fit(began: SamplingParams | None, sampling: SamplingParams) -> bool:
+    """Whether a response that waits for its environment may go on; arguments as of `done_fits`."""
+    if began is None or not _same_but_for_length(began, sampling):
+        return False
+    return began.max_new_tokens <= sampling.max_new_tokens
+
+
+def _same_but_for_length(one: SamplingParams, other: SamplingParams) -> bool:
+    return dataclasses.replace(one, max_new_tokens=other.max_new_tokens) == other
 
 
 def digest_of(tokens: Sequence[int]) -> str:

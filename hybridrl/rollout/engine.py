@@ -51,6 +51,12 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
 
+    @staticmethod
+    def from_dict(fields: Mapping[str, Any]) -> SamplingParams:
+        """Rebuilds sampling parameters from `dataclasses.asdict` after a trip through JSON."""
+        lists = {name: tuple(fields.get(name, ())) for name in ("stop_token_ids", "stop_strings")}
+        return SamplingParams(**{**fields, **lists})
+
     @property
     def looks_back(self) -> bool:
         """Whether the next token's distribution depends on more than the model's logits for it."""
@@ -117,12 +123,10 @@ class Request:
         """Rebuilds a request from `dataclasses.asdict` of it after a trip through JSON, with
         experts as `experts_to_json` has them.
         """
-        sampling = dict(fields["sampling"])
-        for name in ("stop_token_ids", "stop_strings"):
-            sampling[name] = tuple(sampling.get(name, ()))
         sequences = {name: tuple(fields[name]) for name in ("prompt", "tokens", "logps")}
         experts = experts_from_json(fields.get("experts"))
-        made = {**sequences, "sampling": SamplingParams(**sampling), "experts": experts}
+        sampling = SamplingParams.from_dict(fields["sampling"])
+        made: dict[str, Any] = {**sequences, "sampling": sampling, "experts": experts}
         return Request(**{**fields, **made, "versions": versions_from_json(fields)})
 
     @property

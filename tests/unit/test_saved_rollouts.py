@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hybridrl.contracts.batch import Prompt
+from hybridrl.data.prompts import PromptSource
+from hybridrl.generation.pool import restored_pool
 from hybridrl.generation.saved_rollouts import (
     Found,
     SavedRollouts,
@@ -33,7 +36,8 @@ def saved() -> SavedRollouts:
         rollout_state([WHOLE], [], [], {0: digests[0]}),
         rollout_state([], [BEGUN, TURN], [TURNS], {1: digests[1], 2: digests[2]}),
     ]
-    return SavedRollouts(json.loads(json.dumps({"step": 5, **joined(parts)})))
+    state = {"step": 5, "sampling": asdict(SAMPLING), **joined(parts)}
+    return SavedRollouts(json.loads(json.dumps(state)))
 
 
 def test_saved_rollouts_find_what_was_saved(saved: SavedRollouts) -> None:
@@ -47,7 +51,7 @@ def test_saved_rollouts_keep_recorded_experts() -> None:
     experts = np.arange(10, dtype=np.int16).reshape(5, 2)
     parts = [replace(WHOLE, experts=experts)], [replace(BEGUN, experts=experts[:3])]
     digests = dict.fromkeys(range(2), digest_of(PROMPT.tokens))
-    state = {"step": 5, **rollout_state(*parts, [], digests)}
+    state = {"step": 5, "sampling": asdict(SAMPLING), **rollout_state(*parts, [], digests)}
     saved = SavedRollouts(json.loads(json.dumps(state)))
     whole, begun = (saved.find(5, sample_id, PROMPT, SAMPLING) for sample_id in range(2))
     assert whole.whole is not None and begun.request is not None
@@ -60,7 +64,8 @@ def test_saved_rollouts_keep_the_versions_of_tokens() -> None:
     whole = replace(WHOLE, versions=((2, 1), (4, 2)))
     begun = replace(BEGUN, tokens=(6, 7), logps=(-1.0, -2.0), versions=((2, 1), (3, 1)))
     digests = dict.fromkeys(range(2), digest_of(PROMPT.tokens))
-    state = {"step": 5, **rollout_state([whole], [begun], [], digests)}
+    state = {"step": 5, "sampling": asdict(SAMPLING)}
+    state |= rollout_state([whole], [begun], [], digests)
     saved = SavedRollouts(json.loads(json.dumps(state)))
     assert saved.find(5, 0, PROMPT, SAMPLING).whole == whole
     assert saved.find(5, 1, PROMPT, SAMPLING).request == begun
@@ -82,22 +87,70 @@ def test_saved_rollouts_are_of_their_step_and_prompt_alone(saved: SavedRollouts)
 
 
 @pytest.mark.parametrize(
-    ("change", "num_left"),
-    # A whole response stays if it fits; what has begun goes on as it began.
-    [({"temperature": 0.5}, 1), ({"top_p": 0.9}, 1), ({"max_new_tokens": 3}, 1)]
-    + [({"max_new_tokens": 2}, 0), ({"max_new_tokens": 9}, 2)],
+    ("change", "left"),
+    [
+        ({"temperature": 0.5}, []),
+        ({"top_p": 0.9}, []),
+        ({"stop_token_ids": (8,)}, []),
+        # A response that ended by itself, in a bound that is as wide; a turn has less room than
+        # its response.
+        ({"max_new_tokens": 3}, [0]),
+        ({"max_new_tokens": 2}, []),
+        ({"max_new_tokens": 9}, [0, 2, 3]),
+    ],
 )
 def test_saved_rollouts_that_began_otherwise_are_made_anew(
-    saved: SavedRollouts, change: dict[str, float], num_left: int
+    change: dict[str, Any], left: list[int]
 ) -> None:
-    sampling = replace(SAMPLING, **change)  # type: ignore[arg-type]
-    found = [saved.find(5, sample_id, PROMPT, sampling) for sample_id in range(3)]
-    assert sum(one != Found() for one in found) == num_left
-    assert found[1] == Found()
+    cut = Completion(4, (6,) * 8, (-1.0,) * 8, "length", 2)
+    waits = {"sample_id": 3, "actions": [[[6], "six"]]}
+    parts = [WHOLE, replace(WHOLE, request_id=-6), cut], [BEGUN, TURN], [TURNS, waits]
+    state = {"step": 5, "sampling": asdict(SAMPLING), **rollout_state(*parts, {})}
+    saved = SavedRollouts(json.loads(json.dumps(state)))
+    sampling = replace(SAMPLING, **change)
+    found = {one: saved.find(5, one, PROMPT, sampling) for one in range(5)}
+    greedy = saved.find(5, -6, PROMPT, replace(sampling, temperature=0.0))
+    kept = [one for one, what in found.items() if what != Found()]
+    assert kept == left
+    assert (greedy != Found()) == ("temperature" in change or 0 in left), "of temperature 0 anyway"
 
 
-def test_saved_rollouts_of_an_older_checkpoint_have_no_digests() -> None:
-    state = {"step": 5, **joined([rollout_state([WHOLE], [], [], {})])}
+def test_saved_rollouts_of_an_older_checkpoint_say_nothing_of_their_sampling() -> None:
+    state = {"step": 5, **joined([rollout_state([WHOLE], [BEGUN], [], {})])}
     del state["prompts"]
-    assert SavedRollouts(state).find(5, 0, PROMPT, SAMPLING) == Found(whole=WHOLE)
+    saved = SavedRollouts(state)
+    assert saved.find(5, 0, PROMPT, SAMPLING) == Found(), "perhaps drawn otherwise"
+    assert saved.find(5, 1, PROMPT, SAMPLING) == Found(request=BEGUN)
     assert SavedRollouts().find(-1, 0, PROMPT, SAMPLING) == Found()
+
+
+@pytest.mark.parametrize(
+    ("change", "left"),
+    [
+        ({}, {0, 1, -1, 2, 3}),
+        ({"temperature": 0.5}, {-1}),
+        ({"top_p": 0.9}, set()),
+        ({"max_new_tokens": 9}, {0, -1, 2, 3}),
+    ],
+)
+def test_samples_under_way_that_began_otherwise_are_made_anew(
+    change: dict[str, Any], left: set[int]
+) -> None:
+    source = PromptSource([PROMPT], seed=0, shuffle=False)
+    greedy = replace(WHOLE, request_id=-1)
+    waits = {"sample_id": 3, "runs": []}
+    turns = {**TURNS, "runs": []}
+    state = {
+        "sampling": asdict(SAMPLING),
+        **rollout_state([WHOLE, greedy], [BEGUN, TURN], [turns, waits], {}),
+        "in_flight": {"groups": [[0, 4, 0, 5]], "next_number": 1, "cursors": {"4": source.state()}},
+    }
+    sampling, numbers = replace(SAMPLING, **change), [0, 1, 2, 3, -1]
+    saved = json.loads(json.dumps(state))
+    pool = restored_pool(saved, source, lambda _: numbers, sampling)
+    assert pool.samples.keys() == left
+    (group,) = pool.groups
+    assert group.is_done == tuple(one in left and one < 1 for one in numbers)
+    del saved["sampling"]  # as in an older checkpoint
+    kept = restored_pool(saved, source, lambda _: numbers, sampling).samples
+    assert kept.keys() == left & {1, 2}
