@@ -47,6 +47,7 @@ test-sglang: .venv-sglang/installed .venv/installed-sglang
 # The documentation's site in build/site: pages that are made, then all of them, strictly.
 docs: .venv/installed-docs
 	$(BIN)/python docs/scripts/knobs.py
+	$(BIN)/python docs/scripts/coming_from.py
 	$(BIN)/python docs/scripts/results.py
 	$(BIN)/python docs/scripts/cluster_check.py
 	$(BIN)/python docs/scripts/pictures.py

@@ -18,7 +18,7 @@ from typing import Any
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.mismatch import leave_for_parent, refuse_without_rollouts, report_of_ranks
 from hybridrl.cli.validate import validate_training
-from hybridrl.config.engines import ENGINES, engine_package
+from hybridrl.config.engines import engine_package, offered_engines
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import is_launched, rank_file
@@ -37,7 +37,7 @@ def measured_engines(asked: str | None) -> list[str]:
     Raises:
         UserError: a name is that of no engine, or of one that computes nothing.
     """
-    computing = [name for name, traits in ENGINES.items() if traits.computes]
+    computing = offered_engines()
     if asked is None:
         packages = {name: engine_package(name) for name in computing}
         return [n for n, package in packages.items() if package is None or package.is_installed()]

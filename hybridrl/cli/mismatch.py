@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.cli.launch import launch
-from hybridrl.config.engines import ENGINES
+from hybridrl.config.engines import ENGINES, offered_engines
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import is_launched, rank_file
@@ -36,7 +36,7 @@ def refuse_without_rollouts(config: Config, command: str) -> None:
     """
     engine = config.rollout.engine
     if not ENGINES[engine].computes:
-        allowed = " or ".join(name for name, traits in ENGINES.items() if traits.computes)
+        allowed = " or ".join(offered_engines())
         raise UserError(
             "rollout.engine", engine, f"{allowed}, for {command}", "It computes nothing."
         )
@@ -56,7 +56,7 @@ def refuse_unlike(other: str, config: Config) -> None:
     Raises:
         UserError: naming the option.
     """
-    names = [name for name, traits in ENGINES.items() if traits.computes]
+    names = offered_engines()
     names = [name for name in names if name != config.rollout.engine]
     if other not in names:
         allowed = f"{' or '.join(names)} with rollout.engine={config.rollout.engine}"

@@ -14,8 +14,14 @@ import typer
 
 import hybridrl
 from hybridrl.cli.gpus import num_local_gpus
-from hybridrl.config.engines import ENGINES, usual_engine
-from hybridrl.config.starter import Start, has_template, known_positions, starter_text
+from hybridrl.config.engines import ENGINES, offered_engines, usual_engine
+from hybridrl.config.starter import (
+    Start,
+    has_no_weights,
+    has_template,
+    known_positions,
+    starter_text,
+)
 from hybridrl.errors import UserError
 
 
@@ -37,6 +43,10 @@ def init(
     teacher: Annotated[
         str | None, typer.Option(metavar="MODEL", help="Teacher, for distillation.")
     ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="A reward's name, or module:function of your own."),
+    ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the run; default: MODEL-TASK.")
     ] = None,
@@ -52,9 +62,20 @@ def init(
     used = engine or usual_engine(num_local_gpus() > 0)
     if used not in ENGINES:
         remedy = "`hybridrl check` says which are installed."
-        raise UserError("--engine", used, ", ".join(ENGINES), remedy)
+        raise UserError("--engine", used, ", ".join(offered_engines()), remedy)
     is_chat = has_template(model) if chat is None else chat
-    start = Start(task, model, prompts, used, name, teacher, is_chat, known_positions(model))
+    start = Start(
+        task=task,
+        model=model,
+        prompts=prompts,
+        engine=used,
+        name=name,
+        teacher=teacher,
+        chat=is_chat,
+        positions=known_positions(model),
+        reward=reward,
+        is_fresh=has_no_weights(model),
+    )
     text = starter_text(start)
     file = output or Path(f"{task}.yaml")
     _refuse_existing(file, "--output")

@@ -6,6 +6,7 @@ distillation.py.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal, Self, get_args
@@ -440,6 +441,16 @@ def _algorithm_tag(value: object) -> str | None:
     if name in ALGORITHM_NAMES:
         return name
     return "custom" if ":" in name else None
+
+
+def nearest_algorithm(name: str) -> str | None:
+    """Returns the algorithm that a misspelt name means: one of the same letters, else the closest;
+    None if none is close.
+    """
+    given = name.lower()
+    swapped = (known for known in ALGORITHM_NAMES if sorted(known) == sorted(given))
+    close = difflib.get_close_matches(given, ALGORITHM_NAMES, n=1, cutoff=0.3)
+    return next(swapped, None) or next(iter(close), None)
 
 
 AlgorithmConfig = Annotated[

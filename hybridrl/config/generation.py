@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hybridrl.config.engines import ENGINES
+from hybridrl.config.engines import ENGINES, offered_engines
 from hybridrl.config.files import read_json_object
 from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.config.source import model_directory
@@ -81,10 +81,12 @@ def generation_rules(config: Config) -> Iterator[UserError]:
     """Rules of what the engine can do."""
     rollout, traits = config.rollout, ENGINES[config.rollout.engine]
     if rollout.stop_strings and not traits.ends_by_text:
-        yield _refused("stop_strings", config, [n for n, t in ENGINES.items() if t.ends_by_text])
+        able = [name for name in offered_engines() if ENGINES[name].ends_by_text]
+        yield _refused("stop_strings", config, able)
     for key, off in _OFF.items():
         if getattr(rollout, key) != off and not traits.penalizes:
-            yield _refused(key, config, [n for n, t in ENGINES.items() if t.penalizes])
+            able = [name for name in offered_engines() if ENGINES[name].penalizes]
+            yield _refused(key, config, able)
     if rollout.stop_strings and config.environment.name is not None:
         yield UserError(
             "rollout.stop_strings",

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
-from hybridrl.config.algorithm import ALGORITHM_NAMES, AlgorithmConfig
+from hybridrl.config.algorithm import ALGORITHM_NAMES, AlgorithmConfig, nearest_algorithm
 from hybridrl.config.files import MAX_DEPTH, has_utf8
 from hybridrl.config.interpolation import Path as Place
 from hybridrl.config.interpolation import (
@@ -28,6 +28,7 @@ from hybridrl.config.interpolation import (
     places_within,
     value_at,
 )
+from hybridrl.config.other_systems import counterpart
 from hybridrl.config.schema import Config
 from hybridrl.config.yaml_text import YamlTextError, parse_yaml, read_yaml
 from hybridrl.errors import ConfigError, UserError, said, short
@@ -37,6 +38,7 @@ NULLS = ("", "null", "~", "none", "None", "NULL", "Null")
 # Characters of a list of keys that one message can hold, and how many it has instead.
 MOST_ALLOWED = 300
 NUM_LIKELY = 8
+OTHER_NAMES = "docs/guides/coming_from.md"
 
 
 def as_config(
@@ -150,7 +152,7 @@ def _validated(
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        violations += [_violation(details, texts) for details in error.errors()]
+        violations += [one for details in error.errors() for one in _violations(details, texts)]
     if violations:
         raise ConfigError(violations)
     config.written.update(texts)
@@ -231,6 +233,33 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
     return []
 
 
+def _violations(details: Any, written: Mapping[Place, str]) -> Iterator[UserError]:
+    """Yields what one pydantic error says: for a section that other systems have and we do not, an
+    error for each of its keys.
+    """
+    parts = [str(part) for part in details["loc"]]
+    content = details["input"]
+    is_tagged = parts[0] in ("algorithm", "mix")  # the path has an algorithm's name too
+    if details["type"] == "extra_forbidden" and isinstance(content, Mapping) and not is_tagged:
+        leaves = list(_leaves(content, ".".join(parts)))
+        if any(counterpart(key) for key in leaves):
+            sections = ", ".join(Config.model_fields)
+            for key in leaves:
+                remedy = _as_elsewhere(key) or f"Remove it, or see {OTHER_NAMES}."
+                yield UserError(key, "an unknown section", sections, remedy)
+            return
+    yield _violation(details, written)
+
+
+def _leaves(content: Mapping[Any, Any], prefix: str) -> Iterator[str]:
+    for name, value in content.items():
+        key = f"{prefix}.{name}"
+        if isinstance(value, Mapping) and value:
+            yield from _leaves(value, key)
+        else:
+            yield key
+
+
 def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
     """Turns one pydantic error into one with key, value, what is allowed and the remedy."""
     parts = [str(part) for part in details["loc"]]
@@ -285,21 +314,43 @@ def _meaning(section: type[BaseModel] | None, name: str) -> str:
 
 
 def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
-    prefix = key.removesuffix(name)
     known = list(section.model_fields)
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        nearest = prefix + close[0]
-    else:
-        elsewhere = [k for k in knobs() if k.rpartition(".")[2] == name and "[" not in k]
-        likeliest = max(known, key=lambda k: _likeness(name, k))
-        nearest = "' or '".join(elsewhere) if elsewhere else prefix + likeliest
     allowed = ", ".join(known)
     if len(allowed) > MOST_ALLOWED:  # the likeliest, in the schema's order
         likely = sorted(known, key=lambda k: _likeness(name, k))[-NUM_LIKELY:]
         shown = ", ".join(k for k in known if k in likely)
         allowed = f"{shown} and {len(known) - NUM_LIKELY} more"
-    return UserError(key, "an unknown key", allowed, f"Did you mean '{nearest}'?")
+    return UserError(key, "an unknown key", allowed, _hint(key, name, known))
+
+
+def _hint(key: str, name: str, known: Sequence[str]) -> str:
+    """Returns which knob an unknown key means: a slip of the pen, then a name of another system, a
+    key of another section, and last the likeliest of the section.
+    """
+    prefix = key.removesuffix(name)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    if not near and (remedy := _as_elsewhere(key)):
+        return remedy
+    if near := near or difflib.get_close_matches(name, known, n=1):
+        return f"Did you mean '{prefix}{near[0]}'?"
+    elsewhere = [k for k in knobs() if k.rpartition(".")[2] == name and "[" not in k]
+    likeliest = prefix + max(known, key=lambda k: _likeness(name, k))
+    return f"Did you mean {_quoted(elsewhere or [likeliest], 'or')}?"
+
+
+def _as_elsewhere(key: str) -> str | None:
+    """Returns what corresponds to a name of another system here; None if no system has it."""
+    if (found := counterpart(key)) is None:
+        return None
+    system, name, ours = found
+    if not ours.keys:
+        return f"Remove it: {ours.note} ({system}'s {name})."
+    note = f" ({ours.note})" if ours.note else ""
+    return f"Use {_quoted(ours.keys, 'and')} for {system}'s {name}{note}."
+
+
+def _quoted(keys: Sequence[str], word: str) -> str:
+    return f" {word} ".join(f"'{key}'" for key in keys)
 
 
 def _likeness(name: str, key: str) -> tuple[bool, bool, float]:
@@ -311,6 +362,6 @@ def _likeness(name: str, key: str) -> tuple[bool, bool, float]:
 def _unknown_algorithm(key: str, given: object) -> UserError:
     name = given.get("name") if isinstance(given, Mapping) else given
     allowed = f"{', '.join(ALGORITHM_NAMES)} or a dotted path 'package.module:Class'"
-    close = difflib.get_close_matches(str(name).lower(), ALGORITHM_NAMES, n=1, cutoff=0.3)
-    remedy = f"Did you mean '{close[0]}'?" if close else f"Set {key}."
+    near = nearest_algorithm(str(name))
+    remedy = f"Did you mean '{near}'?" if near else f"Set {key}."
     return UserError(key, "nothing" if name is None else short(name), allowed, remedy)

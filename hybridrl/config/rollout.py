@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from hybridrl.config.engines import ENGINES, known_engine
+from hybridrl.config.engines import known_engine, offered_engines
 from hybridrl.config.lists import Texts
 from hybridrl.config.section import Section
 
@@ -17,7 +17,7 @@ class RolloutConfig(Section):
     engine: Annotated[
         str,
         PlainValidator(known_engine),
-        WithJsonSchema({"enum": list(ENGINES), "type": "string"}),
+        WithJsonSchema({"enum": offered_engines(), "type": "string"}),
     ] = Field(
         "hf",
         description="Inference engine. 'hf': needs no GPU and no extra package, so it works everywhere.",

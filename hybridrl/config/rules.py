@@ -12,7 +12,7 @@ from math import lcm
 from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig
-from hybridrl.config.engines import ENGINES
+from hybridrl.config.engines import ENGINES, offered_engines
 from hybridrl.config.environment import environment_rules
 from hybridrl.config.evaluation import evaluation_rules
 from hybridrl.config.generation import generation_rules
@@ -405,7 +405,7 @@ def _expert_model_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[Us
         return
     engine = config.rollout.engine
     if not ENGINES[engine].takes_experts:
-        able = [name for name, traits in ENGINES.items() if traits.takes_experts]
+        able = [name for name in offered_engines() if ENGINES[name].takes_experts]
         yield UserError(
             "rollout.engine",
             engine,

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig
-from hybridrl.config.engines import ENGINES
+from hybridrl.config.engines import ENGINES, offered_engines
 from hybridrl.config.rules_placement import num_experts
 from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.errors import UserError
@@ -30,7 +30,7 @@ def replay_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
         allowed = "off with a dense model, which has no experts"
         yield UserError(key, "rollout", allowed, f"Set {off}.")
     elif not ENGINES[engine].records_experts:
-        able = [name for name, traits in ENGINES.items() if traits.records_experts]
+        able = [name for name in offered_engines() if ENGINES[name].records_experts]
         allowed = f"off with engine {engine!r}, which does not tell the experts that it chose"
         yield UserError(key, "rollout", allowed, f"Set rollout.engine={able[0]}, or {off}.")
 

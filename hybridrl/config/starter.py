@@ -6,7 +6,6 @@ the schema, so that a comment never says something else than the code does.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import textwrap
@@ -16,7 +15,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from hybridrl.config.algorithm import ALGORITHM_NAMES, AlgorithmConfig, GrpoConfig
+from hybridrl.config.algorithm import (
+    ALGORITHM_NAMES,
+    AlgorithmConfig,
+    GrpoConfig,
+    nearest_algorithm,
+)
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.needs import Needs
@@ -27,7 +31,13 @@ ON_CPU = "Few, so that steps on a CPU take no minutes; raise it on GPUs."
 EXPORTED = "hf"  # the folder below a run's that documentation converts its weights to
 USUAL_PROMPT, USUAL_RESPONSE = 512, 1024  # tokens
 CPU_RESPONSE = 64  # tokens, of which a step of a small model takes seconds to minutes on a CPU
-ASKED_FORM = "Think step by step, then end with a line of the form Answer: 42"
+FRESH_RATE = 1e-3  # of small models with random weights; those of billions of parameters take 3e-4
+LAST_WORD = r"(\S+?)\.?\s*$"  # without a full stop
+ABOUT_ANSWERS = (
+    "To ask for a form of answer set data.system_prompt and an extract that reads it, such as "
+    "'Answer:\\s*(\\S+)'. A model that was fine-tuned without this message may answer worse "
+    "with it: compare both by `hybridrl eval` first."
+)
 
 
 @dataclass(frozen=True)
@@ -44,6 +54,9 @@ class Start:
         chat: whether prompts become chats by the tokenizer's template.
         positions: of the model; prompt and response together have at most as many tokens. None: not
             known.
+        reward: 'package.module:function' or the name of a reward; None: the last word is compared
+            with the answer.
+        is_fresh: Whether the model has a config.json and no weights yet.
     """
 
     task: str
@@ -54,6 +67,8 @@ class Start:
     teacher: str | None = None
     chat: bool = True
     positions: int | None = None
+    reward: str | None = None
+    is_fresh: bool = False
 
     @property
     def runs_on_gpus(self) -> bool:
@@ -87,6 +102,13 @@ def has_template(model: str) -> bool:
         return "chat_template" in json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # the command that reads the tokenizer says what is wrong with it
         return False
+
+
+def has_no_weights(model: str) -> bool:
+    """Whether a model's directory has a config.json and no file of weights."""
+    folder = Path(model).expanduser()
+    files = [*folder.glob("*.safetensors*"), *folder.glob("*.bin*")]
+    return (folder / "config.json").is_file() and not files
 
 
 def known_positions(model: str) -> int | None:
@@ -136,8 +158,8 @@ def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
     name = start.name or f"{_model_name(start.model)}-{start.task}"
     found: dict[str, Knobs] = {
         "run": {"name": (name, "")},
-        "model": {"path": (start.model, "")},
-        "train": _train(needs),
+        "model": {("init" if start.is_fresh else "path"): (start.model, "")},
+        "train": _train(needs, is_fresh=start.is_fresh),
         "rollout": _rollout(start, needs),
         "algorithm": {"name": (start.task, "The documentation has its formula and its source.")},
         "data": _data(start, needs),
@@ -145,11 +167,9 @@ def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
     if start.teacher is not None:
         found["algorithm"]["teacher"] = (start.teacher, "")
     if needs.rollouts:
-        reason = "An answer that stands behind 'Answer:'; the documentation has further functions."
-        found["reward"] = {
-            "function": ("exact_match", ""),
-            "extract": (r"Answer:\s*(\S+)", reason),
-        }
+        found["reward"] = {"function": (start.reward or "exact_match", "")}
+        if start.reward is None:
+            found["reward"]["extract"] = (LAST_WORD, f"Here the last word. {ABOUT_ANSWERS}")
     else:
         found["rollout"] |= {"engine": (start.engine, "Generates evaluations only.")}
     found["steps"] = _steps(start, needs)
@@ -168,12 +188,14 @@ def _model_name(model: str) -> str:
     return re.sub(r"[^a-z0-9_.-]", "-", name.lower()).lstrip("_.-") or "run"
 
 
-def _train(needs: Needs) -> Knobs:
+def _train(needs: Needs, *, is_fresh: bool) -> Knobs:
     rate = (1e-6, "") if needs.rollouts else (1e-5, "Usual for learning from given responses.")
     if needs.feedback is not None and not needs.rollouts:
         rate = (5e-7, "Usual for preferences, whose losses move log-probabilities far.")
     if not needs.policy:
         rate = (1e-5, "The head begins at nothing, the rest at pretrained weights.")
+    if is_fresh:
+        rate = (FRESH_RATE, "Random weights have nothing to lose; 3e-4 above a billion of them.")
     found: Knobs = {
         "tp": (1, ""),
         "pp": (1, ""),
@@ -214,8 +236,6 @@ def _data(start: Start, needs: Needs) -> Knobs:
     why = "False for a base model." if start.chat else ""
     found["chat_template"] = (start.chat, why)
     found["max_prompt_tokens"] = (start.max_prompt_tokens, "")
-    if needs.rollouts and start.chat and not needs.has_teacher:
-        found["system_prompt"] = (ASKED_FORM, "What reward.extract looks for.")
     if needs.rollouts and not needs.has_teacher:
         found["eval_share"] = (0.05, "Measured before and after the run, and never trained on.")
     return found
@@ -248,8 +268,8 @@ def _known_needs(algorithm: AlgorithmConfig) -> Needs:
 def _check_task(start: Start) -> None:
     names = ", ".join(ALGORITHM_NAMES)
     if start.task not in ALGORITHM_NAMES:
-        close = difflib.get_close_matches(start.task, ALGORITHM_NAMES, n=1, cutoff=0.3)
-        remedy = f"Did you mean '{close[0]}'?" if close else "The documentation says what each is."
+        near = nearest_algorithm(start.task)
+        remedy = f"Did you mean '{near}'?" if near else "The documentation says what each is."
         raise UserError("TASK", start.task, names, remedy)
     try:
         needs = _known_needs(_algorithm(start))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from hybridrl.config.identity import (
     identity_violations,
 )
 from hybridrl.config.identity import identity as identity_of
-from hybridrl.config.load import load_config, load_config_dict, to_yaml
+from hybridrl.config.load import knobs, load_config, load_config_dict, to_yaml
+from hybridrl.config.other_systems import OTHER_SYSTEMS
 from hybridrl.errors import ConfigError, UserError
 
 MINIMAL: dict[str, Any] = {
@@ -81,9 +83,60 @@ def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
     assert f"'{nearest}'" in found[named].remedy
 
 
-def test_unknown_algorithm_names_the_nearest() -> None:
-    found = violations({**MINIMAL, "algorithm": {"name": "gropo"}})["algorithm.name"]
-    assert "'gropo'" in str(found) and "grpo, ppo, sft" in str(found) and "'grpo'?" in str(found)
+@pytest.mark.parametrize(
+    ("key", "ours"),
+    [
+        ("rollout.n", "'steps.samples_per_prompt'"),
+        ("actor_rollout_ref.rollout.n", "'steps.samples_per_prompt'"),
+        ("num_generations", "'steps.samples_per_prompt'"),
+        ("algorithm.beta", "'algorithm.kl_coef'"),
+        ("rollout.tensor_model_parallel_size", "'rollout.tp'"),
+        ("train.megatron.tensor_model_parallel_size", "'train.tp'"),
+        ("train.bf16", "'model.dtype'"),
+        ("train.batch_size", "'steps.prompts_per_step'"),
+        ("rollout.max_completion_length", "'rollout.max_new_tokens'"),
+        ("algorithm.ppo_epochs", "'steps.updates_per_step'"),
+        ("rollout.gpu_memory_utilization", "'rollout.gpu_memory_share'"),
+        ("algorithm.loss_agg_mode", "'algorithm.aggregate'"),
+        ("trainer.nnodes", "Remove it: torchrun"),
+    ],
+)
+def test_a_name_of_another_system_is_translated(key: str, ours: str) -> None:
+    found = violations(MINIMAL, f"{key}=1")
+    assert len(found) == 1 and ours in next(iter(found.values())).remedy
+
+
+def test_each_key_of_another_systems_section_is_translated() -> None:
+    section = {"rollout": {"n": 8, "name": "vllm"}, "actor": {"optim": {"lr": 1e-6}, "odd": 1}}
+    found = violations({**MINIMAL, "actor_rollout_ref": section})
+    prefix = "actor_rollout_ref."
+    told = {key.removeprefix(prefix): error.remedy for key, error in found.items()}
+    assert told.keys() == {"rollout.n", "rollout.name", "actor.optim.lr", "actor.odd"}
+    assert "'rollout.engine'" in told["rollout.name"]
+    assert "'train.learning_rate'" in told["actor.optim.lr"]
+    assert "coming_from.md" in told["actor.odd"]
+
+
+def test_names_of_other_systems_lead_to_knobs_that_exist() -> None:
+    sections = {key.partition(".")[0] for key in knobs()}
+    known = {re.sub(r"^algorithm\[\w+\]", "algorithm", key) for key in knobs()} | sections
+    for system, names in OTHER_SYSTEMS.items():
+        for name, ours in names.items():
+            assert ours.keys or ours.note, f"{system}: {name}"
+            assert set(ours.keys) <= known | {"reward.functions"}, f"{system}: {name}"
+
+
+@pytest.mark.parametrize("name", ["gropo", "gpro", "GRPO"])
+def test_unknown_algorithm_names_the_nearest(name: str) -> None:
+    found = violations({**MINIMAL, "algorithm": {"name": name}})["algorithm.name"]
+    assert f"'{name}'" in str(found) and "grpo, ppo, sft" in str(found)
+    assert found.remedy == "Did you mean 'grpo'?"
+
+
+def test_the_engine_of_tests_is_accepted_and_not_offered() -> None:
+    assert load_config_dict(MINIMAL, ["rollout.engine=scripted"]).rollout.engine == "scripted"
+    said = str(violations(MINIMAL, "rollout.engine=vlm")["rollout.engine"])
+    assert "'hf', 'vllm' or 'sglang'" in said and "scripted" not in said
 
 
 @pytest.mark.parametrize("name", [{"name": "grpo"}, ["grpo"], 3])

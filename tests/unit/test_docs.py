@@ -40,7 +40,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["knobs", "results"])
+@pytest.mark.parametrize("name", ["knobs", "coming_from", "results"])
 def test_pages_that_are_made_are_up_to_date(name: str) -> None:
     made = script(name)
     assert made.PAGE.read_text() == made.page(), f"run python docs/scripts/{name}.py"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -62,16 +63,44 @@ def test_starter_knows_chats_by_the_template(here: Path) -> None:
         name: yaml.safe_load(Path(name).read_text())["data"] for name in ("base.yaml", "chat.yaml")
     }
     assert not data["base.yaml"]["chat_template"] and "system_prompt" not in data["base.yaml"]
-    assert data["chat.yaml"]["chat_template"] and "Answer:" in data["chat.yaml"]["system_prompt"]
+    assert data["chat.yaml"]["chat_template"] and "system_prompt" not in data["chat.yaml"]
+
+
+def test_starter_adds_no_message_that_the_model_never_saw_and_reads_the_last_word() -> None:
+    text = starter_text(Start("grpo", "model", "train.jsonl", "hf"))
+    extract = yaml.safe_load(text)["reward"]["extract"]
+    found = {re.findall(extract, said)[-1] for said in ("It is 3.5.", "3.5", "Answer: 3.5\n")}
+    assert found == {"3.5"}
+    assert "system_prompt:" not in text and "may answer worse" in text
+
+
+def test_starter_takes_a_reward_of_ones_own(here: Path) -> None:
+    arguments = ["init", "grpo", "model", "--reward", "my_rewards:score"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert yaml.safe_load(Path("grpo.yaml").read_text())["reward"] == {
+        "function": "my_rewards:score"
+    }
+
+
+def test_starter_of_a_model_without_weights_has_a_rate_for_fresh_ones(here: Path) -> None:
+    runner, sections = CliRunner(), []
+    for name in ("fresh.yaml", "trained.yaml"):
+        assert runner.invoke(app, ["init", "sft", "model", "--output", name]).exit_code == 0
+        sections.append(yaml.safe_load(Path(name).read_text()))
+        (here / "model" / "model.safetensors").write_bytes(b"")
+    fresh, trained = sections
+    assert fresh["model"] == {"init": "model"} and trained["model"] == {"path": "model"}
+    assert fresh["train"]["learning_rate"] >= 30 * trained["train"]["learning_rate"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "name", "said"),
     [
         (["grp", "model"], "TASK", "Did you mean 'grpo'?"),
+        (["gpro", "model"], "TASK", "Did you mean 'grpo'?"),
         (["gkd", "model"], "--teacher", "gkd learns from a teacher"),
         (["grpo", "model", "--teacher", "model"], "--teacher", "grpo learns from no teacher"),
-        (["grpo", "model", "--engine", "vlm"], "--engine", "hf, vllm, sglang"),
+        (["grpo", "model", "--engine", "vlm"], "--engine", "allowed: hf, vllm, sglang."),
         (["grpo", "model", "--output", "model"], "--output", "nothing is yet"),
         (["grpo", "model/config.json"], "MODEL", "Name its folder"),
     ],
