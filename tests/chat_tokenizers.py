@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 CHATML = (
     "{%- if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
@@ -36,9 +41,27 @@ BARE = (
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
-def byte_tokenizer(template: str | None = CHATML, **options: Any) -> Any:
+def published_template(name: str) -> str:
+    """Returns a chat template as a model's repository has it, from the copies that TRL keeps (extra
+    `test`; Apache-2.0, TRL's README says which repository each is of).
+    """
+    found = find_spec("trl")
+    if found is None or found.origin is None:
+        pytest.skip("TRL is not installed")
+    path = Path(found.origin).parent / "chat_templates" / f"{name}.jinja"
+    return path.read_text(encoding="utf-8")
+
+
+def byte_tokenizer(
+    template: str | None = CHATML, more_special: Sequence[str] = (), **options: Any
+) -> Any:
     """Returns a fast tokenizer of transformers: GPT-2's bytes with merges of a few English words,
     among them of line breaks and of spaces with letters.
+
+    Args:
+        template: for chats.
+        more_special: further special tokens.
+        options: of the tokenizer.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -49,15 +72,12 @@ def byte_tokenizer(template: str | None = CHATML, **options: Any) -> Any:
     made.post_processor = processors.ByteLevel(trim_offsets=False)
     trainer = trainers.BpeTrainer(
         vocab_size=400,
-        special_tokens=list(SPECIAL),
+        special_tokens=[*SPECIAL, *more_special],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     made.train_from_iterator(["the rain in the city\n\nis the weather in Oslo?\n\n"] * 4, trainer)
+    usual = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     return PreTrainedTokenizerFast(
-        tokenizer_object=made,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        chat_template=template,
-        **options,
+        tokenizer_object=made, chat_template=template, **{**usual, **options}
     )

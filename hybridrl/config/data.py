@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from hybridrl.config.lists import Paths, Weights
 from hybridrl.config.section import Section
+
+# Arguments of a chat template that are set for each rendering.
+_RENDERED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
 class DataConfig(Section):
@@ -28,6 +31,14 @@ class DataConfig(Section):
     system_prompt: str | None = Field(
         None,
         description="System message before each chat without one. None: as the template has it.",
+    )
+    template_arguments: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Arguments of the chat template, such as {enable_thinking: false}, wherever it renders: training, rollouts, evaluations, environments. Empty: the template's own defaults.",
+    )
+    split_turns: bool = Field(
+        True,
+        description="Make several samples of a demonstration whose earlier turns the chat template renders differently when others follow, each as the model sees it; counted and reported. True: many templates drop earlier reasoning. False: refuse such rows.",
     )
     prompt_key: str = Field(
         "prompt", description="Column of the prompt text. 'prompt': the common name."
@@ -110,6 +121,8 @@ class DataConfig(Section):
             raise ValueError(f"weights: one for each of {num} sources, not {len(self.weights)}")
         if self.system_prompt is not None and not self.chat_template:
             raise ValueError("system_prompt: nothing without chat_template=true")
+        if found := sorted(self.template_arguments.keys() & _RENDERED):
+            raise ValueError(f"template_arguments: {found[0]} is not the user's to set")
         if self.eval_share and self.eval_prompts is not None:
             raise ValueError("eval_share: 0 beside eval_prompts")
         if self.eval_share and self.validation is not None:

@@ -6,8 +6,9 @@ Owns how much of a text is tokenized: one that is far beyond its limit only as f
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hybridrl.contracts.samples import in_gaps
@@ -41,7 +42,6 @@ class Encoded:
     """A row's tokens.
 
     Args:
-        number: of the row, over all sources.
         row: the row.
         text: the prompt's.
         prompt: its tokens.
@@ -50,7 +50,6 @@ class Encoded:
         is_in_part: no more was tokenized than shows that it is too long.
     """
 
-    number: int
     row: Row
     text: str
     prompt: Tokens
@@ -73,8 +72,7 @@ class Encoded:
             gaps.append(tuple(place for pair in bounds if pair[1] < num for place in pair))
         if len(responses) == 2 and responses[0] == responses[1]:
             return None
-        parts = self.number, self.row, self.text, self.prompt
-        return Encoded(*parts, tuple(responses), tuple(gaps), self.is_in_part)
+        return replace(self, responses=tuple(responses), gaps=tuple(gaps))
 
 
 def encoded_rows(
@@ -94,27 +92,26 @@ def encoded_rows(
     Raises:
         DataError: a text has no tokens.
     """
-    for chunk in _chunks(enumerate(rows), names):
-        are_chats = [bool(chats_of(row.columns, names[1:])) for _, row in chunk]
+    special = _special_tokens(tokenizer)
+    for chunk in _chunks(rows, names):
+        are_chats = [bool(chats_of(row.columns, names[1:])) for row in chunk]
         plain = [one for one, is_chat in zip(chunk, are_chats, strict=True) if not is_chat]
         texts = _of_texts(plain, names, tokenizer, limits)
-        for (number, row), is_chat in zip(chunk, are_chats, strict=True):
-            found = _of_chat(number, row, names, tokenizer, limits) if is_chat else next(texts)
+        for row, is_chat in zip(chunk, are_chats, strict=True):
+            found = _of_chat(row, names, tokenizer, special, limits) if is_chat else next(texts)
             if not found.prompt:
                 raise _without_tokens(row.place, found.text, "1 token or more")
             yield found
 
 
-def _chunks(
-    numbered: Iterable[tuple[int, Row]], names: Sequence[str]
-) -> Iterator[list[tuple[int, Row]]]:
+def _chunks(rows: Iterable[Row], names: Sequence[str]) -> Iterator[list[Row]]:
     """Yields rows some at a time, as bounded by what is tokenized together."""
-    chunk: list[tuple[int, Row]] = []
+    chunk: list[Row] = []
     num = 0
-    for number, row in numbered:
+    for row in rows:
         parts = (row.columns[name] for name in names)
         num += sum(len(part.text if isinstance(part, Chat) else str(part)) for part in parts)
-        chunk.append((number, row))
+        chunk.append(row)
         if len(chunk) == _TOKENIZED_TOGETHER or num >= _MOST_CHARACTERS:
             yield chunk
             chunk, num = [], 0
@@ -123,16 +120,16 @@ def _chunks(
 
 
 def _of_texts(
-    chunk: Sequence[tuple[int, Row]],
+    chunk: Sequence[Row],
     names: Sequence[str],
     tokenizer: TextEncoder,
     limits: Sequence[int],
 ) -> Iterator[Encoded]:
     encoded = []
     for name, limit in zip(names, limits, strict=True):
-        texts = [(row.place, str(row.columns[name])) for _, row in chunk]
+        texts = [(row.place, str(row.columns[name])) for row in chunk]
         encoded.append(_encoded(texts, tokenizer, limit))
-    for i, (number, row) in enumerate(chunk):
+    for i, row in enumerate(chunk):
         tokens = [part[i] for part in encoded]
         responses = tuple((*part, _end_token(tokenizer)) for part in tokens[1:])
         is_in_part = any(
@@ -140,21 +137,25 @@ def _of_texts(
             for name, some, limit in zip(names, tokens, limits, strict=True)
         )
         text, gaps = str(row.columns[names[0]]), ((),) * len(responses)
-        yield Encoded(number, row, text, tuple(tokens[0]), responses, gaps, is_in_part)
+        yield Encoded(row, text, tuple(tokens[0]), responses, gaps, is_in_part)
 
 
 def _of_chat(
-    number: int, row: Row, names: Sequence[str], tokenizer: TextEncoder, limits: Sequence[int]
+    row: Row,
+    names: Sequence[str],
+    tokenizer: TextEncoder,
+    special: frozenset[int],
+    limits: Sequence[int],
 ) -> Encoded:
     chats, limit = chats_of(row.columns, names[1:]), sum(limits[:2])
     sides = []
     for chat in chats:
-        tokens, offsets = _with_offsets(row.place, chat.text, tokenizer, limit)
+        tokens, offsets = _of_text(row.place, chat, tokenizer, special, limit)
         runs = learned(offsets, chat.spans)
         if len(tokens) > 2 * limit and offsets[-1][1] < len(chat.text):
             first = next((a for a, _ in runs), len(tokens))
             parts = tuple(tokens[:first]), (tuple(tokens[first:]),) * len(chats)
-            return Encoded(number, row, chat.text, *parts, ((),) * len(chats), True)
+            return Encoded(row, chat.text, *parts, ((),) * len(chats), True)
         if not runs:
             raise _without_tokens(row.place, chat.text, "a response of 1 token or more")
         if chat.lacks_end:
@@ -165,11 +166,52 @@ def _of_chat(
     cuts = [sample(tokens, runs, num) for tokens, runs in sides]
     text = chats[0].text[: chats[0].spans[0][0]]
     responses, gaps = tuple(c.response for c in cuts), tuple(c.gaps for c in cuts)
-    return Encoded(number, row, text, cuts[0].prompt, responses, gaps, False)
+    return Encoded(row, text, cuts[0].prompt, responses, gaps, False)
 
 
 def _read_at_first(limit: int) -> int:
     return max(_SURELY_READ, _CHARACTERS_A_TOKEN * limit)
+
+
+def _of_text(
+    place: str, chat: Chat, tokenizer: Any, special: frozenset[int], limit: int
+) -> tuple[list[int], Sequence[Sequence[int]]]:
+    """Returns the tokens of a chat with the characters of each.
+
+    Up to a run that is learned they are the tokens that the model is given when it responds. In
+    the whole text these may be others ("\\n\\n" before a word); then what follows is tokenized
+    separately.
+    """
+    tokens, offsets = _with_offsets(place, chat.text, tokenizer, limit)
+    if chat.is_marked:
+        return tokens, offsets
+    for begin, _ in chat.spans:
+        if not offsets or offsets[-1][1] < begin:  # only a part was tokenized
+            break
+        # Tokens before a special one do not depend on what follows it.
+        first = bisect_right(offsets, begin, key=lambda offset: offset[1]) - 1
+        while first > 0 and tokens[first] not in special:
+            first -= 1
+        first = max(first, 0)
+        start = offsets[first][0] if first else 0
+        given, of_given = _with_offsets(place, chat.text[start:begin], tokenizer, limit)
+        num = first + len(given)
+        is_alike = tokens[first:num] == given and (num == len(tokens) or offsets[num][0] >= begin)
+        if not is_alike:
+            rest, of_rest = _with_offsets(place, chat.text[begin:], tokenizer, limit)
+            tokens = [*tokens[:first], *given, *rest]
+            moved = ((start, of_given), (begin, of_rest))
+            offsets = [
+                *offsets[:first],
+                *((by + a, by + b) for by, found in moved for a, b in found),
+            ]
+    return tokens, offsets
+
+
+def _special_tokens(tokenizer: Any) -> frozenset[int]:
+    """Returns the special tokens, which a tokenizer cuts out of a text before anything else."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them
+    return frozenset(number for number, token in added.items() if token.special)
 
 
 def _with_offsets(

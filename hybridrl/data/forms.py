@@ -18,7 +18,7 @@ from typing import Any, Literal
 from hybridrl.config.data import DataConfig
 from hybridrl.config.files import has_utf8, plain
 from hybridrl.config.needs import Feedback
-from hybridrl.data.messages import ASSISTANT, Message, chat, tools_of
+from hybridrl.data.messages import ASSISTANT, Message, chat, tools_of, without_nulls
 from hybridrl.data.rows import Row, half_pair, raw_rows
 from hybridrl.data.trees import SAID as TREES
 from hybridrl.data.trees import unfolded
@@ -69,8 +69,9 @@ def formed_rows(
         DataError: names the file and line of the first thing that is wrong.
     """
     rows = raw_rows(source)
-    for row in rows if _has_own_keys(config, kind) else unfolded(rows, kind):
-        found = formed(row, config, kind)
+    rows = rows if _has_own_keys(config, kind) else unfolded(rows, kind)
+    for number, row in enumerate(rows):
+        found = formed(replace(row, number=number), config, kind)
         for name in required:
             if found.columns.get(name) is None:
                 raise missing(row, name)
@@ -96,16 +97,18 @@ def formed(row: Row, config: DataConfig, kind: Kind) -> Row:
     """
     names = text_columns(config, kind)
     columns = {key: value for key, value in row.columns.items() if value is not None}
+    read = without_nulls(columns) if row.is_arrow else columns
     parts = [
         _checked(row, name, part)
-        for name, part in zip(names, _parts(row, config, kind, columns), strict=True)
+        for name, part in zip(names, _parts(row, config, kind, read), strict=True)
     ]
     others = {**_answer(config, columns), **columns}
     others |= {key: None for key in row.columns if key not in others}
     if config.chat_template or not all(isinstance(part, str) for part in parts):
         for key in _CHATS:  # what a chat of the prompt is kept as has the first of these names
             others.pop(key, None)
-        tools = tools_of(row.place, config.tools_key, others.pop(config.tools_key, None))
+        others.pop(config.tools_key, None)
+        tools = tools_of(row.place, config.tools_key, read.get(config.tools_key))
         others |= {} if tools is None else {config.tools_key: tools}
     return replace(row, columns={**others, **dict(zip(names, parts, strict=True))})
 

@@ -3,7 +3,8 @@ torch.
 
 Owns the checks of messages, of tool calls in them and of schemas of tools. Invariant: a chat that
 comes out of here is a list of dictionaries with `role`, and with `content` unless it has
-`tool_calls`; no value is null, and all text has UTF-8.
+`tool_calls`; no message has a null of its own, nulls within arguments and schemas stay, and all
+text has UTF-8.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | Non
     if not is_list or not all(isinstance(one, Mapping) and one for one in found):  # type: ignore[union-attr]
         allowed = 'schemas of tools, [{"type": "function", "function": {"name": "..."}}]'
         raise DataError(place, f"{plain(name)} = {short(value)}", allowed, "Mend that row.")
-    schemas: list[dict[str, Any]] = [_without_nulls(dict(one)) for one in found]  # type: ignore[union-attr]
+    schemas: list[dict[str, Any]] = [_copied(one) for one in found]  # type: ignore[union-attr]
     _check_texts(place, name, schemas)
     return schemas or None
 
@@ -103,7 +104,7 @@ def _message(place: str, name: str, given: object) -> Message:
     if role == ASSISTANT and not message["content"] and not calls:
         got = f"{plain(name)} has an assistant's message without text"
         raise DataError(place, got, "a text that is not empty, or tool_calls", "Mend that row.")
-    message |= {str(key): _without_nulls(value) for key, value in known.items()}
+    message |= {str(key): _copied(value) for key, value in known.items()}
     _check_texts(place, name, message)
     return message
 
@@ -143,7 +144,7 @@ def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:
             arguments = _parsed(place, name, arguments) if arguments.strip() else {}
         if not isinstance(arguments, Mapping | None):
             raise _no_call(place, name, call)
-        function = {"name": inner["name"], "arguments": _without_nulls(dict(arguments or {}))}
+        function = {"name": inner["name"], "arguments": _copied(arguments or {})}
         more = {"id": call["id"]} if call.get("id") is not None else {}
         found.append({**more, "type": "function", "function": function})
     return found
@@ -162,14 +163,23 @@ def _parsed(place: str, name: str, text: str) -> Any:
         raise DataError(place, got, "JSON in that text", "Mend that row.") from error
 
 
-def _without_nulls(value: Any) -> Any:
-    """Returns a value without the null entries of its objects: Arrow writes them for every key that
-    any row has.
+def without_nulls(value: Any) -> Any:
+    """Returns a value without the null entries of its objects, however deep. Rows of struct columns
+    need it: Arrow fills every key that any row has. JSON in texts stays as it is.
     """
     if isinstance(value, Mapping):
-        return {str(k): _without_nulls(v) for k, v in value.items() if v is not None}
+        return {key: without_nulls(one) for key, one in value.items() if one is not None}
     if isinstance(value, list | tuple):
-        return [_without_nulls(one) for one in value]
+        return [without_nulls(one) for one in value]
+    return value
+
+
+def _copied(value: Any) -> Any:
+    """Returns a copy of a value whose objects have texts as keys."""
+    if isinstance(value, Mapping):
+        return {str(key): _copied(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(one) for one in value]
     return value
 
 

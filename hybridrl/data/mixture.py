@@ -116,8 +116,8 @@ def hold_out(
 ) -> tuple[LoadedPrompts, Sequence[Prompt]]:
     """Returns the prompts to train on and those held out.
 
-    A prompt's side follows from its tokens: equal ones stay together, and rows added later move no
-    other.
+    A prompt's side follows from its tokens: equal ones stay together, as do the samples of one
+    chat, and rows added later move no other.
 
     Args:
         once: as of PromptSource.
@@ -141,8 +141,11 @@ def hold_out(
 def _sides(prompts: Sequence[Prompt], share: float) -> tuple[array[int], array[int]]:
     """Returns the places of the prompts to train on, and of those held out."""
     sides = array("q"), array("q")
-    for place, tokens in enumerate(token_texts(prompts)):
-        sides[_share(tokens) < share].append(place)
+    last, side = -1, False
+    for place, (number, tokens) in enumerate(token_texts(prompts)):
+        if number != last:  # samples of one chat, which have one number, stay together
+            last, side = number, _share(tokens) < share
+        sides[side].append(place)
     return sides
 
 

@@ -85,12 +85,13 @@ def identities(prompts: Sequence[Prompt]) -> Iterator[Identity]:
         yield prompt.prompt_id, tokens, response, rejected, gaps, known
 
 
-def token_texts(prompts: Sequence[Prompt]) -> Iterator[bytes]:
-    """Yields of each prompt its tokens as the text of a tuple."""
+def token_texts(prompts: Sequence[Prompt]) -> Iterator[tuple[int, bytes]]:
+    """Yields of each prompt its number, and its tokens as the text of a tuple."""
     if isinstance(prompts, MappedPrompts):
-        yield from (tokens for _, (tokens,) in prompts.texts(1))
+        ids = prompts.file.ids
+        yield from ((int(ids[row]), tokens) for row, (tokens,) in prompts.texts(1))
         return
-    yield from (str(prompt.tokens).encode() for prompt in prompts)
+    yield from ((prompt.prompt_id, str(prompt.tokens).encode()) for prompt in prompts)
 
 
 def chosen(prompts: Sequence[Prompt], places: Sequence[int]) -> Sequence[Prompt]:

@@ -33,6 +33,7 @@ from hybridrl.config.cache import cache_folder
 from hybridrl.config.needs import Needs
 from hybridrl.config.schema import DataConfig, RolloutConfig
 from hybridrl.contracts.samples import Prompt
+from hybridrl.data.chats import ChatCounts
 from hybridrl.data.prompt_file import (
     DamagedError,
     MappedPrompts,
@@ -209,6 +210,7 @@ class PromptStore:
         except OSError as error:
             raise _SourceError(error) from error
         about |= vars(left_out) | {"in_part": sorted(left_out.in_part)}
+        about["chats"] = vars(left_out.chats)
 
 
 class _SourceError(Exception):
@@ -230,7 +232,8 @@ def _mapped(path: Path) -> LoadedPrompts:
     told: Any = file.about
     places = [(str(place), int(num)) for place, num in told["places"]]
     counts = int(told["num"]), int(told["num_cut"])
-    left_out = LeftOut(str(told["limits"]), *counts, places, set(told["in_part"]))
+    chats = ChatCounts(**{name: int(count) for name, count in told["chats"].items()})
+    left_out = LeftOut(str(told["limits"]), *counts, places, set(told["in_part"]), chats)
     return LoadedPrompts(MappedPrompts(file), array("i", file.sources.tobytes()), left_out)
 
 

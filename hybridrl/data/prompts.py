@@ -20,7 +20,7 @@ from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.supervised import PAIR_MARGIN
 from hybridrl.contracts.samples import Prompt
-from hybridrl.data.chats import as_chats
+from hybridrl.data.chats import ChatCounts, as_chats
 from hybridrl.data.encoding import Encoded, TextEncoder, encoded_rows
 from hybridrl.data.feedback import check_classes, checked, equal_sides, label_columns
 from hybridrl.data.forms import Kind, formed_rows, kind_of, text_columns
@@ -47,6 +47,7 @@ class LeftOut:
     num_cut: int = 0
     places: list[tuple[str, int]] = field(default_factory=list)
     in_part: set[str] = field(default_factory=set)
+    chats: ChatCounts = field(default_factory=ChatCounts)
 
     def add(self, place: str, tokens: int, is_in_part: bool) -> None:
         """Counts one."""
@@ -86,6 +87,7 @@ class LoadedPrompts:
         line = f"{len(self.prompts)} prompts"
         if self.left_out.num_cut:
             line += f", {self.left_out.num_cut} with responses cut (data.long_responses=cut)"
+        line += self.left_out.chats.report()
         if not self.left_out.num:
             return line
         place, tokens = self.left_out.first()
@@ -141,7 +143,7 @@ class Reading:
         config, num, labels = self.config, 0, set[bool]()
         texts, longest_response = text_columns(config, self.kind), self.max_response_tokens or 0
         most = [config.max_prompt_tokens, *[longest_response] * (len(texts) - 1)]
-        for found in encoded_rows(self._rows(texts, tokenizer), texts, tokenizer, most):
+        for found in encoded_rows(self._rows(texts, tokenizer, left_out), texts, tokenizer, most):
             longest = max(map(len, found.responses), default=0)
             over = len(found.prompt) > config.max_prompt_tokens
             kept: Encoded | None = found
@@ -170,12 +172,15 @@ class Reading:
         """What is asked of rows."""
         return kind_of(self.feedback, self.max_response_tokens is not None)
 
-    def _rows(self, texts: Sequence[str], tokenizer: TextEncoder) -> Iterable[Row]:
+    def _rows(
+        self, texts: Sequence[str], tokenizer: TextEncoder, left_out: LeftOut
+    ) -> Iterable[Row]:
         config, feedback = self.config, self.feedback
         given = self.source if self.source is not None else config.prompts or ()
         others = [*self.required, *label_columns(config, feedback)]
         rows = checked(formed_rows(given, config, self.kind, others), config, feedback)
-        return as_chats(rows, config, tokenizer, texts[1:])
+        may_split = self.kind == "demonstrations"
+        return as_chats(rows, config, tokenizer, texts[1:], left_out.chats, may_split)
 
 
 def load_prompts(
@@ -218,8 +223,7 @@ def _prompt(config: DataConfig, encoded: Encoded) -> Prompt:
     ):
         if key is not None and key in columns:
             columns[name] = columns[key]
-    parts = encoded.number, encoded.text, encoded.prompt, columns
-    return Prompt(*parts, better, worse, *gaps)
+    return Prompt(row.number, encoded.text, encoded.prompt, columns, better, worse, *gaps)
 
 
 def at_once(compute: Callable[[], Any]) -> Any:

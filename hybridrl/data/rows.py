@@ -20,13 +20,22 @@ from hybridrl.errors import DataError, said, short
 
 @dataclass(frozen=True)
 class Row:
-    """One row: where it stands ("train.jsonl:17", or "prompts[16]" in memory), its columns, and
-    the number of its source.
+    """One row of a source.
+
+    Args:
+        place: where it stands, "train.jsonl:17", or "prompts[16]" in memory.
+        columns: as they stand there.
+        source: the number of its source.
+        is_arrow: Arrow stored it, which fills the keys that an object has only in other rows with
+            null.
+        number: among all rows that are asked for, whether or not they can be used.
     """
 
     place: str
     columns: Mapping[str, object]
     source: int = 0
+    is_arrow: bool = False
+    number: int = 0
 
 
 def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator[Row]:
@@ -40,20 +49,22 @@ def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator
         DataError: names the file and line of the first thing that is wrong.
     """
     number = -1
+    is_arrow = type(source).__module__.split(".")[0] == "datasets"
     for number, item in enumerate([source] if isinstance(source, str) else source):
         if isinstance(item, str):
             is_lines = not is_data_set(item)
             rows: Iterable[Row] = _file_rows(Path(item)) if is_lines else _set_rows(item)
             yield from (replace(row, source=number) for row in rows)
         else:
-            yield Row(f"prompts[{number}]", _mapping(item, f"prompts[{number}]"))
+            place = f"prompts[{number}]"
+            yield Row(place, _mapping(item, place), is_arrow=is_arrow)
     if number < 0:
         raise DataError("data.prompts", "nothing", "1 file or row or more", "Set data.prompts.")
 
 
 def _set_rows(name: str) -> Iterator[Row]:
     for number, columns in enumerate(data_set_rows(name), 1):
-        yield Row(f"{name}:{number}", columns)
+        yield Row(f"{name}:{number}", columns, is_arrow=True)
 
 
 def _file_rows(path: Path) -> Iterator[Row]:

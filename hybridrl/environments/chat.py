@@ -7,6 +7,7 @@ the engine was fed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from hybridrl.environments.base import Message, Observation
@@ -32,9 +33,17 @@ class ObservationEncoder:
         tokenizer: of transformers.
         vocab_size: of the model; token ids are below it.
         stop_token_ids: one of them ends every turn of the policy.
+        template_arguments: of the chat template.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, stop_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        stop_token_ids: Sequence[int],
+        template_arguments: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
+        self._template_arguments = template_arguments
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self._control = [token.content for token in added if token.special]
@@ -74,7 +83,10 @@ class ObservationEncoder:
         shown = [{**one, "content": self._harmless(one["content"])} for one in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [*chat, *shown], tokenize=False, add_generation_prompt=True
+                [*chat, *shown],
+                tokenize=False,
+                add_generation_prompt=True,
+                **self._template_arguments,
             )
         except Exception as error:  # whatever a template raises, or there is none
             raise _no_template(str(error).splitlines()[0][:160]) from error

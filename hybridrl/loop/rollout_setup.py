@@ -310,7 +310,8 @@ def make_episodes(
     if config.environment.name is None:
         return None
     stops = stop_token_ids(source.hf_config, tokenizer)
-    encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops)
+    arguments = config.data.template_arguments
+    encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops, arguments)
     with world.all_agree("finding the environment"):
         if found := check_environment(config.environment):
             raise ConfigError(found)
