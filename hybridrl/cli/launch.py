@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
-from hybridrl.checkpoint.run_lock import LOCK_TOKEN, RunLock
+from hybridrl.checkpoint.run_lock import LOCK_FILE, LOCK_TOKEN, RunLock
 from hybridrl.cli.copied_stderr import CopiedStderr
 from hybridrl.cli.leaving import GATE_FD, Leaving, is_killed
 from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
@@ -33,6 +33,7 @@ from hybridrl.errors import UserError
 from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, RUNNING, STORE_FD, Failure, is_launched
 from hybridrl.parallel.stacks import STACKS_SIGNAL, process_status, writes_stacks
 
+LOGS = "logs"  # in a run folder
 POLL_S = 0.1
 GRACE_S = 3.0  # after the first failure: time for the others to report the same mistake themselves
 KILL_AFTER_S = 10.0
@@ -281,15 +282,16 @@ def launch_run(
     """Runs ranks that write into a run folder; arguments and result as of `launch`, which `start`
     stands in for.
 
-    A user's mistake that only ranks could meet (a reward that raises), before the first step is
-    over, leaves no folder that was not there. The launcher holds the folder for its ranks.
+    Where a user's mistake that only ranks could meet (a reward that raises) ends a new run before
+    its first step is over, the folder keeps its logs, which have the traceback, and nothing that
+    would bind the next start to this configuration. The launcher holds the folder for its ranks.
 
     Raises:
         UserError: the folder cannot be made, or another run is in it.
     """
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    is_new = not folder.is_dir() or {path.name for path in folder.iterdir()} <= {LOGS}
     try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / LOGS).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
             "run.dir and run.name",
@@ -301,14 +303,15 @@ def launch_run(
     lock.acquire(lambda text: print(text, flush=True))
     try:
         token = {LOCK_TOKEN: lock.token}
-        code = (start or launch)(arguments, world_size, folder / "logs", environment=token)
+        code = (start or launch)(arguments, world_size, folder / LOGS, environment=token)
         metrics = folder / "metrics.jsonl"
         has_steps = metrics.exists() and metrics.stat().st_size > 0
-        if code == 2 and folder in missing and not has_steps and not (folder / "replay").exists():
-            shutil.rmtree(folder)
-            for parent in missing[1:]:
-                with suppress(OSError):  # something else lies in it
-                    parent.rmdir()
+        if code == 2 and is_new and not has_steps and not (folder / "replay").exists():
+            for path in folder.iterdir():
+                if path.is_dir() and path.name != LOGS:
+                    shutil.rmtree(path)
+                elif path.is_file() and path.name != LOCK_FILE:
+                    path.unlink()
     finally:
         lock.release()
     return code

@@ -8,12 +8,18 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from hybridrl.errors import UserError, did, said
+
+MOST_LINES = 5  # of users' code, in one message
+LIBRARIES = ("site-packages", "dist-packages")
+NOT_OWN = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
 
 
 def make_working_folder_importable() -> None:
@@ -34,9 +40,11 @@ def imported(path: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except Exception as error:  # any error of the user's own module
-        raise ImportError(f"{type(error).__name__}: {said(error)}") from error
+        lines = own_lines(error)
+        at = f" at {lines}" if lines else ""
+        raise ImportError(f"{type(error).__name__}{at}: {said(error)}") from error
     except BaseException as error:  # sys.exit, say, which would end the command with its code
-        raise ImportError(f"it {did(error)} at {_line(error)}") from error
+        raise ImportError(f"it {did(error)} at {_lines(error)}") from error
 
 
 @contextmanager
@@ -53,9 +61,36 @@ def contained() -> Iterator[None]:
     except BaseException as error:
         allowed = "code that returns, or raises an Exception"
         remedy = "Remove it: the run would end without a word."
-        raise UserError(_line(error), f"code that {did(error)}", allowed, remedy) from error
+        raise UserError(_lines(error), f"code that {did(error)}", allowed, remedy) from error
 
 
-def _line(error: BaseException) -> str:
+def own_lines(error: BaseException) -> str:
+    """Returns the lines of users' code that an exception came through, for a message: the line
+    that was run last, then those that called it; "" if none is known. Where a library raised, its
+    own lines are left out.
+    """
+    lines = [
+        f"{file}:{line}"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_own(file := frame.f_code.co_filename)
+    ]
+    return ", called at ".join(lines[: -MOST_LINES - 1 : -1])
+
+
+def _lines(error: BaseException) -> str:
+    """Returns `own_lines`, or the line that was run last where a library ended by itself."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{frame.filename}:{frame.lineno}"
+    return own_lines(error) or f"{frame.filename}:{frame.lineno}"
+
+
+def _is_own(file: str) -> bool:
+    is_library = any(name in Path(file).parts for name in LIBRARIES)
+    return not (is_library or file.startswith("<frozen") or file.startswith(NOT_OWN))
+
+
+def traceback_text(error: BaseException) -> str:
+    """Returns the whole traceback of an exception of users' code, whatever their types do."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except BaseException as fault:  # users' own types may raise anything
+        return f"a traceback whose text raises {type(fault).__name__}\n"

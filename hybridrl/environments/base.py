@@ -140,7 +140,7 @@ def _is_message(message: object) -> bool:
 def encoded(answer: Answer) -> dict[str, Any]:
     """Returns an answer as JSON, which `decoded` reads: a process sends back no objects."""
     if isinstance(answer, ScorerFailure):
-        return {"got": answer.got, "expected": answer.expected}
+        return answer.as_json()
     return answer._asdict()
 
 

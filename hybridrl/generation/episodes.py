@@ -406,6 +406,7 @@ class Episodes:
             else:
                 return episode.response("tokens")
         if isinstance(answer, ScorerFailure):
+            answer.log()
             episode.failure = (answer.got, answer.expected)
             if episode.actions:
                 return episode.response("failure")

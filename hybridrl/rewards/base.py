@@ -23,7 +23,7 @@ import torch
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.contracts.batch import BatchError, Producer, Prompt, RolloutBatch, ScoredBatch
-from hybridrl.errors import UserError
+from hybridrl.errors import DataError, UserError
 from hybridrl.rewards.functions import (
     NOT_CALLED,
     TURNS,
@@ -240,6 +240,7 @@ class Scorer:
         Raises:
             BatchError: a scorer failed, and `reward.on_error` is 'stop'; at the first failure,
                 without waiting for the other samples.
+            DataError: likewise, if it was for what the row has.
         """
         tokens = [self._seen(*response) for response in _responses(batch)]
         keys = list(zip(batch.sample_ids_B.tolist(), map(tuple, tokens), strict=True))
@@ -325,9 +326,12 @@ class Scorer:
             failure = found[first]
             assert isinstance(failure, ScorerFailure)
             got = failure.got.replace(WHERE, f"sample {int(batch.sample_ids_B[first])}")
-            error = BatchError(part.producer, "reward_B", got, failure.expected)
+            if self._config.on_error == "stop" and isinstance(failure.cause, DataError):
+                raise failure.cause
+            # Of a step's failures the first one's traceback is enough.
+            error = BatchError(part.producer, "reward_B", got, failure.expected, failure.log())
             if self._config.on_error == "stop":
-                raise error from failure.cause
+                raise error from failure.cause or failure.reported()
             logger.warning("%d of %d samples failed; the first: %s", len(failed), len(found), error)
         self._counts[f"reward/{part.name}/errors"] += len(failed)
         for outcome in found:

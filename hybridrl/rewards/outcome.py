@@ -1,7 +1,8 @@
 """What a scorer made of one sample: a number, or why there is none. No torch.
 
 Owns the border with users' code: whatever a reward function does wrong becomes a ScorerFailure,
-and whatever number it returns a float that fits into float32.
+and whatever number it returns a float that fits into float32. A DataError of a reward, about the
+row that it was given, is a failure too, so that `reward.on_error` decides; other UserErrors pass.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.errors import UserError, did, said, short
+from hybridrl.config.own_code import own_lines, traceback_text
+from hybridrl.errors import DataError, UserError, did, said, short
+from hybridrl.parallel import failure
+from hybridrl.parallel.failure import rank_file
 from hybridrl.rewards.traits import traits_of
 
 LARGEST = float(np.finfo(np.float32).max)
 WHERE = "\0"
+MOST_LOGGED = 1000  # tracebacks that are remembered
+_LOGGED: set[str] = set()
 
 
 class Noted(float):
@@ -34,6 +40,10 @@ class Noted(float):
         return made
 
 
+class ReportedError(Exception):
+    """The traceback of an exception in another process, for who sees this process's traceback."""
+
+
 @dataclass(frozen=True)
 class ScorerFailure:
     """Why a sample has no score.
@@ -41,17 +51,41 @@ class ScorerFailure:
     Args:
         got: what the scorer did; WHERE stands for the sample's name.
         expected: what it should have done.
-        cause: what it raised, if that was in this process.
+        cause: what it raised, if that was in this process, or what is wrong with the row.
+        trace: the whole traceback of what it raised, "" if it raised nothing.
     """
 
     got: str
     expected: str = "a finite float"
     cause: BaseException | None = None
+    trace: str = ""
+
+    def log(self) -> str:
+        """Writes the traceback to the log of this rank, the same one once; returns where it is, for
+        a message, "" if there is none.
+        """
+        if not self.trace or not (self.trace in _LOGGED or failure.log(self.trace)):
+            return ""
+        if len(_LOGGED) < MOST_LOGGED:
+            _LOGGED.add(self.trace)
+        return f"The whole traceback is in {rank_file('.log')}."
+
+    def reported(self) -> ReportedError | None:
+        """Returns what stands for an exception of another process, if there was one."""
+        return ReportedError(f"\n{self.trace}") if self.trace else None
+
+    def as_json(self) -> dict[str, object]:
+        """Returns what `failed` reads: a process sends back no objects."""
+        row = {"row": self.cause.parts()} if isinstance(self.cause, DataError) else {}
+        return {"got": self.got, "expected": self.expected, "trace": self.trace, **row}
 
 
-def failed(entry: Mapping[str, object]) -> ScorerFailure:
+def failed(entry: Mapping[str, Any]) -> ScorerFailure:
     """Returns a failure that a process told, of whatever kind its parts are."""
-    return ScorerFailure(str(entry["got"]), str(entry["expected"]))
+    name, value, allowed, remedy = map(str, entry.get("row", [""] * 4))
+    cause = DataError(name, value, allowed, remedy) if "row" in entry else None
+    trace = str(entry.get("trace", ""))
+    return ScorerFailure(str(entry["got"]), str(entry["expected"]), cause, trace)
 
 
 Outcome = float | ScorerFailure
@@ -68,7 +102,7 @@ def call_reward(function: Callable[..., Any], job: Job, stops: bool = False) -> 
         stops: call it no more after the first failure, the last outcome then.
 
     Raises:
-        UserError: from the function, which says itself what is wrong.
+        UserError: from the function, which says itself what is wrong with the configuration.
     """
     if traits_of(function).batched:
         return _batched(function, job)
@@ -83,6 +117,8 @@ def call_reward(function: Callable[..., Any], job: Job, stops: bool = False) -> 
 def _single(function: Callable[..., Any], *arguments: object) -> Outcome:
     try:
         return _reward(function(*arguments))
+    except DataError as error:
+        return _of_row(error, WHERE)
     except UserError:
         raise
     except BaseException as error:  # any error of the user's own code, and of what it returned
@@ -108,6 +144,8 @@ def _batched(function: Callable[..., Any], job: Job) -> list[Outcome]:
     try:
         value = function(*job)
         found = _array(value)
+    except DataError as error:
+        return [_of_row(error, "the batch")] * num
     except UserError:
         raise
     except BaseException as error:  # any error of the user's own code, and of what it returned
@@ -141,18 +179,24 @@ def _array(value: Any) -> np.ndarray | str:
 def raised(
     error: BaseException, where: str, expected: str = "a finite float a sample"
 ) -> ScorerFailure:
-    """Returns the failure of code that raised, with the line of it.
+    """Returns the failure of code that raised, with the user's lines of it.
 
     Raises:
         UserError: it was interrupted, perhaps from the keyboard, so nothing may go on.
     """
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    frames = [frame for frame in frames if frame.filename != __file__]
-    # The innermost line, unless the call itself did not fit, or what it returned.
-    line = f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
-    got = f"{did(error)}{line} on {where}"
+    lines = own_lines(error)
+    if not lines:  # a reward of hybridrl's: the line that was run last, if the call itself did fit
+        frames = traceback.extract_tb(error.__traceback__)[1:]
+        lines = "".join(f"{f.filename}:{f.lineno}" for f in frames[-1:] if f.filename != __file__)
+    at = f" at {lines}" if lines else ""
+    got = f"{did(error)}{at}{',' * (', ' in at)} on {where}"
     if isinstance(error, KeyboardInterrupt):
         got = got.replace(WHERE, "a sample")
         raise UserError("users' code", f"code that {got}", expected, "Start again.") from error
     got += "" if isinstance(error, SystemExit) else f": {said(error)}"
-    return ScorerFailure(got, expected, error)
+    return ScorerFailure(got, expected, error, traceback_text(error))
+
+
+def _of_row(error: DataError, where: str) -> ScorerFailure:
+    """Returns the failure of a reward that cannot score responses to this row."""
+    return ScorerFailure(f"raised DataError on {where}: {said(error)}", cause=error)

@@ -259,7 +259,7 @@ def framed(data: bytes) -> bytes:
 def encoded(outcome: Outcome) -> dict[str, object]:
     """Returns an outcome as JSON, which `Scoring` reads: a process sends back no objects."""
     if isinstance(outcome, ScorerFailure):
-        return {"got": outcome.got, "expected": outcome.expected}
+        return outcome.as_json()
     note = {"note": outcome.note} if isinstance(outcome, Noted) else {}
     return {"value": float(outcome), **note}
 

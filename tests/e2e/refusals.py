@@ -60,6 +60,7 @@ def refuse(
     *expected: str,
     num_messages: int = 1,
     has_begun: bool = False,
+    leaves_logs: bool = False,
 ) -> str:
     """Runs a command that must be refused, and judges it.
 
@@ -71,6 +72,7 @@ def refuse(
         has_begun: whether ranks go on with an older run before they meet the mistake: they write
             logs and the run's config.yaml and run.json then, and may add files, but change and lose
             none.
+        leaves_logs: whether ranks of a new run meet the mistake: its folder keeps their logs.
 
     Returns:
         The messages.
@@ -90,6 +92,12 @@ def refuse(
         assert has_both, f"no value or nothing that is allowed in\n{shown}"
         assert message.rstrip().endswith((".", "?", "]", "'")), f"no remedy in\n{shown}"
     after = files_below(folder)
+    if leaves_logs:
+        left = {name for name in after if name.startswith("runs")}
+        logs = [name for name in left if Path(name).match("runs/*/logs/*")]
+        parents = {str(path) for name in logs for path in Path(name).parents}
+        assert logs and left <= {*logs, *parents}, f"{sorted(left)}\n{shown}"
+        after = {name: new for name, new in after.items() if name not in left}
     if has_begun:
         written = {
             name for name in before if name.startswith("runs/") and _every_start_writes(Path(name))

@@ -361,7 +361,7 @@ def test_run_folder_that_cannot_be_made(here: Path) -> None:
 @pytest.mark.dist
 def test_reward_functions_that_misbehave(tmp_path: Path) -> None:
     cases = {
-        "raises": ["KeyError", "no such column", "a finite float"],
+        "raises": ["KeyError at", "bad_rewards.py:10 on", "no such column", "The whole traceback"],
         "gives_nan": ["returned nan", "a finite float"],
         "gives_pairs": ["returned shape (8, 2)", "(8,) floats"],
         "gives_text": ["returned a str", "a finite float"],
@@ -372,10 +372,13 @@ def test_reward_functions_that_misbehave(tmp_path: Path) -> None:
         world = "2" if function == "gives_nan" else "1"  # ranks that all meet it tell it once
         arguments = ["train", "c.yaml", f"reward.function=bad_rewards:{function}"]
         arguments += ["--world", world]
-        refuse(fill(tmp_path / function), arguments, "bad_rewards.py:", *cases[function])
+        expected = ("bad_rewards.py:", *cases[function])
+        refuse(fill(tmp_path / function), arguments, *expected, leaves_logs=True)
 
     with ThreadPoolExecutor(2) as pool:  # each waits for processes of its own
         list(pool.map(judge, cases))
+    log = (tmp_path / "raises" / "runs" / "mine" / "logs" / "rank_0.log").read_text()
+    assert "Traceback (most recent call last)" in log and "in raises" in log
 
 
 def test_reward_function_that_is_not_there(here: Path) -> None:

@@ -252,11 +252,12 @@ def test_ranks_of_all_hosts_end_with_their_launcher(tmp_path: Path, stub: str) -
 @pytest.mark.full
 def test_a_mistake_that_only_ranks_meet_ends_with_code_2(tmp_path: Path, stub: str) -> None:
     hostfile = hosts(tmp_path, "localhost", "127.0.0.1")
-    knobs = ("reward.function=bad_rewards:raises", "reward.isolated=false")
+    knobs = ("reward.function=own_rewards:fails_on_odd_lengths", "reward.isolated=false")
     bad = command(tmp_path / "runs", hostfile, stub, *knobs)
     output = run(*bad, expect=2)
-    assert "reward.function" in output and "Traceback" not in output
-    assert not (tmp_path / "runs").exists()
+    assert "raised ValueError at" in output and "Traceback" not in output
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert [path.name for path in folder.iterdir()] == ["logs"]
 
 
 def refused(tmp_path: Path, ssh: str, lines: Sequence[str], *knobs: str) -> str:

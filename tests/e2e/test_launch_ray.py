@@ -141,9 +141,10 @@ def test_two_raylets_give_the_weights_of_the_local_launcher(
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     # A mistake that only ranks meet, and a layout that does not fit the slots, end with code 2.
-    knobs = ("reward.function=bad_rewards:raises", "reward.isolated=false")
+    knobs = ("reward.function=own_rewards:fails_on_odd_lengths", "reward.isolated=false")
     output = ended(launch(raylets, *knobs, f"run.dir={tmp_path / 'bad'}"), 2)
-    assert "reward.function" in output and not (tmp_path / "bad").exists()
+    assert "raised ValueError at" in output
+    assert [path.name for path in (tmp_path / "bad").glob("*/*")] == ["logs"]
 
 
 def lost_ranks(folder: Path) -> list[str]:

@@ -328,15 +328,28 @@ def test_torchrun_ranks_are_ranks_but_not_ours(monkeypatch: pytest.MonkeyPatch) 
     assert is_launched()
 
 
-@pytest.mark.parametrize("existed", [False, True], ids=["new", "existed"])
-def test_a_users_mistake_leaves_no_folder_but_one_that_was_there(
-    existed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_users_mistake_leaves_the_logs_of_a_new_run_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fail(*_: object, **__: object) -> int:
+        (folder / "config.yaml").write_text("the configuration that has the mistake")
+        (folder / "rollouts").mkdir(exist_ok=True)
+        with (folder / "logs" / "rank_0.log").open("a") as log:
+            log.write("a traceback\n")
+        return 2
+
     folder = tmp_path / "runs" / "mine"
-    if existed:
-        folder.mkdir(parents=True)
-        (folder / "notes.txt").write_text("of the user")
+    monkeypatch.setattr(launch_module, "launch", fail)
+    for start in (1, 2):  # the second is as new as the first
+        assert launch_run([], 1, folder) == 2
+        assert [path.name for path in folder.iterdir()] == ["logs"]
+        assert (folder / "logs" / "rank_0.log").read_text() == "a traceback\n" * start
+
+
+def test_a_users_mistake_leaves_a_folder_that_was_there_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.yaml").write_text("of an earlier start")
     monkeypatch.setattr(launch_module, "launch", lambda *_, **__: 2)
-    assert launch_run([], 1, folder) == 2
-    assert (folder / "notes.txt").exists() == existed
-    assert folder.parent.exists() == existed and tmp_path.exists()
+    assert launch_run([], 1, tmp_path) == 2
+    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "logs"}

@@ -71,6 +71,14 @@ def test_a_name_that_gives_no_function_is_an_error(own_module, function, reason)
     assert caught.value.name == "reward.function"
 
 
+def test_a_module_that_fails_is_named_with_the_users_lines(tmp_path, monkeypatch):
+    (tmp_path / "fails_at_import.py").write_text("import json\n\nRULES = json.loads('no JSON')\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    at = rf"JSONDecodeError at {tmp_path}/fails_at_import\.py:3: Expecting value"
+    with pytest.raises(UserError, match=at):
+        find_reward(RewardConfig(function="fails_at_import:score"))
+
+
 def test_finding_a_reward_imports_no_torch():
     code = (
         "import sys; from hybridrl.rewards.functions import find_reward\n"

@@ -19,7 +19,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.config.schema import RewardConfig
 from hybridrl.contracts.batch import BatchError, RolloutBatch
-from hybridrl.errors import ConfigError, DataError, UserError
+from hybridrl.errors import ConfigError, DataError
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import check_rewards
 from hybridrl.rewards.pool import framed
@@ -244,12 +244,20 @@ def test_a_sum_has_its_terms_as_parts(made):
     assert counts == dict.fromkeys([f"reward/{n}/errors" for n in functions], 0)
 
 
-def test_a_user_error_in_a_process_passes_through(made):
-    batch = rollout_batch(1, 1)
-    batch = replace(batch, prompts=(replace(batch.prompts[0], columns={}),))
-    with pytest.raises(UserError, match=r"data\.answer_key") as caught:
-        scored(made, ["1"], batch, function="math")
-    assert not isinstance(caught.value, DataError | BatchError)
+def test_what_is_wrong_with_a_row_follows_on_error_from_a_process_too(made):
+    batch = rollout_batch(1, 2)
+    batch = replace(batch, prompts=(replace(batch.prompts[0], columns={}),) * 2)
+    with pytest.raises(DataError, match=r"data\.answer_key"):
+        scored(made, ["1", "2"], batch, function="math")
+    found, counts = scored(made, ["1", "2"], batch, function="math", on_error="value")
+    assert found.reward_B.tolist() == [0, 0] and counts == {"reward/math/errors": 2}
+
+
+def test_an_error_in_a_process_comes_with_its_whole_traceback(made):
+    with pytest.raises(BatchError, match="raised ZeroDivisionError") as caught:
+        scored(made, ["raise"] * 6, rollout_batch(), **OBEYS)
+    trace = str(caught.value.__cause__)
+    assert "Traceback (most recent call last)" in trace and "in obeys" in trace
 
 
 def test_a_weighted_sum_that_overflows_is_refused(made):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,8 @@ from batches import rollout_batch, rollouts
 
 from hybridrl.config.schema import RewardConfig
 from hybridrl.contracts.batch import BatchError
-from hybridrl.errors import DataError
+from hybridrl.errors import DataError, UserError
+from hybridrl.parallel.failure import LOG_DIR
 from hybridrl.rewards.base import Scorer
 
 SPECIAL = 49
@@ -160,6 +162,32 @@ def test_an_error_in_a_reward_function_names_its_line_and_the_sample():
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+def parsed(text):
+    return json.loads(text)
+
+
+def test_an_error_in_a_library_names_the_users_lines_and_logs_the_whole_traceback(
+    tmp_path, monkeypatch
+):
+    def my_reward(prompt, response, columns):
+        return parsed("no JSON")["score"]
+
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv(LOG_DIR, str(tmp_path))
+    with pytest.raises(BatchError) as caught:
+        scorer(my_reward).score(rollout_batch())
+    lines = [parsed.__code__.co_firstlineno + 1, my_reward.__code__.co_firstlineno + 1]
+    at = ", called at ".join(f"{__file__}:{line}" for line in lines)
+    log = tmp_path / "rank_3.log"
+    told = f"raised JSONDecodeError at {at}, on sample 0: Expecting value"
+    check_message(caught.value, my_reward, told, f"The whole traceback is in {log}.")
+    trace = log.read_text()
+    assert trace.startswith("Traceback") and "json/decoder.py" in trace and "in parsed" in trace
+    with pytest.raises(BatchError, match="traceback is in"):
+        scorer(my_reward).score(rollout_batch())
+    assert log.read_text() == trace, "once"
+
+
 def test_a_reward_function_of_another_signature_is_an_error_not_a_crash():
     def my_reward(prompt, response):
         return 1.0
@@ -171,10 +199,25 @@ def test_a_reward_function_of_another_signature_is_an_error_not_a_crash():
 
 def test_a_user_error_passes_through_as_it_is():
     def my_reward(prompt, response, columns):
-        raise DataError("data.answer_key", "x", "y", "z")
+        raise UserError("reward.options.url", "x", "y", "z")
+
+    with pytest.raises(UserError, match="reward.options.url"):
+        scorer(my_reward, on_error="value").score(rollout_batch())
+
+
+def test_what_is_wrong_with_a_row_follows_on_error():
+    def my_reward(prompt, response, columns):
+        if columns["answer"] == "1":
+            raise DataError("data.answer_key", "x", "y", "z")
+        return 1.0
 
     with pytest.raises(DataError, match="data.answer_key"):
         scorer(my_reward).score(rollout_batch())
+    valued = scorer(my_reward, on_error="value", error_value=-1.0)
+    assert valued.score(rollout_batch()).reward_B.tolist() == [1, 1, -1, -1, 1, 1]
+    assert valued.take_counts() == {"reward/my_reward/errors": 2}
+    dropped = scorer(my_reward, on_error="drop").score(rollout_batch())
+    assert dropped.sample_ids_B.tolist() == [0, 1, 4, 5]
 
 
 def test_exact_match_is_named_after_the_config():
