@@ -1,10 +1,9 @@
-"""Reward-model training on preference pairs: a value model whose value at the end of a response is
-its score.
+"""Reward-model training on preference pairs: a value model whose value at the last token of a
+response, the end token included, is its score, as in transformers' sequence classifiers.
 
 The pairs' loss couples two samples, so that it is differentiated once over the whole step, as in
 preference.py: `advantages` gives the last token of response i the column -dL/ds_i, and the loss of
-a micro-batch is linear in the values. The score of a response is the value of the state that its
-last token, the end, was sampled from. No policy is trained.
+a micro-batch is linear in the values. No policy is trained.
 """
 
 from __future__ import annotations

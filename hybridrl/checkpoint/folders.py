@@ -46,12 +46,15 @@ class SavedState(BaseModel):
         prompts, mix: cursors of the prompts and of further terms' prompts.
         rollouts: unfinished rollouts, response lengths.
         algorithm: of adaptive algorithms.
-        evaluations: `reward` and `accuracy` of evaluations, by step.
+        evaluations: `reward` and `accuracy` of evaluations, and what was found on held-out rows
+            with responses, by step.
         seconds: of training so far.
         num_updates: optimizer steps of each trained model.
         layout: of the ranks that saved; random states go on in the same layout only.
         family: what `model.family` would have to say.
         dtype: of the policy's weights.
+        score_token: Token of a response at which the score of a reward model in training is read;
+            checkpoints of older versions do not name it.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -67,6 +70,7 @@ class SavedState(BaseModel):
     layout: str
     family: str
     dtype: Literal["float32", "bfloat16", "float16"]
+    score_token: Literal["last", "before_last"] = "before_last"
 
     @field_validator("evaluations", mode="before")
     @classmethod

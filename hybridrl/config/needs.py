@@ -25,6 +25,8 @@ class Needs:
             rollouts, 'pairs' are made of the samples by their rewards.
         reference: `reference_logp_T`, from the frozen first weights.
         values: `values_T`, from a critic; the algorithm is then a CriticAlgorithm.
+        scores: entry t of `values_T` is the score that is read at token t itself, as a reward
+            model's, in place of the value of the state before it.
         old_logps: `old_logp_T` even when a step makes one update, for the advantages. The loss
             itself takes the policy's own detached log-probabilities where the column is None.
         policy: the policy is trained; False trains the critic alone.
@@ -42,6 +44,7 @@ class Needs:
     feedback: Feedback | None = None
     reference: bool = False
     values: bool = False
+    scores: bool = False
     old_logps: bool = False
     greedy: bool = False
     policy: bool = True

@@ -156,8 +156,10 @@ class RewardModelConfig(SupervisedConfig):
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs: pairs, and a critic in place of a trained policy."""
-        return Needs(rollouts=False, feedback="pairs", values=True, policy=False)
+        """What the algorithm needs: pairs, and scores of a model that is trained in place of the
+        policy.
+        """
+        return Needs(rollouts=False, feedback="pairs", values=True, scores=True, policy=False)
 
 
 class KtoConfig(SupervisedConfig):

@@ -431,8 +431,9 @@ class TrainBatch(ScoredBatch):
     """A ScoredBatch with what a loss needs, each (T,) float32 or None, where not said otherwise.
 
     `old_logp_T` is of the policy at the start of the step, `reference_logp_T` of the frozen
-    reference; `values_T[t]` is the value of the state that token t was sampled from,
-    `returns_T[t]` its target; `term_weights_T[t]` what an algorithm's own term of the loss weighs.
+    reference; `values_T[t]` is the value of the state that token t was sampled from (in the
+    training of a reward model the score that is read at token t), `returns_T[t]` its target;
+    `term_weights_T[t]` what an algorithm's own term of the loss weighs.
     `teacher_logp_T` is of the teacher; `teacher_tokens_TK` (T, K) int32 are the tokens that it
     holds for the likeliest in token t's place, `teacher_logp_TK` (T, K) their log-probabilities.
 

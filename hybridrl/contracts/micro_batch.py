@@ -24,7 +24,8 @@ class MicroBatch:
     position of token t - 1, the one whose output predicts it. Each sample is padded to a multiple
     that context parallelism can cut, and the whole to a multiple that sequence parallelism can
     cut, by one trailing sequence of padding. A context-parallel rank takes its share with
-    `take_positions`.
+    `take_positions`. In the micro-batches of a reward model, whose score is read at a token itself,
+    what is about token t stands at its own position, and `loss_mask_S` marks the response tokens.
 
     Fields: `tokens_S`, `positions_S` (position in its own sequence), `targets_S` (the next token
     of the same sample, 0 where there is none): (S,) int64; `loss_mask_S`: (S,) bool, the position

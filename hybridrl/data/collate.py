@@ -1,9 +1,10 @@
 """Between a batch's token alignment and a micro-batch's predictor alignment, both ways.
 
 Owns the shift by one: what a batch says about token t of a sample, a micro-batch holds at the
-position of token t - 1. Nothing else in hybridrl shifts. The experts that the engine chose are the
-exception: they are about the hidden state of token t itself, and stand at its own position. Runs on
-the CPU; `MicroBatch.to` moves the result.
+position of token t - 1. Nothing else in hybridrl shifts. There are two exceptions. The experts that
+the engine chose are about the hidden state of token t itself, and stand at its own position. A
+reward model reads its score at token t itself (`at_own_token`), so that all columns of its
+micro-batches do. Runs on the CPU; `MicroBatch.to` moves the result.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ def micro_batch(
     pad_each: int,
     pad_total: int,
     shares_prompts: bool = False,
+    at_own_token: bool = False,
 ) -> MicroBatch:
     """Packs samples of a batch one after the other.
 
@@ -37,6 +39,8 @@ def micro_batch(
         pad_total: and the whole to a multiple of this (tp x 2 cp), by a trailing sequence.
         shares_prompts: whether samples of one prompt that follow each other hold it once; asks for
             a `pad_each` of 1.
+        at_own_token: whether what the batch says about a token stands at its own position, in place
+            of that of the token before it.
     """
     index_B = torch.tensor(list(indices), dtype=torch.int64)
     laid = _lay_out(batch, index_B, pad_each, pad_total, shares_prompts)
@@ -49,16 +53,17 @@ def micro_batch(
     has_next_S = torch.zeros(total, dtype=torch.bool)
     has_next_S[:-1] = sequence_index_S[:-1] == sequence_index_S[1:]
     response_N = batch.response_mask_T[source_N]
-    source_R, predictor_R = source_N[response_N], place_N[response_N] - 1
+    shift = 0 if at_own_token else 1
+    source_R, place_R = source_N[response_N], place_N[response_N] - shift
     loss_mask_S = torch.zeros(total, dtype=torch.bool)
-    loss_mask_S[predictor_R] = True
+    loss_mask_S[place_R] = True
     carried = batch.columns()
     columns: dict[str, Tensor | None] = {}
     for name in LOSS_COLUMNS:
         column_T, columns[name] = carried.get(name.replace("_S", "_T")), None
         if column_T is not None:
             column_S = torch.zeros(total, *column_T.shape[1:], dtype=column_T.dtype)
-            column_S[predictor_R] = column_T[source_R]
+            column_S[place_R] = column_T[source_R]
             columns[name] = column_S
     columns |= _routed(batch, laid, total)
     return MicroBatch(
@@ -94,8 +99,8 @@ def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: Rollo
 
     Args:
         micros: whole micro-batches of `batch`, as `micro_batch` made them.
-        columns: for each of them a predictor-aligned tensor (S,) or (S, K), on any device; what
-            stands outside `loss_mask_S` is ignored.
+        columns: for each of them a tensor (S,) or (S, K) in the micro-batch's alignment, on any
+            device; what stands outside `loss_mask_S` is ignored.
         batch: where the samples come from.
 
     Returns:

@@ -15,9 +15,11 @@ from hybridrl.checkpoint.opening import open_on_all_ranks
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.loop.exports import export_model
+from hybridrl.loop.saves import OLD_SCORES
 from hybridrl.models.directory import read_config
 from hybridrl.models.family import ModelShape, is_kept_in_fp32, read_model
 from hybridrl.models.hf import HfCheckpoint, load_hf
+from hybridrl.models.score_token import BEFORE_LAST
 from hybridrl.models.weights import Head, hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group, stop_process_group
@@ -99,5 +101,9 @@ def _to_hf(
     head: Head = "lm" if (folder / "policy").is_dir() else "value"
     mesh = _mesh(world, *sizes, model_source.shape)
     model = ParallelModel(mesh, model_source, head, TrainConfig())
+    if head == "value":
+        model.read_scores(state.score_token)
+        if state.score_token == BEFORE_LAST and world.rank == 0:
+            print(f"{folder}: the reward model {OLD_SCORES}", flush=True)
     load_model(checkpoint, "policy" if head == "lm" else "critic", model, world)
     export_model(model, target, folder / HF_FILES)

@@ -48,7 +48,7 @@ def export_model(
             model.weights(),
             hf_shapes(source.family, source.shape, model.head),
             source.dtype,
-            exported_config(source.hf_config, model.head, side_files),
+            exported_config(source.hf_config, model.head, side_files, model.score_token),
             peers=world,
             side_files=side_files,
             card=card,

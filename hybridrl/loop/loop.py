@@ -472,7 +472,7 @@ class Trainer:
         self._saved_step = state.step if is_own else 0  # the run has no checkpoint of this step
         self.evaluations.by_step = dict(state.evaluations)
         self._position.load({"prompts": state.prompts, "mix": state.mix})
-        load_run_state(state, self.algorithm, self.trained)
+        load_run_state(state, self.algorithm, self.trained, self.journal.notify)
         self.sampler.load_state(state.rollouts, self.prompts)
         self.reshard()
 

@@ -7,7 +7,7 @@ Invariant: all ranks decide alike. The clock is rank 0's.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
@@ -15,10 +15,16 @@ from hybridrl.checkpoint.folders import SavedState
 from hybridrl.config.identity import run_folder
 from hybridrl.config.schema import CheckpointConfig, Config
 from hybridrl.loop.schedule import is_due
+from hybridrl.models.score_token import BEFORE_LAST
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.stopping import Notice
 from hybridrl.training.model import ParallelModel
 
+OLD_SCORES = (
+    "was trained by an older version, which read its score at the token before the last one: it "
+    "keeps that place, at which other programs do not read. Train it anew to have the score at the "
+    "last token"
+)
 STOP_FILE = "stop"  # in a run folder: asks the run to save and end, as SIGTERM
 
 
@@ -101,9 +107,11 @@ def run_state(
         algorithm, trained: of the run.
         evaluations: by step.
     """
+    scores = {} if algorithm.needs.policy else {"score_token": trained["critic"].score_token}
     return {
         "step": step,
         **cursors,
+        **scores,
         "algorithm": algorithm.state() if isinstance(algorithm, AdaptiveAlgorithm) else {},
         "evaluations": evaluations,
         "seconds": seconds,
@@ -112,15 +120,23 @@ def run_state(
 
 
 def load_run_state(
-    state: SavedState, algorithm: Algorithm, trained: Mapping[str, ParallelModel]
+    state: SavedState,
+    algorithm: Algorithm,
+    trained: Mapping[str, ParallelModel],
+    notify: Callable[[str], None],
 ) -> None:
     """Gives algorithm and models what `run_state` kept of them.
 
     Args:
         state: of the checkpoint.
         algorithm, trained: of the run.
+        notify: Tells the user, once.
     """
     for name, model in trained.items():
         model.num_updates = state.num_updates[name]
+        if algorithm.needs.scores:
+            model.read_scores(state.score_token)
+            if state.score_token == BEFORE_LAST:
+                notify(f"the reward model of this checkpoint {OLD_SCORES}")
     if isinstance(algorithm, AdaptiveAlgorithm):
         algorithm.load_state(state.algorithm)

@@ -59,6 +59,7 @@ NEUTRAL_KEYS = frozenset({
     "suppress_tokens", "begin_suppress_tokens", "exponential_decay_length_penalty",
     "max_sequence_length", "model_max_length", "seq_length", "tokenizer_model_max_length",
     "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
+    "hybridrl_score_token",
 })
 # fmt: on
 # Values at which these keys change no number. A null is transformers' "not set" for every key.

@@ -14,6 +14,7 @@ from typing import Any
 
 from hybridrl.config.files import read_json_object
 from hybridrl.errors import CheckpointError
+from hybridrl.models.score_token import KEY
 
 CONFIG_FILE = "config.json"
 # What an exported model takes along from the model it was made of: tokenizer and generation files.
@@ -61,3 +62,25 @@ def write_side_files(
         for file in sorted(side_files.glob(pattern)):
             if file.is_file():
                 shutil.copyfile(file, directory / file.name)
+    if KEY in config:
+        _set_padding(directory, config.get("pad_token_id"))
+
+
+def _set_padding(directory: Path, number: int | None) -> None:
+    """Names the padding token of a model with a value head in its tokenizer's files: what pads
+    texts must be what transformers passes over as it looks for the last token.
+    """
+    try:
+        content = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    texts = [one["content"] for one in content.get("added_tokens") or [] if one["id"] == number]
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        file = directory / name
+        if not texts or not file.is_file():
+            continue
+        told = json.loads(file.read_text(encoding="utf-8"))
+        named = told.get("pad_token")
+        if (named.get("content") if isinstance(named, dict) else named) != texts[0]:
+            told["pad_token"] = texts[0]
+            file.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -6,6 +6,8 @@ and imports no torch, so that the command line can refuse a bad directory before
 
 from __future__ import annotations
 
+import json
+import mmap
 import re
 import shlex
 from collections.abc import Collection, Iterator, Mapping
@@ -18,6 +20,8 @@ from safetensors import SafetensorError, safe_open
 from hybridrl.config.files import FETCH_AGAIN, plain, read_json_object, regular_file_bytes, shown
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Shape
+from hybridrl.models.directory import CONFIG_FILE
+from hybridrl.models.weights import VALUE_HEAD
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,8 +35,11 @@ TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
 # A layer after the last one that predicts further tokens has a tensor of this name.
 MTP_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight$")
-# Buffers that old checkpoints carry, and the copy of the embedding that some tied ones do.
+# Buffers that old checkpoints carry, and the head of a model that has none: a copy of the
+# embedding, or of no use to a value model.
 NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
+LM_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COMPARED_BYTES = 64 << 20  # that are in memory at a time
 
 
 @contextmanager
@@ -59,7 +66,8 @@ def open_shard(file: Path, framework: Literal["pt", "numpy"]) -> Iterator[Any]:
 class HfHeaders:
     """The tensors of an HF directory, known by name, shape and type.
 
-    Attributes: `shapes`, `dtype_names` (as torch calls them) and `files`, each by tensor name.
+    Attributes: `shapes`, `dtype_names` (as torch calls them) and `files`, each by tensor name;
+    `stored_names`, what the files call a tensor that `check` has found under another name.
 
     Raises:
         CheckpointError: weights are missing, a shard is missing or damaged, an index is wrong.
@@ -70,6 +78,7 @@ class HfHeaders:
         self.shapes: dict[str, Shape] = {}
         self.dtype_names: dict[str, str] = {}
         self.files: dict[str, Path] = {}
+        self.stored_names: dict[str, str] = {}
         index = self._index()
         for file in sorted(set(index.values())) if index is not None else [SINGLE_FILE]:
             self._read_header(self.directory / file)
@@ -85,9 +94,13 @@ class HfHeaders:
     def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
         """Raises CheckpointError unless the directory holds exactly the tensors of `shapes`.
 
-        Rotary buffers, the `lm_head.weight` of a model that has none (tied embeddings, critic) and
-        layers that predict further tokens (DeepSeek-V3's MTP) are passed over.
+        Rotary buffers, the `lm_head.weight` of a model that has none (a value model; with tied
+        embeddings one that is equal to the embedding) and layers that predict further tokens
+        (DeepSeek-V3's MTP) are passed over. A value head may have any name: where `score.weight` is
+        missing, the one further tensor of its shape is it.
         """
+        if VALUE_HEAD in shapes and VALUE_HEAD not in self.shapes:
+            self._find_value_head(shapes)
         for name, shape in shapes.items():
             if name not in self.shapes and name not in missing_ok:
                 raise self._error(name, "nothing", f"a tensor of shape {shape}")
@@ -98,6 +111,57 @@ class HfHeaders:
         for name in self.shapes:
             if name not in shapes and not NOT_WEIGHTS.search(name) and not name.startswith(layers):
                 raise self._error(name, f"shape {self.shapes[name]}", "no tensor of this name")
+        is_tied = LM_HEAD not in shapes and VALUE_HEAD not in shapes and HF_EMBEDDING in shapes
+        if is_tied and LM_HEAD in self.shapes and not self._are_equal(LM_HEAD, HF_EMBEDDING):
+            raise CheckpointError(
+                f"{LM_HEAD} in {self.directory}",
+                f"other numbers than {HF_EMBEDDING}",
+                f"equal ones, or none, with tie_word_embeddings in {CONFIG_FILE}",
+                f"Set tie_word_embeddings to false in {CONFIG_FILE} to keep this head, as "
+                f"transformers does; or remove {LM_HEAD} from the files to use the embedding.",
+            )
+
+    def _are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same numbers, read a part at a time."""
+        if self.shapes[one] != self.shapes[other]:
+            return False
+        if self.dtype_names[one] != self.dtype_names[other]:
+            return False  # of equal numbers in two types nobody has seen a model
+        views = [self._bytes_of(name) for name in (one, other)]
+        return all(
+            views[0][at : at + COMPARED_BYTES] == views[1][at : at + COMPARED_BYTES]
+            for at in range(0, len(views[0]), COMPARED_BYTES)
+        )
+
+    def _bytes_of(self, name: str) -> memoryview:
+        """Returns the bytes of a tensor, mapped: NumPy, which safetensors would give, has no
+        bfloat16.
+        """
+        file = self.files[name]
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            start, end = json.loads(opened.read(size))[name]["data_offsets"]
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        return memoryview(mapped)[8 + size + start : 8 + size + end]
+
+    def _find_value_head(self, shapes: Mapping[str, Shape]) -> None:
+        """Enters the only further tensor of a value head's shape under the name of one; raises
+        CheckpointError if there are several.
+        """
+        found = [
+            name
+            for name, shape in self.shapes.items()
+            if name not in shapes and shape == shapes[VALUE_HEAD]
+        ]
+        if len(found) > 1:
+            named = ", ".join(plain(name, 80) for name in found[:8])
+            raise self._error(VALUE_HEAD, "nothing", f"a value head; {named} have its shape")
+        if found:
+            (stored,) = found
+            self.stored_names[VALUE_HEAD] = stored
+            self.shapes[VALUE_HEAD] = self.shapes.pop(stored)
+            self.dtype_names[VALUE_HEAD] = self.dtype_names.pop(stored)
+            self.files[VALUE_HEAD] = self.files.pop(stored)
 
     def _index(self) -> dict[str, str] | None:
         """Returns the file of each tensor; None where one file holds them all."""

@@ -105,7 +105,7 @@ def load_hf(
                 continue
             with open_shard(file, "pt") as opened:
                 for region in regions:
-                    part = opened.get_slice(region.hf)
+                    part = opened.get_slice(checkpoint.stored_names.get(region.hf, region.hf))
                     read = part[tuple(slice(start, stop) for start, stop in region.hf_box)]
                     box_view(tensors[region.local], region.local_box).copy_(read)
             _refuse_non_finite(file, regions, tensors)

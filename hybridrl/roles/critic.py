@@ -1,5 +1,6 @@
-"""The critic: a value for the state before each response token, and its regression. Collective like
-the policy.
+"""The critic: a value for the state before each response token, and its regression. A reward model
+that is trained is one too: its values are scores, read at each response token. Collective like the
+policy.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ class Critic:
         self.num_updates_in_run = num_updates_in_run
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
-        """Returns the value of the state that each response token was sampled from, (T,) fp32, zero
-        on prompts.
+        """Returns the value of the state that each response token was sampled from, or of a reward
+        model the score at each response token: (T,) fp32, zero on prompts.
         """
         plan = self.model.plan(batch)
         values_T = plan.column(self.model.forward_all(plan.inputs))

@@ -28,6 +28,7 @@ from hybridrl.metrics.flops import (
 )
 from hybridrl.models.families.by_length import said_of_length
 from hybridrl.models.family import ModelShape
+from hybridrl.models.score_token import BEFORE_LAST, LAST
 from hybridrl.models.weights import Head
 from hybridrl.parallel.exchange import bring
 from hybridrl.parallel.groups import World, same_on_all_ranks
@@ -210,6 +211,7 @@ def make_roles(
     models: dict[str, ParallelModel],
     notify: Callable[[str], None],
     has_reference: bool = True,
+    has_teacher: bool = True,
     has_reward_models: bool = True,
     terms: Mapping[str, AuxiliaryLoss] | None = None,
 ) -> Roles:
@@ -221,8 +223,8 @@ def make_roles(
         algorithm: says which are needed.
         models: gets each as soon as it is there, by name, for the table of an out-of-memory error.
         notify: tells the user, once.
-        has_reference: False leaves out the reference and the teacher, where their columns are known
-            already, or nothing is trained.
+        has_reference, has_teacher: False leaves the reference or the teacher out, where its columns
+            are known already, or nothing reads them.
         has_reward_models: False leaves out reward models.
         terms: further ones of the policy's loss; None: made as the section `mix` says.
 
@@ -256,11 +258,13 @@ def make_roles(
     critic = None
     if held.has_critic and isinstance(algorithm, CriticAlgorithm):
         models["critic"] = trained["critic"] = _build(meshes, "critic", source, config)
+        if not needs.policy:
+            trained["critic"].read_scores(LAST if needs.scores else BEFORE_LAST)
         critic = _make_critic(config, trained["critic"], algorithm, num_updates)
     served = held.reward_models if has_reward_models else {}
-    reward_models = make_reward_models(config, meshes, source, models, served, needs.greedy)
+    reward_models = make_reward_models(config, meshes, source, models, served, needs.greedy, notify)
     teacher = None
-    if held.has_teacher and has_reference:
+    if held.has_teacher and has_teacher:
         teacher = make_teacher(config, meshes.of("teacher"), source, models, needs, temperature)
     return Roles(source, policy, reference, critic, trained, warmup, reward_models, terms, teacher)
 

@@ -111,6 +111,8 @@ class BatchPlanner:
     Attributes:
         replays: whether the model takes the experts that the engine chose; of other models they are
             no input, and move nowhere.
+        at_own_token: whether the model's results are about the token of their own position, as a
+            reward model's scores are, in place of the next one.
     """
 
     def __init__(
@@ -124,6 +126,7 @@ class BatchPlanner:
         self.mesh, self.shares_prompts = mesh, shares_prompts
         self._shape, self._train, self._layers = shape, train, layers
         self.replays = False
+        self.at_own_token = False
         self._pad_each = 2 * mesh.layout.cp if mesh.layout.cp > 1 else 1
 
     def training_ranks(self, batch: TrainBatch, num_parts: int = 1) -> Tensor:
@@ -161,7 +164,9 @@ class BatchPlanner:
     def _input(self, batch: TrainBatch, indices: Sequence[int], temperature: float) -> ModelInput:
         layout, where = self.mesh.layout, self.mesh.place
         pad_total = layout.tp * self._pad_each * (1 if self._train.fp8 == "none" else FP8_TOKENS)
-        whole = micro_batch(batch, indices, self._pad_each, pad_total, self.shares_prompts)
+        whole = micro_batch(
+            batch, indices, self._pad_each, pad_total, self.shares_prompts, self.at_own_token
+        )
         if self._shape.moe is not None:
             check_numbers(whole, self._shape.moe.num_experts)
         index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)

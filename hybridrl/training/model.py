@@ -26,6 +26,7 @@ from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.layers import choose_layers, shares_prompts
 from hybridrl.models.replay import check_layers, replay_metrics
 from hybridrl.models.router import balance, load_metrics, load_of, replayed_of, routers
+from hybridrl.models.score_token import LAST, ScoreToken
 from hybridrl.models.weights import (
     NOTHING,
     Head,
@@ -130,6 +131,7 @@ class ParallelModel:
         self.planner = BatchPlanner(
             mesh, source.shape, train, self.layers.kind, mesh.from_first(shares)
         )
+        self.score_token: ScoreToken = LAST  # what the config.json of its exports says
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
@@ -163,6 +165,15 @@ class ParallelModel:
         with self.world.all_agree("replaying experts"):
             check_layers(self._chunks)
         self.planner.replays = True
+
+    def read_scores(self, token: ScoreToken) -> None:
+        """Says that the values of this model are a reward model's scores.
+
+        Args:
+            token: Token of a response at which its score is read: the last one, or the one before.
+        """
+        self.score_token = token
+        self.planner.at_own_token = token == LAST
 
     @property
     def chunks(self) -> list[torch.nn.Module]:

@@ -181,7 +181,7 @@ def judges_what_a_run_samples(folder: Path, model: Any, tokenizer: Any) -> None:
         if len(ids) != 6 + 12:
             continue  # special tokens are not in the text
         with torch.no_grad():
-            score = float(model(torch.tensor([ids[:-1]])).logits)
+            score = float(model(torch.tensor([ids])).logits)
         digits = sum(c.isdigit() for c in sample["response"]) / max(len(sample["response"]), 1)
         assert sample["reward"] == pytest.approx(score + 0.5 * digits, abs=1e-3)
         num_compared += 1

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,10 +16,12 @@ from batches import feedback_batch
 
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.preference import feedback_metrics
+from hybridrl.checkpoint.folders import SavedState
 from hybridrl.config.schema import RewardModelConfig
 from hybridrl.config.supervised import PAIR_MARGIN
 from hybridrl.contracts.batch import BatchError, Producer, TrainBatch
 from hybridrl.data.collate import micro_batch
+from hybridrl.loop.saves import load_run_state, run_state
 
 NUM_BATCHES = 200
 CONFIG = RewardModelConfig(margin=0.3, center_coef=0.05)
@@ -85,7 +89,7 @@ def gradient(batch: TrainBatch, cuts: list[tuple[int, ...]]) -> torch.Tensor:
     filled = algorithm.advantages(batch)
     table_V = torch.zeros(50, dtype=torch.float64, requires_grad=True)
     for cut in cuts:
-        micro = micro_batch(filled, cut, 1, 1)
+        micro = micro_batch(filled, cut, 1, 1, at_own_token=True)
         values_S = table_V[micro.tokens_S]
         # What is masked must not matter.
         noise_S = torch.where(micro.loss_mask_S, 0.0, torch.nan)
@@ -108,3 +112,16 @@ def test_cuts_and_order_do_not_change_the_gradient() -> None:
 def test_what_is_not_pairs_is_refused() -> None:
     with pytest.raises(BatchError, match="one better and one worse sample a group"):
         make_algorithm(CONFIG).advantages(made(0).select([0, 1]))
+
+
+def test_a_checkpoint_of_an_older_version_keeps_the_token_that_it_was_trained_at() -> None:
+    algorithm, said, read = make_algorithm(CONFIG), list[str](), list[str]()
+    model: Any = SimpleNamespace(read_scores=read.append, num_updates=3, score_token="last")
+    state = {**run_state(3, 1.0, {}, algorithm, {"critic": model}, {})}
+    state |= {"prompts": {"fingerprint": "f"}, "layout": "", "family": "llama", "dtype": "float32"}
+    load_run_state(SavedState.model_validate(state), algorithm, {"critic": model}, said.append)
+    assert read == ["last"] and said == []
+    del state["score_token"]
+    load_run_state(SavedState.model_validate(state), algorithm, {"critic": model}, said.append)
+    assert read == ["last", "before_last"]
+    assert len(said) == 1 and "Train it anew" in said[0]

@@ -118,6 +118,23 @@ def test_several_values_a_token_go_the_way_of_one(shares_prompts):
     assert torch.equal(back_TK, batch.teacher_logp_TK * held_T)
 
 
+@pytest.mark.parametrize("shares_prompts", [False, True])
+def test_a_score_stands_at_its_own_token(shares_prompts):
+    batch, order = train_batch(3, 4, seed=1), [4, 5, 6, 0, 1]
+    micro = micro_batch(batch, order, 1, 4, shares_prompts, at_own_token=True)
+    rows = batch.values_T.split(batch.lengths_B.tolist())
+    tokens = batch.tokens_T.split(batch.lengths_B.tolist())
+    found = 0
+    for position in micro.loss_mask_S.nonzero()[:, 0].tolist():
+        sample, at = order[int(micro.sequence_index_S[position])], int(micro.positions_S[position])
+        assert micro.tokens_S[position] == tokens[sample][at]
+        assert micro.values_S[position] == rows[sample][at] != 0
+        found += 1
+    assert found == int(batch.response_lengths_B[order].sum())
+    held_T = torch.isin(batch.sample_index_T, torch.tensor(order))
+    assert torch.equal(unpack([micro], [micro.values_S], batch), batch.values_T * held_T)
+
+
 def test_unpack_leaves_samples_of_other_ranks_zero():
     batch = train_batch()
     halves = [[0, 3, 4], [5, 1, 2]]

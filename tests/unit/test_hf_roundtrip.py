@@ -41,6 +41,7 @@ from hybridrl.hybrid_engine.plan import Plan, plan_reshard
 from hybridrl.models import headers
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
+from hybridrl.models.headers import HfHeaders
 from hybridrl.models.hf import HfCheckpoint, HfWriter, allocate, box_view, load_hf, read_config
 from hybridrl.models.weights import NOTHING, RankLayout, hf_layout, hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
@@ -233,6 +234,28 @@ def test_hf_load_passes_over_inv_freq_and_a_tied_models_lm_head(tmp_path: Path) 
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, file, {"format": "pt"})
     _load_all_ranks(tmp_path, TrainLayout(2, tp=2))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_differs_from_the_tied_embedding_is_refused(
+    dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headers, "COMPARED_BYTES", 1000)
+    _save("qwen3_tied", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(file).items()}
+    head = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": head.clone()}, file, {"format": "pt"})
+    _load_all_ranks(tmp_path, TrainLayout(1))
+    head[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": head}, file, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight in .*tie_word_embeddings to false"):
+        _load_all_ranks(tmp_path, TrainLayout(1))
+    # A value model has no use for it.
+    hf_config = read_config(tmp_path)
+    family = resolve_family(None, hf_config)
+    shapes = hf_shapes(family, family.shape(hf_config), "value")
+    HfHeaders(tmp_path).check(shapes, missing_ok={"score.weight"})
 
 
 def test_hf_load_of_a_critic_leaves_its_score(tmp_path: Path) -> None:

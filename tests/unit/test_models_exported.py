@@ -13,8 +13,10 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ModelError
 from hybridrl.loop.exports import Exports
 from hybridrl.loop.model_card import model_card
+from hybridrl.models.directory import write_side_files
 from hybridrl.models.exported import exported_config
 from hybridrl.models.family import read_model
+from hybridrl.models.score_token import score_notices, score_token
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
@@ -45,6 +47,37 @@ def test_a_value_head_is_a_sequence_classifier_with_the_tokenizers_padding(tmp_p
     assert exported_config(QWEN, "value", None).get("pad_token_id") is None
     # A class that transformers has not is not named.
     assert "architectures" not in exported_config({"model_type": "mine"}, "value", None)
+
+
+def test_an_end_token_is_no_padding_of_a_value_head(tmp_path: Path) -> None:
+    """transformers would pass over it and read the score one token early."""
+    config = {**QWEN, "eos_token_id": 3, "pad_token_id": 3, "vocab_size": 9}
+    folder = tokenizer_files(tmp_path, "<eos>")
+    found = exported_config(config, "value", folder)
+    assert found["pad_token_id"] == 7 and found["hybridrl_score_token"] == "last"
+    out = tmp_path / "out"
+    out.mkdir()
+    write_side_files(out, found, "float32", folder)
+    assert json.loads((out / "tokenizer_config.json").read_text())["pad_token"] == "<pad>"
+    # A tokenizer without a spare token: none is named, and transformers takes one text at a time.
+    (tmp_path / "tokenizer.json").write_text('{"added_tokens": [{"id": 3, "content": "<eos>"}]}')
+    assert exported_config(config, "value", folder)["pad_token_id"] is None
+    # A language model keeps what it has.
+    assert exported_config(config, "lm", folder) == config
+
+
+def test_older_exports_are_recognized_and_read_where_they_were_trained() -> None:
+    new = exported_config(QWEN, "value", None)
+    old = {key: value for key, value in new.items() if key != "hybridrl_score_token"}
+    foreign = {**QWEN, "id2label": {"0": "LABEL_0"}}
+    assert [score_token(one) for one in (new, old, foreign)] == ["last", "before_last", "last"]
+    (notice,) = score_notices(old, "judge")
+    assert "judge looks like" in notice and "hybridrl_score_token" in notice
+    assert score_notices(new, "judge") == score_notices(foreign, "judge") == []
+    padded = {**foreign, "eos_token_id": [2, 1], "pad_token_id": 1}
+    assert "before the end token" in score_notices(padded, "judge")[0]
+    with pytest.raises(ModelError, match="last or before_last"):
+        score_token({**new, "hybridrl_score_token": "first"})
 
 
 def test_what_was_exported_as_a_classifier_is_of_its_family_again() -> None:

@@ -1,0 +1,76 @@
+"""The token of a text at which a reward model's score is read. No torch.
+
+The default is the last token, the end token included, as in transformers' sequence classifiers.
+Older versions of hybridrl read one token earlier, at the state that the last token was sampled
+from. Checkpoints and exports of theirs are recognized and keep that place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Literal
+
+from hybridrl.config.files import plain
+from hybridrl.errors import ModelError
+from hybridrl.models.config_keys import end_tokens_of
+
+ScoreToken = Literal["last", "before_last"]
+LAST: Final = "last"
+BEFORE_LAST: Final = "before_last"
+KEY = "hybridrl_score_token"  # in config.json; other programs ignore it
+
+
+def score_token(hf_config: Mapping[str, Any]) -> ScoreToken:
+    """Returns the token at which the score of this model is read.
+
+    Args:
+        hf_config: Content of its config.json.
+
+    Raises:
+        ModelError: The key has another value than the two that are allowed.
+    """
+    value = hf_config.get(KEY)
+    if value is None:
+        return BEFORE_LAST if is_old_export(hf_config) else LAST
+    if value not in (LAST, BEFORE_LAST):
+        raise ModelError(
+            f"config.json: {KEY}",
+            plain(value),
+            f"{LAST} or {BEFORE_LAST}",
+            f"Remove the key if hybridrl did not export the model; its score is then read at the "
+            f"{LAST} token.",
+        )
+    return LAST if value == LAST else BEFORE_LAST
+
+
+def is_old_export(hf_config: Mapping[str, Any]) -> bool:
+    """Whether hybridrl exported the value model before it wrote where scores are read: it wrote
+    `num_labels`, for which transformers writes `id2label`.
+    """
+    return KEY not in hf_config and "num_labels" in hf_config and "id2label" not in hf_config
+
+
+def padding_token(hf_config: Mapping[str, Any]) -> int | None:
+    """Returns the padding token, which transformers passes over at the end of a text: the score is
+    read at the last other token. None if config.json does not name it.
+    """
+    value = hf_config.get("pad_token_id")
+    return value if isinstance(value, int) and value >= 0 else None
+
+
+def score_notices(hf_config: Mapping[str, Any], path: str) -> list[str]:
+    """Returns what a user should know about the token at which this model's scores are read."""
+    if is_old_export(hf_config):
+        return [
+            f"{path} looks like a reward model that an older hybridrl exported: its score is read "
+            "at the token before the last one, where it was trained. Add "
+            f'"{KEY}": "{BEFORE_LAST}" to its config.json to confirm this, or "{LAST}" to read at '
+            "the last token, as transformers does"
+        ]
+    pad = padding_token(hf_config)
+    if score_token(hf_config) == LAST and pad is not None and pad in end_tokens_of(hf_config):
+        return [
+            f"{path}: pad_token_id {pad} is the end token too, so the score is read before the end "
+            "token, as transformers reads it"
+        ]
+    return []
