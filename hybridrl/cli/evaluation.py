@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hybridrl.checkpoint.folders import STEP_FOLDER, newest_checkpoint
+from hybridrl.checkpoint.manifest import MANIFEST
+from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
@@ -14,25 +17,42 @@ from hybridrl.metrics.estimates import Estimate
 from hybridrl.models.directory import CONFIG_FILE
 
 TOLD = "rollout.temperature="
+RUN_CONFIG = "config.yaml"  # in a run folder
+CHECKPOINTS = "checkpoints"
 OWN = "held-out prompts"
 COLUMNS = ("", "prompts", "samples", "accuracy")
 
 
-def evaluated_config(source: Path, overrides: Sequence[str]) -> Config:
-    """Returns the configuration of an evaluation.
+def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Path | None]:
+    """Returns the configuration of an evaluation, and the checkpoint that `source` is, if it is
+    one.
 
     Args:
-        source: a run's YAML, or an HF directory, which is evaluated without a run.
+        source: a YAML configuration, a run folder, a checkpoint folder, or an HF directory, which
+            is evaluated without a run.
         overrides: `key=value` texts; a `rollout.temperature` among them is that of the evaluation.
 
     Raises:
-        UserError: as of `load_config`.
+        UserError: as of `load_config`, or the folder is none of these.
     """
-    if os.path.isdir(source):
-        if not os.path.isfile(source / CONFIG_FILE):
-            allowed = f"a YAML configuration, or an HF directory, with {CONFIG_FILE}"
-            remedy = "Of a run give its configuration, or a folder of its exports."
-            raise UserError(str(source), "a folder without it", allowed, remedy)
+    checkpoint = None
+    if not os.path.isdir(source):
+        config = load_config(source, overrides)
+    elif os.path.isfile(source / RUN_CONFIG):
+        config = _config_of_run(source, overrides)
+    elif STEP_FOLDER.fullmatch(source.name) or os.path.isfile(source / MANIFEST):
+        run, checkpoint = source.absolute().parent.parent, source
+        if not os.path.isfile(run / RUN_CONFIG):
+            raise UserError(
+                str(source),
+                f"a checkpoint without its run: there is no {run / RUN_CONFIG}",
+                "a checkpoint in the folder of its run",
+                "Give the run's configuration, and the folder with --checkpoint.",
+            )
+        config = _config_of_run(run, overrides)
+    elif source.name == CHECKPOINTS and os.path.isfile(source.absolute().parent / RUN_CONFIG):
+        config = _config_of_run(source.absolute().parent, overrides)
+    elif os.path.isfile(source / CONFIG_FILE):
         # A run needs a name and a folder. Nothing is there, and an evaluation writes nothing.
         content = {
             "run": {"name": "evaluation", "dir": str(source)},
@@ -41,21 +61,64 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> Config:
         }
         config = load_config_dict(content, overrides)
     else:
-        config = load_config(source, overrides)
+        raise UserError(
+            str(source),
+            f"a folder without {RUN_CONFIG} or {CONFIG_FILE}",
+            f"a YAML configuration; the folder of a run ({RUN_CONFIG}), or one of its checkpoints; "
+            f"or an HF directory ({CONFIG_FILE})",
+            "For a run that has not been trained yet, give its configuration.",
+        )
     if any(override.startswith(TOLD) for override in overrides):
         section = config.eval.model_copy(update={"temperature": config.rollout.temperature})
         config = config.model_copy(update={"eval": section})
-    return config
+    return config, checkpoint
+
+
+def _config_of_run(folder: Path, overrides: Sequence[str]) -> Config:
+    """Returns the configuration that a run folder keeps; the folder may have been moved."""
+    whole, config = folder.absolute(), load_config(folder / RUN_CONFIG, overrides)
+    run = config.run.model_copy(update={"dir": str(_shown_path(whole.parent)), "name": whole.name})
+    return config.model_copy(update={"run": run})
+
+
+def _shown_path(path: Path) -> Path:
+    """Returns a path below the working folder as it is seen from there."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def untrained_warning(config: Config, source: Path) -> str | None:
+    """Returns what must be said where a run has no checkpoint, so that its base model is
+    evaluated; None where it has one, or an HF directory is evaluated.
+    """
+    folder = run_folder(config)
+    if os.path.isfile(source / CONFIG_FILE) and str(source) == config.run.dir:
+        return None
+    if newest_checkpoint(folder / CHECKPOINTS) is not None:
+        return None
+    base = config.model.path
+    model = f"the base model {base}" if base else f"{config.model.init} with initial weights"
+    return (
+        f"WARNING: {folder} has no checkpoint: {model} is evaluated, as it was before any "
+        "training. Train the run first, or name a checkpoint with --checkpoint."
+    )
 
 
 def evaluation_text(result: Mapping[str, Any]) -> str:
-    """Returns an evaluation, as `Evaluation.as_json` has it, as lines for people: of the held-out
-    prompts, and where there are sets or several samples a table of all.
+    """Returns an evaluation, as `evaluate_rank` has it, as lines for people: of the held-out
+    prompts, of rows with responses, and where there are sets or several samples a table of all.
     """
     lines = list(_own_lines(result)) if result["num_prompts"] else []
+    if result["validation"]:
+        shown = (f"{name} {value:.4f}" for name, value in result["validation"].items())
+        lines.append(f"held-out rows with responses: {', '.join(shown)}")
     if result["sets"] or result["samples_per_prompt"] > 1:
         lines += _table(result)
-    return "\n".join([*lines, f"checkpoint {result['checkpoint']}"])
+    if result["checkpoint"] is None:
+        lines.append(f"model {result['model']}, no checkpoint")
+    else:
+        lines.append(f"checkpoint {result['checkpoint']}")
+    return "\n".join(lines)
 
 
 def _own_lines(result: Mapping[str, Any]) -> Iterator[str]:

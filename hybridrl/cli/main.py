@@ -199,7 +199,11 @@ def train(
 @app.command("eval")
 def evaluate(
     config: Annotated[
-        Path, typer.Argument(metavar="CONFIG", help="YAML configuration, or an HF directory.")
+        Path,
+        typer.Argument(
+            metavar="WHAT",
+            help="YAML configuration, run folder, checkpoint folder or HF directory.",
+        ),
     ],
     overrides: Overrides = None,
     world: World = None,
@@ -211,13 +215,16 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure accuracy on the evaluation prompts and eval.sets; greedy unless eval.temperature=T
-    (or rollout.temperature=T) is given.
+    """Measure accuracy on the evaluation prompts and eval.sets, greedy unless eval.temperature=T
+    (or rollout.temperature=T) is given; and the loss on held-out rows with responses.
     """
-    from hybridrl.cli.evaluation import evaluated_config
+    from hybridrl.cli.evaluation import evaluated_config, untrained_warning
 
     given = overrides or []
-    loaded = evaluated_config(config, given)
+    loaded, found = evaluated_config(config, given)
+    if found is not None and checkpoint is not None:
+        raise UserError("--checkpoint", checkpoint, "one checkpoint", f"{config} is one too.")
+    checkpoint = checkpoint or found
     if prompts is not None:
         data = loaded.data.model_copy(update={"eval_prompts": (str(prompts),)})
         loaded = loaded.model_copy(update={"data": data})
@@ -225,16 +232,21 @@ def evaluate(
     files = loaded.data.eval_prompts if prompts else None
     if checkpoint is not None and not os.path.isdir(checkpoint):
         raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Check the path.")
+    warning = untrained_warning(loaded, config) if checkpoint is None else None
     if is_rank():
         if not is_launched():
             validate_evaluation(loaded, _torchrun_world(world), files, checkpoint)
+            if warning and os.environ["RANK"] == "0":
+                typer.echo(warning, err=True)
         _evaluate_rank(loaded, checkpoint, files, as_json)
         return
     world_size = world or default_world_size(loaded, num_local_gpus())
     loaded, laid = laid_out(loaded, world_size)
     validate_evaluation(loaded, world_size, files, checkpoint)
+    if warning:
+        typer.echo(warning, err=True)
     arguments = ["eval", str(config), *given, *laid]
-    arguments += ["--checkpoint", str(checkpoint)] if checkpoint else []
+    arguments += ["--checkpoint", str(checkpoint)] if checkpoint and not found else []
     arguments += ["--prompts", str(prompts)] if prompts else []
     arguments += ["--json"] if as_json else []
     raise typer.Exit(launch_without_run(arguments, world_size))

@@ -29,7 +29,7 @@ from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
 from hybridrl.config.roles import reward_models
-from hybridrl.config.rules import check, layer_rules, split_rules
+from hybridrl.config.rules import check, layer_rules, split_rules, without_training
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, DataConfig, ModelConfig
 from hybridrl.config.source import read_model_config
@@ -161,19 +161,23 @@ def validate_evaluation(
     if prompts:
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
         config = config.model_copy(update={"data": data})
-    found = _common(config, world_size, has_teacher=False)
-    held_out = config.data.prompts if config.data.eval_share else None
-    files = config.data.eval_prompts or held_out
-    if files:
-        found += _files(config.data, files, _answer_column(config))
-    elif not config.eval.sets:
-        found.append(_no_file("data.eval_prompts or eval.sets", "eval"))
+    found = without_training(_common(config, world_size, has_teacher=False))
+    data, needs, answer = config.data, config.algorithm.needs, _answer_column(config)
+    if data.eval_prompts:
+        found += _files(data, data.eval_prompts, answer)
+    if data.validation:
+        found += _rows(data, data.validation, needs, answer)
+    if data.eval_share and data.prompts:
+        found += _rows(data, data.prompts, needs, answer)
+    elif not (data.eval_prompts or data.validation or config.eval.sets):
+        found.append(_no_file("data.eval_prompts, data.validation or eval.sets", "eval"))
     _raise_all([*found, *_sets(config)])
     if checkpoint is not None:
+        check_run_folder(config, trains=False)
         open_checkpoint(checkpoint)
         _check_tokenizer_contents(config.model)
     else:
-        _check_run(config)
+        _check_run(config, trains=False)
 
 
 def validate_conversion(
@@ -305,11 +309,11 @@ def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
         )
 
 
-def _check_run(config: Config, reads_newest: bool = True) -> None:
+def _check_run(config: Config, reads_newest: bool = True, trains: bool = True) -> None:
     """Refuses a run folder of another identity, or whose newest checkpoint is damaged, and damaged
     tokenizer files, which take longest to read.
     """
-    check_run_folder(config)
+    check_run_folder(config, trains)
     newest = newest_checkpoint(run_folder(config) / "checkpoints")
     if newest is not None and reads_newest:
         open_checkpoint(newest)

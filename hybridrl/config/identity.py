@@ -32,6 +32,9 @@ _HOW_FAST: Any = {
 
 # What only evaluates changes no weight.
 _EVALUATES = {"eval_prompts", "eval_limit", "validation"}
+# What is not read where a model is only evaluated: how it learns, by what order and from which
+# rows. Rows that are held out of those depend on data.prompts, so that it stays.
+_TRAINS = ("steps.", "mix.", "rollout.", "run.seed")
 
 
 def run_folder(config: Config) -> Path:
@@ -39,8 +42,12 @@ def run_folder(config: Config) -> Path:
     return Path(config.run.dir) / config.run.name
 
 
-def check_run_folder(config: Config) -> None:
+def check_run_folder(config: Config, trains: bool = True) -> None:
     """Refuses to go on in a folder that a run of another identity has started.
+
+    Args:
+        config: of the run.
+        trains: False leaves out the knobs that training alone reads.
 
     Raises:
         ConfigError: the folder's config.yaml differs in a knob of the identity, or cannot be read.
@@ -50,6 +57,8 @@ def check_run_folder(config: Config) -> None:
         # One of a run that was started when commits were not kept is that of now.
         saved = with_names(saved, adopted(saved, config))
         violations = identity_violations(identity(saved), config)
+        if not trains:
+            violations = [one for one in violations if not one.name.startswith(_TRAINS)]
         violations += _environment_violations(config)
         if violations:
             raise ConfigError(violations)

@@ -7,7 +7,7 @@ through its HF config.json; keys it lacks are not judged.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import lcm
 from typing import Any
 
@@ -42,6 +42,7 @@ from hybridrl.config.schema import (
 from hybridrl.errors import UserError, short
 
 MOST_BYTES = 255  # of a name, on every usual file system
+TRAINING_ONLY = ("steps.", "mix.")
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")  # of `train.order`, as Megatron orders them itself
 
 
@@ -99,6 +100,13 @@ def check(
         *_token_rules(config, model_config or {}),
         *_shape_rules(config, model_config or {}),
     ]
+
+
+def without_training(found: Sequence[UserError]) -> list[UserError]:
+    """Returns the violations that matter where a model is only evaluated: not those of knobs that
+    training alone reads.
+    """
+    return [error for error in found if not error.name.startswith(TRAINING_ONLY)]
 
 
 def number_of_ranks(is_script: bool = False) -> str:

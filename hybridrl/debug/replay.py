@@ -63,7 +63,7 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
     platform.activate()
     start_process_group(platform, config.run.collective_timeout_s)
     machines = setup.find_machines(platform)
-    setup.check_rules(config, machines, has_teacher=False)
+    setup.check_rules(config, machines, trains=False)
     meshes = setup.make_meshes(config, platform, machines)
     world = meshes.world
     platform.seed(config.run.seed)
@@ -72,7 +72,14 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
     algorithm = make_algorithm(config.algorithm)
     plain = config.model_copy(update={"rollout": rollout})
     roles = make_roles(
-        plain, meshes, algorithm, {}, print, has_reference=False, has_reward_models=False
+        plain,
+        meshes,
+        algorithm,
+        {},
+        print,
+        has_reference=False,
+        has_teacher=False,
+        has_reward_models=False,
     )
     folder = _load_before(config, meshes, roles, saved.step)
     is_set = len(saved.rng) == world.size and set_rng_state(saved.rng[world.rank])

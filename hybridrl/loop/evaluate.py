@@ -22,7 +22,7 @@ from hybridrl.errors import UserError
 from hybridrl.generation.sampler import Sampler
 from hybridrl.loop.schedule import is_due
 from hybridrl.metrics.estimates import Estimate, majority_score, mean_of, pass_at_k
-from hybridrl.metrics.values import STDERR
+from hybridrl.metrics.values import STDERR, VALIDATION
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.traits import traits_of
 
@@ -136,7 +136,8 @@ class Evaluations:
     """What a run's evaluations found, and when the next one is due.
 
     Attributes:
-        by_step: `reward`, and `accuracy` if there is one, by the number of finished steps.
+        by_step: `reward`, and `accuracy` if there is one, by the number of finished steps; beside
+            them what loop/validation.py keeps, with VALIDATION before its names.
 
     Args:
         steps: says how often.
@@ -153,16 +154,30 @@ class Evaluations:
         sets: Mapping[str, EvaluationSet],
     ) -> None:
         self.by_step: dict[str, dict[str, float]] = {}
+        self._has_said_why = False
         self._steps, self._section, self._own, self._sets = steps, section, own, sets
 
     def are_due(self, step: int, last: int) -> bool:
         """Whether one is due after `step` of `last`, the first of all or a later one, and was not
         made, perhaps as a signal came.
         """
-        if not (self._own.prompts or self._sets) or str(step) in self.by_step:
+        if not self.have_prompts or str(step) in self._generated_steps():
             return False
-        is_first = not self.by_step or step == 0
+        is_first = not self._generated_steps() or step == 0
         return is_first or is_due(self._steps.eval_every, step, last)
+
+    def _generated_steps(self) -> set[str]:
+        """Returns the steps after which responses were generated and scored."""
+        return {
+            step
+            for step, found in self.by_step.items()
+            if any(not key.startswith(VALIDATION) for key in found)
+        }
+
+    @property
+    def have_prompts(self) -> bool:
+        """Whether there is anything to generate responses to."""
+        return bool(self._own.prompts or self._sets)
 
     def reach_goal(self, step: int) -> bool:
         """Whether the one of this step has found the accuracy that a run may stop at."""
@@ -200,16 +215,18 @@ class Evaluations:
         """Says before the first evaluation of a run how much it generates: no line of a step has
         come yet.
         """
-        if not self.by_step:
+        if not self._generated_steps():
             asked = [self._own, *self._sets.values()]
             num = sum(len(one.prompts) * one.samples_per_prompt for one in asked)
             notify(f"evaluating after step {step}: {num} responses are generated")
 
     def keep(self, step: int, found: Evaluation, notify: Callable[[str], None]) -> None:
-        """Notes what was found for this step; says of the first one why there is no accuracy."""
-        if found.note and found.num_prompts and not self.by_step:
-            notify(f"evaluations report the reward and no accuracy: {found.note}")
-        self.by_step[str(step)] = found.record()
+        """Notes what was found for this step; says once why there is no accuracy."""
+        if found.note and found.num_prompts and not self._has_said_why:
+            self._has_said_why = True
+            which = "this evaluation reports" if self._generated_steps() else "evaluations report"
+            notify(f"{which} the reward and no accuracy: {found.note}")
+        self.by_step.setdefault(str(step), {}).update(found.record())
 
     def close(self) -> None:
         """Ends what scores the sets' responses."""

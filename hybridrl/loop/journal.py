@@ -40,6 +40,7 @@ from hybridrl.metrics.trackers import Mlflow, Tracker, TrackerSink, Wandb
 from hybridrl.metrics.values import (
     GENERATED_TOKENS,
     STDERR,
+    VALIDATION,
     largest,
     rank_spread,
     recent_mean,
@@ -290,16 +291,7 @@ class Journal:
         (self.folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
 
     def _summary(self, evaluations: Evaluations, seconds: float) -> dict[str, float]:
-        summary = {"seconds": seconds}
-        steps = sorted(evaluations, key=int)
-        measured = dict.fromkeys(key for step in steps for key in evaluations[step])
-        for what in (key for key in measured if not key.endswith(STDERR)):
-            name = "eval_reward" if what == "reward" else what
-            at = [step for step in steps if what in evaluations[step]]
-            for when, step in (("before", at[0]), ("after", at[-1])):
-                summary[f"{name}_{when}"] = evaluations[step][what]
-                if (stderr := evaluations[step].get(what + STDERR)) is not None:
-                    summary[f"{name}_{when}{STDERR}"] = stderr
+        summary = {"seconds": seconds, **before_and_after(evaluations)}
         if self.is_writer:
             file = self.folder / "metrics.jsonl"
             records = read_records(file) if file.exists() else []
@@ -329,6 +321,34 @@ class Journal:
         return {phase: float(size) for phase, size in known.items()}
 
 
+def before_and_after(evaluations: Evaluations) -> dict[str, float]:
+    """Returns what the first evaluation and the last found, `NAME_before` and `NAME_after`, with
+    standard errors. What one of them did not find, as an accuracy where a score is above 1, is left
+    out: a figure of another step must not stand for it.
+
+    Args:
+        evaluations: What was found, by step; responses that were generated, and rows with
+            responses of their own (VALIDATION), may have been looked at after other steps.
+    """
+    found: dict[str, float] = {}
+    for is_validation in (False, True):
+        steps = [
+            {key: v for key, v in evaluations[step].items() if _is_validation(key) == is_validation}
+            for step in sorted(evaluations, key=int)
+        ]
+        measured = [step for step in steps if step]
+        for when, one in zip(("before", "after"), measured[:1] + measured[-1:], strict=False):
+            for key, value in one.items():
+                what, stderr = key.removesuffix(STDERR), STDERR * key.endswith(STDERR)
+                name = "eval_reward" if what == "reward" else what
+                found[f"{name}_{when}{stderr}"] = value
+    return found
+
+
+def _is_validation(key: str) -> bool:
+    return key.startswith(VALIDATION)
+
+
 def _take_peak_bytes() -> int:
     most = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -339,17 +359,24 @@ def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, 
     """Returns what evaluations were before and after, by label; the reward only where it is not
     the accuracy.
     """
-    ending = "_before"
-    names = [key.removesuffix(ending) for key in summary if key.endswith(ending)]
+    endings = ("_before", "_after")
+    names = {
+        key.removesuffix(ending): None
+        for ending in endings
+        for key in summary
+        if key.endswith(ending)
+    }
     found: dict[str, tuple[Estimate | None, Estimate | None]] = {}
     for name in sorted(names, key=lambda name: (name == "eval_reward", "/" in name)):
         before, after = (
-            Estimate(summary[f"{name}_{when}"], summary.get(f"{name}_{when}{STDERR}"))
-            for when in ("before", "after")
+            Estimate(summary[name + ending], summary.get(name + ending + STDERR))
+            if name + ending in summary
+            else None
+            for ending in endings
         )
-        values = [tuple(one.value for one in pair if one is not None) for pair in found.values()]
-        if name == "eval_reward" and (before.value, after.value) in values:
+        values = [[one and one.value for one in pair] for pair in found.values()]
+        if name == "eval_reward" and [before and before.value, after and after.value] in values:
             continue
         label = {"accuracy": "held-out accuracy", "eval_reward": "held-out reward"}.get(name, name)
-        found[label] = before, after
+        found[label.replace(VALIDATION, "held-out ")] = before, after
     return found

@@ -70,7 +70,8 @@ class Trainer:
         reward: a function in place of `reward.function`.
         tokenizer: in place of `model.tokenizer`.
         mix: rows in place of `mix.NAME.data.prompts`, by NAME.
-        trains: False: only evaluates, and has neither reference nor teacher.
+        trains: False: only evaluates, without a teacher, and without the reference where no loss on
+            held-out rows needs it.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Trainer:
         self.world = meshes.world
         self.platform.seed(config.run.seed)
         with self.world.all_agree("checking the run folder"):
-            check_run_folder(config)
+            check_run_folder(config, self._trains)
         self.journal = Journal(config, self.world)
         setup.tell_order(config, meshes, self.journal.notify)
         self.step, self.seconds, self._started = 0, 0.0, time.monotonic()
@@ -135,11 +136,23 @@ class Trainer:
         self.evaluations = data.evaluations(config)
         self._times.over("data")
         parts = (config, meshes, self.algorithm, self.models, self.journal.notify)
-        roles = make_roles(*parts, has_reference=self._trains, terms=self.mix.terms)
+        roles = make_roles(
+            *parts,
+            has_reference=self._trains or bool(data.validation),
+            has_teacher=self._trains,
+            terms=self.mix.terms,
+        )
         self.roles, self.source, self.trained = roles, roles.source, roles.trained
         self.policy, self.reference, self.critic = roles.policy, roles.reference, roles.critic
-        passes = self.algorithm, roles, self.enter_training, self.journal
-        self.validation = Validation(config.steps, data.validation, *passes)
+        self.validation = Validation(
+            config.steps,
+            data.validation,
+            self.algorithm,
+            roles,
+            self.enter_training,
+            self.journal,
+            self.evaluations,
+        )
         self._times.over("models")
         self._warnings = (MismatchWarning(self.source.dtype), UniformGroupsWarning())
         generation = rollout_setup.make_generation(
@@ -205,7 +218,9 @@ class Trainer:
         Returns:
             `seconds`, those of earlier starts of the run included; where there are evaluation
             prompts `eval_reward_before` and `eval_reward_after`, and where a scorer says how right
-            responses are `accuracy_before` and `accuracy_after`.
+            responses are `accuracy_before` and `accuracy_after`, each only if the first evaluation
+            or the last one has it; of held-out rows with responses `validation/loss_before` and the
+            like.
 
         Raises:
             UserError: both `num_steps` and `until` are given, or one is negative.
@@ -220,7 +235,11 @@ class Trainer:
             default, first = self.config.steps.num_steps, self.step
             last = last_step(num_steps, until, first, default)
             is_done = 0 < last <= first or (first and self.evaluations.reach_goal(self.step))
-            if is_done and not self.evaluations.are_due(self.step, last):
+            is_measured = not (
+                self.evaluations.are_due(self.step, last)
+                or self.validation.is_left_over(self.step, last)
+            )
+            if is_done and is_measured:
                 if self.store.copy_in_memory is not None:
                     self.save_checkpoint()  # of what no checkpoint has
                 by_step = self.evaluations.by_step
@@ -248,12 +267,12 @@ class Trainer:
                 self.check_engine()
         self._times.over("first weights")
         self._saves.start()
-        self.validation.begin(self.step, last)
+        found = self.validation.begin(self.step, last)
         if self.evaluations.are_due(self.step, last):
-            found = self._evaluate_and_keep()
-            if self.step:
-                self.journal.log(self.step, found)
-                self.save_checkpoint()  # or every start would evaluate again
+            found |= self._evaluate_and_keep()
+        if self.step and found:  # a stop came before what was due after this step
+            self.journal.log(self.step, found)
+            self.save_checkpoint()  # or every start would evaluate again
         while self.step < last and not self.evaluations.reach_goal(self.step):
             with self.journal.traced(self.step + 1):
                 metrics = self.train_step()
@@ -418,6 +437,16 @@ class Trainer:
         end_rollout = self.enter_training if self.sampler.reward_models else None
         with self.journal.timer.phase("evaluate"):
             return self.evaluations.measure(self.sampler, temperature, end_rollout)
+
+    def validate(self) -> dict[str, float]:
+        """Returns what the algorithm makes of held-out rows with responses, as
+        `Validation.measure`; nothing where there are none.
+        """
+        if not self.validation.has_rows:
+            return {}
+        self.enter_training()
+        with self.journal.timer.phase("evaluate"):
+            return self.validation.measure()
 
     def _evaluate_and_keep(self) -> dict[str, float]:
         """Evaluates and notes what was found for this step; returns its metrics."""

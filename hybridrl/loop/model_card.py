@@ -10,7 +10,7 @@ from hybridrl import __version__
 from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.metrics.estimates import Estimate
-from hybridrl.metrics.values import STDERR
+from hybridrl.metrics.values import STDERR, VALIDATION
 from hybridrl.training.model import ParallelModel
 
 
@@ -46,7 +46,8 @@ def model_card(
     made = f"trained by hybridrl {__version__} with `{config.algorithm.name}`"
     origin = "from initial weights" if base is None else f"from `{_shown(base)}`"
     lines += [f"{kind}, {made}, {origin}.", ""]
-    if evaluations and not is_scorer:
+    # Responses are the policy's: they say nothing of a critic beside it.
+    if evaluations and (not is_scorer or config.algorithm.name == "reward_model"):
         lines += ["## Measured", "", *_table(evaluations), ""]
     lines += ["## Configuration", "", "```yaml", to_yaml(config).rstrip(), "```", ""]
     return "\n".join(lines)
@@ -64,7 +65,7 @@ def _table(evaluations: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
     yield "| --- | --- | --- |"
     for name in (key for key in last if not key.endswith(STDERR)):
         cells = [_estimate(found, name) for found in (first, last)]
-        yield f"| {name} | {' | '.join(cells)} |"
+        yield f"| {name.replace(VALIDATION, 'held-out ')} | {' | '.join(cells)} |"
 
 
 def _estimate(found: Mapping[str, float], name: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hybridrl.config.schema import Config
+from hybridrl.loop.evaluate import Evaluation
 from hybridrl.loop.loop import Trainer
 
 
@@ -45,8 +46,13 @@ def evaluate_rank(
 
     Returns:
         What `Evaluation.as_json` gives: `accuracy` (None where no scorer is one), `reward` (the
-        weighted sum), `scores` (of each scorer), `num_prompts`, `sets`, and others; `checkpoint`
-        (None for the initial weights).
+        weighted sum), `scores` (of each scorer), `num_prompts`, `sets`, and others; `validation`,
+        what the algorithm makes of held-out rows with responses (`loss`, `perplexity`,
+        `preference/accuracy` and others), empty where there are none; `checkpoint` (None for the
+        initial weights) and `model`, which those are.
+
+    Raises:
+        UserError: there is nothing to evaluate on.
     """
     if prompts is not None:
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
@@ -57,6 +63,16 @@ def evaluate_rank(
         trainer.load_checkpoint(folder)
     else:
         trainer.reshard()
-    found = trainer.evaluate(temperature)
+    validation = trainer.validate()
+    # Without both it raises, and says which knobs there are.
+    if trainer.evaluations.have_prompts or not validation:
+        found = trainer.evaluate(temperature)
+    else:
+        found = Evaluation(None, None, {}, 0, 0, "no responses were generated")
     trainer.close()
-    return {**found.as_json(), "checkpoint": str(folder) if folder is not None else None}
+    return {
+        **found.as_json(),
+        "validation": {name.removeprefix("eval/"): v for name, v in sorted(validation.items())},
+        "checkpoint": str(folder) if folder is not None else None,
+        "model": config.model.path or config.model.init,
+    }

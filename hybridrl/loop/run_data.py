@@ -89,8 +89,11 @@ def make_data(
             loaded, evaluated = load_data(config, store, needs, given.prompts)
         else:  # of a model without a run
             evaluated = load_held_out(config.data, store)
-            loaded = LoadedPrompts(evaluated or next(iter(sets.values())), (), LeftOut(""))
-        validation = load_validation(config, store, needs, evaluated) if trains else ()
+            loaded = None
+        validation = load_validation(config, store, needs, evaluated)
+        if loaded is None:
+            known = (evaluated, validation, *sets.values())
+            loaded = LoadedPrompts(next(filter(None, known)), (), LeftOut(""))
         for prompts in (loaded.prompts, evaluated, validation, *sets.values()):
             store.once(partial(check_token_range, prompts, num_tokens))
         source = prompt_source(loaded, config.data, config.run.seed, store.once)

@@ -17,7 +17,7 @@ from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
 from hybridrl.config.lag import generates_ahead
 from hybridrl.config.placement import Machines, Placement
-from hybridrl.config.rules import check
+from hybridrl.config.rules import check, without_training
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
@@ -62,13 +62,13 @@ def _host() -> tuple[Host, ClusterFile | None]:
     return Host(count, gpu), ClusterFile(gpus_per_node=count)
 
 
-def check_rules(config: Config, machines: Machines, has_teacher: bool = True) -> None:
+def check_rules(config: Config, machines: Machines, trains: bool = True) -> None:
     """Judges the whole configuration together with the world size and the model's shape.
 
     Args:
         config: of the run.
         machines: under the ranks.
-        has_teacher: whether the teacher, if there is one, is read and judged.
+        trains: False leaves out the teacher, and knobs that training alone reads.
 
     Raises:
         ConfigError: with every violated rule.
@@ -78,11 +78,13 @@ def check_rules(config: Config, machines: Machines, has_teacher: bool = True) ->
     dtype = str(Platform.detect().default_dtype()).removeprefix("torch.")
     size = machines.num_ranks
     found = check(config, size, model_config, dtype, is_script=True, machines=machines)
-    if has_teacher:
+    if trains:
         found += [*on_policy_rules(config), *teacher_rules(config, model_config or {})]
     rate = config.train.moe.bias_update_rate
     if rate and model_config is not None and not found:
         found += bias_rule(rate, *read_model(config.model.family, model_config))
+    if not trains:
+        found = without_training(found)
     if found:
         raise ConfigError(found)
 

@@ -1,7 +1,8 @@
 """The loss on held-out rows that have responses, for algorithms that learn from the data's own.
 
 Nothing is generated: the rows go through the same passes as those of a step, with the weights as
-they are. Collective; the same on all ranks.
+they are. What is found stands beside the evaluations of generated responses, by step, so that a
+checkpoint and the table at the end of a run have it. Collective; the same on all ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from hybridrl.algorithms.preference import feedback_metrics, response_sums
 from hybridrl.config.schema import StepsConfig
 from hybridrl.contracts.batch import UNRELATED, Prompt, TrainBatch
 from hybridrl.data.supervised import supervised_batch
+from hybridrl.loop.evaluate import Evaluations
 from hybridrl.loop.journal import Journal
 from hybridrl.loop.schedule import is_due
+from hybridrl.metrics.values import VALIDATION
 from hybridrl.roles.policy import TERM_TEMPERATURE
 from hybridrl.roles.roles import Roles
 
+KEPT = ("loss", "perplexity", "preference/accuracy", "preference/margin")
 MOST_PERPLEXITY_NATS = 700.0  # of which the exponential is a float
 
 
@@ -34,6 +38,7 @@ class Validation:
         roles: compute the columns.
         enter_training: ends the rollout phase.
         journal: times it, and tells what was found before the first step.
+        evaluations: Keep what is found, by step.
     """
 
     def __init__(
@@ -44,28 +49,57 @@ class Validation:
         roles: Roles,
         enter_training: Callable[[], None],
         journal: Journal,
+        evaluations: Evaluations,
     ) -> None:
         self._steps, self._prompts = steps, prompts
         self._algorithm, self._roles = algorithm, roles
         self._enter_training, self._journal = enter_training, journal
+        self._evaluations = evaluations
 
-    def begin(self, step: int, last: int) -> None:
-        """Tells what the loss is before the first step of `last`, if none is taken yet."""
-        found = self.measure_due(step, last) if step == 0 else {}
-        if found:
+    @property
+    def has_rows(self) -> bool:
+        """Whether there are held-out rows with responses."""
+        return bool(self._prompts)
+
+    def is_left_over(self, step: int, last: int) -> bool:
+        """Whether a run that begins after `step` of `last` has to measure first: it is new, or a
+        stop came between that step and what was due after it.
+        """
+        by_step = self._evaluations.by_step
+        has_begun = any(key.startswith(VALIDATION) for found in by_step.values() for key in found)
+        return self._is_due(step, last) and (step == 0 or has_begun)
+
+    def _is_due(self, step: int, last: int) -> bool:
+        due = step == 0 or is_due(self._steps.eval_every, step, last)
+        kept = self._evaluations.by_step.get(str(step), {})
+        return due and bool(self._prompts) and not any(key.startswith(VALIDATION) for key in kept)
+
+    def begin(self, step: int, last: int) -> dict[str, float]:
+        """Measures what is left over; tells what was found before the first step."""
+        if not self.is_left_over(step, last):
+            return {}
+        found = self.measure_due(step, last)
+        if step == 0:
             shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(found.items()))
             self._journal.notify(f"before training: {shown}")
+        return found
 
     def measure_due(self, step: int, last: int) -> dict[str, float]:
-        """Returns what `measure` does where it is due after `step` of `last`: before the first, and
-        when evaluations are; else nothing.
+        """Returns what `measure` does where it is due after `step` of `last`, before the first and
+        when evaluations are, and keeps it; else nothing.
         """
-        due = step == 0 or is_due(self._steps.eval_every, step, last)
-        if not due or not self._prompts:
+        if not self._is_due(step, last):
             return {}
         self._enter_training()
         with self._journal.timer.phase("evaluate"):
-            return self.measure()
+            found = self.measure()
+        kept = self._evaluations.by_step.setdefault(str(step), {})
+        kept |= {
+            VALIDATION + name.removeprefix("eval/"): value
+            for name, value in found.items()
+            if name.removeprefix("eval/") in KEPT
+        }
+        return found
 
     def measure(self) -> dict[str, float]:
         """Returns `eval/loss`, what the algorithm makes of all rows; `eval/perplexity`, the

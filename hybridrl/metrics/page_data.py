@@ -16,7 +16,7 @@ from typing import Any
 from hybridrl.config.files import parse_json
 from hybridrl.errors import DataError
 from hybridrl.metrics.sinks import read_records
-from hybridrl.metrics.values import Record
+from hybridrl.metrics.values import VALIDATION, Record
 
 MOST_SAMPLES, MOST_DUMPS = 2000, 40
 MOST_SAMPLE_BYTES = 12 << 20
@@ -113,13 +113,20 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
 
 
 def _measured_before(summary: Mapping[str, Any]) -> Record:
-    """Returns accuracies before the first step, with standard errors, as metrics."""
+    """Returns what was measured before the first step, with standard errors, as metrics."""
     parts = ((key.partition("_before"), value) for key, value in summary.items())
     return {
-        f"eval/{name}{ending}": value
+        _metric(name) + ending: value
         for (name, before, ending), value in parts
-        if before and "accuracy" in name and (value is None or type(value) in (int, float))
+        if before and (value is None or type(value) in (int, float))
     }
+
+
+def _metric(name: str) -> str:
+    """Returns the metric that a name in a summary is of."""
+    if name == "eval_reward":
+        return "eval/reward"
+    return f"eval/{name.removeprefix(VALIDATION)}"
 
 
 def points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:

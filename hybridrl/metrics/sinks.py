@@ -76,9 +76,12 @@ class JsonlSink:
     def __init__(self, path: Path, last_step: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.num_damaged = 0
+        self._last: Record = {}
+        self._last_bytes = 0
         if path.exists():
             records, damaged = read_lines(path)
-            kept = [json.dumps(r) + "\n" for r in records if _step(r) <= last_step]
+            records = [r for r in records if _step(r) <= last_step]
+            kept = [json.dumps(r) + "\n" for r in records]
             replacement = path.with_name(path.name + ".new")
             replacement.write_text("".join(kept), encoding="utf-8")
             if damaged:
@@ -86,16 +89,26 @@ class JsonlSink:
                     file.writelines(line + b"\n" for line in damaged)
             os.replace(replacement, path)
             self.num_damaged = len(damaged)
+            if kept:
+                self._last, self._last_bytes = records[-1], len(kept[-1])
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends `{"step": step, ...}`; non-finite numbers, which JSON lacks, become null."""
-        record: Record = {"step": step}
+        """Appends `{"step": step, ...}`; non-finite numbers, which JSON lacks, become null. Metrics
+        of the step that was written last join its line: what a stop came before, as an evaluation,
+        is measured as the run goes on.
+        """
+        is_same = self._last.get("step") == step
+        record: Record = dict(self._last) if is_same else {"step": step}
         record.update(
             (name, value if math.isfinite(value) else None) for name, value in metrics.items()
         )
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        line = json.dumps(record, allow_nan=False) + "\n"
+        if is_same:
+            self._file.truncate(os.fstat(self._file.fileno()).st_size - self._last_bytes)
+        self._file.write(line)
         self._file.flush()
+        self._last, self._last_bytes = record, len(line)  # JSON's text is ASCII
 
     def close(self) -> None:
         """Closes the file."""
@@ -256,10 +269,10 @@ class RolloutDump:
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     """Returns the console's line about a step: phase times, then what was learned."""
-    times = [
-        f"[{label}] {metrics[f'time_s/{phase}']:.2f}s"
+    times = [  # of phases that ran
+        f"[{label}] {seconds:.2f}s"
         for phase, label in PHASES.items()
-        if f"time_s/{phase}" in metrics
+        if (seconds := metrics.get(f"time_s/{phase}"))
     ]
     shown = {
         "reward": "reward/mean",
@@ -267,6 +280,10 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
         "kl": "policy/kl",
         "tokens": "response_tokens/mean",
         "accuracy": ACCURACY,
+        **({} if ACCURACY in metrics else {"held-out reward": "eval/reward"}),
+        "held-out loss": "eval/loss",
+        "perplexity": "eval/perplexity",
+        "held-out preference accuracy": "eval/preference/accuracy",
     }
     values = [f"{label} {metrics[key]:.3f}" for label, key in shown.items() if key in metrics]
     return " ".join((f"step {step:>{len(str(num_steps))}}/{num_steps}", *times, *values))

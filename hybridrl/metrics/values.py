@@ -44,6 +44,7 @@ STEP_KEYS = (
     "memory/peak_gib",
 )
 ACCURACY = "eval/accuracy"
+VALIDATION = "validation/"  # begins what a run keeps of held-out rows with responses, by step
 STDERR = "_stderr"  # ending of the name of a metric's standard error
 GENERATED_TOKENS = (
     "generate/tokens"  # prompts, responses, observations; also of samples not trained on

@@ -138,7 +138,6 @@ class Policy:
             found.metrics.update(behaviour_metrics(batch, old_T, self.algorithm))
         for term, part in zip(terms, loss_parts[1:], strict=True):
             found.metrics.update(_term_metrics(term, part))
-        found.metrics["policy/learning_rate"] = found.rate
         return found
 
 

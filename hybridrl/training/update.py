@@ -71,9 +71,10 @@ class Gradients:
         name: of the model, first part of its metrics' names.
         model: holds the gradients.
         loss_parts: of the mini-batch, and of further terms of the loss.
-        metrics: the same on all ranks, `NAME/loss` and `NAME/grad_norm` among them, and of a
-            mixture of experts `moe/max_load` and the like (models/router.py, load_metrics) and
-            `router/replayed_share` and the like (models/replay.py, replay_metrics).
+        metrics: the same on all ranks, `NAME/loss`, `NAME/grad_norm` and `NAME/learning_rate`
+            among them, and of a mixture of experts `moe/max_load` and the like (models/router.py,
+            load_metrics) and `router/replayed_share` and the like (models/replay.py,
+            replay_metrics).
         rate: learning rate to apply them with.
     """
 
@@ -99,6 +100,7 @@ class Gradients:
         metrics |= {f"router/{what}": value for what, value in model.replays().items()}
         done, peak = model.num_updates, model.peak_learning_rate
         rate = learning_rate(model.train, peak, done, num_updates_in_run)
+        metrics[f"{name}/learning_rate"] = rate
         return Gradients(name, model, loss_parts, metrics, rate)
 
     @property

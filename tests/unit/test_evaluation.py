@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.cli.evaluation import evaluated_config, evaluation_text
+from hybridrl.cli.evaluation import evaluated_config, evaluation_text, untrained_warning
 from hybridrl.config.evaluation import EvalConfig
-from hybridrl.config.load import load_config_dict
+from hybridrl.config.identity import check_run_folder, run_folder
+from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.config.reward import RewardConfig
-from hybridrl.config.rules import check
+from hybridrl.config.rules import check, without_training
 from hybridrl.config.schema import StepsConfig
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.loop.evaluate import Evaluation, Evaluations, EvaluationSet, evaluate, summarized
@@ -31,7 +32,8 @@ def batch(weights: dict[str, float], samples: int = 1, **scores: list[float]) ->
 
 
 def lines_of(found: Any) -> list[str]:
-    return evaluation_text({**found.as_json(), "checkpoint": None}).splitlines()
+    others = {"validation": {}, "checkpoint": None, "model": "m"}
+    return evaluation_text({**found.as_json(), **others}).splitlines()
 
 
 def section(accuracy: str | None = None, **functions: tuple[str, float]) -> RewardConfig:
@@ -206,13 +208,66 @@ def test_rules_of_the_section_eval() -> None:
 
 
 def test_a_folder_that_is_no_model_is_refused_with_what_to_give(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="folder of its exports"):
+    with pytest.raises(UserError, match="the folder of a run"):
         evaluated_config(tmp_path, [])
     (tmp_path / "config.json").write_text("{}")
-    config = evaluated_config(tmp_path, ["eval.temperature=0.5", "data.chat_template=true"])
+    config, found = evaluated_config(tmp_path, ["eval.temperature=0.5", "data.chat_template=true"])
     assert config.model.path == str(tmp_path) and config.eval.temperature == 0.5
-    told = evaluated_config(tmp_path, ["rollout.temperature=0.3"])
+    assert found is None and untrained_warning(config, tmp_path) is None
+    told, _ = evaluated_config(tmp_path, ["rollout.temperature=0.3"])
     assert told.eval.temperature == 0.3
+
+
+def test_a_run_and_its_checkpoints_are_evaluated_by_their_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder of the run has been moved since it was trained."""
+    monkeypatch.chdir(tmp_path)
+    content = {"run": {"name": "old"}, "model": {"path": "base"}, "algorithm": {"name": "dpo"}}
+    step = tmp_path / "moved" / "new" / "checkpoints" / "step_3"
+    step.mkdir(parents=True)
+    (tmp_path / "moved/new/config.yaml").write_text(to_yaml(load_config_dict(content)))
+    sources = {"moved/new": None, "moved/new/checkpoints": None, str(step): step}
+    for source, checkpoint in sources.items():
+        config, found = evaluated_config(Path(source), ["eval.temperature=0.5"])
+        assert run_folder(config) == Path("moved/new") and found == checkpoint
+        assert config.algorithm.name == "dpo" and config.eval.temperature == 0.5
+    assert untrained_warning(config, Path("moved/new")) is None
+    step.rmdir()
+    said = untrained_warning(config, Path("moved/new"))
+    assert said is not None and "moved/new has no checkpoint: the base model base" in said
+    (lost := tmp_path / "lost" / "step_3").mkdir(parents=True)
+    with pytest.raises(UserError, match="checkpoint without its run"):
+        evaluated_config(lost, [])
+
+
+def test_rows_with_responses_and_a_missing_checkpoint_are_told_of() -> None:
+    found = Evaluation(None, None, {}, 0, 0).as_json()
+    measured = {"validation": {"loss": 0.5, "preference/accuracy": 0.75}, "checkpoint": None}
+    assert evaluation_text({**found, **measured, "model": "base"}).splitlines() == [
+        "held-out rows with responses: loss 0.5000, preference/accuracy 0.7500",
+        "model base, no checkpoint",
+    ]
+
+
+def test_an_evaluation_ignores_what_training_alone_reads(tmp_path: Path) -> None:
+    content = {
+        "run": {"name": "a", "dir": str(tmp_path)},
+        "model": {"init": "m"},
+        "algorithm": {"name": "sft"},
+    }
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.yaml").write_text(to_yaml(load_config_dict(content)))
+    other = ["steps.prompts_per_step=7", "steps.samples_per_prompt=4", "run.seed=3"]
+    config = load_config_dict(content, other)
+    broken = check(config, 1)
+    assert "steps.samples_per_prompt" in [one.name for one in broken]
+    assert without_training(broken) == []
+    with pytest.raises(ConfigError, match="steps.prompts_per_step"):
+        check_run_folder(config)
+    check_run_folder(config, trains=False)
+    with pytest.raises(ConfigError, match="model.init"):
+        check_run_folder(load_config_dict({**content, "model": {"init": "o"}}), trains=False)
 
 
 def test_the_first_evaluation_of_a_run_says_what_it_waits_for() -> None:

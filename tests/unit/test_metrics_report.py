@@ -354,11 +354,14 @@ def test_report_of_one_step_with_few_metrics(tmp_path: Path) -> None:
     assert found.data["evaluations"] == [] and found.data["runs"][0]["samples"] == []
 
 
-def test_accuracy_before_the_first_step_comes_of_the_summary(tmp_path: Path) -> None:
+def test_what_was_measured_before_the_first_step_comes_from_the_summary(tmp_path: Path) -> None:
     run = make_run(tmp_path)
-    (run / "summary.json").write_text('{"accuracy_before": 0.125}')
+    summary = {"accuracy_before": 0.125, "eval_reward_before": 1.5, "validation/loss_before": 2.5}
+    (run / "summary.json").write_text(json.dumps({**summary, "seconds": 1.0}))
     shown = Page(write_report(run)).data["runs"][0]
     assert shown["steps"][0] == 0
+    assert shown["metrics"]["eval/reward"] == {"v": [1.5], "at": [0]}
+    assert shown["metrics"]["eval/loss"] == {"v": [2.5], "at": [0]}
     assert shown["metrics"][ACCURACY] == {"v": [0.125, 0.25, 0.5], "at": [0, 6, 12]}
 
 

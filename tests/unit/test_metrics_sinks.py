@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -197,11 +198,42 @@ def test_tensorboard_has_the_knobs_of_each_start_and_where_the_report_is(run: Pa
     assert [path.name for path in (run / "tensorboard").iterdir() if path.is_dir()] == []
 
 
-def test_step_line_shows_every_phase_and_the_results() -> None:
+def test_step_line_shows_every_phase_that_ran_and_the_results() -> None:
     assert step_line(7, 120, METRICS) == (
-        "step   7/120 [gen] 0.12s [reward] 0.01s [logp] 0.20s [adv] 0.00s [update] 1.50s"
+        "step   7/120 [gen] 0.12s [reward] 0.01s [logp] 0.20s [update] 1.50s"
         " [reshard] 0.04s reward 0.500 accuracy 0.750"
     )
+    supervised = {"time_s/generate": 0.0, "time_s/update": 1.5, "policy/loss": 2.0}
+    measured = {"eval/loss": 1.25, "eval/perplexity": 3.49, "eval/preference/accuracy": 0.625}
+    assert step_line(3, 9, {**supervised, **measured}) == (
+        "step 3/9 [update] 1.50s loss 2.000 held-out loss 1.250 perplexity 3.490"
+        " held-out preference accuracy 0.625"
+    )
+    assert step_line(1, 9, {"eval/reward": 1.5}) == "step 1/9 held-out reward 1.500"
+
+
+def test_jsonl_sink_has_a_step_once_whenever_its_metrics_come(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for last_step, step, metrics in (
+        (0, 1, {"a": 1.0}),
+        (1, 2, {"a": 2.0}),
+        (2, 2, {"eval/accuracy": 0.5, "b": math.nan}),  # a stop came between
+        (2, 3, {"a": 3.0}),
+    ):
+        sink = JsonlSink(path, last_step)
+        sink.write(step, metrics)
+        sink.close()
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "a": 1.0},
+        {"step": 2, "a": 2.0, "eval/accuracy": 0.5, "b": None},
+        {"step": 3, "a": 3.0},
+    ]
+    sink = JsonlSink(path, 3)
+    sink.write(3, {"late": 1.0})
+    sink.write(3, {"later": 2.0})
+    sink.close()
+    assert read_records(path)[-1] == {"step": 3, "a": 3.0, "late": 1.0, "later": 2.0}
+    assert len(read_records(path)) == 3
 
 
 def test_console_sink_prints_plain_lines_where_there_is_no_terminal() -> None:

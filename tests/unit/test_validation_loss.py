@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from chat_tokenizers import MARKED, byte_tokenizer
-from command_line import ROOT
+from command_line import QUICKSTART, ROOT
 from small_runs import small_run
 from torch.nn.functional import logsigmoid
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen3Config,
+)
 
 from hybridrl import Trainer
+from hybridrl.cli.evaluation import evaluated_config
 from hybridrl.contracts.samples import in_gaps
 from hybridrl.hybrid_engine.export import export_hf
+from hybridrl.loop.run import evaluate_rank
 from hybridrl.models.weights import hf_shapes
+from hybridrl.parallel.stopping import StopAsked
 
 ROWS = ROOT / "tests" / "data"
 CLOSE = 1e-5  # nats: fp32 sums of some hundred terms, in another order
@@ -115,6 +123,92 @@ def test_validation_loss_of_demonstrations_is_that_of_transformers(
     assert found[0]["eval/loss"] != found[-1]["eval/loss"], "weights have changed"
     assert f"eval/loss {float(-before[0] / before[1]):.4g}" in log
     assert summary["validation_loss"] == found[-1]["eval/loss"]
+    assert summary["validation/loss_after"] == found[-1]["eval/loss"]
+    assert summary["validation/loss_before"] > summary["validation/loss_after"]
+    shown = f"held-out loss {found[-1]['eval/loss']:.3f}"
+    assert shown in next(line for line in log.splitlines() if line.startswith("step 3/3"))
+    assert "[gen]" not in log and "[reshard]" not in log  # phases of runs with rollouts
+
+
+def test_a_stop_between_a_step_and_its_evaluation_leaves_one_record(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    knobs = (
+        "model.init=null",
+        f"model.path={model}",
+        f"data.prompts={ROWS / 'alpaca.jsonl'}",
+        f"data.validation={ROWS / 'ultrachat.jsonl'}",
+        f"data.eval_prompts={QUICKSTART / 'heldout.jsonl'}",
+        "data.eval_limit=2",
+        "steps.num_steps=3",
+        "steps.eval_every=2",
+    )
+    every = [*SUPERVISED, *knobs]
+    with small_run(tmp_path, *every, config="sft.yaml") as trainer:
+
+        def stop(world: Any) -> None:
+            if trainer.step == 2:
+                raise StopAsked(signal.SIGTERM)
+
+        with monkeypatch.context() as patched, pytest.raises(SystemExit):
+            patched.setattr("hybridrl.loop.loop.check_stop", stop)
+            trainer.fit()
+        assert "eval/loss" not in records(trainer)[-1] and trainer.step == 2
+    with small_run(tmp_path, *every, config="sft.yaml") as trainer:
+        trainer.fit()
+        found = records(trainer)
+        assert set(trainer.evaluations.by_step) == {"0", "2", "3"}
+    assert [record["step"] for record in found] == [1, 2, 3]
+    measured = {"policy/loss", "eval/loss", "eval/perplexity", "eval/reward"}
+    assert measured <= found[1].keys() and measured <= found[2].keys()
+
+
+def test_a_reward_model_is_measured_and_scored_at_the_last_token(
+    model: Path, tmp_path: Path
+) -> None:
+    """Held-out figures and the export are those of transformers' classifier, which reads its score
+    at the end token; `hybridrl eval` of the run's folder gives the same.
+    """
+    knobs = (
+        "model.init=null",
+        f"model.path={model}",
+        "algorithm.name=reward_model",
+        f"data.prompts={ROWS / 'dpo_mix.jsonl'}",
+        f"data.validation=[{ROWS / 'ultrafeedback_binarized.jsonl'},{ROWS / 'hh_rlhf.jsonl'}]",
+        "steps.num_steps=2",
+        "checkpoint.export_hf=true",
+        "reward.function=exact_match",
+    )
+    with small_run(tmp_path, *SUPERVISED, *knobs, config="sft.yaml") as trainer:
+        trainer.fit()
+        found, run = records(trainer), trainer.journal.folder
+        pairs = [
+            [[*prompt.tokens, *side] for side in (prompt.response_tokens, prompt.rejected_tokens)]
+            for prompt in trainer.validation._prompts
+        ]
+        log = (run / "logs" / "rank_0.log").read_text()
+    assert found[-1]["critic/learning_rate"] > 0 and "policy/learning_rate" not in found[-1]
+    export = run / "exports" / "step_2"
+    oracle = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32).eval()
+    assert oracle.config.pad_token_id not in (None, 2)
+    with torch.no_grad():
+        scores = torch.tensor(
+            [[float(oracle(torch.tensor([one])).logits) for one in pair] for pair in pairs]
+        ).double()
+    loss = float(-logsigmoid(scores[:, 0] - scores[:, 1]).mean())
+    assert found[-1]["eval/loss"] == pytest.approx(loss, abs=CLOSE)
+    accuracy = float((scores[:, 0] > scores[:, 1]).double().mean())
+    assert found[-1]["eval/preference/accuracy"] == accuracy
+    assert f"held-out preference accuracy {accuracy:.3f}" in log
+    # The same of the folder alone, with knobs of training that do not fit the run.
+    given = ["steps.prompts_per_step=3", "steps.samples_per_prompt=4"]
+    config, checkpoint = evaluated_config(run, given)
+    measured = evaluate_rank(config, checkpoint, None)
+    assert measured["validation"]["loss"] == pytest.approx(loss, abs=CLOSE)
+    assert measured["validation"]["preference/accuracy"] == accuracy
+    assert measured["num_prompts"] == 0 and measured["checkpoint"].endswith("checkpoints/step_2")
+    state = json.loads((run / "checkpoints" / "step_2" / "state.json").read_text())
+    assert state["score_token"] == "last"
 
 
 def test_validation_loss_of_pairs_is_that_of_transformers(model: Path, tmp_path: Path) -> None:
