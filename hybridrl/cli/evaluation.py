@@ -38,10 +38,18 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
     checkpoint = None
     if not os.path.isdir(source):
         config = load_config(source, overrides)
+    elif os.path.isfile(source / CONFIG_FILE):
+        # A run needs a name and a folder. Nothing is there, and an evaluation writes nothing.
+        content = {
+            "run": {"name": "evaluation", "dir": str(source)},
+            "model": {"path": str(source)},
+            "algorithm": {"name": "sft"},
+        }
+        config = load_config_dict(content, overrides)
     elif os.path.isfile(source / RUN_CONFIG):
         config = _config_of_run(source, overrides)
     elif STEP_FOLDER.fullmatch(source.name) or os.path.isfile(source / MANIFEST):
-        run, checkpoint = source.absolute().parent.parent, source
+        run, checkpoint = Path(os.path.abspath(source)).parent.parent, source
         if not os.path.isfile(run / RUN_CONFIG):
             raise UserError(
                 str(source),
@@ -52,14 +60,6 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
         config = _config_of_run(run, overrides)
     elif source.name == CHECKPOINTS and os.path.isfile(source.absolute().parent / RUN_CONFIG):
         config = _config_of_run(source.absolute().parent, overrides)
-    elif os.path.isfile(source / CONFIG_FILE):
-        # A run needs a name and a folder. Nothing is there, and an evaluation writes nothing.
-        content = {
-            "run": {"name": "evaluation", "dir": str(source)},
-            "model": {"path": str(source)},
-            "algorithm": {"name": "sft"},
-        }
-        config = load_config_dict(content, overrides)
     else:
         raise UserError(
             str(source),
@@ -76,7 +76,7 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
 
 def _config_of_run(folder: Path, overrides: Sequence[str]) -> Config:
     """Returns the configuration that a run folder keeps; the folder may have been moved."""
-    whole, config = folder.absolute(), load_config(folder / RUN_CONFIG, overrides)
+    whole, config = Path(os.path.abspath(folder)), load_config(folder / RUN_CONFIG, overrides)
     run = config.run.model_copy(update={"dir": str(_shown_path(whole.parent)), "name": whole.name})
     return config.model_copy(update={"run": run})
 

@@ -129,7 +129,8 @@ class HfHeaders:
             return False  # of equal numbers in two types nobody has seen a model
         views = [self._bytes_of(name) for name in (one, other)]
         return all(
-            views[0][at : at + COMPARED_BYTES] == views[1][at : at + COMPARED_BYTES]
+            # Views are compared an element at a time, bytes at once.
+            bytes(views[0][at : at + COMPARED_BYTES]) == bytes(views[1][at : at + COMPARED_BYTES])
             for at in range(0, len(views[0]), COMPARED_BYTES)
         )
 

@@ -318,8 +318,12 @@ def test_rollouts_are_samples_of_the_prompts(quickstart: Path) -> None:
 def test_eval_prints_one_json_object_whatever_the_layout(quickstart: Path) -> None:
     before = files_below(quickstart / "runs")
     found = []
-    for layout in (("train.tp=1", "train.pp=1"), ("train.tp=1", "train.pp=2")):
-        printed = succeed(quickstart, "eval", SFT[0], *SMALL, *layout, "--json")
+    # By its configuration, and by the folder of the run, which keeps it.
+    for what, layout in (
+        ((SFT[0], *SMALL), ("train.tp=1", "train.pp=1")),
+        (("runs/quickstart-sft", "steps.prompts_per_step=3"), ("train.tp=1", "train.pp=2")),
+    ):
+        printed = succeed(quickstart, "eval", *what, *layout, "--json")
         found.append(json.loads(printed))
         assert printed.count("\n") == 1
     assert found[0] == found[1]

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from command_line import QUICKSTART
 
+from hybridrl.cli import main
 from hybridrl.cli.evaluation import evaluated_config, evaluation_text, untrained_warning
 from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.identity import check_run_folder, run_folder
@@ -233,12 +236,33 @@ def test_a_run_and_its_checkpoints_are_evaluated_by_their_folders(
         assert run_folder(config) == Path("moved/new") and found == checkpoint
         assert config.algorithm.name == "dpo" and config.eval.temperature == 0.5
     assert untrained_warning(config, Path("moved/new")) is None
+    # An export has the name of its checkpoint, and is a model.
+    (export := tmp_path / "moved/new/exports/step_3").mkdir(parents=True)
+    (export / "config.json").write_text("{}")
+    assert evaluated_config(export, [])[0].model.path == str(export)
     step.rmdir()
     said = untrained_warning(config, Path("moved/new"))
     assert said is not None and "moved/new has no checkpoint: the base model base" in said
     (lost := tmp_path / "lost" / "step_3").mkdir(parents=True)
     with pytest.raises(UserError, match="checkpoint without its run"):
         evaluated_config(lost, [])
+
+
+def test_eval_of_a_run_without_a_checkpoint_warns_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[list[str]] = []
+
+    def launch(arguments: list[str], world_size: int) -> int:
+        started.append(arguments)
+        return 0
+
+    monkeypatch.setattr(main, "launch_without_run", launch)
+    monkeypatch.setattr(main, "validate_evaluation", lambda *given: None)
+    with pytest.raises(typer.Exit):
+        main.evaluate(QUICKSTART / "sft.yaml", [f"run.dir={tmp_path}"])
+    said = capsys.readouterr().err
+    assert said.startswith("WARNING: ") and "has no checkpoint" in said and len(started) == 1
 
 
 def test_rows_with_responses_and_a_missing_checkpoint_are_told_of() -> None:
