@@ -17,7 +17,15 @@ __all__ = ["Trainer", "__version__"]
 
 def __getattr__(name: str) -> object:
     if name == "Trainer":
+        import warnings
+
+        # Megatron-Core warns of each optional package that is absent; `hybridrl check` lists them.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
         from hybridrl.loop.loop import Trainer
 
         return Trainer
     raise AttributeError(f"module 'hybridrl' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

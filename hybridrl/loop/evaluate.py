@@ -294,8 +294,9 @@ def _answers(sampler: Sampler, scored: ScoredBatch, config: RewardConfig) -> Ans
 
 def accuracy_part(scored: ScoredBatch, config: RewardConfig) -> str:
     """Returns the name of the reward part that is the accuracy; empty: it is not known."""
-    parts = scored.reward_parts
-    name = next(iter(parts)) if len(parts) == 1 else config.accuracy_scorer()
+    parts, name = scored.reward_parts, config.accuracy_scorer()
+    if len(parts) == 1 or (name not in parts and not config.functions):
+        return next(iter(parts))  # of several functions of a script the first
     return name if name is not None and name in parts else ""
 
 

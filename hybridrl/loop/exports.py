@@ -12,6 +12,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from transformers import PreTrainedTokenizerBase
+
 from hybridrl.checkpoint.folders import HF_FILES
 from hybridrl.config.identity import run_folder
 from hybridrl.config.schema import Config
@@ -53,6 +55,23 @@ def export_model(
             side_files=side_files,
             card=card,
         )
+
+
+def export_with_tokenizer(
+    model: ParallelModel,
+    directory: Path,
+    side_files: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    card: str,
+) -> None:
+    """Writes a model as an HF directory with the tokenizer of a run, also one that a script gave
+    and that stands in no file; arguments and errors as of `export_model`.
+    """
+    export_model(model, directory, side_files, card)
+    with model.world.all_agree("writing the tokenizer"):
+        is_there = any(directory.glob("tokenizer*"))
+        if model.world.rank == 0 and not is_there and hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(str(directory))
 
 
 class Exports:

@@ -14,6 +14,7 @@ a model and memory of the device.
 
 from __future__ import annotations
 
+import atexit
 import gc
 import threading
 
@@ -27,6 +28,10 @@ def set_aside(platform: Platform) -> None:
     if not platform.is_cpu:
         gc.collect()  # garbage may hold memory of the device; what it holds of a host's is little
     gc.freeze()
+    if not _was_used.is_set():
+        # What is still frozen when Python ends is never freed: nanobind, which Triton is made
+        # with, reports its objects as leaked.
+        atexit.register(take_back)
     _was_used.set()
 
 

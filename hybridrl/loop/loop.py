@@ -34,8 +34,9 @@ from hybridrl.loop import garbage, ledger, rollout_setup, setup
 from hybridrl.loop.copying import Copies
 from hybridrl.loop.engine_phases import EnginePhases
 from hybridrl.loop.evaluate import Evaluation
-from hybridrl.loop.exports import Exports
+from hybridrl.loop.exports import Exports, export_with_tokenizer
 from hybridrl.loop.journal import Journal
+from hybridrl.loop.model_card import model_card
 from hybridrl.loop.position import Position
 from hybridrl.loop.run_data import Given, make_data
 from hybridrl.loop.run_starts import StartTimes
@@ -43,6 +44,8 @@ from hybridrl.loop.saves import SaveClock, again, load_run_state, run_state, sto
 from hybridrl.loop.schedule import last_step
 from hybridrl.loop.skipped import SkippedSteps
 from hybridrl.loop.updates import take_updates
+from hybridrl.loop.user_arguments import ARGUMENTS, unknown_argument
+from hybridrl.loop.user_prompts import UserPrompt, responses_to
 from hybridrl.loop.validation import Validation
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
@@ -67,7 +70,8 @@ class Trainer:
             checked here.
         prompts: rows in place of `data.prompts` (any iterable of mappings, a `datasets.Dataset`
             too).
-        reward: a function in place of `reward.function`.
+        reward: Function f(prompt, response, columns) -> float in place of the section `reward`, or
+            a list of them, whose scores are added.
         tokenizer: in place of `model.tokenizer`.
         mix: rows in place of `mix.NAME.data.prompts`, by NAME.
         trains: False: only evaluates, without a teacher, and without the reference where no loss on
@@ -79,11 +83,14 @@ class Trainer:
         config: Config,
         *,
         prompts: Rows | None = None,
-        reward: RewardFunction | None = None,
+        reward: RewardFunction | Sequence[RewardFunction] | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         mix: Mapping[str, Rows] | None = None,
         trains: bool = True,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            raise unknown_argument(unknown)
         self.config, self._trains = config, trains
         self._times = StartTimes()
         self._times.over("imports")
@@ -194,7 +201,13 @@ class Trainer:
             config: where the configuration comes from.
             overrides: `key=value` texts on top.
             **objects: `prompts`, `reward`, `tokenizer`, `mix` in place of their sections.
+
+        Raises:
+            ConfigError: the configuration is wrong.
+            UserError: an argument has another name.
         """
+        if unknown := objects.keys() - ARGUMENTS:
+            raise unknown_argument(unknown)
         return cls(as_config(config, overrides), **objects)
 
     def fit(
@@ -447,6 +460,45 @@ class Trainer:
         self.enter_training()
         with self.journal.timer.phase("evaluate"):
             return self.validation.measure()
+
+    def generate(
+        self,
+        prompts: Sequence[UserPrompt],
+        *,
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+    ) -> list[str]:
+        """Generates a response to each prompt with the present weights, as `responses_to` says;
+        collective, all ranks return the same.
+
+        Args:
+            prompts: Texts or chats (lists of messages), the same on all ranks.
+            temperature: Sampling temperature; None: `eval.temperature`.
+            max_new_tokens: Longest response; None: the longest of the run's evaluations.
+        """
+        self.enter_rollout()
+        return responses_to(
+            prompts, self.config, self.tokenizer, self.sampler, temperature, max_new_tokens
+        )
+
+    def save_hf(self, path: str | Path) -> Path:
+        """Writes the trained model as an HF directory: the policy, or the reward model that is
+        trained in its place; collective. Returns the directory.
+
+        Args:
+            path: Directory to make; it must not exist, or be empty.
+
+        Raises:
+            UserError: the directory has files, or cannot be written.
+        """
+        was_rollout = self._phases.is_rollout
+        self.enter_training(frees_memory=True)  # weights may be away
+        model = self.trained.get("policy") or next(iter(self.trained.values()))
+        card = model_card(self.config, model, f"step_{self.step}", self.evaluations.by_step)
+        export_with_tokenizer(model, Path(path), self.source.files.side_files, self.tokenizer, card)
+        if was_rollout:
+            self.reshard()
+        return Path(path)
 
     def _evaluate_and_keep(self) -> dict[str, float]:
         """Evaluates and notes what was found for this step; returns its metrics."""

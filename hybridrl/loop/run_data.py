@@ -38,7 +38,7 @@ class Given(NamedTuple):
     """What a user's script gives in place of sections of the configuration, if it does."""
 
     prompts: Rows | None
-    reward: RewardFunction | None
+    reward: RewardFunction | Sequence[RewardFunction] | None
     tokenizer: PreTrainedTokenizerBase | None
     mix: Mapping[str, Rows]
 
@@ -166,7 +166,7 @@ def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
 def make_scorer(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    reward: RewardFunction | None,
+    reward: RewardFunction | Sequence[RewardFunction] | None,
     group_samples: int,
 ) -> Scorer:
     """Makes what scores responses: by `reward`, else by the section, if anything.
@@ -175,7 +175,7 @@ def make_scorer(
         group_samples: as of `Needs`.
     """
     unscored = None if is_scored(config) else no_reward
-    function = reward or unscored
+    function = unscored if reward is None else reward
     return Scorer(config.reward, tokenizer, function, group_samples, config.environment)
 
 

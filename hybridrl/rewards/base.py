@@ -158,7 +158,8 @@ class Scorer:
     Args:
         config: names the functions.
         tokenizer: decodes responses; special tokens are left out of the text.
-        function: a function to use instead (from Python), called as functions.py says.
+        function: Function from Python to use instead, called as functions.py says, or several,
+            whose scores are added; their names are those of their metrics.
         fewest: samples of a group that can be compared with each other.
         environment: that takes part in responses, if it names one.
 
@@ -170,7 +171,7 @@ class Scorer:
         self,
         config: RewardConfig,
         tokenizer: TextDecoder,
-        function: RewardFunction | None = None,
+        function: RewardFunction | Sequence[RewardFunction] | None = None,
         fewest: int = 2,
         environment: EnvironmentConfig | None = None,
     ) -> None:
@@ -179,7 +180,7 @@ class Scorer:
         self._pieces: dict[int, str] = {}
         self._sees_all = environment.reward_sees == "response"
         if function is not None:
-            self.parts = [Part(_name_of(function), function)]
+            self.parts = _given_parts([function] if callable(function) else function)
         else:
             called = [x for x in config.scorers().items() if x[1].function not in NOT_CALLED]
             self.parts = [Part(name, find_reward(one), one) for name, one in called]
@@ -390,6 +391,25 @@ def _responses(batch: RolloutBatch) -> list[tuple[list[int], list[bool] | None]]
     tokens, observed_T = batch.tokens_T.tolist(), batch.observed_T
     observed = None if observed_T is None else observed_T.tolist()
     return [(tokens[one], None if observed is None else observed[one]) for one in bounds]
+
+
+def _given_parts(functions: Sequence[RewardFunction]) -> list[Part]:
+    """Returns a part for each function of a user's script.
+
+    Raises:
+        UserError: there is none, one is no function, or two have one name.
+    """
+    allowed = "a function f(prompt, response, columns), or a list of such with different names"
+    if not functions:
+        raise UserError("reward", "an empty list", allowed, "Leave it out to use the section.")
+    for function in functions:
+        if not callable(function):
+            raise UserError("reward", type(function).__name__, allowed, "Give the function itself.")
+    names = [_name_of(function) for function in functions]
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        remedy = "Give each a __name__ of its own: its metrics have it."
+        raise UserError("reward", f"{repeated[0]} twice", allowed, remedy)
+    return [Part(name, function) for name, function in zip(names, functions, strict=True)]
 
 
 def _name_of(function: RewardFunction) -> str:

@@ -14,6 +14,10 @@ import pytest
 from fork_starts import COLD
 from refusals import QUICKSTART, TESTS
 
+from hybridrl import Trainer
+from hybridrl.errors import UserError
+from hybridrl.loop.user_arguments import unknown_argument
+
 ROOT = TESTS.parent
 CUSTOM_LOOP = ROOT / "examples" / "custom_loop.py"
 BEST_OF_N = ROOT / "examples" / "best_of_n.py"
@@ -60,6 +64,74 @@ def test_importing_hybridrl_imports_no_torch(tmp_path: Path) -> None:
     # That Trainer is there all the same is what the scripts below begin with.
     code = f"import sys, hybridrl; assert not {heavy}; print('Trainer' in hybridrl.__all__)"
     assert python("-c", code, cwd=tmp_path) == "True\n"
+
+
+def test_scripts_of_the_documentation_run_and_show_no_librarys_warnings(tmp_path: Path) -> None:
+    guides = ROOT / "docs" / "guides"
+    (script,) = re.findall(r"```python\n(.*?)```", (guides / "python.md").read_text(), re.DOTALL)
+    own = (guides / "own.md").read_text()
+    (algorithm,) = re.findall(r"```python\n([^`]*class MedianGrpo.*?)```", own, re.DOTALL)
+    (section,) = re.findall(r"```yaml\n(algorithm:.*?)```", own, re.DOTALL)
+    (tmp_path / "median_grpo.py").write_text(algorithm)
+    small = {
+        '"path": "Qwen/Qwen2.5-0.5B-Instruct"': f'"init": "{QUICKSTART / "model"}"',
+        'f"What is {a} + {b}?"': 'f"{a}+{b}="',
+        "What is 17 + 25?": "17+25=",
+        '"chat_template": True, "eval_share": 0.05': '"eval_share": 0.01',
+        '"max_new_tokens": 64': '"max_new_tokens": 4',
+        '"num_steps": 20': '"num_steps": 2',
+    }
+    for shown, used in small.items():
+        assert shown in script
+        script = script.replace(shown, used)
+    # The algorithm of one's own learns from the same rows, in the same process.
+    script += (
+        f"import yaml\nconfig |= yaml.safe_load({section!r})\n"
+        "config['run'] = {'name': 'median'}\n"
+        "trainer = Trainer.from_config(config, prompts=rows, reward=correct)\n"
+        "print(type(trainer.algorithm).__name__, trainer.fit(num_steps=1))\n"
+    )
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), COLD: "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not re.search("nanobind|megatron|Apex", done.stderr), done.stderr
+    assert "accuracy_after" in done.stdout and "MedianGrpo {" in done.stdout
+    (first,) = metrics(tmp_path / "runs" / "sums")[:1]
+    assert {"reward/correct/mean", "reward/short/mean"} <= first.keys()
+    saved = {path.name for path in (tmp_path / "sums-hf").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= saved
+
+
+def test_the_package_lists_what_it_exports_and_hides_no_name() -> None:
+    import hybridrl
+
+    assert {"Trainer", "__version__"} <= set(dir(hybridrl))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rewards", "reward"),
+        ("reward_funcs", "reward"),
+        ("train_dataset", "prompts"),
+        ("processing_class", "tokenizer"),
+        ("promts", "prompts"),
+        ("learning_rate", "configuration"),
+    ],
+)
+def test_a_wrong_argument_of_a_trainer_names_the_right_one(name: str, meant: str) -> None:
+    error = unknown_argument([name])
+    assert error.name == name and meant in error.remedy
+    with pytest.raises(UserError, match=name):
+        Trainer.from_config({"run": {"name": "a"}}, **{name: []})
 
 
 def test_trainer_fits_from_a_file_with_overrides(told: dict[str, Any], folder: Path) -> None:

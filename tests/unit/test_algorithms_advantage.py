@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -197,3 +200,15 @@ def test_ppo_says_that_it_needs_values():
     batch = replace(train_batch(), values_T=None)
     with pytest.raises(BatchError, match="values_T.*ppo"):
         make_algorithm(PpoConfig()).advantages(batch)
+
+
+def test_the_algorithm_of_the_documentation_subtracts_the_groups_median() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "own.md").read_text()
+    (code,) = re.findall(r"```python\n([^`]*class MedianGrpo.*?)```", page, re.DOTALL)
+    made: dict[str, Any] = {}
+    exec(code, made)
+    batch = train_batch(num_prompts=2, samples_per_prompt=3)
+    rewards = torch.tensor([0.0, 1.0, 5.0, 2.0, 2.0, 3.0], dtype=batch.reward_B.dtype)
+    found = made["MedianGrpo"](clip_high=0.3).advantages(replace(batch, reward_B=rewards))
+    told = [np.unique(of_sample) for of_sample in responses(batch, found.advantages_T)]
+    np.testing.assert_allclose(np.concatenate(told), [-1, 0, 4, 0, 0, 1], atol=F32)

@@ -1,0 +1,40 @@
+"""Names of the objects that a user's script gives a Trainer, and what wrong names mean."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from hybridrl.errors import UserError
+
+ARGUMENTS = frozenset({"prompts", "reward", "tokenizer", "mix", "trains"})
+# Of TRL's trainers and others.
+_MEANT = {
+    "dataset": "prompts",
+    "data": "prompts",
+    "rows": "prompts",
+    "train_dataset": "prompts",
+    "eval_dataset": "data.eval_prompts in the configuration",
+    "processing_class": "tokenizer",
+    "rewards": "reward",
+    "reward_fn": "reward",
+    "reward_func": "reward",
+    "reward_funcs": "reward",
+    "reward_function": "reward",
+    "model": "model.path in the configuration",
+    "args": "config, the first argument",
+    "overrides": "overrides, the second argument of Trainer.from_config",
+}
+
+
+def unknown_argument(names: Iterable[str]) -> UserError:
+    """Returns the error for arguments of a Trainer that it does not have.
+
+    Args:
+        names: The unknown ones, at least one.
+    """
+    name = min(names)
+    near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.4)
+    meant = _MEANT.get(name) or next(iter(near), None)
+    remedy = f"Did you mean {meant}?" if meant else "Knobs belong into the configuration."
+    return UserError(name, "an unknown argument", ", ".join(sorted(ARGUMENTS)), remedy)
