@@ -146,7 +146,8 @@ class Checkpoint:
 
 
 def step_folders(root: Path) -> dict[int, Path]:
-    """Returns the checkpoint folders under `root` by step, fewest steps first.
+    """Returns the checkpoint folders under `root` by step, fewest steps first. One that is being
+    replaced, or was when its run ended, counts as long as no other has its name.
 
     Raises:
         CheckpointError: something else has the place of a checkpoint or of their folder.
@@ -156,12 +157,16 @@ def step_folders(root: Path) -> dict[int, Path]:
             raise _in_the_way(root)
         return {}
     found: dict[int, Path] = {}
+    replaced: dict[int, Path] = {}
     for path in root.iterdir():
-        if match := STEP_FOLDER.fullmatch(path.name):
+        if match := STEP_FOLDER.fullmatch(path.name.removesuffix(REPLACED)):
+            if path.name.endswith(REPLACED):
+                replaced[int(match[1])] = path
+                continue
             if not path.is_dir():
                 raise _in_the_way(path)
             found[int(match[1])] = path
-    return dict(sorted(found.items()))
+    return dict(sorted({**replaced, **found}.items()))
 
 
 def newest_checkpoint(root: Path) -> Path | None:

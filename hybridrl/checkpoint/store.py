@@ -110,15 +110,23 @@ class CheckpointStore:
         self._copies = HostCopies()
         self._pending: _Pending | None = None  # is being written
 
+    def put_back_replaced(self) -> None:
+        """Gives a checkpoint its name again that an earlier start had taken aside when it ended;
+        only for who holds the run folder, since another run may be about to replace it.
+        """
+        with self.world.all_agree("preparing the checkpoint folder"):
+            if self.world.rank == 0:
+                put_back_replaced(self.root)
+
     def newest(self, before_step: int | None = None) -> Path | None:
-        """Returns the newest checkpoint, as rank 0 sees it, or None.
+        """Returns the newest checkpoint, as rank 0 sees it, or None; changes nothing, so that a run
+        may save meanwhile.
 
         Args:
             before_step: only those of fewer finished steps count.
         """
 
         def choose() -> Path | None:
-            put_back_replaced(self.root)
             steps = {folder: step for step, folder in step_folders(self.root).items()}
             return next(
                 (

@@ -35,6 +35,7 @@ class Copies:
         store: of its checkpoints.
         num_bytes: that this rank writes of the state, about.
         notify: tells the user, once.
+        trains: whether the run is trained here; else copies are neither made nor looked for.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class Copies:
         store: CheckpointStore,
         num_bytes: int,
         notify: Callable[[str], None],
+        trains: bool = True,
     ) -> None:
         self._every, self._store, self._notify = config.checkpoint.copy_every, store, notify
         self._saves_beside = copies_checkpoints(config)
-        is_wanted = config.run.max_restarts > 0 and self._every != 0
+        is_wanted = trains and config.run.max_restarts > 0 and self._every != 0
         made = MemoryCopies(run_folder(config), store.world, notify) if is_wanted else None
         self._copies: MemoryCopies | None = made
         self._is_on, self._last, self._has_said = False, 0, False
@@ -56,11 +58,12 @@ class Copies:
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
         """Returns the checkpoint to go on from, None without one: the newest copy of an earlier
-        start if it is newer than those. Collective.
+        start if it is newer than those. Collective; the run folder is held.
 
         Args:
             resume: as of `Trainer.fit`.
         """
+        self._store.put_back_replaced()
         if resume == "previous":
             return self._store.previous()
         found = None if self._copies is None else self._copies.restore(self._store.root)

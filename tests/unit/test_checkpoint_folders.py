@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.checkpoint.folders import newest_first
+from hybridrl.checkpoint.folders import Checkpoint, find_checkpoint, newest_first
 from hybridrl.checkpoint.manifest import Ancestor, DigestingFile, Manifest, verify_piece
 from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.checkpoint.writing import put_back_replaced
 from hybridrl.errors import CheckpointError
 
 
@@ -51,6 +52,27 @@ def test_only_checkpoints_that_the_run_went_through_are_removed(tmp_path: Path) 
     assert folder.is_dir()
     store._remove_old([newest, Ancestor(step=10, order=2)])
     assert not folder.exists()
+
+
+def test_a_reader_changes_nothing_while_a_run_replaces_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`hybridrl eval` would give the name back that the run is about to give to the new one."""
+    write(tmp_path, 1, order=1)
+    aside = write(tmp_path, 2, order=2).rename(tmp_path / "step_2.replaced")
+    store = CheckpointStore(tmp_path, None, keep=9)  # type: ignore[arg-type]  # rank 0 alone chooses
+    monkeypatch.setattr(store, "_decide", lambda _, choose: choose())
+    before = sorted(tmp_path.iterdir())
+    assert store.newest() == find_checkpoint(tmp_path) == aside and store.newest(2) is not None
+    assert Checkpoint.open(aside).manifest.step == 2
+    assert sorted(tmp_path.iterdir()) == before
+    write(tmp_path, 2, order=3)
+    assert store.newest() == tmp_path / "step_2"
+    put_back_replaced(tmp_path)
+    assert aside.exists() and store.newest() == tmp_path / "step_2"
+    (tmp_path / "step_2").rename(tmp_path / "gone")
+    put_back_replaced(tmp_path)  # as who holds the run folder does at its start
+    assert store.newest() == tmp_path / "step_2" and not aside.exists()
 
 
 def test_the_weights_of_a_step_are_those_of_before_it(
