@@ -19,6 +19,7 @@ from rich.text import Text
 
 from hybridrl.checkpoint.run_lock import holder
 from hybridrl.errors import UserError
+from hybridrl.loop.run_starts import FINISHED, read_starts
 from hybridrl.metrics.sinks import read_records
 from hybridrl.metrics.values import Record
 from hybridrl.parallel.hang_page import newest_page
@@ -67,7 +68,8 @@ class RunNow:
 
     Args:
         name: of the run folder.
-        state: who holds the folder, or that nobody does.
+        state: who holds the folder, or how the run ended.
+        is_running: whether somebody holds it and lives.
         num_steps: the last step; None where it is not known.
         last: metrics of the last finished step; empty before.
         ranks: by their number.
@@ -76,6 +78,7 @@ class RunNow:
 
     name: str
     state: str
+    is_running: bool
     num_steps: int | None
     last: Record
     ranks: Sequence[RankNow]
@@ -92,11 +95,10 @@ def read_run(folder: Path) -> RunNow:
     if not logs.is_dir():
         raise UserError("RUN", folder, "a run folder", "Check the path; runs are in run.dir.")
     found = holder(folder)
-    state = "no process holds the folder"
-    if found is not None:
-        state = f"held by {found}"
-        if found.is_stale(folder):
-            state += ", which no longer runs"
+    is_running = found is not None and not found.is_stale(folder)
+    state = f"held by {found}" if is_running else _end_of(folder)
+    if found is not None and not is_running:
+        state += f"; {found}, no longer runs"
     file, config = folder / METRICS, folder / "config.yaml"
     records = read_records(file) if file.exists() else []
     steps = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
@@ -104,7 +106,8 @@ def read_run(folder: Path) -> RunNow:
     last = records[-1] if records else {}
     page = newest_page(folder, file.stat().st_mtime if file.exists() else 0.0)
     hang = "" if page is None else f"{page[1]}; stacks of all ranks: {page[0]}"
-    return RunNow(folder.resolve().name, state, num_steps, last, _ranks(logs), hang)
+    name = folder.resolve().name
+    return RunNow(name, state, is_running, num_steps, last, _ranks(logs), hang)
 
 
 def watch(folder: Path, every_s: float) -> None:
@@ -121,6 +124,16 @@ def watch(folder: Path, every_s: float) -> None:
         while True:
             time.sleep(every_s)
             live.update(Text(run_text(read_run(folder))), refresh=True)
+
+
+def _end_of(folder: Path) -> str:
+    """Returns how a run that no process holds ended."""
+    starts = read_starts(folder)
+    if not starts:
+        return "no process holds the folder"
+    if "exit" not in starts[-1]:  # killed, or its host is gone
+        return "ended without a word"
+    return f"{starts[-1]['exit']}, {starts[-1].get('ended', 'time unknown')}"
 
 
 def _ranks(logs: Path) -> list[RankNow]:
@@ -147,9 +160,12 @@ def run_text(run: RunNow) -> str:
             lines.append(f"{title}: " + ", ".join(values))
     # Ranks that do the same stand in one line: a cluster's do not fit on a screen.
     phases: dict[str, list[RankNow]] = {}
-    for rank in run.ranks:
+    for rank in () if run.state.startswith(FINISHED) else run.ranks:
         phases.setdefault(rank.phase + ", failed" * rank.has_failed, []).append(rank)
     for phase, ranks in sorted(phases.items(), key=lambda item: len(item[1])):
+        if not run.is_running:
+            lines.append(f"  ended in {phase}: {_numbers([rank.index for rank in ranks])}")
+            continue
         shortest, longest = (choose(rank.since_s for rank in ranks) for choose in (min, max))
         since = f"{longest:.0f} s" if longest - shortest < 1 else f"{shortest:.0f}-{longest:.0f} s"
         lines.append(f"  {phase}: {_numbers([rank.index for rank in ranks])} for {since}")

@@ -27,6 +27,7 @@ from hybridrl.metrics.page_data import RUN_FILE
 from hybridrl.parallel.failure import is_launched
 
 GIT_TIMEOUT_S = 10
+FINISHED = "finished"  # how a start ended that took the last step
 
 
 class RunStarts:
@@ -128,7 +129,7 @@ class StartTimes:
 def exit_of(error: BaseException | None) -> str:
     """Returns what is noted of a start that ended with this exception, or with none."""
     if error is None:
-        return "finished"
+        return FINISHED
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return "stopped by a signal"
     return f"failed: {type(error).__name__}"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from hybridrl.parallel.watch import Beat
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path) -> Iterator[Path]:
     """A run of six ranks, of which rank 4 generates still and rank 5 has failed."""
     run = tmp_path / "math"
     (run / "logs").mkdir(parents=True)
@@ -49,12 +51,15 @@ def folder(tmp_path: Path) -> Path:
             },
         )
     sink.close()
-    return run
+    lock = RunLock(run)
+    lock.acquire(print)
+    yield run
+    lock.release()
 
 
 def test_top_says_what_ranks_do_and_what_the_last_step_gave(folder: Path) -> None:
     lines = run_text(read_run(folder)).splitlines()
-    assert lines[0] == "math: step 2/40, no process holds the folder"
+    assert lines[0].startswith(f"math: step 2/40, held by process {os.getpid()} on host")
     assert lines[1] == (
         "last step: 4.00 s a step, 900 tokens/s a rank, reward 0.250, 61.50 GiB at most on a rank"
     )
@@ -92,13 +97,36 @@ def test_top_says_what_waits_in_runs_with_a_lag(folder: Path) -> None:
     ]
 
 
-def test_top_says_who_holds_the_folder(folder: Path) -> None:
-    lock = RunLock(folder)
-    lock.acquire(print)
-    try:
-        assert f"held by process {os.getpid()} on host" in run_text(read_run(folder))
-    finally:
-        lock.release()
+@pytest.mark.parametrize(
+    ("start", "state"),
+    [
+        ({"exit": "finished", "ended": "2026-02-03 04:05:06 UTC"}, "finished, 2026-02-03 04:05"),
+        ({"exit": "stopped by a signal", "ended": "2026-02-03"}, "stopped by a signal, 2026-02-03"),
+        ({"after_step": 0}, "ended without a word"),
+    ],
+)
+def test_top_says_how_a_run_ended_and_not_for_how_long_ranks_have_been_gone(
+    start: dict[str, object], state: str, folder: Path
+) -> None:
+    (folder / "run.lock").unlink()
+    (folder / "run.json").write_text(json.dumps({"starts": [{"exit": "finished"}, start]}))
+    lines = run_text(read_run(folder)).splitlines()
+    assert lines[0].startswith(f"math: step 2/40, {state}") and lines[1].startswith("last step: 4")
+    assert (len(lines) == 2) == state.startswith("finished")
+    if not state.startswith("finished"):
+        assert sorted(lines[2:]) == [
+            "  ended in rollout, step 3: rank 4",
+            "  ended in update, step 3, failed: rank 5",
+            "  ended in update, step 3: ranks 0-3",
+        ]
+
+
+def test_top_says_that_who_holds_the_folder_is_gone(folder: Path) -> None:
+    file = folder / "run.lock"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "process_start": 1.0}))
+    said = run_text(read_run(folder)).splitlines()[0]
+    assert said.startswith("math: step 2/40, no process holds the folder; process ")
+    assert said.endswith("no longer runs")
 
 
 def test_top_reads_a_run_that_has_just_begun(
