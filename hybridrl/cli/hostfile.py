@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -24,13 +24,17 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hybridrl import __version__
-from hybridrl.cli.launch import GRACE_S, KILL_AFTER_S, POLL_S, Share
-from hybridrl.cli.node import Order, outcome_file
+from hybridrl.cli.launch import GRACE_S, KILL_AFTER_S, LEAVE_S, POLL_S, Share
+from hybridrl.cli.node import DONE, FAILED, STOPPED, Order, outcome_file
 from hybridrl.cli.rank_ends import Outcome, conclude
+from hybridrl.console import say
 from hybridrl.errors import ConfigError, UserError
 
 PROBE_S = 60.0  # for a host to answer
 END_S = 30.0  # for hosts to end their ranks and say so
+# For the files in which hosts say so: shared file systems keep listings for a while (NFS: up to
+# 60 s by default). It is told after the second.
+OUTCOME_S, OUTCOME_NOTICE_S = 90.0, 3.0
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 # A host that answers nothing for 30 s is given up, as a rank is (heartbeat.py).
 KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6")
@@ -230,7 +234,6 @@ def tell_node(process: Connection, line: bytes) -> None:
 def wait_for_nodes(
     nodes: Sequence[Connection],
     received: list[int],
-    log_dir: Path,
     look: Callable[[], None] = lambda: None,
 ) -> None:
     """Returns when all hosts are done, or one has failed and the others have had time to say what
@@ -239,7 +242,6 @@ def wait_for_nodes(
     Args:
         nodes: the connection to each host.
         received: signals.
-        log_dir: of the run.
         look: called every POLL_S.
     """
     deadline, num_told = float("inf"), 0
@@ -251,25 +253,19 @@ def wait_for_nodes(
         if len(received) > 1:
             return
         look()
-        if deadline == float("inf") and any(
-            _has_failed(node, log_dir, index) for index, node in enumerate(nodes)
-        ):
-            # What others say of a host that is gone is no news.
-            is_cut_off = any(node.returncode not in (None, 0, 2) for node in nodes)
-            deadline = time.monotonic() + (GRACE_S if is_cut_off else KILL_AFTER_S)
-        if time.monotonic() > deadline:
-            return
+        if codes := {node.returncode for node in nodes} - {None, DONE}:
+            deadline = min(deadline, time.monotonic() + _time_left_s(codes))
+            if time.monotonic() > deadline:
+                return
         time.sleep(POLL_S)
 
 
-def _has_failed(node: Connection, log_dir: Path, index: int) -> bool:
-    if node.poll() is None:
-        return False
-    file = outcome_file(log_dir, index)
-    if node.returncode or not file.exists():
-        return True
-    outcome = Outcome.read(file)
-    return bool(outcome.culprits or outcome.stopped_by)
+def _time_left_s(codes: Set[int]) -> float:
+    """Returns how long ranks have to end by themselves once others have ended with these codes."""
+    if codes <= {STOPPED}:
+        return LEAVE_S
+    # What others say of a host that is gone is no news.
+    return KILL_AFTER_S if codes <= {2, FAILED, STOPPED} else GRACE_S
 
 
 def end_nodes(nodes: Sequence[Connection]) -> None:
@@ -313,26 +309,58 @@ def conclude_nodes(
         is_stopped: whether the launcher has asked ranks to stop, other than by `end_nodes`, which
             ends those that are left where a host is lost.
     """
-    files = [outcome_file(log_dir, index) for index in range(len(nodes))]
-    is_whole = all(file.exists() for file in files) and not any(node.returncode for node in nodes)
-    outcome = Outcome.together([Outcome.read(file) for file in files if file.exists()])
-    for file in files:
-        file.unlink(missing_ok=True)
-    if not is_stopped and not is_whole:
+    have_said = {i for i, node in enumerate(nodes) if node.returncode in (DONE, FAILED, STOPPED)}
+    found = _outcomes({index: outcome_file(log_dir, index) for index in have_said})
+    for index in range(len(nodes)):
+        outcome_file(log_dir, index).unlink(missing_ok=True)
+    outcome = Outcome.together([found[index] for index in sorted(found)])
+    if not is_stopped and len(found) < len(nodes):
         outcome = replace(outcome, stopped_by=0)
     code = conclude(outcome, log_dir)
     refused, cut_off = False, []
     for index, (node, host) in enumerate(zip(nodes, hosts, strict=False)):
+        if index in found:
+            continue
         if node.returncode == 2:  # it has said why
             refused = True
-        elif node.returncode:
+        elif index in have_said:
+            _tell_of_missing(host, outcome_file(log_dir, index), node.returncode)
+            code = 1
+        else:
             how = f"ended with code {node.returncode}"
             if node.returncode < 0:
                 how = f"was killed by {signal.Signals(-node.returncode).name}"
-            print(f"hybridrl: the connection to host {host.name} {how}", file=sys.stderr)
+            say(f"hybridrl: the connection to host {host.name} {how}")
             cut_off.append(index)
             code = code or 1
     return NodesEnd(outcome, cut_off, 2 if refused else code)
+
+
+def _outcomes(files: Mapping[int, Path]) -> dict[int, Outcome]:
+    """Returns what is in those of the files that can be seen within OUTCOME_S."""
+    found: dict[int, Outcome] = {}
+    began, is_told = time.monotonic(), False
+    while True:
+        for index in files.keys() - found.keys():
+            with suppress(OSError):  # not there yet, or not as it is now (ESTALE)
+                found[index] = Outcome.read(files[index])
+        waited_s = time.monotonic() - began
+        if len(found) == len(files) or waited_s > OUTCOME_S:
+            return found
+        if waited_s > OUTCOME_NOTICE_S and not is_told:
+            is_told = True
+            names = ", ".join(str(files[index]) for index in sorted(files.keys() - found.keys()))
+            say(f"hybridrl: the ranks have ended; waiting {OUTCOME_S:g} s for {names}")
+        time.sleep(POLL_S)
+
+
+def _tell_of_missing(host: Host, file: Path, code: int) -> None:
+    how = {DONE: "are done", FAILED: "have failed", STOPPED: "have stopped"}[code]
+    say(
+        f"hybridrl: the ranks of host {host.name} {how}, but {file}, in which the host says more, "
+        f"is not there after {OUTCOME_S:g} s: the run is counted as failed. All hosts must share "
+        f"run.dir; the ranks' logs are in {file.parent} on that host"
+    )
 
 
 def any_port() -> int:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +36,7 @@ from hybridrl.cli.hostfile import (
 from hybridrl.cli.launch import STOP_CODES, Share, caught_signals
 from hybridrl.cli.node import BEAT, BEAT_S, Order
 from hybridrl.cli.rank_ends import lost_ranks
+from hybridrl.console import say
 
 # A reboot with the firmware's tests of a large machine takes five to ten minutes.
 BACK_S = 900.0
@@ -95,7 +95,7 @@ class HostsJob:
                 for index, (host, share) in enumerate(zip(self._used, self._parts, strict=True)):
                     order = Order(index, share, program, str(log_dir.absolute()), variables)
                     nodes.append(start_node(host.name, self._ssh, order))
-                wait_for_nodes(nodes, received, log_dir, watch.look)
+                wait_for_nodes(nodes, received, watch.look)
             finally:
                 watch.end()
                 end_nodes(nodes)
@@ -144,7 +144,7 @@ class HostsJob:
             if not is_told:
                 names = ", ".join(sorted(self._down))
                 said = f"hybridrl: no layout fits without {names}: waiting {BACK_S:g} s for them"
-                print(said, file=sys.stderr, flush=True)
+                say(said)
                 is_told = True
             time.sleep(WAIT_S)
 
@@ -220,7 +220,7 @@ class NodesWatch:
             self._tell(BEAT)
         if self._has_room.is_set() and not self.has_asked:
             self.has_asked = True
-            print("hybridrl: hosts have come back: the ranks save and end", file=sys.stderr)
+            say("hybridrl: hosts have come back: the ranks save and end")
             self._tell(b"%d\n" % signal.SIGTERM)
 
     def end(self) -> None:

@@ -5,7 +5,8 @@ that: the first line is an `Order` as JSON, each further line the number of a si
 or 0. The end of stdin ends the ranks at once: whoever started the job is gone, or another machine
 failed. So does silence of LEASE_S once a 0 has come: the network is cut, and the job may have been
 started elsewhere.
-How the ranks ended is left in the run folder, as `node_N.json`.
+How the ranks ended is left in the run folder, as `node_N.json`, and in short in the exit code,
+which needs no file system that the machines share.
 """
 
 from __future__ import annotations
@@ -21,9 +22,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hybridrl.cli.launch import Share, run_ranks
+from hybridrl.console import say
 from hybridrl.errors import UserError
 
 BEAT, BEAT_S = b"0\n", 5.0  # what is written to a machine, and how often
+# Exit codes where ranks have ended: all are done, some have failed, all were asked to stop. 2 says
+# that the ranks could not be started; anything else that the connection was lost.
+DONE, FAILED, STOPPED = 0, 3, 4
 LEASE_S = 25.0  # less than what ssh gives a host that does not answer (hostfile.py)
 
 
@@ -63,9 +68,10 @@ def outcome_file(log_dir: Path, node: int) -> Path:
 
 
 def main() -> int:
-    """Runs the ranks of this machine; returns 0 where they ran, however they ended."""
+    """Runs the ranks of this machine; returns DONE, FAILED or STOPPED, 2 where it cannot."""
     order = Order.from_line(_read_line())
     log_dir = Path(order.log_dir)
+    file = outcome_file(log_dir, order.node)
     try:
         if not log_dir.is_dir():
             raise UserError(
@@ -74,12 +80,15 @@ def main() -> int:
                 "a folder that all hosts share",
                 "Put run.dir on a shared file system.",
             )
+        file.unlink(missing_ok=True)  # of an earlier start
         outcome = run_ranks(order.command, order.share, log_dir, order.environment, _obey)
     except UserError as error:
-        print(error, file=sys.stderr)
+        say(str(error))
         return 2
-    outcome.write(outcome_file(log_dir, order.node))
-    return 0
+    outcome.write(file)
+    if outcome.culprits:
+        return FAILED
+    return STOPPED if outcome.stopped_by else DONE
 
 
 def _obey(received: list[int]) -> None:

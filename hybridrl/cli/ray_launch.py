@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -37,6 +36,7 @@ from hybridrl.cli.launch import STOP_CODES, Share, caught_signals
 from hybridrl.cli.node import Order
 from hybridrl.cli.rank_ends import lost_ranks
 from hybridrl.cli.ray_actors import Place, ProcessActor, RemoteNode
+from hybridrl.console import say
 from hybridrl.errors import ConfigError, UserError, said
 
 PLACE_S = 60.0  # for the placement group
@@ -211,7 +211,7 @@ class RayJob:
                     order = Order(rank, share, program, where, variables)
                     actor.start.remote(order.to_line())
                     nodes.append(RemoteNode(actor, self._telling(rank, gone)))
-                wait_for_nodes(nodes, received, log_dir, watch.look)
+                wait_for_nodes(nodes, received, watch.look)
             finally:
                 watch.end()
                 end_nodes(nodes)
@@ -240,7 +240,7 @@ class RayJob:
                 return False
             if not is_told:
                 told = f"no layout fits the free slots of the cluster: waiting {BACK_S:g} s"
-                print(f"hybridrl: {told} for nodes", file=sys.stderr, flush=True)
+                say(f"hybridrl: {told} for nodes")
                 is_told = True
             time.sleep(WAIT_S)
         return True
@@ -261,9 +261,9 @@ class RayJob:
             if size and self._gather(size, received):
                 return True
         except UserError as error:  # ConfigError is one
-            print(f"hybridrl: {error}", file=sys.stderr, flush=True)
+            say(f"hybridrl: {error}")
         except self._ray.exceptions.RayError as error:
-            print(f"hybridrl: Ray: {said(error)}", file=sys.stderr, flush=True)
+            say(f"hybridrl: Ray: {said(error)}")
         self._give_back()
         return False
 
@@ -295,7 +295,7 @@ class RayJob:
         def tell(why: str) -> None:
             gone.append(rank)
             what = f"hybridrl: Ray's actor of rank {rank} on node {place.address} was lost"
-            print(f"{what}: {why}", file=sys.stderr, flush=True)
+            say(f"{what}: {why}")
 
         return tell
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.cli.hostfile import Host, conclude_nodes, read_hostfile, shares
+from hybridrl.cli import hostfile
+from hybridrl.cli import node as node_module
+from hybridrl.cli.hostfile import Host, conclude_nodes, read_hostfile, shares, wait_for_nodes
 from hybridrl.cli.hosts_job import HostsJob
 from hybridrl.cli.launch import Share
+from hybridrl.cli.node import Order
 from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude, has_lost_ranks, lost_ranks
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import Failure, PeerError
@@ -98,7 +104,7 @@ def test_ranks_that_were_ended_beside_a_lost_host_were_not_stopped(
     is_stopped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other host's ranks are ended by the end of stdin, which is SIGTERM to them."""
-    nodes = [node(tmp_path, 0, 0, Outcome([], (), signal.SIGTERM)), node(tmp_path, 1, 255, None)]
+    nodes = [node(tmp_path, 0, 4, Outcome([], (), signal.SIGTERM)), node(tmp_path, 1, 255, None)]
     end = conclude_nodes(nodes, [Host("a", 1), Host("b", 1)], tmp_path, is_stopped)
     assert end.cut_off == [1] and end.code == (143 if is_stopped else 1)
     assert "connection to host b ended with code 255" in capsys.readouterr().err
@@ -106,9 +112,100 @@ def test_ranks_that_were_ended_beside_a_lost_host_were_not_stopped(
 
 def test_ranks_that_stopped_by_themselves_were_stopped(tmp_path: Path) -> None:
     """By the file `stop`, or a signal to one of them: the launcher has asked nobody."""
-    nodes = [node(tmp_path, i, 0, Outcome([], (), signal.SIGTERM)) for i in range(2)]
+    nodes = [node(tmp_path, i, 4, Outcome([], (), signal.SIGTERM)) for i in range(2)]
     end = conclude_nodes(nodes, [Host("a", 1), Host("b", 1)], tmp_path, False)
     assert end.cut_off == [] and end.code == 143
+
+
+@pytest.mark.parametrize(
+    ("code", "how"), [(0, "are done"), (3, "have failed"), (4, "have stopped")]
+)
+def test_a_host_whose_outcome_is_not_seen_has_failed(
+    code: int,
+    how: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its log folder is not the one of the launcher, or the launcher's listing is too old."""
+    monkeypatch.setattr(hostfile, "OUTCOME_S", 0.3)
+    monkeypatch.setattr(hostfile, "OUTCOME_NOTICE_S", 0.1)
+    nodes = [node(tmp_path, 0, 0, Outcome([])), node(tmp_path, 1, code, None)]
+    end = conclude_nodes(nodes, [Host("a", 1), Host("b", 1)], tmp_path, is_stopped=code == 4)
+    assert end.code == 1 and end.cut_off == []
+    told = capsys.readouterr().err
+    assert f"the ranks of host b {how}, but {tmp_path / 'node_1.json'}" in told
+    assert "All hosts must share run.dir" in told and "waiting 0.3 s for" in told
+
+
+def test_an_outcome_that_is_seen_late_counts(tmp_path: Path) -> None:
+    late = Outcome([EndedRank(0, 1, str(tmp_path / "rank_0.log"), "a")], [0])
+    threading.Timer(0.4, late.write, (tmp_path / "node_0.json",)).start()
+    began = time.monotonic()
+    end = conclude_nodes([node(tmp_path, 0, 3, None)], [Host("a", 1)], tmp_path, False)
+    assert end.code == 1 and end.outcome == late and time.monotonic() - began < 5
+
+
+class EndingNode:
+    """A connection that ends after a while, with a code."""
+
+    def __init__(self, code: int, after_s: float) -> None:
+        self._code, self._ends = code, time.monotonic() + after_s
+        self.returncode: int | None = None
+        self.stdin = io.BytesIO()
+
+    def poll(self) -> int | None:
+        if time.monotonic() > self._ends:
+            self.returncode = self._code
+        return self.returncode
+
+    def kill(self) -> None:
+        self.returncode = -9
+
+    def wait(self) -> int:
+        assert self.returncode is not None
+        return self.returncode
+
+
+@pytest.mark.parametrize(
+    ("code", "waits"), [(0, True), (4, True), (3, False), (2, False), (255, False)]
+)
+def test_other_hosts_have_the_time_that_they_need_whatever_files_are_seen(
+    code: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of host b still train, or save and close their trackers, when those of a have ended."""
+    monkeypatch.setattr(hostfile, "GRACE_S", 0.05)
+    monkeypatch.setattr(hostfile, "KILL_AFTER_S", 0.05)
+    monkeypatch.setattr(hostfile, "LEAVE_S", 5.0)
+    nodes = [EndingNode(code, 0.0), EndingNode(code, 0.6)]
+    wait_for_nodes(nodes, [])
+    assert (nodes[1].returncode is not None) == waits
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code"),
+    [
+        (Outcome([], []), 0),
+        (Outcome([], [0], signal.SIGTERM), 3),
+        (Outcome([], [], signal.SIGTERM), 4),
+    ],
+)
+def test_a_node_says_how_its_ranks_ended_by_its_exit_code_too(
+    outcome: Outcome, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = Order(0, Share.whole(1), [], str(tmp_path), {})
+    file = tmp_path / "node_0.json"
+    file.write_text("of an earlier start")
+    have_run = []
+
+    def run_ranks(*given: object) -> Outcome:
+        have_run.append(file.exists())
+        return outcome
+
+    monkeypatch.setattr(node_module, "_read_line", order.to_line)
+    monkeypatch.setattr(node_module, "run_ranks", run_ranks)
+    assert node_module.main() == code
+    assert have_run == [False] and Outcome.read(file) == outcome
 
 
 def test_a_node_that_judges_alone_looks_at_what_other_nodes_ranks_said(tmp_path: Path) -> None:
