@@ -7,7 +7,6 @@ Owns which engines are measured and what is printed. Each engine has ranks of it
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from hybridrl.cli.mismatch import leave_for_parent, refuse_without_rollouts, rep
 from hybridrl.cli.validate import validate_training
 from hybridrl.config.engines import engine_package, offered_engines
 from hybridrl.config.schema import Config
+from hybridrl.console import say
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import is_launched, rank_file
 from hybridrl.planning.text import memory_size
@@ -129,7 +129,7 @@ def measure_on_rank(load: Callable[[], Config], num_rounds: int) -> None:
 
     def tell(text: str) -> None:
         if is_first:
-            print(f"{config.rollout.engine:8} {text}", file=sys.stderr, flush=True)
+            say(f"{config.rollout.engine:8} {text}")
 
     # What `train` tells of its start is not the answer here.
     with log.open("a", encoding="utf-8") as told, redirect_stdout(told):

@@ -7,6 +7,8 @@ import threading
 from pathlib import Path
 from typing import IO
 
+from hybridrl import console
+
 END_S = 1.0  # for the copy's end, once the rank is gone
 READ_S = 0.2  # to read what a rank has written that is not gone yet, and writes no more
 
@@ -35,6 +37,7 @@ class CopiedStderr:
             self._thread.join(END_S if is_gone else READ_S)
 
     def _copy(self, source: IO[bytes], log: Path) -> None:
+        """Reads until the end whatever happens: a rank whose pipe is full waits for ever."""
         with log.open("ab", buffering=0) as file:
             while block := os.read(source.fileno(), 65536):
                 try:
@@ -42,7 +45,7 @@ class CopiedStderr:
                         _write_all(file.fileno(), block)
                 except OSError as error:  # the disk is full; the console still gets all
                     self.fault = error.strerror
-                _write_all(2, block)
+                console.write(console.STDERR, block)
 
 
 def _write_all(descriptor: int, block: bytes) -> None:

@@ -12,7 +12,6 @@ host here, of several in hosts_job.py, on Ray in ray_launch.py.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from typing import Literal, Protocol
 from hybridrl.cli.launch import Share, caught_signals, run_ranks
 from hybridrl.cli.leaving import Leaving
 from hybridrl.cli.rank_ends import conclude, lost_ranks
+from hybridrl.console import say
 from hybridrl.loop.run_starts import read_starts
 
 PROGRAM = ("-m", "hybridrl.cli.main")
@@ -110,7 +110,7 @@ class ElasticLaunch:
             given = ["newest" if one == "previous" else one for one in given]
             said = f"restart {num_restarts} of {self._max_restarts} (run.max_restarts)"
             said = said if end.kind == "lost" else "hosts have come back"
-            print(f"hybridrl: {said}: {self._job.where} go on", file=sys.stderr, flush=True)
+            say(f"hybridrl: {said}: {self._job.where} go on")
 
 
 class LocalJob:

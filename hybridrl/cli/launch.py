@@ -25,18 +25,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, MappingProxyType
 
+from hybridrl import console
 from hybridrl.checkpoint.run_lock import LOCK_FILE, LOCK_TOKEN, RunLock
 from hybridrl.cli.copied_stderr import CopiedStderr
 from hybridrl.cli.leaving import GATE_FD, Leaving, is_killed
 from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
+from hybridrl.console import say
 from hybridrl.errors import UserError
+from hybridrl.metrics.trackers import CLOSE_S
 from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, RUNNING, STORE_FD, Failure, is_launched
 from hybridrl.parallel.stacks import STACKS_SIGNAL, process_status, writes_stacks
+from hybridrl.parallel.stop_signals import may_be_second, meaning, noted_signals
 
 LOGS = "logs"  # in a run folder
 POLL_S = 0.1
 GRACE_S = 3.0  # after the first failure: time for the others to report the same mistake themselves
 KILL_AFTER_S = 10.0
+LEAVE_S = CLOSE_S + KILL_AFTER_S  # of a stop, after the first rank: rank 0 also closes its trackers
 NOTICE_S = 1.0  # ranks that outlive a signal so long are saving; it is said then, and every
 NOTICE_EVERY_S = 15.0
 SAME_SIGNAL_S = 1.0  # between two signals that count as two
@@ -273,6 +278,7 @@ def _no_logs(path: Path, error: OSError) -> UserError:
     )
 
 
+@console.protected()
 def launch_run(
     arguments: Sequence[str],
     world_size: int,
@@ -300,7 +306,7 @@ def launch_run(
             f"{error.strerror}: change run.dir or run.name.",
         ) from error
     lock = RunLock(folder)
-    lock.acquire(lambda text: print(text, flush=True))
+    lock.acquire(lambda text: say(text, sys.stdout))
     try:
         token = {LOCK_TOKEN: lock.token}
         code = (start or launch)(arguments, world_size, folder / LOGS, environment=token)
@@ -389,18 +395,19 @@ def _start(
 def caught_signals() -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM in a list instead of dying of them; a program that runs this one
     may hand on what a terminal sends to both, which counts once. SIGUSR1, by which schedulers tell
-    that the time is nearly over, stands for SIGTERM.
+    that the time is nearly over, and SIGHUP of a terminal that is closed stand for SIGTERM. An
+    ignored SIGHUP, as of nohup, stays ignored.
     """
     received: list[int] = []
     first: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         first.append(time.monotonic())
-        if not received or first[-1] - first[0] > SAME_SIGNAL_S:
-            received.append(signal.SIGTERM if number == signal.SIGUSR1 else number)
+        is_second = may_be_second(number) and first[-1] - first[0] > SAME_SIGNAL_S
+        if not received or is_second:
+            received.append(meaning(number))
 
-    caught = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.signal(number, note) for number in caught}
+    before = {number: signal.signal(number, note) for number in noted_signals()}
     try:
         yield received
     finally:
@@ -421,8 +428,10 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
             for rank in ranks:
                 rank.process.send_signal(received[0])
         failed = [] if received else [rank for rank in ranks if rank.failed]
-        if any(rank.failed or rank.stopped_by for rank in ranks) and deadline == float("inf"):
-            deadline = now + (KILL_AFTER_S if received else GRACE_S)
+        if any(rank.failed for rank in ranks):
+            deadline = min(deadline, now + (KILL_AFTER_S if received else GRACE_S))
+        elif any(rank.stopped_by for rank in ranks):
+            deadline = min(deadline, now + LEAVE_S)
         is_final = any((f := rank.failure) is not None and f.kind == "lost" for rank in failed)
         if is_final or _is_one_killed(failed) or now > deadline:
             return
@@ -430,7 +439,7 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
             notice = now + NOTICE_EVERY_S
             name = signal.Signals(received[0]).name
             said = f"hybridrl: {name}: the ranks save a checkpoint and end; a second signal ends"
-            print(f"{said} them at once", file=sys.stderr, flush=True)
+            say(f"{said} them at once")
         time.sleep(POLL_S)
 
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
+
+from hybridrl.console import say
 
 GATE_FD = "HYBRIDRL_GATE_FD"  # of a pipe that ends when the ranks of the starts before are gone
 EXIT_CODE = 49  # field of /proc/PID/stat, counted from the state (proc(5), field 52)
@@ -55,8 +55,7 @@ class Leaving:
                 process.wait(SLOW_S)
             except subprocess.TimeoutExpired:
                 said = f"hybridrl: {name} has ended, and process {process.pid} of it still holds"
-                with suppress(OSError):  # nobody reads any more
-                    print(f"{said} memory; it is waited for", file=sys.stderr, flush=True)
+                say(f"{said} memory; it is waited for")
                 process.wait()
 
     def gate(self) -> int | None:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 from typer.core import TyperGroup
 
-from hybridrl import __version__
+from hybridrl import __version__, console
 from hybridrl.checkpoint.folders import FileFormat
 from hybridrl.cli import options, starting
 from hybridrl.cli.cluster import (
@@ -185,6 +185,7 @@ def train(
     if replay is not None:
         _replay(loaded, config, overrides or [], world, replay)
     if is_rank():
+        console.protect(console.STDOUT)  # a run's result is its folder, not what it prints
         if not is_launched():
             validate_training(loaded, _torchrun_world(world), resume)
             log_to(run_folder(loaded) / "logs")
@@ -355,6 +356,7 @@ def top(
 def main() -> None:
     """Runs the command line and ends the process with the command's exit code."""
     make_working_folder_importable()
+    console.protect(console.STDERR)
     die_with_launcher()
     if is_rank():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while nothing can be saved

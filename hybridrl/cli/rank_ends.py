@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hybridrl.console import say
 from hybridrl.parallel.failure import Failure
 from hybridrl.parallel.hang_page import newest_page
 
@@ -133,12 +133,12 @@ def conclude(outcome: Outcome, log_dir: Path) -> int:
     """Says how the ranks ended, if not well; returns the exit code."""
     if outcome.stopped_by and not outcome.culprits:
         name = signal.Signals(outcome.stopped_by).name
-        print(f"hybridrl: stopped by {name}", file=sys.stderr)
+        say(f"hybridrl: stopped by {name}")
         return 128 + outcome.stopped_by
     if outcome.culprits:
         return _report(outcome, log_dir)
     if outcome.fault is not None:
-        print(f"hybridrl: {log_dir / 'rank_0.log'} is cut off: {outcome.fault}", file=sys.stderr)
+        say(f"hybridrl: {log_dir / 'rank_0.log'} is cut off: {outcome.fault}")
     return 0
 
 
@@ -152,7 +152,7 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
     if mistaken:
         said = mistaken[0].failure
         unsaid = f"rank {mistaken[0].index} refused; see {mistaken[0].log}"
-        print(unsaid if said is None else said.message, file=sys.stderr)
+        say(unsaid if said is None else said.message)
         return 2
     # A killed rank tears the others' connections; else the first to say what ended it is the cause,
     # unless it was another rank.
@@ -176,10 +176,10 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
     found = {outcome.fault, *(_append(rank, message) for rank in others)}
     if faults := [one for one in found if one is not None]:
         message += f" (logs are cut off: {', '.join(sorted(faults))})"
-    print(message, file=sys.stderr)
+    say(message)
     if blamed == first.index and code > 0:
         trace = failure.trace if failure is not None else _tail(first)
-        print("\n".join(f"  | {line}" for line in trace.splitlines()), file=sys.stderr)
+        say("\n".join(f"  | {line}" for line in trace.splitlines()))
     return 1
 
 

@@ -16,12 +16,14 @@ import sys
 import time
 from pathlib import Path
 
+from hybridrl.console import say
 from hybridrl.parallel.failure import LOG_DIR, rank_file
 from hybridrl.parallel.stacks import STACKS_SIGNAL
 
 _COPIERS: list[subprocess.Popen[bytes]] = []  # nobody waits for them
-# It outlives the rank, whatever signals come to both, and ends when nobody writes any more.
-TEE = 'trap "" HUP INT TERM; exec tee -a "$0"'
+# It outlives the rank, whatever signals come to both, and ends when nobody writes any more. Without
+# SIGPIPE it goes on with the log where the console is gone.
+TEE = 'trap "" HUP INT TERM USR1 PIPE; exec tee -a "$0"'
 
 
 def log_to(folder: Path) -> None:
@@ -34,12 +36,12 @@ def log_to(folder: Path) -> None:
         with log.open("a", encoding="utf-8") as file:
             file.write(f"--- {time.strftime('%F %T')} {' '.join(sys.argv)}\n")
     except OSError as error:
-        print(f"hybridrl: no logs in {folder}: {error.strerror}", file=sys.stderr)
+        say(f"hybridrl: no logs in {folder}: {error.strerror}")
         return
     os.environ[LOG_DIR] = str(folder.absolute())
     write_stacks_on_signal()
     if shutil.which("tee") is None:
-        print("hybridrl: no tee is installed: logs lack the ranks' output", file=sys.stderr)
+        say("hybridrl: no tee is installed: logs lack the ranks' output")
         return
     for stream in (sys.stderr, *([sys.stdout] if os.environ["RANK"] != "0" else [])):
         stream.flush()

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl import __version__
+from hybridrl import __version__, console
 from hybridrl.errors import said
 
 ANSWER_S = 60.0  # for an actor
@@ -177,7 +177,7 @@ class RemoteNode:
         for number, block in output:
             stream = sys.stdout if number == 1 else sys.stderr
             stream.flush()
-            os.write(number, block)
+            console.write(number, block)
         if self.returncode is None:
             self._asked, self._since = self._actor.poll.remote(), time.monotonic()
         return self.returncode

@@ -104,7 +104,7 @@ class RunConfig(Section):
     grace_s: float = Field(
         30.0,
         gt=0,
-        description="Seconds from SIGINT, SIGTERM or SIGUSR1 within which a rank has to begin to save; one that is still in a phase then ends unsaved. It does not bound the saving itself. Also the longest that, after an error and when a trainer is closed, ranks wait for each other and for a checkpoint that is still being written. 30: after as long torchrun and Slurm's scancel kill a job; raise it where phases are longer and there is more time, as with `launch --slurm` (120 s).",
+        description="Seconds from SIGINT, SIGTERM, SIGUSR1 or SIGHUP within which a rank has to begin to save; one that is still in a phase then ends unsaved. It does not bound the saving itself. Also the longest that, after an error and when a trainer is closed, ranks wait for each other and for a checkpoint that is still being written. 30: after as long torchrun and Slurm's scancel kill a job; raise it where phases are longer and there is more time, as with `launch --slurm` (120 s).",
     )
     max_restarts: int = Field(
         0,

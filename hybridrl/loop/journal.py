@@ -18,8 +18,9 @@ import torch
 
 from hybridrl.config.identity import changed_knobs, run_folder, saved_config, write_config
 from hybridrl.config.schema import Config
+from hybridrl.console import say
 from hybridrl.contracts.batch import ScoredBatch
-from hybridrl.loop.run_starts import RunStarts, exit_of
+from hybridrl.loop.run_starts import FINISHED, RunStarts, exit_of
 from hybridrl.loop.sample_records import sample_records
 from hybridrl.loop.saves import when_saved
 from hybridrl.loop.trace import StepTraces
@@ -113,7 +114,7 @@ class Journal:
             if self.console is not None:
                 self.console.message(text)
             else:
-                print(text, flush=True)
+                say(text, sys.stdout)
 
     def warn(
         self, warnings: Iterable[StepWarning], step: int, metrics: Mapping[str, float]
@@ -252,7 +253,7 @@ class Journal:
         summary = self._summary(evaluations, seconds)
         if self.is_writer:
             self._write_summary(summary)
-            self._starts.end("finished")
+            self._starts.end(FINISHED)
             if self.console is not None and evaluations:
                 self.console.compare(self.config.run.name, _compared(summary))
             taken = (
@@ -307,6 +308,8 @@ class Journal:
         then is noted as the end of the run.
         """
         self._starts.end(exit_of(sys.exception()))
+        for tracker in self.trackers:
+            tracker.begin_close()
         for tracker in self.trackers:  # they may have something to say, which sinks take
             tracker.close()
         for sink in self.sinks:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
+from hybridrl import console
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm, GroupAlgorithm
 from hybridrl.algorithms.preference import feedback_metrics
@@ -181,7 +182,7 @@ class Trainer:
         for model in roles.trained.values():
             connect_shares(model)
         num_bytes = sum(map(saved_bytes, roles.trained.values()))  # while all of it is in place
-        self.copies = Copies(config, self.store, num_bytes, self.journal.notify)
+        self.copies = Copies(config, self.store, num_bytes, self.journal.notify, self._trains)
         self._times.over("plan of the weights")
 
     def _note_engine(self, engine: EngineAdapter) -> None:
@@ -210,6 +211,7 @@ class Trainer:
             raise unknown_argument(unknown)
         return cls(as_config(config, overrides), **objects)
 
+    @console.protected()
     def fit(
         self,
         num_steps: int | None = None,

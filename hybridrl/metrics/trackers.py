@@ -1,8 +1,9 @@
 """Services that keep a run's metrics, samples, knobs and report: Weights & Biases, MLflow.
 
 Only rank 0 has trackers. Each works in a thread of its own with a bounded queue: the loop never
-waits for a service, except for CLOSE_S at the end of the run. What a service does not take in time
-or refuses is dropped, counted and said; the run's own files have everything. Nothing here raises.
+waits for a service, except for CLOSE_S at the end of the run, for all services together. What a
+service does not take in time or refuses is dropped, counted and said; the run's own files have
+everything. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -163,7 +165,7 @@ class TrackerSink:
         folder: the run folder, whose report page is kept at the end.
         say: tells the user something; called in the thread that calls the methods.
         max_waiting: records that wait for the service at most.
-        close_s: seconds that `close` waits at most.
+        close_s: seconds that `close` waits at most, from `begin_close` on.
 
     Attributes:
         is_done: whether the run was trained to its last step; set before `close`.
@@ -185,7 +187,7 @@ class TrackerSink:
         self._known: set[str] = set()  # kinds of errors that were said
         self._num_taken = self._num_given = 0
         self._waiting: queue.Queue[Callable[[], None]] = queue.Queue(max_waiting)
-        self._closing = threading.Event()
+        self._closing, self._closes_at, self._is_closed = threading.Event(), 0.0, False
         self._thread = threading.Thread(target=self._work, name=tracker.name, daemon=True)
         self._thread.start()
 
@@ -203,12 +205,19 @@ class TrackerSink:
         """
         self._put(lambda: self._tracker.samples(step, first_samples(file)))
 
+    def begin_close(self) -> None:
+        """Lets the service end the run, while others do the same."""
+        if not self._closing.is_set():
+            self._closes_at = time.monotonic() + self._close_s
+            self._closing.set()
+
     def close(self) -> None:
         """Waits until the service has everything, but not for long, and says what it lacks."""
-        if self._closing.is_set():
+        if self._is_closed:
             return
-        self._closing.set()
-        self._thread.join(self._close_s)
+        self._is_closed = True
+        self.begin_close()
+        self._thread.join(max(0.0, self._closes_at - time.monotonic()))
         self._say_errors()
         lost = self._num_given - self._num_taken
         if lost:

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from hybridrl.console import say
 from hybridrl.errors import UserError
 
 # Environment variables that the launcher sets for its ranks.
@@ -137,7 +137,7 @@ def report(failure: Failure) -> None:
         shown = f"hybridrl: {failure.message}"
     else:
         shown = failure.trace or failure.message
-    print(shown.rstrip(), file=sys.stderr, flush=True)
+    say(shown.rstrip())
 
 
 def log(text: str) -> bool:

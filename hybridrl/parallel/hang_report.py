@@ -13,7 +13,6 @@ import contextlib
 import json
 import os
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hybridrl.console import say
 from hybridrl.parallel import failure, progress
 from hybridrl.parallel.collectives import latest_calls, num_called
 from hybridrl.parallel.hang_page import HANGS, HangPage, RankReport, newest_page
@@ -233,7 +233,7 @@ class HangReports:
         with contextlib.suppress(OSError):  # of a full disk
             if self.folder is not None:
                 return page.write(self.folder)
-        print(page.text(), file=sys.stderr, flush=True)
+        say(page.text())
         return None
 
 

@@ -20,7 +20,6 @@ import datetime
 import itertools
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +27,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
+from hybridrl.console import say
 from hybridrl.parallel import failure
 from hybridrl.parallel.failure import Failure, PeerError
 from hybridrl.parallel.hang import HangWatch
@@ -303,8 +303,7 @@ class Heartbeat:
             page = self.reports.gather(hang.message, hang.suspects, beats, silent)
             said.append(with_page(hang.message, page))
         for text in filter(None, said):
-            with contextlib.suppress(OSError):  # nobody reads it; ranks are still watched
-                print(f"hybridrl: {text}", file=sys.stderr, flush=True)
+            say(f"hybridrl: {text}")
 
     def _publish(self, verdict: Verdict) -> None:
         """Lets all ranks know of the verdict; waits until those that beat do."""

@@ -1,13 +1,13 @@
-"""SIGINT, SIGTERM and SIGUSR1 during training: all ranks save where they are, and end.
+"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP in training: all ranks save where they are, and end.
 
 A handler only notes the signal. Ranks tell each other with whatever they exchange anyway
 (`World.stop_signal`), and the heartbeat brings it to ranks that got none, so that all leave a step
 at the same place: `StopAsked`. A step that has changed no weights is left in the middle, and its
 responses are saved, whole and begun ones; one that has is finished first.
 
-SIGUSR1, by which schedulers say that a machine is about to be taken away, and a file (`Notice`)
-have the effect of SIGTERM. A thread looks for the file, and ends a process that does not come to
-save in time: nothing else can call back a phase that does not end.
+SIGUSR1, by which schedulers say that a machine is about to be taken away, SIGHUP of a terminal that
+is closed, and a file (`Notice`) have the effect of SIGTERM. A thread looks for the file, and ends a
+process that does not come to save in time: nothing else can call back a phase that does not end.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,10 +25,11 @@ from types import FrameType
 from typing import Any
 
 from hybridrl.config.own_code import contained
+from hybridrl.console import say
 from hybridrl.parallel import failure
 from hybridrl.parallel.groups import World
+from hybridrl.parallel.stop_signals import may_be_second, meaning, noted_signals
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 # Within this time a second signal is the first one's copy: terminals, torchrun and schedulers send
 # it to the launcher and to the ranks, and the launcher passes it on.
 SAME_SIGNAL_S = 3.0
@@ -82,7 +82,7 @@ def check_stop(world: World) -> None:
 def stops_on_signals(
     world: World, save: Callable[[StopAsked], None], notice: Notice
 ) -> Iterator[None]:
-    """Notes SIGNALS for `StopAsked`, in the main thread; a second one ends the process.
+    """Notes signals for `StopAsked`, in the main thread; a second one ends the process.
 
     Elsewhere signals do what they did before: Python calls handlers in the main thread only. What
     users' code raises to end the process (sys.exit) is no stop, but an error of its own.
@@ -139,7 +139,7 @@ def _end_unsaved(number: int, grace_s: float, world: World) -> None:
         f"within run.grace_s={grace_s:g}; nothing was saved, the newest checkpoint stands"
     )
     if world.rank == 0:
-        print(said, file=sys.stderr, flush=True)
+        say(said)
     else:
         failure.log(said)
     failure.end()
@@ -156,11 +156,12 @@ def _note_signals(world: World) -> dict[signal.Signals, Any]:
 
     def note(number: int, frame: FrameType | None) -> None:
         first.append(time.monotonic())
-        number = signal.SIGTERM if number == signal.SIGUSR1 else number
-        if first[-1] - first[0] > SAME_SIGNAL_S:
+        is_second = may_be_second(number) and first[-1] - first[0] > SAME_SIGNAL_S
+        number = meaning(number)
+        if is_second:
             if number == signal.SIGINT and "RANK" not in os.environ:  # a notebook's process stays
                 raise KeyboardInterrupt
             os._exit(128 + number)
         world.heartbeat.stop_signal = world.heartbeat.stop_signal or number
 
-    return {number: signal.signal(number, note) for number in SIGNALS}
+    return {number: signal.signal(number, note) for number in noted_signals()}

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybridrl.console import say
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
@@ -156,7 +156,7 @@ def _inside_the_trainer(
     has_latents = is_cpu and shape.latent is not None
     if hidden := sorted(os.environ.keys() & set(_other_weights(is_cpu))):
         why = "weights would not lie where training writes them"
-        print(f"hybridrl: SGLang starts without {', '.join(hidden)}: {why}", file=sys.stderr)
+        say(f"hybridrl: SGLang starts without {', '.join(hidden)}: {why}")
     with (
         keep_generators(device, everywhere=True),
         _kept_threads(),

@@ -44,6 +44,7 @@ LEVELS = {
     "contracts": 1,
     "config": 1,
     "platform": 1,
+    "console": 0,
     "errors": 0,
     "kernels": 0,
     "_C": 0,
@@ -97,12 +98,14 @@ WALLS = {
 }
 TORCH_FREE = [
     "__init__.py",
+    "console.py",
     "errors.py",
     "config/*.py",
     "environments/*.py",
     "cli/*.py",
     "planning/*.py",
     "parallel/layout.py",
+    "parallel/stop_signals.py",
     "models/weights.py",
     "models/cuts.py",
     "models/family.py",
@@ -311,6 +314,57 @@ def test_only_the_registry_goes_by_the_name_of_an_engine() -> None:
 )
 def test_an_engine_asked_for_by_name_is_found(fault: str) -> None:
     assert list(engine_choices(ast.parse(fault)))
+
+
+# Commands whose result is what they print, and what runs or prints for code of users.
+RESULTS = {f"cli/{name}.py" for name in ("bench", "cluster_check", "cluster_probe", "top")}
+MAY_PRINT = {
+    *RESULTS,
+    "console.py",
+    *(f"rewards/{one}.py" for one in ("contain", "program", "rpc")),
+}
+
+
+def console_writes(tree: ast.AST) -> Iterator[int]:
+    """Yields the lines that write to the console by another way than `hybridrl.console`: prints,
+    and what goes past the streams that it protects.
+    """
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in ("__stdout__", "__stderr__"):
+            yield node.lineno
+        if not isinstance(node, ast.Call):
+            continue
+        called, given = ast.unparse(node.func), [ast.unparse(one) for one in node.args[:1]]
+        to = [ast.unparse(one.value) for one in node.keywords if one.arg == "file"]
+        is_printed = called == "print" and to in ([], ["sys.stdout"], ["sys.stderr"])
+        is_past = called in ("os.write", "os.fdopen", "open") and given in (["1"], ["2"])
+        if is_printed or is_past or called in ("sys.stdout.write", "sys.stderr.write"):
+            yield node.lineno
+
+
+def test_the_console_is_written_to_where_it_cannot_fail() -> None:
+    found = [
+        f"{relative(path)}:{line}"
+        for path in sources()
+        if relative(path) not in MAY_PRINT
+        for line in console_writes(tree_of(path))
+    ]
+    assert found == [], "use hybridrl.console.say"
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "print(1)",
+        "print(1, file=sys.stderr, flush=True)",
+        "os.write(2, b'')",
+        "sys.__stderr__.flush()",
+        "sys.stdout.write('')",
+    ],
+)
+def test_another_way_to_the_console_is_found(fault: str) -> None:
+    assert list(console_writes(ast.parse(fault)))
+    assert not list(console_writes(ast.parse("print(1, file=file)\nsay('')")))
 
 
 def test_every_engine_is_an_adapter_that_only_the_registry_names() -> None:

@@ -6,14 +6,26 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from hybridrl.cli import launch as launch_module
-from hybridrl.cli.launch import is_launched, is_rank, launch, launch_run
+from hybridrl.cli.launch import (
+    LEAVE_S,
+    Share,
+    caught_signals,
+    is_launched,
+    is_rank,
+    launch,
+    launch_run,
+    run_ranks,
+)
+from hybridrl.cli.rank_log import TEE
 from hybridrl.errors import UserError
+from hybridrl.metrics.trackers import CLOSE_S
 from hybridrl.parallel.failure import Failure
 
 PROGRAM = """
@@ -97,6 +109,20 @@ elif what == "unsaved":
         os._exit(128 + signal.SIGTERM)
     signal.signal(signal.SIGTERM, fail)
     (logs / f"rank_{rank}.ready").touch()
+    time.sleep(600)
+elif what == "talks":
+    for _ in range(100):
+        os.write(2, b"x" * 9999 + b"\\n")
+elif what == "closes":
+    def close(*_):
+        time.sleep(1.5 * (rank == 0))  # its trackers
+        os._exit(128 + signal.SIGTERM)
+    signal.signal(signal.SIGTERM, close)
+    (logs / f"rank_{rank}.ready").touch()
+    if sys.argv[2:] and rank == 1:
+        while not (logs / "rank_0.ready").exists():
+            time.sleep(0.05)
+        [os.kill(int((logs / f"rank_{one}.pid").read_text()), signal.SIGTERM) for one in (0, 1)]
     time.sleep(600)
 elif what == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -278,7 +304,51 @@ def test_launch_forgets_errors_of_an_earlier_start(
     assert "stale" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_rank_is_heard_to_the_end_whose_launcher_has_no_stderr_any_more(
+    tmp_path: Path, program: list[str]
+) -> None:
+    """Else it would wait for ever with a full pipe."""
+    code = (
+        "import sys; from pathlib import Path; from hybridrl.cli.launch import launch; "
+        f"sys.exit(launch(['talks'], 1, Path({str(tmp_path)!r}), {program!r}))"
+    )
+    reads, writes = os.pipe()
+    os.close(reads)
+    launcher = subprocess.Popen([sys.executable, "-c", code], stderr=writes)
+    os.close(writes)
+    try:
+        assert launcher.wait(20) == 0
+    finally:
+        launcher.kill()
+    assert (tmp_path / "rank_0.log").read_text().count("x") == 100 * 9999
+
+
+@pytest.mark.parametrize("by_themselves", [False, True])
+def test_a_rank_that_closes_its_trackers_at_a_stop_is_waited_for(
+    by_themselves: bool, tmp_path: Path, program: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch_module, "KILL_AFTER_S", 0.5)
+    monkeypatch.setattr(launch_module, "GRACE_S", 0.5)
+
+    def stop(received: list[int]) -> None:
+        def tell() -> None:
+            while len(list(tmp_path.glob("*.ready"))) < 2:
+                time.sleep(0.05)
+            received.append(signal.SIGTERM)
+
+        if not by_themselves:
+            threading.Thread(target=tell, daemon=True).start()
+
+    command = [*program, "closes", *["itself"] * by_themselves]
+    outcome = run_ranks(command, Share.whole(2), tmp_path, steer=stop)
+    assert [rank.code for rank in outcome.ranks] == [143, 143] and not outcome.culprits
+    assert LEAVE_S > CLOSE_S
+
+
+STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.mark.parametrize("number", [*STOPS, signal.SIGKILL])
 def test_ranks_end_with_the_launcher(tmp_path: Path, program: list[str], number: int) -> None:
     logs = tmp_path / "logs"
     code = (
@@ -291,7 +361,8 @@ def test_ranks_end_with_the_launcher(tmp_path: Path, program: list[str], number:
     while not all(f.exists() and f.read_text() for f in files) and time.monotonic() < deadline:
         time.sleep(0.05)
     launcher.send_signal(number)
-    assert launcher.wait(timeout=30) == (-number if number == signal.SIGKILL else 128 + number)
+    meant = signal.SIGTERM if number == signal.SIGHUP else number
+    assert launcher.wait(timeout=30) == (-number if number == signal.SIGKILL else 128 + meant)
     deadline = time.monotonic() + 5
     while any(is_alive(file) for file in files) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -315,6 +386,41 @@ def test_a_rank_that_could_not_save_at_a_signal_says_why(
     _, told = launcher.communicate(timeout=30)
     assert launcher.returncode == 2
     assert told.splitlines() == ["disk: got full; allowed: room. Make some."]
+
+
+def test_only_a_user_asks_twice_and_nohup_is_obeyed() -> None:
+    """Shells and the system send SIGHUP several times, seconds apart."""
+    with caught_signals() as received:
+        os.kill(os.getpid(), signal.SIGHUP)
+        time.sleep(launch_module.SAME_SIGNAL_S + 0.1)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert received == [signal.SIGTERM]
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert received == [signal.SIGTERM] * 2
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with caught_signals() as received:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert received == [] and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_under_torchrun_the_log_goes_on_where_the_console_is_gone(tmp_path: Path) -> None:
+    reads, writes = os.pipe()
+    log = tmp_path / "rank_0.log"
+    copy = subprocess.Popen(["sh", "-c", TEE, str(log)], stdin=subprocess.PIPE, stdout=writes)
+    os.close(writes)
+    assert copy.stdin is not None
+    copy.stdin.write(b"before\n")
+    copy.stdin.flush()
+    assert os.read(reads, 100) == b"before\n"
+    os.close(reads)
+    copy.send_signal(signal.SIGUSR1)  # of a scheduler, to all processes
+    copy.stdin.write(b"x" * 200_000)
+    copy.stdin.close()
+    copy.wait(10)
+    assert log.read_bytes() == b"before\n" + b"x" * 200_000
 
 
 def test_torchrun_ranks_are_ranks_but_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -209,6 +209,19 @@ def test_a_service_that_hangs_holds_nobody_up_and_what_is_dropped_is_counted(
     gate.set()
 
 
+def test_services_end_the_run_together(folder: Path) -> None:
+    gate = threading.Event()
+    trackers: list[Tracker] = [Slow(lambda what: None if gate.wait(60) else None) for _ in range(3)]
+    sinks = [TrackerSink(one, folder, lambda text: None, close_s=0.5) for one in trackers]
+    start = time.monotonic()
+    for sink in sinks:
+        sink.begin_close()
+    for sink in sinks:
+        sink.close()
+    assert time.monotonic() - start < 1.0
+    gate.set()
+
+
 def test_a_service_that_refuses_is_said_once_and_counted(folder: Path) -> None:
     def act(what: str) -> None:
         if what == "metrics":
