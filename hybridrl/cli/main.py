@@ -181,6 +181,7 @@ def train(
     ] = "newest",
 ) -> None:
     """Train; continues from the newest checkpoint in the run folder."""
+    _refuse_other_job(world)
     loaded = with_commits(load_config(config, overrides or []))
     if replay is not None:
         _replay(loaded, config, overrides or [], world, replay)
@@ -221,6 +222,7 @@ def evaluate(
     """
     from hybridrl.cli.evaluation import evaluated_config, untrained_warning
 
+    _refuse_other_job(world)
     given = overrides or []
     loaded, found = evaluated_config(config, given)
     if found is not None and checkpoint is not None:
@@ -267,6 +269,8 @@ def bench_rollout(
 ) -> None:
     """Measure how many tokens a second each engine generates for a run, with initial weights."""
     from hybridrl.cli import bench as measuring
+
+    _refuse_other_job(world)
 
     def load(changed: Sequence[str]) -> tuple[Config, int]:
         found = with_commits(load_config(config, changed))
@@ -387,16 +391,31 @@ def _leave(code: int) -> None:
     sys.exit(code)
 
 
+def _refuse_other_job(asked: int | None) -> None:
+    """Refuses --world where the environment says that this is a rank of another job, before this
+    process waits for the ranks of that one.
+    """
+    if is_rank() and not is_launched():
+        _torchrun_world(asked)
+
+
 def _torchrun_world(asked: int | None) -> int:
-    world_size = int(os.environ["WORLD_SIZE"])
-    if asked not in (None, world_size):
-        raise UserError(
-            "--world",
-            asked,
-            f"{world_size}, which torchrun started",
-            "Leave it out under torchrun.",
-        )
-    return world_size
+    """Returns the number of ranks, of which torchrun started this one.
+
+    Raises:
+        UserError: another number is asked for, or the variables are none of a rank.
+    """
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    remedy = (
+        "Under torchrun leave --world out; in the shell of another job `unset RANK WORLD_SIZE`."
+    )
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        found, allowed = f"{rank!r} and {size!r}", "a rank below the number of ranks"
+        raise UserError("RANK and WORLD_SIZE in the environment", found, allowed, remedy)
+    if asked not in (None, int(size)):
+        allowed = f"{size}, since RANK={rank} and WORLD_SIZE={size} are in the environment"
+        raise UserError("--world", asked, allowed, remedy)
+    return int(size)
 
 
 def _evaluate_rank(
@@ -423,6 +442,8 @@ def _check_mismatch(
 ) -> NoReturn:
     """Runs `check --mismatch` as parent or as rank; ends the command with its exit code."""
     from hybridrl.cli import mismatch
+
+    _refuse_other_job(world)
 
     def load(given: Sequence[str]) -> tuple[Config, int]:
         config = with_commits(load_config(file, given))

@@ -296,7 +296,7 @@ def test_keys_of_services_stand_in_no_command_line(tmp_path: Path) -> None:
         "job.run(['train'], logs, {})"
     )
     file = tmp_path / "ssh"
-    file.write_text('#!/bin/sh\necho "$@" >"$0.arguments"; head -n 1 >"$0.stdin"\n')
+    file.write_text('#!/bin/sh\necho "$@" >"$0.arguments"; head -n 1 >"$0.stdin"; exit 2\n')
     file.chmod(0o755)
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False, timeout=60)
     assert "secret" not in (tmp_path / "ssh.arguments").read_text()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -138,7 +139,18 @@ def test_unknown_architecture_is_refused(here: Path) -> None:
 def test_torchrun_rank_checks_the_config_itself(here: Path) -> None:
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "3"}
     assert_refused(hybridrl(here, "train", "c.yaml", "train.tp=2", **world), "world size 3")
-    assert_refused(hybridrl(here, "train", "c.yaml", "--world", "2", **world), "--world")
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_world_in_the_shell_of_another_job_is_refused_immediately(command: str, here: Path) -> None:
+    """Nobody listens at the address: this process would wait for the other ranks for minutes."""
+    job = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    began = time.monotonic()
+    done = hybridrl(here, command, "c.yaml", "--world", "1", **job)
+    assert_refused(done, "--world: got 1; allowed: 2, since RANK=1 and WORLD_SIZE=2")
+    assert "unset RANK WORLD_SIZE" in done.stderr and time.monotonic() - began < 30
+    done = hybridrl(here, command, "c.yaml", **{**job, "RANK": "2"})
+    assert_refused(done, "RANK and WORLD_SIZE in the environment: got '2' and '2'")
 
 
 def test_usage_errors_have_code_2(here: Path) -> None:
