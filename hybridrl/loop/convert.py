@@ -4,6 +4,7 @@ of a few ranks.
 
 from __future__ import annotations
 
+import sys
 from math import gcd
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.opening import open_on_all_ranks
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
+from hybridrl.console import say
 from hybridrl.loop.exports import export_model
 from hybridrl.loop.saves import OLD_SCORES
 from hybridrl.models.directory import read_config
@@ -104,6 +106,6 @@ def _to_hf(
     if head == "value":
         model.read_scores(state.score_token)
         if state.score_token == BEFORE_LAST and world.rank == 0:
-            print(f"{folder}: the reward model {OLD_SCORES}", flush=True)
+            say(f"{folder}: the reward model {OLD_SCORES}", sys.stdout)
     load_model(checkpoint, "policy" if head == "lm" else "critic", model, world)
     export_model(model, target, folder / HF_FILES)
