@@ -28,6 +28,7 @@ from hybridrl.hybrid_engine.pieces import join
 from hybridrl.hybrid_engine.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.models.families.by_length import said_of_length
 from hybridrl.models.family import read_model
+from hybridrl.planning.alike import transport_of
 from hybridrl.planning.cluster import Assumptions, ClusterFile, Host, assume, merged
 from hybridrl.planning.estimate import estimate
 from hybridrl.planning.fit import cpu_verdict, gpu_verdict
@@ -184,6 +185,7 @@ def _peaks(
     copied = locked_bytes(saved) if on_gpu else saved  # of GPUs' tensors to page-locked segments
     return {
         "train_peak_bytes": max(memory.train for memory in memories),
+        "usual_train_peak_bytes": max(memory.usual_train for memory in memories),
         "rollout_peak_bytes": max(memory.rollout for memory in memories),
         "staging_bytes": memories[0].staging,
         "checkpoint_copy_bytes": copied if copies_checkpoints(config) else 0,
@@ -214,7 +216,7 @@ def _memories(
     config: Config, models: Sequence[RoleModel], laid: Placed, assumed: Assumptions | None
 ) -> Sequence[RankMemory]:
     """Returns what ranks hold, those that hold the same models together, by the first of them."""
-    on_gpu, transport = assumed is not None, _transport(config, assumed)
+    on_gpu, transport = assumed is not None, transport_of(config, assumed)
     itemsize, world_size = itemsize_of(config, on_gpu), len(laid.whole)
     return [
         RankMemory(
@@ -263,17 +265,11 @@ def _predicted_ms(
     busiest = max(*plan.receive_bytes, *plan.send_bytes)
     if assumed is None:
         return 1e3 * max(busiest / GLOO_BYTES_PER_S, local_bytes / CPU_COPY_BYTES_PER_S)
-    cluster, transport = assumed.cluster, _transport(config, assumed)
+    cluster, transport = assumed.cluster, transport_of(config, assumed)
     within = transfer_ms(transport, busiest, local_bytes, cluster.link_gb_per_s)
     if cluster.nodes == 1:
         return within
     return max(planned_ms(plan.traffic, cluster), transfer_ms(transport, 0, local_bytes))
-
-
-def _transport(config: Config, assumed: Assumptions | None) -> str:
-    """Returns what 'auto' becomes on GPUs that can read each other's memory within a node."""
-    far = assumed is None or assumed.cluster.nodes > 1 or config.train.release_weights_in_rollout
-    return "packed" if far or config.rollout.transport == "packed" else "peer"
 
 
 def _transport_rules(config: Config, assumed: Assumptions | None) -> Iterator[UserError]:

@@ -110,7 +110,7 @@ def _used_assumptions(report: dict[str, Any]) -> Iterator[str]:
 def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
     memory, verdict = report["memory"], report["verdict"]
     yield (
-        f"memory   at most {memory_size(memory['train_peak_bytes'])} a rank in training, "
+        f"memory   a rank takes {_train_peaks(memory)} in training, "
         f"{memory_size(memory['rollout_peak_bytes'])} in rollout, of which "
         f"{memory_size(verdict['kv_cache_bytes'])} are the KV cache of {verdict['max_requests']} "
         "longest requests"
@@ -139,11 +139,17 @@ def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if len(found) == 1:
         return
     for one in found:
-        train, rollout = one["train_peak_bytes"], one["rollout_peak_bytes"]
         yield (
             f"         ranks {shown(one['ranks'])}: {', '.join(one['roles'])}; "
-            f"{memory_size(train)} in training, {memory_size(rollout)} in rollout"
+            f"{_train_peaks(one)} in training, {memory_size(one['rollout_peak_bytes'])} in rollout"
         )
+
+
+def _train_peaks(memory: Mapping[str, Any]) -> str:
+    """Says what training takes with samples of usual length, and at most where that is more."""
+    keys = "usual_train_peak_bytes", "train_peak_bytes"
+    usual, most = (memory_size(memory[key]) for key in keys)
+    return f"about {usual}" if usual == most else f"about {usual} (at most {most})"
 
 
 def _reshard_lines(report: dict[str, Any]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from hybridrl.metrics.report import write_report
 from hybridrl.planning.cluster import Host
 
 MOST_RUNS = 8  # colours of the page
-PHASES = {"train_peak_bytes": "training", "rollout_peak_bytes": "generation"}
+PHASES = {"usual_train_peak_bytes": "training", "rollout_peak_bytes": "generation"}
 Say = Callable[[str], None]
 
 

@@ -36,12 +36,12 @@ class LayoutConfig(Section):
     mean_prompt_tokens: int | None = Field(
         None,
         ge=1,
-        description="Tokens of a usual prompt, for predicted times. None: data.max_prompt_tokens, since data is not read for a plan.",
+        description="Tokens of a usual prompt, for predicted times and usual memory. None: data.max_prompt_tokens, since data is not read for a plan.",
     )
     mean_response_tokens: int | None = Field(
         None,
         ge=1,
-        description="Tokens of a usual response, for predicted times. None: rollout.max_new_tokens, the longest; memory is counted for the longest in any case.",
+        description="Tokens of a usual response, for predicted times and usual memory. None: rollout.max_new_tokens, the longest; whether a run fits is judged for any lengths.",
     )
     chosen_for: int | None = Field(
         None,

@@ -275,6 +275,12 @@ class Config(Section):
         """Returns the terms of the section `mix` that have a weight."""
         return {name: term for name, term in self.mix.items() if term.weight > 0}
 
+    def longest_request(self) -> int:
+        """Returns the most tokens that an engine has of a request, prompt and response: in training
+        and in evaluations.
+        """
+        return self.data.max_prompt_tokens + self.eval.most_new_tokens(self.rollout.max_new_tokens)
+
     def longest_sequence(self) -> int:
         """Returns the most tokens that a sequence of the run may have, prompt and response: in
         training, in evaluations and in terms of the loss.

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from hybridrl.errors import DataError
 
+FP8_TOKENS = 16  # FP8 matrix products take multiples of this many positions
+
 
 @dataclass(frozen=True)
 class PackedBounds:

@@ -171,8 +171,7 @@ def build_engine(
             layout,
             world.rank,
             world.platform.device,
-            max_tokens=config.data.max_prompt_tokens
-            + config.eval.most_new_tokens(rollout.max_new_tokens),
+            max_tokens=config.longest_request(),
             reserved_bytes=reserved_bytes,
             timeout_s=config.run.collective_timeout_s,
             shard=shard,

@@ -11,22 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hybridrl.config.engines import ENGINES
-from hybridrl.config.placement import Place
 from hybridrl.config.schema import Config
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.alike import held_alike, memory_alike
 from hybridrl.planning.cluster import Assumptions
 from hybridrl.planning.fit import num_requests, with_margin
 from hybridrl.planning.memory import (
     MAIN_GRAD_BYTES,
-    Held,
-    HeldEngine,
     HeldModel,
     Memory,
     RoleModel,
-    estimate_memory,
     itemsize_of,
 )
-from hybridrl.planning.sizes import engine_elements, fullest_stage, shared_elements
 from hybridrl.planning.times import Times, giving_back_s, step_times
 
 
@@ -47,13 +43,6 @@ class Estimate:
     spare_bytes: int
 
 
-def layout_of(config: Config, world_size: int) -> TrainLayout:
-    """Returns the training layout over all ranks."""
-    train = config.train
-    sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
-    return TrainLayout(world_size, *sizes, etp=train.etp)
-
-
 def estimate(
     config: Config, models: Sequence[RoleModel], world_size: int, assumed: Assumptions
 ) -> Estimate:
@@ -68,26 +57,17 @@ def estimate(
     Raises:
         ModelError: a tensor cannot be cut so.
     """
-    family, shape = models[0].family, models[0].shape
-    layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
+    train, rollout = config.train, config.rollout
     itemsize = itemsize_of(config, on_gpu=True)
     is_fused = ENGINES[rollout.engine].has_fused_parameters
-    tp, ep = (rollout.tp, rollout.ep) if is_fused else (1, 1)
-    engine, shared = engine_elements(family, shape, tp, ep), 0
-    if ENGINES[rollout.engine].shares_memory and not train.release_weights_in_rollout:
-        shared = shared_elements(family, shape, layout, tp, ep, not train.fuse_param_gather)
-    place = Place(tuple(range(world_size)), train.tp, train.pp, train.cp, train.ep, train.vpp)
-    held = [
-        HeldModel(
-            model, place, layout, *fullest_stage(model.family, model.shape, layout, model.head)
-        )
-        for model in models
-    ]
-    ranks = Held(held, HeldEngine(itemsize * (engine - shared), world_size))
-    memory = estimate_memory(config, shape, world_size, ranks, "packed", on_gpu=True)
+    ranks = held_alike(config, models, world_size)
+    held, layout, engine, shared = ranks.models, ranks.layout, ranks.engine, ranks.shared
+    memory = memory_alike(config, ranks, world_size, assumed)
     requests = num_requests(memory, assumed.gpu_memory_bytes)
     most = max(memory.train, memory.rollout_with(requests))
-    crossing = max(0, engine - shared - _own_elements(layout, held[0], tp))
+    crossing = max(
+        0, engine - shared - _own_elements(layout, held[0], rollout.tp if is_fused else 1)
+    )
     times = step_times(
         config,
         models,
@@ -100,10 +80,10 @@ def estimate(
     )
     if memory.has_engine and ENGINES[rollout.engine].sleeps:
         cache = memory.rollout_with(requests) - memory.rollout_with(0)
-        own = itemsize * (engine - shared) + cache
+        asleep = itemsize * (engine - shared) + cache
         trained = sum(one.num_params for one in held if one.model.is_trained)
         # Gradients lie in memory of the engine.
-        both = memory.train + own - min(own, MAIN_GRAD_BYTES * trained)
+        both = memory.train + asleep - min(asleep, MAIN_GRAD_BYTES * trained)
         always = train.offload_optimizer or train.release_weights_in_rollout
         changes_s = giving_back_s(1.0 if always else both / assumed.gpu_memory_bytes)
         times = replace(times, reshard=times.reshard + changes_s)

@@ -16,27 +16,24 @@ from typing import Any
 
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.lag import requests_under_way
-from hybridrl.config.placement import Machines, Placement, shown
+from hybridrl.config.placement import Machines, shown
 from hybridrl.config.rules import check
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.alike import held_alike, memory_alike
 from hybridrl.planning.cluster import GIB, Assumptions
 from hybridrl.planning.memory import (
     ADAM_BYTES,
     MAIN_GRAD_BYTES,
     MASTER_BYTES,
-    Held,
-    HeldEngine,
-    HeldModel,
     Memory,
     RankMemory,
     RoleModel,
-    estimate_memory,
     itemsize_of,
 )
-from hybridrl.planning.sizes import engine_elements, fullest_stage, shared_elements
+from hybridrl.planning.sizes import fullest_stage
 from hybridrl.planning.text import memory_size
 
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 2 * GIB
@@ -69,22 +66,27 @@ def gpu_verdict(
         may_change: looks for changes with which it fits, where it does not.
 
     Returns:
-        `fits`, a sentence about it (`summary`), the phase that takes most, its estimate, what it
-        needs with the margin and what the GPU has to spare then, all in bytes; how many of the
-        requests that are decoded together the KV cache holds; and changes that fit (`remedies`).
+        `fits`, a sentence about it (`summary`), the phase that takes most, its estimate whatever
+        the lengths of samples and with usual ones, what it needs with the margin and what the GPU
+        has to spare then, all in bytes; how many of the requests that are decoded together the KV
+        cache holds; and changes that fit (`remedies`).
     """
-    gpu, phases = assumed.gpu_memory_bytes, list[tuple[int, str, RankMemory]]()
+    gpu, phases = assumed.gpu_memory_bytes, list[tuple[int, int, str, RankMemory]]()
     for one in found:
         rollout = one.memory.rollout_with(num_requests(one.memory, gpu))
-        phases += [(one.memory.train, "training", one), (rollout, "rollout", one)]
-    most, phase, fullest = max(phases, key=lambda judged: judged[0])
+        phases.append((one.memory.train, one.memory.usual_train, "training", one))
+        phases.append((rollout, rollout, "rollout", one))
+    most, usual, phase, fullest = max(phases, key=lambda judged: judged[0])
     caches = [one.memory for one in found if one.memory.has_engine]
     cache, room = caches[0], min(num_requests(memory, gpu) for memory in caches)
     spare = gpu - with_margin(most)
     where = _on_ranks(fullest.fullest if phase == "training" else fullest.ranks, found)
-    outcome = "fits" if spare >= 0 else "may not fit" if most <= gpu else "does not fit"
+    may_fit = max(judged[1] for judged in phases) <= gpu
+    outcome = "fits" if spare >= 0 else "may not fit" if may_fit else "does not fit"
+    at_most = memory_size(most)
+    bound = "" if memory_size(usual) == at_most else f" and at most {at_most}"
     summary = (
-        f"{outcome}: {phase}{where} takes about {memory_size(most)}, "
+        f"{outcome}: {phase}{where} takes about {memory_size(usual)}{bound}, "
         f"{memory_size(with_margin(most))} with a margin of {MARGIN_SHARE:.0%} and "
         f"{MARGIN_BYTES // GIB} GiB, of a GPU's {memory_size(gpu)} "
         f"({assumed.values['gpu_memory_gib'].source}): "
@@ -103,6 +105,7 @@ def gpu_verdict(
         "summary": summary,
         "phase": phase,
         "estimate_bytes": most,
+        "usual_bytes": usual,
         "needed_bytes": with_margin(most),
         "spare_bytes": spare,
         "kv_cache_bytes": cache.kv_cache,
@@ -156,6 +159,7 @@ def cpu_verdict(found: Sequence[RankMemory]) -> dict[str, Any]:
     """Says why there is no verdict on CPU, and what is known."""
     peaks = [max(one.memory.train, one.memory.rollout) for one in found]
     memory, most = found[peaks.index(max(peaks))].memory, max(peaks)
+    usual = memory.usual_train if memory.train >= memory.rollout else memory.rollout
     cache = next(one.memory for one in found if one.memory.has_engine)
     world_size = sum(len(one.ranks) for one in found)
     total = sum(len(one.ranks) * peak for one, peak in zip(found, peaks, strict=True))
@@ -170,6 +174,7 @@ def cpu_verdict(found: Sequence[RankMemory]) -> dict[str, Any]:
         "summary": summary,
         "phase": phase,
         "estimate_bytes": most,
+        "usual_bytes": usual,
         "needed_bytes": None,
         "spare_bytes": None,
         "kv_cache_bytes": cache.kv_cache,
@@ -218,7 +223,8 @@ class _Search:
             if not placement.is_shared:  # any more, of those that are named
                 continue
             try:
-                memory = _estimate(config, self.models, placement)
+                held = held_alike(config, self.models, world)
+                memory = memory_alike(config, held, world, self.assumed)
             except ModelError:  # a tensor that cannot be cut so, which the rules do not know
                 continue
             most = max(memory.train, memory.rollout_with(memory.least_requests))
@@ -274,28 +280,6 @@ class _Search:
         ]
         for layout, saving in product(layouts, savings):
             yield {**layout, **saving}
-
-
-def _estimate(config: Config, models: Sequence[RoleModel], placement: Placement) -> Memory:
-    """Estimates as the report does where all ranks hold the same, but for weights that engine and
-    trainer share, of which only those of equal layouts are counted.
-    """
-    family, shape = models[0].family, models[0].shape
-    train, world_size = config.train, placement.num_ranks
-    engine_sizes = config.rollout.tp, config.rollout.ep
-    sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
-    layout = TrainLayout(world_size, *sizes, etp=train.etp)
-    engine = engine_elements(family, shape, *engine_sizes)
-    if ENGINES[config.rollout.engine].shares_memory and not train.release_weights_in_rollout:
-        has_buckets = not train.fuse_param_gather
-        engine -= shared_elements(family, shape, layout, *engine_sizes, has_buckets)
-    held = []
-    for model in models:
-        of_fullest = fullest_stage(model.family, model.shape, layout, model.head)
-        held.append(HeldModel(model, placement.policy, layout, *of_fullest))
-    of_engine = HeldEngine(itemsize_of(config, on_gpu=True) * engine, world_size)
-    ranks = Held(held, of_engine)
-    return estimate_memory(config, shape, world_size, ranks, "packed", on_gpu=True)
 
 
 def changed(config: Config, changes: Changes) -> Config:

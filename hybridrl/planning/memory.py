@@ -20,6 +20,7 @@ from hybridrl.config.teacher import read_teacher
 from hybridrl.models.family import Family, ModelShape, read_model
 from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.packing import MicroBatchSize, largest_micro_batch, usual_micro_batches
 from hybridrl.planning.replay import ReplayBytes, replay_bytes
 
 MIB = 2**20
@@ -34,6 +35,7 @@ GRAPH_BYTES = 448 * MIB
 ADAM_BYTES = 8  # two fp32 moments
 MASTER_BYTES = 4  # fp32 copy of 16-bit parameters
 MAIN_GRAD_BYTES = 4
+FP32_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Memory:
     """The estimated peaks of the fullest rank, in bytes.
 
     Args:
-        train: in training.
+        train: Most that training may take, whatever the lengths of samples.
+        usual_train: What training takes with samples of usual length, as they are packed.
         rollout: in generation, the KV cache with it.
         kv_cache: with room for all requests that are decoded together, and with the experts that
             are recorded of them.
@@ -53,6 +56,7 @@ class Memory:
     """
 
     train: int
+    usual_train: int
     rollout: int
     kv_cache: int
     num_requests: int
@@ -94,6 +98,7 @@ class RankMemory:
             "fullest_ranks": list(self.fullest),
             "roles": self.roles,
             "train_peak_bytes": self.memory.train,
+            "usual_train_peak_bytes": self.memory.usual_train,
             "rollout_peak_bytes": self.memory.rollout,
         }
 
@@ -242,14 +247,13 @@ def estimate_memory(
     engine_bytes = held.engine.num_bytes if held.engine else 0
     always = held.peer_bytes + frozen
     always += _gpu_bytes(config, world_size, held, transport) if on_gpu else 0
+    training = always + trained + gradients + states
+    training += replay.train if replay and "policy" in held.roles else 0
+    training += 0 if engine.sleeps else engine_bytes
+    most, usual = _activation_bytes(config, held.models, itemsize)
     return Memory(
-        train=always
-        + trained
-        + gradients
-        + states
-        + _activation_bytes(config, held.models, itemsize)
-        + (replay.train if replay and "policy" in held.roles else 0)
-        + (0 if engine.sleeps else engine_bytes),
+        train=training + most,
+        usual_train=training + usual,
         rollout=always
         + (0 if config.train.release_weights_in_rollout else trained)
         + (0 if config.train.offload_optimizer else states)
@@ -292,8 +296,12 @@ def _kv_cache_bytes(
     config: Config, shape: ModelShape, itemsize: int, num_requests: int, replay: ReplayBytes | None
 ) -> int:
     """Returns what the longest requests take of a rank's KV cache, and of what is recorded."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    per_request = longest * shape.cached_elements(config.rollout.tp) * shape.num_layers * itemsize
+    per_request = (
+        config.longest_request()
+        * shape.cached_elements(config.rollout.tp)
+        * shape.num_layers
+        * itemsize
+    )
     return num_requests * per_request + (replay.rollout if replay else 0)
 
 
@@ -326,28 +334,39 @@ def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> i
     return GROUP_BYTES * num_groups + (GRAPH_BYTES if captures else 0) + staging
 
 
-def _activation_bytes(config: Config, models: Sequence[HeldModel], itemsize: int) -> int:
-    """Returns what passes hold of a rank: those of the trained model that takes most, which is what
-    counts beside frozen ones, and of a frozen one where nothing is trained.
+def _activation_bytes(
+    config: Config, models: Sequence[HeldModel], itemsize: int
+) -> tuple[int, int]:
+    """Returns what passes hold of a rank, at most and usually: those of the trained model that
+    takes most, which is what counts beside frozen ones, and of a frozen one where nothing is
+    trained.
     """
+    most = usual = 0
     trained = [one for one in models if one.model.is_trained]
-    return max((_pass_bytes(config, one, itemsize) for one in trained or models), default=0)
+    for one in trained or models:
+        largest = largest_micro_batch(config, one.layout)
+        most = max(most, _pass_bytes(config, one, itemsize, largest))
+        for packed in usual_micro_batches(config, one.model.shape, one.layout):
+            usual = max(usual, _pass_bytes(config, one, itemsize, packed))
+    return most, min(usual, most)
 
 
-def _pass_bytes(config: Config, held: HeldModel, itemsize: int) -> int:
-    """Returns what one rank's forward passes keep for its backward passes, and the head's scratch.
+def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatchSize) -> int:
+    """Returns what one rank's passes over micro-batches of a size take: what forward passes keep
+    for backward passes, and the larger scratch, of the head or of gradients of copied keys.
 
     Of a layer: its input, what follows each norm, and the input of the feed-forward half (4 hidden
     sizes); queries, keys and values, the latents that they are made of, and what attention gives;
-    the feed-forward layer's two halves and their product. Tensor and sequence parallel cut all of
-    it. Of a mixture of experts the same of each of a token's experts, and their inputs and outputs,
-    which ranks exchange; tokens are taken to be spread evenly over the experts, and all layers to
-    be mixtures. A frozen model keeps nothing: one layer at a time is whole.
+    the feed-forward layer's two halves and their product. Where samples share prompts, attention
+    keeps the copies of keys and values. Tensor and sequence parallel cut all of it. Of a mixture of
+    experts the same of each of a token's experts, and their inputs and outputs, which ranks
+    exchange; tokens are taken to be spread evenly over the experts, and all layers to be mixtures.
+    A frozen model keeps nothing: one layer at a time is whole.
     """
     model, layout = held.model, held.layout
-    shape, tokens = model.shape, most_tokens(config, layout.dp) // layout.cp
-    heads = shape.num_heads + shape.num_kv_heads
-    attention = heads * (shape.head_dim + shape.value_dim)
+    shape, parts = model.shape, layout.cp * layout.tp
+    key_size = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+    attention = shape.num_heads * (shape.head_dim + shape.value_dim)
     if (latent := shape.latent) is not None:
         attention += latent.query_rank + latent.cached_dim
     product, exchanged = shape.ffn_size, 0
@@ -356,32 +375,25 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int) -> int:
         exchanged = 2 * moe.experts_per_token * shape.hidden_size * layout.etp
     per_token = 4 * shape.hidden_size + attention + 3 * product + exchanged
     layers, stages = -(-shape.num_layers // layout.pp), layout.pp
+    whole = micro.positions * per_token + micro.key_rows * key_size  # elements of a layer
     if not model.is_trained:
-        kept, stages = per_token, 1
+        kept, stages = whole, 1
     elif config.train.recompute == "full":  # each layer keeps its input; one at a time is whole
-        kept = shape.hidden_size * layers + per_token
+        kept = micro.positions * shape.hidden_size * layers + whole
     elif config.train.recompute == "selective":  # not the product, of shared experts neither
-        kept = (per_token - product) * layers
+        kept = (whole - micro.positions * product) * layers
     else:
-        kept = per_token * layers
-    logits = tokens * shape.padded_vocab(layout.tp) // layout.tp if model.head == "lm" else 0
-    scratch = min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES)
-    return tokens * kept * itemsize * stages // layout.tp + scratch
-
-
-def most_tokens(config: Config, dp: int) -> int:
-    """Returns the tokens that a micro-batch may have: the budget, or all samples of an update that
-    a replica may get, each as long as it may be, where those are fewer. They are dealt by length,
-    so that a replica has at most one sample more than its share.
-    """
-    needs = config.algorithm.needs
-    if needs is None or not needs.rollouts or config.terms():  # rows may be several sequences
-        return config.train.micro_batch_tokens
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    steps = config.steps
-    samples = steps.prompts_per_step * steps.samples_per_prompt
-    share = -(-samples // (steps.updates_per_step * dp)) + 1
-    return min(config.train.micro_batch_tokens, share * longest)
+        kept = whole * layers
+    scratch = 0
+    if model.head == "lm":
+        logits = micro.positions * shape.padded_vocab(layout.tp) // parts
+        scratch = min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES)
+    if model.is_trained and micro.key_rows > micro.positions:
+        # GatherKeys.backward: gradients of copies, and of one of the two a sum, both in fp32.
+        widest = shape.num_kv_heads * max(shape.head_dim, shape.value_dim)
+        summed = FP32_BYTES * (micro.key_rows + micro.positions) * widest
+        scratch = max(scratch, (itemsize * micro.key_rows * key_size + summed) // parts)
+    return kept * itemsize * stages // parts + scratch
 
 
 def fullest(layouts: Sequence[RankLayout]) -> tuple[int, int]:

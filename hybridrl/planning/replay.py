@@ -55,6 +55,7 @@ def replay_bytes(config: Config, shape: ModelShape, num_requests: int) -> Replay
     kept = 0
     if ENGINES[config.rollout.engine].has_fixed_kv_cache:
         # One number stands for no expert (rollout/experts_by_slot.py).
-        kept = choices * (1 if num_experts < ONE_BYTE else 2) * longest * num_requests
+        entry = choices * (1 if num_experts < ONE_BYTE else 2)
+        kept = entry * config.longest_request() * num_requests
     micro_batch = token * config.train.micro_batch_tokens // config.train.cp
     return ReplayBytes(token, token * longest * samples, micro_batch, kept)

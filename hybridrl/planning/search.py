@@ -23,7 +23,7 @@ from hybridrl.planning.cluster import Assumptions
 from hybridrl.planning.estimate import Estimate, estimate
 from hybridrl.planning.fit import Changes, changed, with_margin
 from hybridrl.planning.memory import RoleModel
-from hybridrl.planning.times import Lengths, shares_prompts
+from hybridrl.planning.packing import Lengths, shares_prompts
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BUDGETS = (4096, 8192, 16384, 32768, 65536)

@@ -17,7 +17,7 @@ from hybridrl.hybrid_engine.alias import shared_names
 from hybridrl.models.boxes import Shape
 from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.weights import EXPERTS, Head, fused_layout, megatron_layout
+from hybridrl.models.weights import EXPERTS, Head, RankLayout, fused_layout, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 
 LAYER = re.compile(r"(?:^|[./])layers\.(\d+)\.")
@@ -90,8 +90,9 @@ def shared_elements(
     ep: int,
     has_buckets: bool = True,
 ) -> int:
-    """Returns the elements of an engine's parameters that are the trainer's own memory where both
-    are cut alike; none where a rank trains with a part of the layers.
+    """Returns the elements of an engine's parameters that are the trainer's own memory, on the rank
+    that shares least: a rank trains with the layers of its pipeline stage, and cut tensors are
+    shared only where engine and trainer cut them alike.
 
     Args:
         family, shape: of the model.
@@ -99,21 +100,28 @@ def shared_elements(
         tp, ep: a replica's sizes.
         has_buckets: as of `stacks_are_even`.
     """
-    if layout.tp != tp or layout.pp > 1:
-        return 0
-    thin, one = _thin(family, shape), replace(_without_replicas(layout), vpp=1)
-    parts = thin.outside, thin.layers
-    sources = [megatron_layout(part, shape, one, 0) for part in parts]
-    shapes = {**sources[0].shapes, **sources[1].shapes}
-    is_even = stacks_are_even(shapes, layout, has_buckets)
+    thin, stages = _thin(family, shape), _without_replicas(layout)
+    one = replace(stages, world_size=stages.world_size // stages.pp, pp=1, vpp=1)
+    of_layers = megatron_layout(thin.layers, shape, one, 0)
     found = []
-    for part, source in zip(parts, sources, strict=True):
-        engine = fused_layout(part, shape, tp, 0, ep)
-        names = shared_names(source, engine, is_even)
-        found.append({name: engine.shapes[name] for name in names})
-    outside, of_layer = found[0], _by_layer(found[1])
-    layers = (of_layer.get(kind, (0, 0))[0] for kind in thin.kind_of)
-    return sum(prod(size) for size in outside.values()) + sum(layers)
+    for stage in range(stages.pp):
+        rank = stages.rank_at(tp=0, cp=0, dp=0, pp=stage)
+        outside = megatron_layout(thin.outside, shape, stages, rank)
+        is_even = stacks_are_even({**outside.shapes, **of_layers.shapes}, layout, has_buckets)
+        shared = _shared(outside, fused_layout(thin.outside, shape, tp, 0, ep), is_even)
+        elements = sum(prod(size) for size in shared.values())
+        by_layer = _by_layer(
+            _shared(of_layers, fused_layout(thin.layers, shape, tp, 0, ep), is_even)
+        )
+        for chunk in stages.layers(stage, shape.num_layers):
+            elements += sum(by_layer.get(thin.kind_of[layer], (0, 0))[0] for layer in chunk)
+        found.append(elements)
+    return min(found)
+
+
+def _shared(source: RankLayout, engine: RankLayout, is_even: bool) -> Mapping[str, Shape]:
+    """Returns the shapes of an engine's parameters that are the trainer's own memory."""
+    return {name: engine.shapes[name] for name in shared_names(source, engine, is_even)}
 
 
 def _without_replicas(layout: TrainLayout) -> TrainLayout:

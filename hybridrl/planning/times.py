@@ -23,6 +23,7 @@ from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.planning.cluster import Assumptions
 from hybridrl.planning.memory import ADAM_BYTES, MASTER_BYTES, RoleModel, itemsize_of
+from hybridrl.planning.packing import Lengths, shares_prompts
 
 # Bytes that a forward pass reads and writes beside matrix products, in elements of 2 bytes: of a
 # token and layer, in hidden sizes and in sizes of the feed-forward product; of an expert's token,
@@ -69,31 +70,6 @@ STEP_S = 0.06  # rewards and advantages
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Tokens of usual samples.
-
-    Args:
-        prompt, response: means.
-        longest: response.
-    """
-
-    prompt: int
-    response: int
-    longest: int
-
-    @classmethod
-    def of(cls, config: Config) -> Lengths:
-        """Returns those of a configuration: as `layout` says, else the longest."""
-        given, most = config.layout, config.rollout.max_new_tokens
-        needs = config.algorithm.needs
-        if config.data.max_response_tokens is not None and needs and not needs.rollouts:
-            most = config.data.max_response_tokens
-        longest = config.data.max_prompt_tokens
-        prompt = min(given.mean_prompt_tokens or longest, longest)
-        return cls(prompt, min(given.mean_response_tokens or most, most), most)
-
-
-@dataclass(frozen=True)
 class Times:
     """Seconds of the phases of a step.
 
@@ -134,14 +110,6 @@ class Packs:
     tokens: float
     pairs: float
     head_tokens: float
-
-
-def shares_prompts(config: Config, cp: int) -> bool:
-    """Whether samples of one prompt hold its tokens once, as training decides with
-    transformer-engine's layers.
-    """
-    told = config.train.share_prompts
-    return cp == 1 and config.train.layers != "torch" if told is None else told
 
 
 def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Packs:

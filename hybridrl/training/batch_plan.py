@@ -18,7 +18,7 @@ from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.data.balance import Schedule, schedule_hash
 from hybridrl.data.collate import context_positions, micro_batch, unpack
-from hybridrl.data.packing import round_up
+from hybridrl.data.packing import FP8_TOKENS, round_up
 from hybridrl.data.sharing import ScheduleInputs, schedule_lookups, schedule_samples
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.attention import PackedSequences, SharedPrompts
@@ -29,8 +29,6 @@ from hybridrl.models.replay import RoutedExperts, check_numbers
 from hybridrl.parallel.exchange import Route, bring
 from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
-
-FP8_TOKENS = 16  # FP8 matrix products take multiples of this
 
 
 @dataclass(frozen=True)

@@ -251,8 +251,10 @@ def test_plan_reads_what_optimizers_own_where_the_gather_is_fused(here: Path) ->
 def test_plan_counts_the_reference_of_those_that_have_one(here: Path) -> None:
     def held(**algorithm: object) -> int:
         samples = 2 if algorithm["name"] == "grpo" else 1
-        sections = {"algorithm": algorithm, "steps": {"samples_per_prompt": samples}}
-        return report_of(here, 1, **sections)["memory"]["train_peak_bytes"]
+        train = {"share_prompts": False}  # samples would keep copies of keys
+        steps = {"samples_per_prompt": samples}
+        report = report_of(here, 1, algorithm=algorithm, steps=steps, train=train)
+        return int(report["memory"]["train_peak_bytes"])
 
     without = held(name="sft")
     assert held(name="simpo") == held(name="orpo") == held(name="grpo") == without

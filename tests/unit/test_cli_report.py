@@ -36,7 +36,7 @@ def test_planned_memory_is_that_of_plan_for_the_ranks_of_the_last_start(run: Pat
     config = load_config(run / "config.yaml")
     memory = plan_report(config, 4, host=Host(num_gpus=4))[0]["memory"]
     assert planned_gib(run, said.append) == {
-        "training": memory["train_peak_bytes"] / 2**30,
+        "training": memory["usual_train_peak_bytes"] / 2**30,
         "generation": memory["rollout_peak_bytes"] / 2**30,
     }
     report_runs([run], None, said.append, said.append)

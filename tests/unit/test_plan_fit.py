@@ -17,8 +17,13 @@ from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config
-from hybridrl.planning.cluster import GIB, ClusterFile, Host
+from hybridrl.config.source import read_model_config
+from hybridrl.models.family import read_model
+from hybridrl.planning.cluster import GIB, ClusterFile, Host, assume
+from hybridrl.planning.estimate import estimate
 from hybridrl.planning.fit import with_margin
+from hybridrl.planning.memory import role_models
+from hybridrl.planning.models import planned_models
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "benchmarks" / "models"
@@ -91,12 +96,14 @@ def test_the_first_line_says_whether_it_fits_and_by_how_much(
     verdict = report["verdict"]
     assert report["fits"] is verdict["fits"] is fits
     assert report["gpu_memory_bytes"] == memory_gib * GIB
-    estimate = report["memory"]["train_peak_bytes"]
+    estimate, usual = (report["memory"][f"{p}train_peak_bytes"] for p in ("", "usual_"))
     assert (verdict["phase"], verdict["estimate_bytes"]) == ("training", estimate)
+    assert verdict["usual_bytes"] == usual < estimate
     assert verdict["needed_bytes"] == with_margin(estimate)
     assert verdict["spare_bytes"] == memory_gib * GIB - with_margin(estimate)
     line = first_line(report)
-    assert line.startswith(f"{word}: training takes about {estimate / GIB:.1f} GiB")
+    peaks = f"about {usual / GIB:.1f} GiB and at most {estimate / GIB:.1f} GiB"
+    assert line.startswith(f"{word}: training takes {peaks}, ")
     assert (
         f"{abs(verdict['spare_bytes']) / GIB:.1f} GiB {'to spare' if fits else 'too much'}" in line
     )
@@ -154,6 +161,49 @@ def test_that_nothing_fits_is_said() -> None:
     report = plan(config_of(MODELS / "qwen2.5-7b.json"), 1, gpu_memory_gib=2)
     assert report["verdict"]["remedies"] == []
     assert first_line(report).endswith("; no larger layout tried fits")
+
+
+def test_the_kv_cache_holds_the_longest_requests_of_evaluations() -> None:
+    def kv_cache(*overrides: str) -> int:
+        return int(
+            plan(config_of(MODELS / "qwen2.5-7b.json", *overrides), 1)["verdict"]["kv_cache_bytes"]
+        )
+
+    training = kv_cache("data.max_prompt_tokens=256", "rollout.max_new_tokens=768")
+    longer = kv_cache(
+        "data.max_prompt_tokens=256", "rollout.max_new_tokens=768", "eval.max_new_tokens=1792"
+    )
+    shorter = kv_cache(
+        "data.max_prompt_tokens=256", "rollout.max_new_tokens=768", "eval.max_new_tokens=16"
+    )
+    assert (longer, shorter) == (2 * training, training)
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (1, ()),
+        (2, ("train.tp=2", "rollout.tp=2")),
+        (4, ("train.tp=2", "train.cp=2")),
+        (4, ("train.pp=2", "train.tp=2", "rollout.tp=2")),
+        (4, ("rollout.transport=packed",)),
+        (16, ("train.tp=4", "rollout.tp=4")),
+    ],
+)
+def test_a_search_expects_the_memory_that_a_plan_does(
+    world: int, overrides: tuple[str, ...]
+) -> None:
+    config = config_of(MODELS / "qwen2.5-7b.json", "algorithm.kl_coef=0.1", *overrides)
+    assumed, errors = assume(ClusterFile(), world, Host())
+    assert assumed is not None and not errors
+    run, _ = planned_models(config)
+    assert run is not None
+    models = role_models(config, run, *read_model(None, read_model_config(config.model)))
+    memory = estimate(config, models, world, assumed).memory
+    planned = plan(config, world)["memory"]
+    assert memory.train == planned["train_peak_bytes"]
+    assert memory.usual_train == planned["usual_train_peak_bytes"]
+    assert memory.rollout == planned["rollout_peak_bytes"]
 
 
 def test_a_small_kv_cache_fits_and_is_said() -> None:

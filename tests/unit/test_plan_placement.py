@@ -73,7 +73,7 @@ def plan(
         "steps": {"samples_per_prompt": samples, "prompts_per_step": SAMPLES // samples},
         "rollout": {"engine": engine, "max_new_tokens": LONGEST - 16, "staging_mib": 64},
         "data": {"max_prompt_tokens": 16},
-        "train": {"micro_batch_tokens": TOKENS},
+        "train": {"micro_batch_tokens": TOKENS, "share_prompts": False},
     }
     config = load_config_dict(content, list(overrides))
     given = ClusterFile.model_validate(cluster) if cluster else None
@@ -302,8 +302,8 @@ def test_the_text_has_a_line_for_each_set_of_ranks(here: Path) -> None:
     lines = plan_text(report).splitlines()
     names = "0,2: policy", "1,3: rollout", "4: critic"
     for one, name in zip(report["ranks"], names, strict=True):
-        train, rollout = (memory_size(one[f"{p}_peak_bytes"]) for p in ("train", "rollout"))
-        words = f"{train} in training, {rollout} in rollout"
+        train, rollout = (memory_size(one[f"{p}_peak_bytes"]) for p in ("usual_train", "rollout"))
+        words = f"about {train} in training, {rollout} in rollout"
         assert f"         ranks {name}; {words}" in lines
     table = [line.split() for line in lines[-5:]]
     assert [row[:3] for row in table] == [

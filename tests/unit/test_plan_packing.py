@@ -1,0 +1,129 @@
+"""Sizes of micro-batches that `plan` counts with, against the schedule that training makes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.schema import Config
+from hybridrl.config.source import read_model_config
+from hybridrl.data.packing import round_up
+from hybridrl.data.sharing import ScheduleInputs, schedule_samples
+from hybridrl.metrics.flops import attention_length
+from hybridrl.models.family import ModelShape, read_model
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.planning.packing import (
+    MicroBatchSize,
+    largest_micro_batch,
+    shares_prompts,
+    usual_micro_batches,
+)
+
+MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen2.5-1.5b.json"
+
+
+def config_of(prompt: int, response: int, budget: int, *overrides: str) -> Config:
+    sections = {
+        "run": {"name": "a"},
+        "model": {"init": str(MODEL)},
+        "algorithm": {"name": "grpo"},
+        "rollout": {"engine": "vllm", "max_new_tokens": response},
+        "data": {"max_prompt_tokens": prompt},
+        "steps": {"prompts_per_step": 8, "samples_per_prompt": 4},
+        "train": {"micro_batch_tokens": budget},
+    }
+    return load_config_dict(sections, list(overrides))
+
+
+def shape_of(config: Config) -> ModelShape:
+    return read_model(None, read_model_config(config.model))[1]
+
+
+def trained_sizes(
+    config: Config, layout: TrainLayout, lengths: list[tuple[int, int]]
+) -> list[MicroBatchSize]:
+    """Returns the micro-batches that training makes of samples of these prompts and responses, each
+    prompt's one after the other; positions and rows of keys are counted sample by sample.
+    """
+    per_prompt, shares = config.steps.samples_per_prompt, shares_prompts(config, layout.cp)
+    pad = 2 * layout.cp if layout.cp > 1 else 1
+    wholes = tuple(round_up(prompt + response, pad) for prompt, response in lengths)
+    inputs = ScheduleInputs(
+        lengths=wholes,
+        groups=tuple(number // per_prompt for number in range(len(lengths))),
+        prompt_lengths=tuple(prompt for prompt, _ in lengths) if shares else None,
+        num_parts=config.steps.updates_per_step,
+        num_ranks=layout.dp,
+        token_budget=config.train.micro_batch_tokens,
+        multiple=layout.pp if layout.vpp > 1 else 1,
+        attention_length=attention_length(shape_of(config)),
+    )
+    found = []
+    for micro in (micro for rank in schedule_samples(inputs) for micro in rank):
+        positions = rows = 0
+        before = -1
+        for sample in micro:
+            # As collate lays them: a prompt is there again where other samples were in between.
+            goes_on = shares and inputs.groups[sample] == before
+            prefix = lengths[sample][0] - 1 if goes_on else 0
+            positions, rows = positions + wholes[sample] - prefix, rows + wholes[sample]
+            before = inputs.groups[sample]
+        found.append(MicroBatchSize(round_up(positions, layout.tp * pad), rows))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "budget", "layout", "overrides"),
+    [
+        (256, 512, 16384, TrainLayout(2, 2), ()),
+        (256, 512, 4416, TrainLayout(2), ("steps.prompts_per_step=32",)),
+        (16384, 1024, 32768, TrainLayout(2, 2), ()),  # one long sample in each
+        (16384, 1024, 32768, TrainLayout(2, cp=2), ()),
+        (4096, 1024, 32768, TrainLayout(1), ("steps.samples_per_prompt=8",)),
+        (256, 512, 16384, TrainLayout(4, 2), ("steps.updates_per_step=2",)),
+        (256, 512, 16384, TrainLayout(2), ("train.share_prompts=false",)),
+    ],
+)
+def test_usual_micro_batches_are_those_that_training_makes(
+    prompt: int, response: int, budget: int, layout: TrainLayout, overrides: tuple[str, ...]
+) -> None:
+    config = config_of(prompt, response, budget, *overrides)
+    steps = config.steps
+    lengths = [(prompt, response)] * (steps.prompts_per_step * steps.samples_per_prompt)
+    trained = trained_sizes(config, layout, lengths)
+    usual = usual_micro_batches(config, shape_of(config), layout)
+    assert {one.positions for one in usual} == {one.positions for one in trained}
+    rows = max(one.key_rows for one in trained)
+    most = max(one.key_rows for one in usual)
+    assert rows <= most < rows + layout.tp * 2 * layout.cp  # padding has rows too
+
+
+def test_mean_lengths_of_the_section_layout_are_the_usual_ones() -> None:
+    told = "layout.mean_prompt_tokens=100", "layout.mean_response_tokens=50"
+    layout = TrainLayout(1)
+    config = config_of(256, 512, 16384, *told, "train.share_prompts=false")
+    (usual,) = usual_micro_batches(config, shape_of(config), layout)
+    assert usual.positions == 32 * 150
+    assert largest_micro_batch(config, layout).positions == 16384
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("prompt", "response"), [(256, 512), (3000, 300), (6000, 100), (9000, 50)])
+def test_no_micro_batch_is_larger_than_the_largest(prompt: int, response: int, seed: int) -> None:
+    draw, layout = random.Random(seed), TrainLayout(2)
+    config = config_of(prompt, response, 16384, "steps.prompts_per_step=24")
+    longest = draw.choice([4, response // 4, response])  # short responses: many copies of prompts
+    prompts = [draw.randint(prompt // 2, prompt) for _ in range(24)]
+    lengths = [(one, draw.randint(1, longest)) for one in prompts for _ in range(4)]
+    largest = largest_micro_batch(config, layout)
+    for one in trained_sizes(config, layout, lengths):
+        assert one.positions <= largest.positions and one.key_rows <= largest.key_rows
+
+
+def test_rows_of_data_may_fill_a_micro_batch() -> None:
+    config = config_of(256, 512, 16384, "algorithm.name=sft", "steps.samples_per_prompt=1")
+    (usual,) = usual_micro_batches(config, shape_of(config), TrainLayout(1))
+    assert usual.positions == 16384
