@@ -86,9 +86,10 @@ class SharedPrompts:
         for first, shared, start, length in self.sequences:
             parts += [torch.arange(first, first + shared), torch.arange(start, start + length)]
             counts.append(counts[-1] + shared + length)
-        device = self.positions_S.device
+        device, index_K = self.positions_S.device, torch.cat(parts)
         return KeyRows(
-            torch.cat(parts).to(device),
+            index_K.to(device),
+            Readers.of(index_K, self.cu_seqlens[-1]).to(device),
             torch.tensor(self.cu_seqlens, dtype=torch.int32).to(device),
             torch.tensor(counts, dtype=torch.int32).to(device),
             max(length for _, _, _, length in self.sequences),
@@ -96,13 +97,36 @@ class SharedPrompts:
         )
 
 
+class Readers(NamedTuple):
+    """Which rows of a gather are copies of which packed token.
+
+    order_K: the rows, by token and ascending; start_T: where each token's begin in `order_K`.
+    """
+
+    order_K: torch.Tensor
+    start_T: torch.Tensor
+
+    @staticmethod
+    def of(index_K: torch.Tensor, num_tokens: int) -> Readers:
+        """Returns the rows that `index_K` gathers from each of `num_tokens` tokens."""
+        sorted_K, order_K = index_K.sort(stable=True)
+        token_T = torch.arange(num_tokens, device=index_K.device)
+        return Readers(order_K, torch.searchsorted(sorted_K, token_T))
+
+    def to(self, device: torch.device) -> Readers:
+        """Returns the same on a device."""
+        return Readers(self.order_K.to(device), self.start_T.to(device))
+
+
 class KeyRows(NamedTuple):
     """What an attention kernel for packed sequences of unequal queries and keys takes.
 
-    index_K: position of each key; cu_seqlens_q, cu_seqlens_k: int32; all on the model's device.
+    index_K: position of each key; readers: the keys of each position; cu_seqlens_q, cu_seqlens_k:
+    int32; all on the model's device.
     """
 
     index_K: torch.Tensor
+    readers: Readers
     cu_seqlens_q: torch.Tensor
     cu_seqlens_k: torch.Tensor
     max_seqlen_q: int
@@ -425,24 +449,34 @@ def capped_attention(
 
 
 class GatherKeys(torch.autograd.Function):
-    """Rows of packed keys or values by index; gradients of a row that is taken often are summed in
-    fp32, so that a prompt's do not depend on the samples' order.
+    """Gathers rows of packed keys or values.
+
+    The gradients of a row that is taken often are summed in fp32 and in the order of its readers,
+    in one kernel. `index_add_` would sum them in the order in which a GPU's atomic additions
+    arrive, so that two equal backward passes could differ.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens_THD: torch.Tensor, index_K: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, tokens_THD: torch.Tensor, index_K: torch.Tensor, readers: Readers | None = None
+    ) -> torch.Tensor:
         ctx.save_for_backward(index_K)
-        ctx.num_tokens = tokens_THD.size(0)
+        ctx.readers, ctx.num_tokens = readers, tokens_THD.size(0)
         return tokens_THD.index_select(0, index_K)
 
     @staticmethod
     def backward(  # type: ignore[override]
         ctx: Any, grad_KHD: torch.Tensor
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, None, None]:
         (index_K,) = ctx.saved_tensors
-        shape = (ctx.num_tokens, *grad_KHD.shape[1:])
-        total = torch.zeros(shape, dtype=torch.float32, device=grad_KHD.device)
-        return total.index_add_(0, index_K, grad_KHD.float()).to(grad_KHD.dtype), None
+        readers = ctx.readers
+        if readers is None:
+            readers = Readers.of(index_K, ctx.num_tokens)
+        # A sum over bags of rows: the kernel adds up each bag in order, and in fp32.
+        total_TD = F.embedding_bag(
+            readers.order_K, grad_KHD.flatten(1).contiguous(), readers.start_T, mode="sum"
+        )
+        return total_TD.view(ctx.num_tokens, *grad_KHD.shape[1:]), None, None
 
 
 def _rows(tokens_THD: torch.Tensor, index_NL: torch.Tensor) -> torch.Tensor:

@@ -330,8 +330,8 @@ def transformer_engine_attention() -> type:
             return attend(
                 self,
                 query,
-                GatherKeys.apply(key, keys.index_K),
-                GatherKeys.apply(value, keys.index_K),
+                GatherKeys.apply(key, keys.index_K, keys.readers),
+                GatherKeys.apply(value, keys.index_K, keys.readers),
                 None,
                 qkv_format="thd",
                 cu_seqlens_q=keys.cu_seqlens_q,

@@ -333,10 +333,31 @@ class RunningRequest:
 
     @property
     def experts(self) -> Experts | None:
-        """What is recorded, (P, K); None: nothing."""
+        """What is recorded up to the token before the last one, (P, K); None: nothing.
+
+        An engine may have recorded more: of tokens that are under way.
+        """
         if len(self._experts) > 1:
             self._experts = [np.concatenate(self._experts)]
-        return self._experts[0] if self._experts else None
+        num = self._num_settled
+        return self._experts[0][:num] if self._experts and num else None
+
+    @property
+    def _num_settled(self) -> int:
+        """Positions whose experts stay whatever weights continue: a token was drawn after them, or
+        the request came with them.
+        """
+        given = 0 if self.request.experts is None else len(self.request.experts)
+        drawn = len(self.request.prompt) + len(self.tokens) - 1 if self.tokens else 0
+        return max(given, drawn)
+
+    def drop_unsettled_experts(self) -> None:
+        """Forgets the experts of positions after which no token was drawn: the weights change, and
+        those positions are computed again.
+        """
+        experts = self.experts
+        self._experts = [] if experts is None else [experts]
+        self.num_recorded = 0 if experts is None else len(experts)
 
     def append(self, token: int, logp: float, version: int) -> Completion | None:
         """Adds a token made by the weights `version`; returns the completion if it is the last."""

@@ -2,7 +2,8 @@
 
 What routers chose for a token is written where the token's keys lie in the KV cache, so that what
 holds for keys holds for choices: prompts in pieces, prompts that are found in the prefix cache,
-requests that were preempted. They are read when a request leaves its place.
+requests that were preempted. They are read before a request loses its place and before the weights
+change.
 
 Owns the buffer: as many rows as the KV cache has tokens, a byte a choice (two from 256 experts on),
 which is well under a hundredth of the cache.
@@ -78,7 +79,7 @@ class ExpertsBySlot:
         Raises:
             RuntimeError: nothing was written for one of them since `forget`.
         """
-        # A sync point, once a request.
+        # A sync point: once for a request that ends, once for all that are taken out together.
         found = self._by_slot[slots_T.to(self._by_slot.device)].flatten(1).cpu()
         if bool((found == self._nothing).any()):
             raise RuntimeError(f"{self._engine} told no experts for a part of {len(found)} tokens")

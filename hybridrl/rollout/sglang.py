@@ -188,7 +188,7 @@ class SglangEngine:
         self._live = start(*parts, prepare, listen)
         self._scheduler = self._live.scheduler
         self._scheduler.recorder = self._experts
-        self._scheduler.before_release = self._record
+        self._scheduler.before_release = lambda request: self._record([request])
         if refusals:
             self.close()
             raise refusals[0]
@@ -248,22 +248,25 @@ class SglangEngine:
         self._agreement.settle(is_last=True)
         self._is_updating = True
         self._take_running()
-        for running in self._running.values():
-            self._record(running.request)
+        self._record([running.request for running in self._running.values()])
         self._drop_running()
 
-    def _record(self, request: Any, num_tokens: int | None = None) -> None:
-        """Records the experts of a request of SGLang's that leaves its place unfinished.
+    def _record(self, requests: Sequence[Any], num_tokens: int | None = None) -> None:
+        """Records the experts of unfinished requests of SGLang's, while they have their places.
 
         Args:
-            num_tokens: of prompt and response, that it is left with; None: all.
+            num_tokens: of prompt and response that each is left with; None: all.
         """
-        running = self._running.get(int(request.rid))
-        # Without a token its prompt may not be computed yet.
-        if self._experts is not None and running is not None and request.output_ids:
-            pool = self._scheduler.req_to_token_pool
-            every = len(request.origin_input_ids) + len(request.output_ids)
-            self._experts.record(request, running.row, pool, num_tokens or every)
+        if self._experts is None:
+            return
+        rows: list[tuple[Any, RunningRequest, int]] = []
+        for request in requests:
+            running = self._running.get(int(request.rid))
+            # Without a token its prompt may not be computed yet.
+            if running is not None and request.output_ids:
+                every = len(request.origin_input_ids) + len(request.output_ids)
+                rows.append((request, running.row, num_tokens or every))
+        self._experts.record(rows, self._scheduler.req_to_token_pool)
 
     def _drop_running(self) -> None:
         """Takes everything from SGLang; the rows keep the tokens that were taken from it."""
@@ -316,6 +319,8 @@ class SglangEngine:
     def pending(self) -> list[Request]:
         """Returns the unfinished requests with the tokens they have."""
         self._take_running()
+        # Other weights may compute the rest.
+        self._record([running.request for running in self._running.values()])
         return [row.so_far() for row in self._rows.values()]
 
     def clear(self) -> None:
@@ -417,7 +422,7 @@ class SglangEngine:
         for request_id in sorted(self._by_text):
             running = self._running[request_id]
             if self._experts is not None and (end := self._text_end(running)):
-                self._record(running.request, len(running.row.request.prompt) + end)
+                self._record([running.request], len(running.row.request.prompt) + end)
             completion = self._take(running)
             if completion is None:
                 continue

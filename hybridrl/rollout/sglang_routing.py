@@ -3,7 +3,8 @@
 SGLang's routers hand what they chose to a recorder of the process, before a rank's own numbers take
 the place of the experts'. Its own recorder copies all choices of each step to the host, into pinned
 memory, which CPUs do not have. This one stands in its place: it keeps them on the device
-(experts_by_slot.py), and they are read when a request leaves its place.
+(experts_by_slot.py), and they are read before a request loses its place, because it ends or is
+taken back, and before the weights change.
 
 Owns the recorder, and what each version asks of one.
 """
@@ -11,10 +12,11 @@ Owns the recorder, and what each version asks of one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -82,17 +84,31 @@ class RecordedExperts:
         del start_len
         return self._by_slot.read(req_to_token_pool.req_to_token[req_pool_idx, : seqlen - 1])
 
-    def record(self, request: Any, row: RunningRequest, pool: Any, num_tokens: int) -> None:
-        """Records an unfinished request's experts, before its slots are free.
+    def record(self, rows: Iterable[tuple[Any, RunningRequest, int]], pool: Any) -> None:
+        """Records the experts of unfinished requests that are not recorded yet, before their slots
+        are free. A sync point if there are any.
+
+        A request that was taken back and is read in again has slots for what it has read, and none
+        for the rest, of which everything was recorded when it was taken back.
 
         Args:
-            request: SGLang's, whose prompt has been computed.
-            row: where they are recorded.
+            rows: SGLang's request, where it is recorded, and its tokens of prompt and response, the
+                last of which was in no finished pass.
             pool: SGLang's `req_to_token_pool`.
-            num_tokens: of prompt and response, whose last token was in no finished pass.
         """
-        if request.req_pool_idx is not None:
-            row.record(0, self.get_topk(request.req_pool_idx, num_tokens, pool))
+        found: list[RunningRequest] = []
+        slots: list[Tensor] = []
+        for request, row, num_tokens in rows:
+            start, end = row.num_recorded, min(num_tokens - 1, request.kv_committed_len)
+            if request.req_pool_idx is not None and start < end:
+                found.append(row)
+                slots.append(pool.req_to_token[request.req_pool_idx, start:end])
+        if not found:
+            return
+        experts = self._by_slot.read(torch.cat(slots))
+        ends = np.cumsum([len(one) for one in slots])[:-1]
+        for row, part in zip(found, np.split(experts, ends), strict=True):
+            row.record(row.num_recorded, part)
 
     def forget(self) -> None:
         """Forgets all: the weights change."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -256,8 +257,23 @@ class VllmEngine:
         self._agreement.settle(is_last=True)
         self._is_updating = True
         self._take_drawn()
-        self._live.llm.engine_core.abort_requests(list(self._running))
+        self._record_running()
+        for row in self._rows.values():
+            row.drop_unsettled_experts()
+        self._abort_running()
+
+    def _record_running(self) -> None:
+        """Records the experts of what was computed so far: other weights may compute the rest."""
+        if self._experts is not None:
+            self._decoding.write()
+            self._experts.record_running()
+
+    def _abort_running(self) -> None:
+        """Takes all requests from vLLM; their experts are not recorded here."""
+        names = list(self._running)
         self._running.clear()
+        if names:
+            self._live.llm.engine_core.abort_requests(names)
 
     # RolloutEngine
 
@@ -303,14 +319,13 @@ class VllmEngine:
     def pending(self) -> list[Request]:
         """Returns the unfinished requests with the tokens they have."""
         self._take_drawn()
+        self._record_running()
         return [row.so_far() for row in self._rows.values()]
 
     def clear(self) -> None:
         """Drops all requests, and responses that were not collected."""
         self._agreement.settle(is_last=True)
-        if self._running:
-            self._live.llm.engine_core.abort_requests(list(self._running))
-        self._running.clear()
+        self._abort_running()
         self._rows.clear()
         self._finished.clear()
 
@@ -393,9 +408,9 @@ class VllmEngine:
             )
         if output.finished:
             del self._rows[request_id], self._running[output.request_id]
+            self._finished.append(completion)
         else:
-            self._end_by_text(output.request_id, row)
-        self._finished.append(completion)
+            self._end_by_text(output.request_id, row, completion)
 
     def _numbered(self, step: Drawn) -> Iterator[tuple[int, int]]:
         """Yields (request id, token) of a step, but for requests that were aborted since."""
@@ -421,11 +436,10 @@ class VllmEngine:
                 continue
             completion = row.extend(tokens, logps, self._version)
             if completion is not None:
-                self._end_by_text(name, row)
-                self._finished.append(completion)
+                self._end_by_text(name, row, completion)
 
-    def _end_by_text(self, name: str, row: RunningRequest) -> None:
-        """Takes a request from vLLM, which knows nothing of texts.
+    def _end_by_text(self, name: str, row: RunningRequest, completion: Completion) -> None:
+        """Takes a request from vLLM, which knows nothing of texts, and keeps its completion.
 
         Raises:
             RuntimeError: nothing but a text can have ended it here.
@@ -434,6 +448,8 @@ class VllmEngine:
             raise RuntimeError(f"vLLM goes on with request {name} after its last token")
         self._live.llm.engine_core.abort_requests([name])
         del self._rows[row.request.request_id], self._running[name]
+        # Its experts were recorded just now.
+        self._finished.append(replace(completion, experts=row.experts))
 
     def _append(self, row: RunningRequest, token: int, logp: float) -> Completion | None:
         if not -float("inf") < logp <= 0:

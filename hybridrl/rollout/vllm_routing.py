@@ -2,20 +2,21 @@
 
 vLLM's own way to return them exists in newer versions only, and not with the model runner that CPUs
 have. Here each router writes what it chose for a token where the token's keys lie
-(experts_by_slot.py), and they are read when a request leaves its place.
+(experts_by_slot.py), and they are read before a request loses its place, because it ends or is
+preempted, and before the weights change.
 
 Owns the callbacks of routers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.contracts.routed_experts import Experts
 from hybridrl.errors import ModelError
 from hybridrl.models.family import ModelShape
 from hybridrl.rollout.engine import RunningRequest
@@ -71,8 +72,10 @@ class RecordedExperts:
         if block_size != self._block_size:
             sizes = f"blocks of {block_size} and {self._block_size}"
             raise unfit("vllm", sizes, "one size of blocks")
-        self._free = scheduler._free_request
-        scheduler._free_request = self._record_and_free
+        self._requests = scheduler.requests
+        # Called for requests that end, are aborted, or are preempted.
+        self._free = scheduler._free_request_blocks
+        scheduler._free_request_blocks = self._record_and_free
 
     def _writer(self, index: int) -> Callable[[Tensor], None]:
         from vllm.forward_context import get_forward_context
@@ -86,23 +89,46 @@ class RecordedExperts:
 
         return write
 
-    def _record_and_free(self, request: Any, *args: Any, **kwargs: Any) -> Any:
-        """Records a request's experts before its place in the KV cache is taken away."""
-        row = self._running.get(request.request_id)
-        # Without a token its prompt may not be computed yet.
-        if row is not None and request.num_output_tokens:
-            (blocks,) = self._manager.get_block_ids(request.request_id)
-            row.record(0, self._read(blocks, request.num_tokens - 1))
-        return self._free(request, *args, **kwargs)
+    def record_running(self) -> None:
+        """Records what has been computed of all running requests; they stay where they are.
 
-    def _read(self, blocks: list[int], num_tokens: int) -> Experts:
-        """Returns the experts of a request's first tokens, which lie in these blocks."""
-        size = self._block_size
-        places = torch.tensor(blocks)[:, None] * size + torch.arange(size)
-        found = self._experts.read(places.flatten()[:num_tokens])
-        if len(found) < num_tokens:
-            raise RuntimeError(f"vLLM has {len(found)} places for {num_tokens} tokens")
-        return found
+        vLLM's requests must have been told what they drew (`DecodingSteps.write`).
+        """
+        self._record(self._requests[name] for name in self._running if name in self._requests)
+
+    def _record_and_free(self, request: Any) -> None:
+        """Records a request's experts before its place in the KV cache is taken away."""
+        self._record([request])
+        self._free(request)
+
+    def _record(self, requests: Iterable[Any]) -> None:
+        """Records the experts of tokens that were computed and have none yet: of a prompt in part
+        only the pieces that were, of a request that was preempted and is computed again nothing
+        until it gets further than before. A sync point if there are any.
+        """
+        rows: list[RunningRequest] = []
+        slots: list[Tensor] = []
+        for request in requests:
+            row = self._running.get(request.request_id)
+            if row is not None and row.num_recorded < request.num_computed_tokens:
+                rows.append(row)
+                slots.append(self._slots(request, row.num_recorded))
+        if not rows:
+            return
+        found = self._experts.read(torch.cat(slots))
+        ends = np.cumsum([len(one) for one in slots])[:-1]
+        for row, part in zip(rows, np.split(found, ends), strict=True):
+            row.record(row.num_recorded, part)
+
+    def _slots(self, request: Any, start: int) -> Tensor:
+        """Returns the places of a request's computed tokens from `start` on."""
+        (blocks,) = self._manager.get_block_ids(request.request_id)
+        size, end = self._block_size, request.num_computed_tokens
+        if len(blocks) * size < end:
+            places = f"{len(blocks) * size} places for {end} computed tokens"
+            raise RuntimeError(f"vLLM has {places} of request {request.request_id}")
+        position = torch.arange(start, end)
+        return torch.tensor(blocks)[position // size] * size + position % size
 
     def forget(self) -> None:
         """Forgets all: the weights change."""

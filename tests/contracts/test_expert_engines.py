@@ -116,28 +116,41 @@ def check_experts(model: Any, request: Request, completion: Completion) -> None:
 
 @pytest.mark.parametrize("name", [*EXPERT_MODELS, *RECORDING])
 def test_experts_that_were_recorded_stay_when_other_weights_go_on(name: str) -> None:
-    """A request that is interrupted by an update, saved, and goes on after it."""
+    """Also in the sampler's order: it takes requests out of the engine before the weights change,
+    and submits them again afterwards.
+    """
     if not records(name):
         pytest.skip("routers of this transformers do not choose")
     engine, sampling = make_engine(name, records_experts=True), SamplingParams(max_new_tokens=12)
-    (request,) = make_requests(1, sampling)
-    engine.submit([request])
-    for _ in range(5):
-        engine.step()
-    older, newer = make_reference(name), make_reference(name, 1)
-    write_weights(engine, newer, 1)
-    (begun,) = engine.pending()
-    assert 0 < len(begun.tokens) < 12
-    read = (*request.prompt, *begun.tokens[:-1])
-    assert len(begun.experts) == len(read)
-    engine.clear()
-    saved = json.loads(json.dumps(rollout_state([], [begun], [], {})))["requests"][0]
-    (done,) = generate(engine, [Request.from_dict(saved)])
-    whole = (*request.prompt, *done.tokens[:-1])
-    before, after = chosen_experts(older, read), chosen_experts(newer, whole)[len(read) :]
-    expected_TLK = torch.cat((before, after)).sort(-1).values
-    found_TLK = torch.from_numpy(done.experts).long().view(expected_TLK.shape)
-    assert torch.equal(found_TLK.sort(-1).values, expected_TLK)
+    for version, are_taken_out in enumerate((True, False)):
+        older, newer = make_reference(name, version), make_reference(name, version + 1)
+        requests = make_requests(4, sampling)
+        engine.submit(requests[:3])
+        for number in range(5):
+            if number == 2:
+                engine.pending()  # as for a checkpoint
+                engine.submit(requests[3:])
+            engine.step()
+        if are_taken_out:
+            begun = engine.pending()
+            engine.clear()
+            write_weights(engine, newer, version + 1)
+        else:
+            write_weights(engine, newer, version + 1)
+            begun = engine.pending()
+            engine.clear()
+        saved = json.loads(json.dumps(rollout_state([], begun, [], {})))["requests"]
+        done = generate(engine, [Request.from_dict(one) for one in saved])
+        assert len({len(one.tokens) for one in begun}) > 1
+        for one, completion in zip(begun, done, strict=True):
+            assert 0 < len(one.tokens) < 12
+            read = (*one.prompt, *one.tokens[:-1])
+            assert one.experts is not None and len(one.experts) == len(read)
+            whole = (*one.prompt, *completion.tokens[:-1])
+            later = chosen_experts(newer, whole)[len(read) :]
+            expected_TLK = torch.cat((chosen_experts(older, read), later)).sort(-1).values
+            found_TLK = torch.from_numpy(completion.experts).long().view(expected_TLK.shape)
+            assert torch.equal(found_TLK.sort(-1).values, expected_TLK), are_taken_out
 
 
 def test_routers_that_do_not_choose_are_refused() -> None:

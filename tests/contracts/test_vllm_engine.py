@@ -39,7 +39,7 @@ from hybridrl.rollout.vllm_decoding import Drawn
 pytestmark = list(needs("vllm"))
 
 NAMES = [f"vllm-{name}" for name in HF_MODELS]
-QWEN3 = NAMES[0]
+QWEN3, MIXTURE = NAMES[0], "vllm-qwen3-moe"
 
 
 @pytest.fixture(autouse=True)
@@ -86,16 +86,24 @@ def test_vllm_engine_shares_long_prompts_and_forgets_them_after_an_update(name: 
             np.testing.assert_allclose(done.logps, expected, rtol=0, atol=LOGP_TOLERANCE)
 
 
+def short_of_blocks(name: str, num_layers: int, **settings: Any) -> Any:
+    """Returns an engine whose cache is too small for eight requests of 90 tokens."""
+    num_bytes = 12 * 2 * num_layers * 2 * 32 * 4 * CPU_BLOCK_SIZE
+    engine = start_packaged(name, max_tokens=110, kv_cache_bytes=num_bytes, **settings)
+    write_weights(engine, make_reference(name), 0)
+    scheduler = engine._live.llm.engine_core.engine_core.scheduler
+    assert scheduler.kv_cache_manager.block_pool.num_gpu_blocks == 12
+    return engine
+
+
 def test_vllm_engine_preempts_where_the_cache_is_too_small_and_draws_the_same() -> None:
     requests = [
         replace(request, sampling=SamplingParams(max_new_tokens=90))
         for request in make_requests(8, MIXED)
     ]
     expected = generate(make_engine(QWEN3), requests)
-    engine = start_packaged(QWEN3, max_tokens=110, kv_cache_bytes=12 * 2 * 3 * 2 * 32 * 4 * 32)
-    write_weights(engine, make_reference(QWEN3), 0)
+    engine = short_of_blocks(QWEN3, num_layers=3)
     scheduler = engine._live.llm.engine_core.engine_core.scheduler
-    assert scheduler.kv_cache_manager.block_pool.num_gpu_blocks == 12
     preempted: list[str] = []
     preempt = scheduler._preempt_request
     scheduler._preempt_request = lambda request, *args, **keywords: (
@@ -105,6 +113,36 @@ def test_vllm_engine_preempts_where_the_cache_is_too_small_and_draws_the_same() 
     found = generate(engine, requests)
     assert preempted
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
+
+
+def test_vllm_engine_keeps_the_experts_of_requests_that_it_preempts() -> None:
+    """Also where all are taken out while some wait to be computed again."""
+    requests = [
+        replace(request, sampling=SamplingParams(max_new_tokens=90))
+        for request in make_requests(8, MIXED)
+    ]
+    expected = generate(make_engine(MIXTURE, records_experts=True), requests)
+    engine = short_of_blocks(MIXTURE, num_layers=4, records_experts=True)
+    scheduler = engine._live.llm.engine_core.engine_core.scheduler
+    found, num_taken_out, num_preempted = dict[int, Completion](), 0, 0
+    engine.submit(requests)
+    while engine.has_unfinished:
+        engine.step()
+        found |= {one.request_id: one for one in engine.collect()}
+        preempted = [one for one in scheduler.requests.values() if one.num_preemptions]
+        num_preempted += len(preempted)
+        if num_taken_out < 2 and any(not one.num_computed_tokens for one in preempted):
+            begun = engine.pending()
+            for one in begun:
+                assert one.experts is not None
+                assert len(one.experts) == len(one.prompt) + len(one.tokens) - 1
+            engine.clear()
+            engine.submit(begun)
+            num_taken_out += 1
+    assert num_taken_out == 2 and num_preempted > 2
+    for one in expected:
+        assert close(found[one.request_id], one)
+        assert np.array_equal(found[one.request_id].experts, one.experts)
 
 
 def test_vllm_engine_has_as_many_requests_as_it_decodes_together_the_first_ones() -> None:
@@ -188,7 +226,7 @@ def test_vllm_engine_keeps_what_it_drew_when_it_is_stopped() -> None:
 
 
 def test_vllm_engine_ends_by_text_what_began_before_others() -> None:
-    engine = make_engine(QWEN3)
+    engine = make_engine(MIXTURE, records_experts=True)
     engine.token_texts = TokenTexts(Letters())
     (first, *others) = make_requests(4, SamplingParams(max_new_tokens=40))
     (whole,) = generate(engine, [first])
@@ -200,7 +238,11 @@ def test_vllm_engine_ends_by_text_what_began_before_others() -> None:
     while engine.has_unfinished:
         engine.step()
     done = {one.request_id: one for one in engine.collect()}
-    assert done[first.request_id].tokens == whole.tokens[: text.find(string) + 2]
+    length = text.find(string) + 2
+    cut = done[first.request_id]
+    assert cut.tokens == whole.tokens[:length]
+    assert cut.experts is not None and whole.experts is not None
+    assert np.array_equal(cut.experts, whole.experts[: len(first.prompt) + length - 1])
     assert [len(done[one.request_id].tokens) for one in others] == [40] * 3
 
 

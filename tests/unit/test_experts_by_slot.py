@@ -12,7 +12,7 @@ from engine_cases import EXPERT_MODELS
 
 from hybridrl.errors import ModelError
 from hybridrl.models.family import ModelShape, resolve_family
-from hybridrl.rollout import sglang_routing
+from hybridrl.rollout import sglang_routing, vllm_routing
 from hybridrl.rollout.engine import Request, RunningRequest, SamplingParams
 from hybridrl.rollout.experts_by_slot import ExpertsBySlot
 
@@ -68,11 +68,69 @@ def test_sglangs_recorder_keeps_a_pass_and_tells_it_by_request(
     pool = SimpleNamespace(req_to_token=slots)
     expected = [[0, 4, 2, 4, 3, 4], [0, 6, 2, 6, 3, 6], [0, 5, 2, 5, 3, 5]]
     assert recorder.get_topk(1, 4, pool).tolist() == expected
-    row = RunningRequest(Request(0, (1, 2), 0, SamplingParams()))
-    recorder.record(SimpleNamespace(req_pool_idx=None), row, pool, 3)  # it has no place
-    assert row.experts is None
-    recorder.record(SimpleNamespace(req_pool_idx=1), row, pool, 3)
-    assert row.experts is not None and row.experts.tolist() == expected[:2]
+    rows = [RunningRequest(Request(i, (1, 2), 0, SamplingParams())) for i in range(3)]
+    placed = SimpleNamespace(req_pool_idx=1, kv_committed_len=3)
+    nowhere = SimpleNamespace(req_pool_idx=None, kv_committed_len=0)
+    begun = SimpleNamespace(req_pool_idx=1, kv_committed_len=1)  # taken back, and read in again
+    asked = [(placed, rows[0], 3), (nowhere, rows[1], 3), (begun, rows[2], 3)]
+    for _ in range(2):
+        recorder.record(asked, pool)
+        assert [row.num_recorded for row in rows] == [2, 0, 1]
+    for row in rows:
+        row.append(4, 0.0, 0)
+    assert [row.experts if row.experts is None else row.experts.tolist() for row in rows] == [
+        expected[:2],
+        None,
+        expected[:1],
+    ]
     recorder.forget()
     with pytest.raises(RuntimeError, match="sglang told no experts"):
         recorder.get_topk(1, 4, pool)
+
+
+def test_vllms_experts_are_recorded_as_far_as_they_are_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a request whose prompt or earlier tokens are computed in pieces: the rest of its blocks
+    has choices of requests that were there before.
+    """
+    monkeypatch.setattr(vllm_routing, "_routers", lambda model: dict.fromkeys(LAYERS, Router()))
+    monkeypatch.setattr(vllm_routing.RecordedExperts, "_writer", lambda self, index: None)
+    monkeypatch.setattr(vllm_routing, "cache_fits", lambda manager: True)
+    spec = SimpleNamespace(block_size=4)
+    cache = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=spec)], num_blocks=3)
+    recorder = vllm_routing.RecordedExperts(torch.nn.Module(), cache, shape_of(), CPU)
+    blocks, freed = {"0-0": [2, 0]}, list[str]()
+    manager = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=[spec]),
+        get_block_ids=lambda name: (blocks.get(name, []),),
+    )
+    request = SimpleNamespace(request_id="0-0", num_computed_tokens=6)
+    scheduler = SimpleNamespace(
+        kv_cache_manager=manager,
+        requests={"0-0": request},
+        _free_request_blocks=lambda request: freed.append(request.request_id),
+    )
+    row = RunningRequest(Request(0, (1, 2, 3), 0, SamplingParams(), (4, 5, 6, 7), (0.0,) * 4, 0))
+    running = {"0-0": row}
+    recorder.attach(scheduler, running)
+    recorder._experts.write_all(torch.arange(13), (torch.arange(13 * 6).view(13, 3, 2) % 8).byte())
+    expected = [[(place * 6 + i) % 8 for i in range(6)] for place in (8, 9, 10, 11, 0, 1)]
+    recorder.record_running()
+    assert row.experts is not None and row.experts.tolist() == expected
+    scheduler._free_request_blocks(request)  # it is preempted
+    blocks.clear()
+    request.num_computed_tokens = 0
+    scheduler._free_request_blocks(request)  # and aborted
+    assert freed == ["0-0"] * 2 and row.experts.tolist() == expected
+    request.num_computed_tokens = 7
+    with pytest.raises(RuntimeError, match="0 places for 7 computed tokens of request 0-0"):
+        recorder.record_running()
+    running.clear()  # nobody wants it
+    recorder.record_running()
+    row.drop_unsettled_experts()
+    assert row.num_recorded == 6
+
+
+class Router:
+    def set_capture_fn(self, function: object) -> None: ...
