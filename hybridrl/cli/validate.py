@@ -24,7 +24,11 @@ from hybridrl.checkpoint.folders import (
 from hybridrl.checkpoint.run_lock import check_free
 from hybridrl.cli.gpus import local_gpu_names, num_local_gpus
 from hybridrl.config.engines import ENGINES, engine_package
-from hybridrl.config.generation import on_policy_rules, with_generation_config
+from hybridrl.config.generation import (
+    declared_end_tokens,
+    on_policy_rules,
+    with_generation_config,
+)
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
@@ -83,6 +87,7 @@ def model_violations(
             family, shape = read_model(config.model.family, content)
             at_length(content, config.longest_sequence())
             hf_config = content
+            declared_end_tokens(config.model, content)
             if ENGINES[rollout.engine].has_fused_parameters and not check(
                 config, world_size, hf_config, machines=machines
             ):

@@ -40,6 +40,10 @@ class DataConfig(Section):
         True,
         description="Make several samples of a demonstration whose earlier turns the chat template renders differently when others follow, each as the model sees it; counted and reported. True: many templates drop earlier reasoning. False: refuse such rows.",
     )
+    add_special_tokens: bool = Field(
+        True,
+        description="Begin prompts that no template rendered with the special tokens that the tokenizer puts in front (BOS), as tokenizer(text) does. True: base models were trained so. False: for runs that began before this knob existed.",
+    )
     prompt_key: str = Field(
         "prompt", description="Column of the prompt text. 'prompt': the common name."
     )

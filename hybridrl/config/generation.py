@@ -11,14 +11,16 @@ probability 0 where the policy gives it some. They are refused where samples are
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pydantic import ValidationError
 
 from hybridrl.config.engines import ENGINES, offered_engines
-from hybridrl.config.files import read_json_object
-from hybridrl.config.schema import Config, RolloutConfig
+from hybridrl.config.files import read_json_object, shown
+from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
 from hybridrl.config.source import model_directory
 from hybridrl.errors import ModelError, UserError, said
 
@@ -60,20 +62,33 @@ def with_generation_config(config: Config) -> Config:
     return config.model_copy(update={"rollout": rollout})
 
 
-def end_tokens(config: Config) -> tuple[int, ...]:
-    """Returns the further end tokens that generation_config.json names, where it is asked for.
+def declared_end_tokens(model: ModelConfig, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Returns the end tokens that the model's generation_config.json names, if there is one.
+
+    They are read whatever `rollout.generation_config` says: some chat models (Phi-3, some of Gemma)
+    name the token that ends a turn nowhere else, and never stop without it.
+
+    Args:
+        model: the section, which names the model's directory.
+        hf_config: the content of config.json.
 
     Raises:
-        ModelError: they are no numbers of tokens.
+        ModelError: they are no tokens of the model.
     """
-    if not config.rollout.generation_config:
+    file = model_directory(model, weights=False) / GENERATION_CONFIG
+    if not os.path.lexists(file):  # a broken link is damage, not absence
         return ()
-    file = model_directory(config.model, weights=False) / GENERATION_CONFIG
     named: Any = read_json_object(file, ModelError).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
-    if not all(type(number) is int and number >= 0 for number in ids):
-        remedy = "Mend the file, or set rollout.generation_config=false."
-        raise ModelError(f"{file}: eos_token_id", named, "a token's number, or several", remedy)
+    num_tokens = hf_config.get("vocab_size")
+    most = num_tokens if isinstance(num_tokens, int) else sys.maxsize
+    if not all(type(number) is int and 0 <= number < most for number in ids):
+        raise ModelError(
+            f"{file}: eos_token_id",
+            shown(named),
+            f"a token below vocab_size = {most}, several of them, or null",
+            "Correct the file; it may be another model's.",
+        )
     return tuple(ids)
 
 

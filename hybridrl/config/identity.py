@@ -35,6 +35,9 @@ _EVALUATES = {"eval_prompts", "eval_limit", "validation"}
 # What is not read where a model is only evaluated: how it learns, by what order and from which
 # rows. Rows that are held out of those depend on data.prompts, so that it stays.
 _TRAINS = ("steps.", "mix.", "rollout.", "run.seed")
+# A checkpoint knows its prompts by their tokens. A run that began before the knob existed has no
+# value of it, and needs false to go on.
+_IN_TOKENS = {"add_special_tokens"}
 
 
 def run_folder(config: Config) -> Path:
@@ -167,11 +170,14 @@ def identity(config: Config) -> dict[str, Any]:
     from the environment, which may be keys.
     """
     steps = config.steps
-    terms = {f"mix.{name}": term.model_dump(mode="json") for name, term in config.mix.items()}
+    terms = {
+        f"mix.{name}": term.model_dump(mode="json", exclude={"data": _IN_TOKENS})
+        for name, term in config.mix.items()
+    }
     known = {
         "model": config.model.model_dump(mode="json"),
         "algorithm": config.algorithm.model_dump(mode="json"),
-        "data": config.data.model_dump(mode="json", exclude=_EVALUATES),
+        "data": config.data.model_dump(mode="json", exclude=_EVALUATES | _IN_TOKENS),
         "reward": config.reward.model_dump(mode="json", exclude=_HOW_FAST),
         "environment": config.environment.model_dump(mode="json", exclude=_SPEED),
         "steps": {

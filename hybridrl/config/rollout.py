@@ -75,7 +75,7 @@ class RolloutConfig(Section):
     )
     generation_config: bool = Field(
         False,
-        description="Take what this section does not set, and further end tokens, from the model's generation_config.json. False: such files are made for chats, with truncation that biases the policy gradient.",
+        description="Take what this section does not set from the model's generation_config.json; the end tokens that it names count in any case. False: such files are made for chats, with truncation that biases the policy gradient.",
     )
     gpu_memory_share: float | None = Field(
         None,

@@ -178,7 +178,7 @@ class _Rendering:
         if not responses:
             columns[MESSAGES] = messages
             columns[config.prompt_key] = self._render(row, template, messages, tools, True)[0]
-            yield replace(row, columns=columns)
+            yield replace(row, columns=columns, is_rendered=True)
             return
         sides = []
         for name in responses:

@@ -7,13 +7,14 @@ Owns how much of a text is tokenized: one that is far beyond its limit only as f
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hybridrl.contracts.samples import in_gaps
 from hybridrl.data.chats import Chat, chats_of, learned, sample, shared_prompt
 from hybridrl.data.rows import Row
+from hybridrl.data.text_tokens import Encode, TextTokens
 from hybridrl.errors import DataError, said, short
 
 # Rows that are tokenized by one call: so many, and no more than have so many characters.
@@ -80,25 +81,34 @@ def encoded_rows(
     names: Sequence[str],
     tokenizer: TextEncoder,
     limits: Sequence[int],
+    ends: Collection[int],
+    adds_special: bool = True,
 ) -> Iterator[Encoded]:
     """Yields the tokens of rows, in their order.
 
     Args:
         rows: of texts, or with Chats in the place of responses.
         names: columns of the prompt and of the responses.
-        tokenizer: called with lists of texts, no special tokens added.
+        tokenizer: called with lists of texts.
         limits: tokens that each may have.
+        ends: the end tokens of responses; one that ends in none of them gets the tokenizer's.
+        adds_special: whether prompts that no template rendered begin with the special tokens that
+            the tokenizer puts in front of a text.
 
     Raises:
         DataError: a text has no tokens.
     """
-    special = _special_tokens(tokenizer)
+    special, encoder = _special_tokens(tokenizer), TextTokens(tokenizer)
+    front = encoder.front if adds_special else ()
     for chunk in _chunks(rows, names):
         are_chats = [bool(chats_of(row.columns, names[1:])) for row in chunk]
         plain = [one for one, is_chat in zip(chunk, are_chats, strict=True) if not is_chat]
-        texts = _of_texts(plain, names, tokenizer, limits)
+        texts = _of_texts(plain, names, tokenizer, encoder, limits, ends, front)
         for row, is_chat in zip(chunk, are_chats, strict=True):
-            found = _of_chat(row, names, tokenizer, special, limits) if is_chat else next(texts)
+            if is_chat:
+                found = _of_chat(row, names, tokenizer, encoder, special, limits, ends)
+            else:
+                found = next(texts)
             if not found.prompt:
                 raise _without_tokens(row.place, found.text, "1 token or more")
             yield found
@@ -123,34 +133,53 @@ def _of_texts(
     chunk: Sequence[Row],
     names: Sequence[str],
     tokenizer: TextEncoder,
+    encoder: TextTokens,
     limits: Sequence[int],
+    ends: Collection[int],
+    front: Tokens,
 ) -> Iterator[Encoded]:
-    encoded = []
+    """Yields the tokens of rows of texts.
+
+    Args:
+        encoder: of the tokenizer; a response continues its prompt.
+        front: the tokens with which a prompt begins that no template rendered.
+    """
+    encoded: list[list[list[int]]] = []
+    encode: Encode = encoder.plain
     for name, limit in zip(names, limits, strict=True):
         texts = [(row.place, str(row.columns[name])) for row in chunk]
-        encoded.append(_encoded(texts, tokenizer, limit))
+        encoded.append(_encoded(texts, encode, limit))
+        encode = encoder.continued
     for i, row in enumerate(chunk):
         tokens = [part[i] for part in encoded]
-        responses = tuple((*part, _end_token(tokenizer)) for part in tokens[1:])
+        responses = tuple(
+            tuple(part) if part and part[-1] in ends else (*part, _end_token(tokenizer))
+            for part in tokens[1:]
+        )
         is_in_part = any(
             len(str(row.columns[name])) > _read_at_first(limit) and len(some) > 2 * limit
             for name, some, limit in zip(names, tokens, limits, strict=True)
         )
-        text, gaps = str(row.columns[names[0]]), ((),) * len(responses)
-        yield Encoded(row, text, tuple(tokens[0]), responses, gaps, is_in_part)
+        text, gaps, prompt = str(row.columns[names[0]]), ((),) * len(responses), tuple(tokens[0])
+        # A text in which BOS is written already gets no second.
+        if prompt and not row.is_rendered and prompt[: len(front)] != front:
+            prompt = (*front, *prompt)
+        yield Encoded(row, text, prompt, responses, gaps, is_in_part)
 
 
 def _of_chat(
     row: Row,
     names: Sequence[str],
     tokenizer: TextEncoder,
+    encoder: TextTokens,
     special: frozenset[int],
     limits: Sequence[int],
+    ends: Collection[int],
 ) -> Encoded:
     chats, limit = chats_of(row.columns, names[1:]), sum(limits[:2])
     sides = []
     for chat in chats:
-        tokens, offsets = _of_text(row.place, chat, tokenizer, special, limit)
+        tokens, offsets = _of_text(row.place, chat, encoder, special, limit)
         runs = learned(offsets, chat.spans)
         if len(tokens) > 2 * limit and offsets[-1][1] < len(chat.text):
             first = next((a for a, _ in runs), len(tokens))
@@ -158,7 +187,8 @@ def _of_chat(
             return Encoded(row, chat.text, *parts, ((),) * len(chats), True)
         if not runs:
             raise _without_tokens(row.place, chat.text, "a response of 1 token or more")
-        if chat.lacks_end:
+        runs = [_to_end(run, chat.text, tokens, offsets, ends) for run in runs]
+        if chat.lacks_end and tokens[runs[-1][1] - 1] not in ends:
             end = _end_token(tokenizer)
             tokens, runs[-1] = [*tokens[: runs[-1][1]], end], (runs[-1][0], runs[-1][1] + 1)
         sides.append((tokens, runs))
@@ -169,12 +199,35 @@ def _of_chat(
     return Encoded(row, text, cuts[0].prompt, responses, gaps, False)
 
 
+def _to_end(
+    run: tuple[int, int],
+    text: str,
+    tokens: Sequence[int],
+    offsets: Sequence[Sequence[int]],
+    ends: Collection[int],
+) -> tuple[int, int]:
+    """Returns the tokens of a turn up to its end token, where a rollout would stop: without what a
+    template puts after it (Phi-3 ends a chat with a second one), and with one that follows directly
+    on what a template marks.
+    """
+    first, stop = run
+    if tokens[stop - 1] not in ends and stop < len(tokens) and tokens[stop] in ends:
+        return first, stop + 1
+    end = stop
+    for place in range(stop - 1, first - 1, -1):
+        if tokens[place] in ends:
+            end = place + 1
+        elif text[offsets[place][0] : offsets[place][1]].strip():
+            break
+    return first, end
+
+
 def _read_at_first(limit: int) -> int:
     return max(_SURELY_READ, _CHARACTERS_A_TOKEN * limit)
 
 
 def _of_text(
-    place: str, chat: Chat, tokenizer: Any, special: frozenset[int], limit: int
+    place: str, chat: Chat, encoder: TextTokens, special: frozenset[int], limit: int
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
     """Returns the tokens of a chat with the characters of each.
 
@@ -182,7 +235,7 @@ def _of_text(
     the whole text these may be others ("\\n\\n" before a word); then what follows is tokenized
     separately.
     """
-    tokens, offsets = _with_offsets(place, chat.text, tokenizer, limit)
+    tokens, offsets = _with_offsets(place, chat.text, encoder, limit)
     if chat.is_marked:
         return tokens, offsets
     for begin, _ in chat.spans:
@@ -194,11 +247,11 @@ def _of_text(
             first -= 1
         first = max(first, 0)
         start = offsets[first][0] if first else 0
-        given, of_given = _with_offsets(place, chat.text[start:begin], tokenizer, limit)
+        given, of_given = _with_offsets(place, chat.text[start:begin], encoder, limit)
         num = first + len(given)
         is_alike = tokens[first:num] == given and (num == len(tokens) or offsets[num][0] >= begin)
         if not is_alike:
-            rest, of_rest = _with_offsets(place, chat.text[begin:], tokenizer, limit)
+            rest, of_rest = _with_offsets(place, chat.text[begin:], encoder, limit, True)
             tokens = [*tokens[:first], *given, *rest]
             moved = ((start, of_given), (begin, of_rest))
             offsets = [
@@ -215,21 +268,22 @@ def _special_tokens(tokenizer: Any) -> frozenset[int]:
 
 
 def _with_offsets(
-    place: str, text: str, tokenizer: Any, limit: int
+    place: str, text: str, encoder: TextTokens, limit: int, is_continued: bool = False
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
     """Returns the tokens of a text with the characters of each; of a text that is far beyond the
     limit only the first.
+
+    Args:
+        is_continued: whether the text continues a sequence.
     """
     most = _read_at_first(limit)
     while True:
         try:
-            asked = {"add_special_tokens": False, "return_offsets_mapping": True}
-            found = tokenizer([text[:most]], **asked)
-            (tokens,), (offsets,) = found["input_ids"], found["offset_mapping"]
+            tokens, offsets = encoder.with_offsets(text[:most], is_continued)
         except NotImplementedError as error:  # of tokenizers in Python
             raise DataError(
                 "model.tokenizer",
-                f"{type(tokenizer).__name__}, which does not say where its tokens are in a text",
+                f"{encoder.name}, which does not say where its tokens are in a text",
                 "a fast tokenizer, for chats with responses",
                 "Set model.tokenizer to a directory with tokenizer.json.",
             ) from error
@@ -241,9 +295,7 @@ def _with_offsets(
         most *= 2
 
 
-def _encoded(
-    texts: Sequence[tuple[str, str]], tokenizer: TextEncoder, limit: int
-) -> list[list[int]]:
+def _encoded(texts: Sequence[tuple[str, str]], encode: Encode, limit: int) -> list[list[int]]:
     """Returns the tokens of texts, given with their places.
 
     Raises:
@@ -251,15 +303,15 @@ def _encoded(
     """
     try:
         parts = [text[: _read_at_first(limit)] for _, text in texts]
-        found = list(tokenizer(parts, add_special_tokens=False)["input_ids"])
+        found = encode(parts)
         for number, (_, text) in enumerate(texts):
             most = _read_at_first(limit)
             while most < len(text) and len(found[number]) <= 2 * limit:
                 most *= 2  # few tokens of many characters, or characters that give none
-                (found[number],) = tokenizer([text[:most]], add_special_tokens=False)["input_ids"]
+                (found[number],) = encode([text[:most]])
     except Exception as error:  # tokenizers raise no class of their own, of unknown words
         if len(texts) > 1:
-            return [_encoded([one], tokenizer, limit)[0] for one in texts]
+            return [_encoded([one], encode, limit)[0] for one in texts]
         ((place, text),) = texts
         allowed = f"a text that the tokenizer knows ({said(error, 160)})"
         raise _without_tokens(place, text, allowed) from error

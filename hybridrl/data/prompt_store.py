@@ -64,6 +64,8 @@ _READERS = (
         "messages",
         "chats",
         "encoding",
+        "text_tokens",
+        "end_tokens",
     ),
     *("feedback", "sets"),
 )
@@ -82,6 +84,7 @@ class PromptStore:
     Args:
         tokenizer: of the run.
         folder: where files are kept; None: `prompts_folder()`.
+        end_tokens: the end tokens of responses; None: those of the tokenizer and its template.
 
     Attributes:
         files: of each source that was loaded, in order; None for one that is in memory.
@@ -89,11 +92,17 @@ class PromptStore:
         found: what was computed of them by `once`, in order; picklable.
     """
 
-    def __init__(self, tokenizer: TextEncoder, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: TextEncoder,
+        folder: Path | None = None,
+        end_tokens: Sequence[int] | None = None,
+    ) -> None:
         self.files: list[str | None] = []
         self.notes: list[str] = []
         self.found: list[Any] = []
         self._tokenizer, self._folder = tokenizer, folder or prompts_folder()
+        self._ends = end_tokens
         self._to_follow: list[str | None] | None = None
         self._to_repeat: list[Any] = []
         self._temporary: Path | None = None
@@ -122,7 +131,9 @@ class PromptStore:
             found = self._file_of(reading)
             file = None if found is None else str(found)
         self.files.append(file)
-        return in_memory(reading, self._tokenizer) if file is None else _mapped(Path(file))
+        if file is None:
+            return in_memory(reading, self._tokenizer, self._ends)
+        return _mapped(Path(file))
 
     def close(self) -> None:
         """Removes files that are not kept; all ranks have mapped them."""
@@ -132,7 +143,7 @@ class PromptStore:
 
     def _file_of(self, reading: Reading) -> Path | None:
         """Returns the file of what is read, which is written if need be; None: it cannot be."""
-        key = content_key(reading, self._tokenizer) if _has_names(reading) else None
+        key = content_key(reading, self._tokenizer, self._ends) if _has_names(reading) else None
         if not isinstance(reading.source, Sized | None):
             return None  # rows that come once, and would be gone if the file could not hold them
         if key is None and _has_names(reading):
@@ -187,7 +198,7 @@ class PromptStore:
             with os.fdopen(handle, "wb") as file:
                 write_prompts(file, folder, self._read(reading, about), about)
             # A source that has changed meanwhile gave rows of which the key says nothing.
-            if key is None or content_key(reading, self._tokenizer) != key:
+            if key is None or content_key(reading, self._tokenizer, self._ends) != key:
                 key = Path(name).stem
             path = folder / f"{key}{ENDING}"
             os.replace(name, path)
@@ -206,7 +217,7 @@ class PromptStore:
         """Yields what is read; then `about` says what was left out."""
         left_out = reading.left_out()
         try:
-            yield from reading.prompts(self._tokenizer, left_out)
+            yield from reading.prompts(self._tokenizer, left_out, self._ends)
         except OSError as error:
             raise _SourceError(error) from error
         about |= vars(left_out) | {"in_part": sorted(left_out.in_part)}
@@ -246,7 +257,9 @@ def remove_old(folder: Path) -> None:
                 path.unlink()
 
 
-def content_key(reading: Reading, tokenizer: TextEncoder) -> str | None:
+def content_key(
+    reading: Reading, tokenizer: TextEncoder, end_tokens: Sequence[int] | None = None
+) -> str | None:
     """Returns a digest of all that decides what is read; None where something of it is unknown."""
     config = reading.config
     given = config.prompts if reading.source is None else reading.source
@@ -255,7 +268,8 @@ def content_key(reading: Reading, tokenizer: TextEncoder) -> str | None:
     if read is None:
         return None
     limits = [list(reading.required), reading.max_response_tokens, reading.feedback, reading.limit]
-    decides = [read, encoder, limits, sys.byteorder]
+    ends = None if end_tokens is None else list(end_tokens)
+    decides = [read, encoder, ends, limits, sys.byteorder]
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
 
 

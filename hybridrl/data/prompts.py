@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from hybridrl.config.supervised import PAIR_MARGIN
 from hybridrl.contracts.samples import Prompt
 from hybridrl.data.chats import ChatCounts, as_chats
 from hybridrl.data.encoding import Encoded, TextEncoder, encoded_rows
+from hybridrl.data.end_tokens import own_end_tokens
 from hybridrl.data.feedback import check_classes, checked, equal_sides, label_columns
 from hybridrl.data.forms import Kind, formed_rows, kind_of, text_columns
 from hybridrl.data.prompt_file import NO_GAPS, NONE, identities
@@ -124,12 +125,18 @@ class Reading:
         most = self.max_response_tokens
         return LeftOut(limits + ("" if most is None else f" or a response of {most}"))
 
-    def prompts(self, tokenizer: TextEncoder, left_out: LeftOut) -> Iterator[tuple[Prompt, int]]:
+    def prompts(
+        self,
+        tokenizer: TextEncoder,
+        left_out: LeftOut,
+        end_tokens: Collection[int] | None = None,
+    ) -> Iterator[tuple[Prompt, int]]:
         """Reads and tokenizes prompts, some at a time.
 
         Args:
-            tokenizer: called with lists of texts, no special tokens added.
+            tokenizer: called with lists of texts.
             left_out: counts the rows that are.
+            end_tokens: the end tokens of responses; None: those of the tokenizer and its template.
 
         Yields:
             Each prompt with the number of its source; `prompt_id` is the row's number over all
@@ -143,7 +150,9 @@ class Reading:
         config, num, labels = self.config, 0, set[bool]()
         texts, longest_response = text_columns(config, self.kind), self.max_response_tokens or 0
         most = [config.max_prompt_tokens, *[longest_response] * (len(texts) - 1)]
-        for found in encoded_rows(self._rows(texts, tokenizer, left_out), texts, tokenizer, most):
+        rows, adds_special = self._rows(texts, tokenizer, left_out), config.add_special_tokens
+        ends = own_end_tokens(tokenizer) if end_tokens is None else end_tokens
+        for found in encoded_rows(rows, texts, tokenizer, most, ends, adds_special):
             longest = max(map(len, found.responses), default=0)
             over = len(found.prompt) > config.max_prompt_tokens
             kept: Encoded | None = found
@@ -192,16 +201,19 @@ def load_prompts(
     max_response_tokens: int | None = None,
     feedback: Feedback | None = None,
     limit: int | None = None,
+    end_tokens: Collection[int] | None = None,
 ) -> LoadedPrompts:
     """Reads and tokenizes prompts into memory; arguments and errors as of `Reading`."""
     reading = Reading(config, source, required, max_response_tokens, feedback, limit)
-    return in_memory(reading, tokenizer)
+    return in_memory(reading, tokenizer, end_tokens)
 
 
-def in_memory(reading: Reading, tokenizer: TextEncoder) -> LoadedPrompts:
+def in_memory(
+    reading: Reading, tokenizer: TextEncoder, end_tokens: Collection[int] | None = None
+) -> LoadedPrompts:
     """Returns what is read as a tuple of prompts."""
     left_out, prompts, sources = reading.left_out(), list[Prompt](), array("i")
-    for prompt, source in reading.prompts(tokenizer, left_out):
+    for prompt, source in reading.prompts(tokenizer, left_out, end_tokens):
         prompts.append(prompt)
         sources.append(source)
     return LoadedPrompts(tuple(prompts), sources, left_out)
@@ -312,7 +324,8 @@ class PromptSource:
             "data.prompts",
             "prompts, an order or a seed that differ from the checkpoint's",
             "what the run began with",
-            "Restore the prompt files and run.seed, or start a new run.name.",
+            "Restore the prompt files and run.seed, or start a new run.name; a run that began "
+            "before prompts got the tokenizer's BOS goes on with data.add_special_tokens=false.",
         )
 
     def _epoch_order(self) -> array[int]:

@@ -29,6 +29,7 @@ class Row:
         is_arrow: Arrow stored it, which fills the keys that an object has only in other rows with
             null.
         number: among all rows that are asked for, whether or not they can be used.
+        is_rendered: a chat template rendered its prompt.
     """
 
     place: str
@@ -36,6 +37,7 @@ class Row:
     source: int = 0
     is_arrow: bool = False
     number: int = 0
+    is_rendered: bool = False
 
 
 def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator[Row]:

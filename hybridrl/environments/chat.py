@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from hybridrl.data.text_tokens import TextTokens
 from hybridrl.environments.base import Message, Observation
 from hybridrl.errors import UserError
 from hybridrl.rewards.outcome import WHERE, ScorerFailure
@@ -45,6 +46,7 @@ class ObservationEncoder:
     ) -> None:
         self._template_arguments = template_arguments
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._encoder = TextTokens(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self._control = [token.content for token in added if token.special]
         self._stop_texts = [str(tokenizer.decode([token])) for token in stop_token_ids]
@@ -70,7 +72,7 @@ class ObservationEncoder:
 
     def _tokens(self, text: str) -> list[int] | ScorerFailure:
         try:
-            return list(self._tokenizer([text], add_special_tokens=False)["input_ids"][0])
+            return list(self._encoder.continued([text])[0])
         except Exception as error:  # tokenizers raise no class of their own, of unknown words
             got = (
                 f"returned the observation {text[:80]!r} for {WHERE}, which has no tokens: {error}"
@@ -93,8 +95,10 @@ class ObservationEncoder:
         _, found, rest = text.partition(TURN)
         if not found:
             raise _no_template("It leaves out the turns of the assistant.")
-        stop = next((stop for stop in self._stop_texts if rest.startswith(stop)), "")
-        return rest[len(stop) :]
+        # Llama 2's template puts a space before the stop token.
+        begun = rest.lstrip()
+        stop = next((stop for stop in self._stop_texts if stop and begun.startswith(stop)), "")
+        return begun[len(stop) :] if stop else rest
 
     def _harmless(self, content: str) -> str:
         """Returns a message's content without control tokens: what a tool shows, or the policy made

@@ -4,9 +4,8 @@ hybrid engine that brings it the policy's weights. Collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import cast
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -14,11 +13,11 @@ from transformers import PreTrainedTokenizerBase
 from hybridrl import ops
 from hybridrl.algorithms import needs_of
 from hybridrl.config.engines import ENGINES
-from hybridrl.config.generation import end_tokens
 from hybridrl.config.lag import generates_ahead, max_unfinished, no_lag, num_in_flight
 from hybridrl.config.placement import Placement
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, RolloutConfig
+from hybridrl.data.end_tokens import end_tokens
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError
@@ -32,7 +31,6 @@ from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.expert_maps import ExpertTensors, lay_out_engines
 from hybridrl.hybrid_engine.lending import LentMemory, MemoryLender
 from hybridrl.loop.setup import ranks_per_node
-from hybridrl.models.config_keys import end_tokens_of
 from hybridrl.models.weights import RankLayout, fused_layouts
 from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.parallel.groups import World
@@ -212,13 +210,12 @@ def make_sampler(
         placement: of the run; None: all models are on all ranks.
     """
     world, source = model.world, model.source
-    sampling = sampling_params(config.rollout, source, tokenizer)
     with world.all_agree("reading end tokens"):
-        ends = {*sampling.stop_token_ids, *end_tokens(config)}
-    sampling = replace(sampling, stop_token_ids=tuple(sorted(ends)))
+        ends = end_tokens(config.model, source.hf_config, tokenizer)
+    sampling = sampling_params(config.rollout, ends)
     engine.token_texts = TokenTexts(tokenizer)
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
-    episodes = make_episodes(config, world, replica, source, tokenizer)
+    episodes = make_episodes(config, world, replica, source, tokenizer, ends)
     parts = world, layout, replica, engine, scorer, sampling
     of_run = config.steps.samples_per_prompt, config.run.seed, episodes, reward_models
     if (limits := lag_limits(config, placement)) is None:
@@ -279,18 +276,14 @@ def make_hybrid_engine(
     )
 
 
-def sampling_params(
-    config: RolloutConfig, source: ModelSource, tokenizer: PreTrainedTokenizerBase
-) -> SamplingParams:
-    """Returns how training samples are drawn; a response ends at the end token of tokenizer or
-    model.
-    """
+def sampling_params(config: RolloutConfig, ends: tuple[int, ...]) -> SamplingParams:
+    """Returns how training samples are drawn; each of the tokens `ends` ends a response."""
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
         top_k=config.top_k,
         max_new_tokens=config.max_new_tokens,
-        stop_token_ids=stop_token_ids(source.hf_config, tokenizer),
+        stop_token_ids=ends,
         stop_strings=config.stop_strings,
         min_new_tokens=config.min_new_tokens,
         repetition_penalty=config.repetition_penalty,
@@ -304,24 +297,20 @@ def make_episodes(
     replica: ReplicaGroup,
     source: ModelSource,
     tokenizer: PreTrainedTokenizerBase,
+    ends: tuple[int, ...],
 ) -> Episodes | None:
-    """Builds what goes between the turns of responses, if there is an environment; collective."""
+    """Builds what goes between the turns of responses, if there is an environment; collective.
+
+    Args:
+        ends: the tokens of which each ends a turn of the policy.
+    """
     if config.environment.name is None:
         return None
-    stops = stop_token_ids(source.hf_config, tokenizer)
     arguments = config.data.template_arguments
-    encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, stops, arguments)
+    encoder = ObservationEncoder(tokenizer, source.shape.vocab_size, ends, arguments)
     with world.all_agree("finding the environment"):
         if found := check_environment(config.environment):
             raise ConfigError(found)
         if observes_messages(config.environment):  # else found out at the first call of a tool
             encoder([{"role": "tool", "content": "-"}])
         return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)
-
-
-def stop_token_ids(
-    hf_config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
-) -> tuple[int, ...]:
-    """Returns the end tokens that the tokenizer and the model's config name, in ascending order."""
-    found = {*end_tokens_of(hf_config), tokenizer.eos_token_id}
-    return tuple(sorted(found - {None}))

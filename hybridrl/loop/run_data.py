@@ -20,11 +20,13 @@ from hybridrl.config.source import tokenizer_directory
 from hybridrl.config.teacher import is_scored
 from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
 from hybridrl.contracts.batch import Prompt
+from hybridrl.data.end_tokens import end_tokens, shown_tokens
 from hybridrl.data.evaluation_sets import set_data, set_rows
 from hybridrl.data.mixture import hold_out, prompt_source
 from hybridrl.data.prompt_file import largest_token
 from hybridrl.data.prompt_store import PromptStore, Rows, load_rows, reading_of
 from hybridrl.data.prompts import LeftOut, LoadedPrompts, PromptSource, Reading
+from hybridrl.data.text_tokens import TextTokens
 from hybridrl.errors import ModelError
 from hybridrl.loop.evaluate import Evaluations, EvaluationSet
 from hybridrl.parallel.groups import World
@@ -77,10 +79,12 @@ def make_data(
         trains: False leaves out what only training reads.
     """
     with world.all_agree("loading the tokenizer"):
-        num_tokens = model_source(config.model, world.platform).shape.vocab_size
+        of_model = model_source(config.model, world.platform)
+        num_tokens = of_model.shape.vocab_size
         tokenizer = given.tokenizer or load_tokenizer(config.model, num_tokens)
+        ends = end_tokens(config.model, of_model.hf_config, tokenizer)
     scorer = make_scorer(config, tokenizer, given.reward, needs.group_samples)
-    store = PromptStore(tokenizer)
+    store = PromptStore(tokenizer, end_tokens=ends)
     mixed = config if trains else config.model_copy(update={"mix": {}})
 
     def load() -> tuple[LoadedPrompts, RunData]:
@@ -116,7 +120,25 @@ def make_data(
                 store.follow(files, found)
                 loaded, data = load()
     notify(loaded.report())
+    tell_tokens(tokenizer, loaded.prompts[0], ends, notify)
     return data
+
+
+def tell_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    first: Prompt,
+    ends: Sequence[int],
+    notify: Callable[[str], None],
+) -> None:
+    """Tells the user which special tokens a run adds to texts and stops at, where that is more than
+    the tokenizer's end token.
+    """
+    front = TextTokens(tokenizer).front
+    if front and first.tokens[: len(front)] == front:
+        begin = shown_tokens(tokenizer, front)
+        notify(f"prompts begin with {begin} (data.add_special_tokens, or the chat template)")
+    if set(ends) != {tokenizer.eos_token_id}:
+        notify(f"end tokens of responses: {shown_tokens(tokenizer, ends)}")
 
 
 def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:

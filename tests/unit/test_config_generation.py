@@ -13,7 +13,7 @@ import pytest
 
 from hybridrl.config.engines import ENGINES
 from hybridrl.config.generation import (
-    end_tokens,
+    declared_end_tokens,
     generation_rules,
     on_policy_rules,
     with_generation_config,
@@ -91,11 +91,12 @@ def test_a_generation_config_fills_what_is_not_set(tmp_path: Path) -> None:
     found = with_generation_config(asked).rollout
     taken = found.temperature, found.top_p, found.top_k, found.repetition_penalty
     assert taken == (0.7, 0.95, 20, 1.05)
-    assert end_tokens(asked) == (5, 7)
     (refused,) = on_policy_rules(with_generation_config(asked))
     assert refused.name == "rollout.repetition_penalty"
     plain = config(model=str(tmp_path))
-    assert with_generation_config(plain) is plain and end_tokens(plain) == ()
+    assert with_generation_config(plain) is plain
+    for one in (asked, plain):
+        assert declared_end_tokens(one.model, {}) == (5, 7), "whatever the knob says"
     file.write_text('{"do_sample": false, "temperature": 0.7}')
     assert with_generation_config(asked).rollout.temperature == 0, "greedy"
 
@@ -118,7 +119,7 @@ def test_a_generation_config_that_cannot_be_is_refused(
     asked = config(model=str(tmp_path), generation_config=True)
     with pytest.raises(ModelError) as caught:
         with_generation_config(asked)
-        end_tokens(asked)
+        declared_end_tokens(asked.model, {})
     assert said in str(caught.value)
 
 

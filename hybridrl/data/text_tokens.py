@@ -1,0 +1,143 @@
+"""The tokens of texts that no template rendered: of prompts, and of what follows them. No torch.
+
+A prompt begins a sequence, so it gets the special tokens that the tokenizer puts in front of a text
+(BOS most often). A response or an observation continues one: tokenized as it is, it would gain the
+space that some tokenizers begin every text with (Llama 2, older Mistral), and the sequence would
+say "2+3= 5" where the row says "2+3=5".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+Encode = Callable[[list[str]], list[list[int]]]
+"""Returns the tokens of each text."""
+Offsets = Sequence[Sequence[int]]
+"""Of each token its first character and the one after its last."""
+PROBES = ("a", "1", "the", "0 1")
+
+
+class TextTokens:
+    """Makes tokens of texts.
+
+    Attributes:
+        name: the tokenizer's class, for messages.
+
+    Args:
+        tokenizer: of transformers, or one that is called alike. Fast tokenizers alone say whether
+            they begin texts with a space; others are called as they are.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.name = type(tokenizer).__name__
+        self._tokenizer = tokenizer
+        self._without_space = _without_first_space(tokenizer)
+        added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them
+        self._added = frozenset(added)
+
+    @cached_property
+    def front(self) -> tuple[int, ...]:
+        """The special tokens that a tokenizer of transformers puts in front of a text; what it puts
+        at the end is not among them.
+        """
+        tokenizer = self._tokenizer
+        if not getattr(tokenizer, "num_special_tokens_to_add", int)():  # as above
+            return ()
+        for probe in PROBES:
+            try:
+                (plain,) = self.plain([probe])
+                (whole,) = tokenizer([probe], add_special_tokens=True)["input_ids"]
+            except Exception:  # tokenizers raise no class of their own, of unknown words
+                continue
+            for num in range(len(whole) - len(plain) + 1):
+                if plain and list(whole[num : num + len(plain)]) == list(plain):
+                    return tuple(whole[:num])
+        (whole,) = tokenizer([""], add_special_tokens=True)["input_ids"]
+        begins = tokenizer.bos_token_id is not None and whole[:1] == [tokenizer.bos_token_id]
+        return tuple(whole[:1]) if begins else ()
+
+    def plain(self, texts: list[str]) -> list[list[int]]:
+        """Returns the tokens of texts that begin a sequence, without special tokens."""
+        return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"])
+
+    def continued(self, texts: list[str]) -> list[list[int]]:
+        """Returns the tokens of texts that continue a sequence: without special tokens, and without
+        the space that the tokenizer would begin a text with.
+        """
+        if self._without_space is None:
+            return self.plain(texts)
+        return [tokens for tokens, _ in self._spanned(texts, is_continued=True)]
+
+    def with_offsets(self, text: str, is_continued: bool = False) -> tuple[list[int], Offsets]:
+        """Returns the tokens of a text with the characters of each, without special tokens.
+
+        Args:
+            text: one that begins a sequence.
+            is_continued: whether it continues one.
+
+        Raises:
+            NotImplementedError: the tokenizer is none of the fast ones.
+        """
+        return self._spanned([text], is_continued)[0]
+
+    def _spanned(self, texts: list[str], is_continued: bool) -> list[tuple[list[int], Offsets]]:
+        asked = {"add_special_tokens": False, "return_offsets_mapping": True}
+        found = self._tokenizer(texts, **asked)
+        whole = list(zip(found["input_ids"], found["offset_mapping"], strict=True))
+        if not is_continued or self._without_space is None:
+            return [(list(tokens), offsets) for tokens, offsets in whole]
+        # From the first added token on nothing is gained: it begins a part of its own.
+        begun, rest = [], []
+        for text, (tokens, offsets) in zip(texts, whole, strict=True):
+            first = next((i for i, token in enumerate(tokens) if token in self._added), len(tokens))
+            begun.append(text if first == len(tokens) else text[: offsets[first][0]])
+            rest.append((tokens[first:], offsets[first:]))
+        firsts = self._without_space.encode_batch(begun, add_special_tokens=False)
+        return [
+            ([*part.ids, *tokens], [*part.offsets, *offsets])
+            for part, (tokens, offsets) in zip(firsts, rest, strict=True)
+        ]
+
+
+def _without_first_space(tokenizer: Any) -> Any:
+    """Returns the part of a fast tokenizer that makes tokens, changed so that it begins no text
+    with a space; None if it begins none anyway, or is not known.
+    """
+    backend = getattr(tokenizer, "_tokenizer", None)  # of fast ones
+    if not hasattr(backend, "to_str"):
+        return None
+    content = json.loads(backend.to_str())
+    if not _drop_first_space(content):
+        return None
+    found = type(backend).from_str(json.dumps(content))
+    found.encode_special_tokens = backend.encode_special_tokens
+    found.no_truncation()
+    found.no_padding()
+    return found
+
+
+def _drop_first_space(content: dict[str, Any]) -> bool:
+    """Changes a tokenizer.json so that no text begins with a space that it does not have; returns
+    whether anything had to be changed.
+    """
+    changed = False
+    for key, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):
+        section = content.get(key) or {}
+        steps: Sequence[dict[str, Any]] = section.get(parts, [section])
+        for step in steps:
+            changed |= step.get("type") == "Prepend"
+            changed |= step.get("prepend_scheme", "never") != "never"
+            changed |= bool(step.get("add_prefix_space"))
+            if "prepend_scheme" in step:
+                step["prepend_scheme"] = "never"
+            if "add_prefix_space" in step:
+                step["add_prefix_space"] = False
+        kept = [step for step in steps if step and step.get("type") != "Prepend"]
+        if parts in section:
+            section[parts] = kept
+        elif not kept:
+            content[key] = None
+    return changed
