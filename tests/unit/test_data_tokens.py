@@ -181,7 +181,9 @@ def test_a_turn_apart_from_its_prompt_gains_no_space(kind: str) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     whole = tokenizer.convert_ids_to_tokens(tokenizer("two three")["input_ids"])
     assert "hre" in "".join(whole[-1:]), "a token that reaches across the beginning of the turn"
-    found = loaded(tokenizer, {"prompt": [{"role": "user", "content": "two th"}], "response": "ree"})
+    found = loaded(
+        tokenizer, {"prompt": [{"role": "user", "content": "two th"}], "response": "ree"}
+    )
     assert found.response_tokens is not None
     said = tokenizer.decode([*found.tokens, *found.response_tokens], skip_special_tokens=True)
     assert said == "two three"
