@@ -106,7 +106,7 @@ def _without_first_space(tokenizer: Any) -> Any:
     """Returns the part of a fast tokenizer that makes tokens, changed so that it begins no text
     with a space; None if it begins none anyway, or is not known.
     """
-    backend = getattr(tokenizer, "_tokenizer", None)  # of fast ones
+    backend: Any = getattr(tokenizer, "_tokenizer", None)  # of fast ones
     if not hasattr(backend, "to_str"):
         return None
     content = json.loads(backend.to_str())
