@@ -9,7 +9,7 @@ the time of torch's. Statistics over the tokens of all samples come from over_to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import comb
 
 import numpy as np
@@ -140,6 +140,8 @@ def minus_group_mean(reward_B: Tensor, group_B: Tensor, weight_B: Tensor | None 
     reward_B = reward_B.double()
     weight_B = torch.ones_like(reward_B) if weight_B is None else weight_B.double()
     total_B = _group_sum(weight_B, group_B)
+    # Less any one reward of the group first: equal rewards then give exactly 0, without rounding.
+    reward_B = reward_B - _one_of_group(reward_B, group_B)
     return reward_B - _group_sum(weight_B * reward_B, group_B) / total_B
 
 
@@ -189,28 +191,27 @@ def divided_by_group_std(centred_B: Tensor, group_B: Tensor, epsilon: float = 1e
     return centred_B / ((square_B / (size_B - 1).clamp(min=1)).sqrt() + epsilon)
 
 
-def uniform_groups(values: Sequence[Tensor], group_B: Tensor) -> Tensor:
-    """Returns which samples are in groups whose values are all equal, in each of these columns.
+def uniform_groups(value_B: Tensor, group_B: Tensor) -> Tensor:
+    """Returns which samples are in groups whose values are all equal.
 
     Returns:
         (B,) bool; True in a group of one.
     """
-    _, index_B = group_B.unique(return_inverse=True)
-    is_uniform_B = torch.ones(len(group_B), dtype=torch.bool)
-    for value_B in values:
-        one_G = torch.zeros(int(index_B.max()) + 1, dtype=value_B.dtype)
-        one_G[index_B] = value_B  # any one value of the group
-        is_uniform_B &= _group_sum((value_B != one_G[index_B]).double(), group_B) == 0
-    return is_uniform_B
+    return ~_any_of_group(value_B != _one_of_group(value_B, group_B), group_B)
 
 
-def informative_scale(reward_B: Tensor, group_B: Tensor) -> float:
-    """Returns B / (B - M), M samples being in groups whose rewards are all equal; 1 if all are.
+def zero_groups(advantages_B: Tensor, group_B: Tensor) -> Tensor:
+    """Returns which samples are in groups whose advantages are all 0: (B,) bool."""
+    return ~_any_of_group(advantages_B != 0, group_B)
+
+
+def informative_scale(is_lost_B: Tensor) -> float:
+    """Returns B / (B - M), M samples being in groups that teach nothing; 1 if all are.
 
     The accurate gradient estimation of GPG (Chu et al. 2025, arXiv 2504.02546, eq. 7-8).
     """
-    num_informative = int((~uniform_groups([reward_B], group_B)).sum())
-    return len(reward_B) / num_informative if num_informative else 1.0
+    num_informative = int((~is_lost_B).sum())
+    return len(is_lost_B) / num_informative if num_informative else 1.0
 
 
 def covariance(advantages_R: Tensor, logp_R: Tensor, over: OverTokens) -> Tensor:
@@ -281,6 +282,18 @@ def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
     """Returns for each sample the sum over its group."""
     _, index_B = group_B.unique(return_inverse=True)
     return torch.bincount(index_B, value_B)[index_B]
+
+
+def _one_of_group(value_B: Tensor, group_B: Tensor) -> Tensor:
+    """Returns for each sample the value of one sample of its group, the same for all of them."""
+    _, index_B = group_B.unique(return_inverse=True)
+    one_G = torch.zeros(int(index_B.max()) + 1, dtype=value_B.dtype)
+    one_G[index_B] = value_B
+    return one_G[index_B]
+
+
+def _any_of_group(is_so_B: Tensor, group_B: Tensor) -> Tensor:
+    return _group_sum(is_so_B.double(), group_B) > 0
 
 
 def whiten(values_B: Tensor, counts_B: Tensor | None = None) -> Tensor:

@@ -25,9 +25,9 @@ from hybridrl.algorithms.advantage import (
     response_values,
     sample_column,
     token_keys,
-    uniform_groups,
     whiten,
     without_high_covariance,
+    zero_groups,
 )
 from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.algorithms.policy_gradient import PolicyGradient
@@ -60,19 +60,14 @@ class Grpo(PolicyGradient):
         Raises:
             BatchError: a group has too few samples to be compared.
         """
-        config = self.config
-        self._check_groups(batch)
-        reward_B = self.rewards(batch)
+        config, reward_B = self.config, self.rewards(batch)
         if (penalty_T := self.kl_penalty(batch)) is not None:
             penalty_R = response_values(penalty_T, batch)
             reward_B = reward_B - OverTokens(batch).sums(penalty_R)[:, 0]
-        advantages_B = (
-            self._compared_parts(batch)
-            if config.normalize_parts
-            else self._compared(reward_B, batch)
-        )
+        advantages_B = self._within_groups(reward_B, batch)
         if config.rescale_informative:
-            advantages_B = advantages_B * informative_scale(reward_B, batch.group_B)
+            # By rewards before the KL, which differs between samples of equal rewards too.
+            advantages_B = advantages_B * informative_scale(self.uninformative(batch))
         if config.whiten_advantages:
             # REINFORCE++ counts tokens (arXiv 2501.03262, eq. 5), GDPO samples (eq. 6).
             counts_B = None if config.normalize_parts else batch.response_lengths_B
@@ -92,17 +87,24 @@ class Grpo(PolicyGradient):
 
     @property
     def max_resampling(self) -> int:
-        """Rounds in which groups of equal rewards are replaced."""
+        """Rounds in which uninformative groups are replaced."""
         return self.config.max_resampling
 
     def uninformative(self, batch: ScoredBatch) -> Tensor:
-        """Returns which samples are in groups of equal rewards, or rewards equal to the greedy
-        response's: (B,) bool.
+        """Returns which samples are in groups whose advantages are all 0: (B,) bool. Decided before
+        the KL, which is no reward, and before what scales the whole batch.
+
+        Raises:
+            BatchError: as of `advantages`.
         """
-        parts = list(self._parts(batch).values()) if self.config.normalize_parts else []
-        if self.config.baseline == "greedy":
-            return uniform_groups([batch.reward_B != self._greedy(batch)], batch.group_B)
-        return uniform_groups([batch.reward_B, *parts], batch.group_B)
+        return zero_groups(self._within_groups(self.rewards(batch), batch), batch.group_B)
+
+    def _within_groups(self, reward_B: Tensor, batch: ScoredBatch) -> Tensor:
+        """Returns what each sample's reward is worth beside the others of its group: (B,)."""
+        self._check_groups(batch)
+        if self.config.normalize_parts:
+            return self._compared_parts(batch)
+        return self._compared(reward_B, batch)
 
     def _of_covariance(self, advantages_B: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
         """Returns the columns that depend on the covariance of advantage and log-probability."""
@@ -120,7 +122,7 @@ class Grpo(PolicyGradient):
         )
         return {"advantages_T": response_column(kept_R, batch)}
 
-    def _compared_parts(self, batch: TrainBatch) -> Tensor:
+    def _compared_parts(self, batch: ScoredBatch) -> Tensor:
         """Compares every part of the reward by itself, and adds (GDPO, Liu et al. 2026, arXiv
         2601.05242, eq. 4, 5 and 7).
         """
@@ -144,7 +146,7 @@ class Grpo(PolicyGradient):
             raise BatchError(batch.producer, "reward_parts", got, allowed, remedy)
         return {name: found[name] for name in wanted or found}
 
-    def _compared(self, reward_B: Tensor, batch: TrainBatch) -> Tensor:
+    def _compared(self, reward_B: Tensor, batch: ScoredBatch) -> Tensor:
         config, group_B = self.config, batch.group_B
         if config.baseline == "pass_at_k":
             is_passed_B = reward_B >= config.pass_reward
@@ -170,7 +172,7 @@ class Grpo(PolicyGradient):
             raise BatchError(batch.producer, "reward_parts", got, expected, remedy)
         return batch.reward_parts[GREEDY].double()
 
-    def _check_groups(self, batch: TrainBatch) -> None:
+    def _check_groups(self, batch: ScoredBatch) -> None:
         fewest = self.config.min_samples
         groups, counts = batch.group_B.unique(return_counts=True)
         if (least := int(counts.min())) < fewest:

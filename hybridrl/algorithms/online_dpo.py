@@ -30,7 +30,7 @@ class OnlineDpo(Dpo):
 
     def uninformative(self, batch: ScoredBatch) -> Tensor:
         """Returns which samples are in groups that make no pair: (B,) bool."""
-        return uniform_groups([batch.reward_B], batch.group_B)
+        return uniform_groups(batch.reward_B, batch.group_B)
 
     def selected(self, batch: ScoredBatch) -> Tensor:
         """Returns the samples of the pairs, in their order in the batch; of equal rewards that of

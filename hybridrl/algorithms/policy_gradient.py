@@ -17,7 +17,7 @@ from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.algorithms.kl_control import AdaptiveKl
 from hybridrl.algorithms.log_ratio import importance_ratio, kl_estimate
 from hybridrl.config.algorithm import PolicyGradientConfig
-from hybridrl.contracts.batch import MicroBatch, TrainBatch
+from hybridrl.contracts.batch import MicroBatch, ScoredBatch, TrainBatch
 from hybridrl.errors import UserError
 
 
@@ -123,7 +123,7 @@ class PolicyGradient:
             return loss_S
         return loss_S / sequence_sum(micro.loss_mask_S.to(loss_S.dtype), micro).clamp(min=1)
 
-    def rewards(self, batch: TrainBatch) -> Tensor:
+    def rewards(self, batch: ScoredBatch) -> Tensor:
         """Returns each sample's reward, less the penalty on its length: (B,) float64."""
         reward_B, longest = batch.reward_B.double(), self._section.overlong_max_tokens
         if longest is None:

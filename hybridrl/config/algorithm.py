@@ -215,7 +215,7 @@ class GrpoConfig(PolicyGradientConfig):
     )
     rescale_informative: bool = Field(
         False,
-        description="Multiply advantages by samples / samples of groups with unequal rewards. False: as in the GRPO paper.",
+        description="Multiply advantages by samples / samples of groups whose advantages are not all 0. False: as in the GRPO paper.",
     )
     pass_k: int = Field(
         4, ge=1, description="The k of baseline pass_at_k. 4: the least of the paper's 4, 8 and 16."
@@ -256,7 +256,7 @@ class GrpoConfig(PolicyGradientConfig):
     max_resampling: int = Field(
         0,
         ge=0,
-        description="Rounds in which groups of equal rewards are replaced by further prompts. 0: off; DAPO samples on until there are none.",
+        description="Rounds in which groups whose advantages are all 0, as those of equal rewards, are replaced by further prompts. 0: off; DAPO samples on until there are none.",
     )
 
     @property

@@ -1,5 +1,5 @@
-"""Groups of equal rewards replaced by further prompts' (dynamic sampling, DAPO, Yu et al. 2025,
-arXiv 2503.14476, sec. 3.2).
+"""Replaces groups that teach nothing by further prompts' (dynamic sampling, DAPO, Yu et al. 2025,
+arXiv 2503.14476, sec. 3.2): those whose advantages are all 0, as they are where rewards are equal.
 
 Collective: every rank sees the same rewards, so all replace the same groups by the same prompts,
 which are the next ones of the source. A step always has as many groups as without: what is still
@@ -17,6 +17,7 @@ from hybridrl.contracts.batch import Prompt, ScoredBatch
 from hybridrl.generation.gathered import with_token_versions
 
 UNIFORM = "reward/uniform_groups"
+TRUNCATED = "response_tokens/truncated"
 UNIFORM_STEPS = 10  # in a row, from which on a run is warned
 WARN_EVERY_STEPS = 50
 
@@ -76,7 +77,8 @@ def _joined(parts: Sequence[ScoredBatch]) -> ScoredBatch:
 
 class UniformGroupsWarning:
     """Says when no group of a step teaches anything: the first such step in one line, and from the
-    tenth in a row on what to do, every 50 steps at most.
+    tenth in a row on what to do, every 50 steps at most. Where most responses are cut off, that
+    comes first, since it is the likeliest reason.
     """
 
     def __init__(self) -> None:
@@ -89,21 +91,33 @@ class UniformGroupsWarning:
             return None
         self._in_a_row += 1
         is_first, self._is_said = not self._is_said, True
+        cut_off = _cut_off(metrics[TRUNCATED])
         if self._in_a_row >= UNIFORM_STEPS:
             if (self._in_a_row - UNIFORM_STEPS) % WARN_EVERY_STEPS:
                 return None
             return (
-                f"warning: step {step}: no group has had unequal rewards for {self._in_a_row} "
-                "steps in a row, and the policy learns nothing from rewards. reward/mean is "
-                f"{metrics['reward/mean']:.3g}. Look at responses and rewards in the run's "
-                "rollouts/: if all fail, take easier data.prompts, or mend reward or the answer's "
-                "format; if all pass, take harder ones. rollout.temperature and "
-                "steps.samples_per_prompt make responses differ more; algorithm.max_resampling "
+                f"warning: step {step}: {cut_off}all advantages have been 0 for "
+                f"{self._in_a_row} steps in a row ({UNIFORM} is 1), and the policy learns nothing "
+                f"from rewards. reward/mean is {metrics['reward/mean']:.3g}. Look at responses and "
+                "rewards in the run's rollouts/: if all fail, take easier data.prompts, or fix the "
+                "reward or the answer's format; if all pass, take harder ones. rollout.temperature "
+                "and steps.samples_per_prompt make responses differ more; algorithm.max_resampling "
                 "replaces such groups."
             )
         if not is_first:
             return None
         return (
-            f"step {step}: no group has unequal rewards ({UNIFORM} is 1), so that all advantages "
-            "are 0 and the policy learns nothing from rewards in this step; said once"
+            f"step {step}: {cut_off}all advantages are 0 ({UNIFORM} is 1), since no prompt has "
+            "responses that the algorithm can tell apart by their rewards: the policy learns "
+            "nothing from rewards in this step; said once"
         )
+
+
+def _cut_off(share: float) -> str:
+    """Returns that most responses were cut off, as the beginning of a message, if they were."""
+    if share <= 0.5:
+        return ""
+    return (
+        f"{share:.0%} of the responses were cut off at rollout.max_new_tokens, most likely before "
+        "their answer: raise it, or make sure that responses end; "
+    )

@@ -20,6 +20,7 @@ from hybridrl.config.identity import changed_knobs, run_folder, saved_config, wr
 from hybridrl.config.schema import Config
 from hybridrl.console import say
 from hybridrl.contracts.batch import ScoredBatch
+from hybridrl.generation.resampling import TRUNCATED
 from hybridrl.loop.run_starts import FINISHED, RunStarts, exit_of
 from hybridrl.loop.sample_records import sample_records
 from hybridrl.loop.saves import when_saved
@@ -189,7 +190,7 @@ class Journal:
             **{f"reward/{name}/mean": float(parts[name].mean()) for name in names},
             "reward/mean": float(rewards.mean()),
             "reward/std": float(rewards.std(correction=0)),
-            "response_tokens/truncated": float((~batch.finished_B).float().mean()),
+            TRUNCATED: float((~batch.finished_B).float().mean()),
         }
 
     def traced(self, step: int) -> AbstractContextManager[None]:

@@ -377,7 +377,7 @@ class Trainer:
 
     def sample(self, prompts: Sequence[Prompt]) -> tuple[ScoredBatch, dict[str, float]]:
         """Returns the scored samples of the step's prompts, and metrics; where the algorithm asks
-        for it, groups of equal rewards are replaced by further prompts'.
+        for it, groups that teach nothing are replaced by further prompts'.
 
         Raises:
             UserError: no response to the prompts has a score.

@@ -113,7 +113,7 @@ SAMPLING = (
         starts_at_zero=True,
     ),
     Plot(
-        "Prompts whose samples have equal rewards",
+        "Prompts whose advantages are all 0",
         {"share": "reward/uniform_groups"},
         "share",
         starts_at_zero=True,

@@ -338,8 +338,74 @@ def test_rewards_that_are_all_equal_teach_nothing(name, reward):
     batch = batch.with_parts({"part": batch.reward_B})
     config = ReinforceConfig() if name == "reinforce_pp" else GrpoConfig(name=name)
     advantages_T = make_algorithm(config).advantages(batch).advantages_T
-    # Rounding of a mean of equal numbers, 1e-16 of them, over the epsilon of a deviation.
-    assert advantages_T.abs().max() <= 1e-6 * max(1.0, abs(reward) * 1e-9)
+    # REINFORCE++ has the rounding of a mean of equal numbers, 1e-16 of them, over its epsilon.
+    rounding = 1e-6 * max(1.0, abs(reward) * 1e-9) if name == "reinforce_pp" else 0.0
+    assert advantages_T.abs().max() <= rounding
+
+
+def with_rewards(rewards, **parts) -> TrainBatch:
+    """Returns a batch of groups of GROUP samples with these rewards and parts."""
+    batch = train_batch(len(rewards) // GROUP, GROUP)
+    batch = batch.with_parts({name: torch.tensor(part) for name, part in parts.items()})
+    return replace(batch, reward_B=torch.tensor(rewards))
+
+
+def lost(batch: TrainBatch, **config) -> list[bool]:
+    """Returns which groups are uninformative."""
+    return make_algorithm(GrpoConfig(**config)).uninformative(batch).tolist()[::GROUP]
+
+
+@pytest.mark.parametrize("name", [n for n, c in CONFIGS.items() if isinstance(c, GrpoConfig)])
+def test_uninformative_groups_are_those_whose_advantages_are_all_zero(name):
+    # What scales the whole batch, and what is no reward, says nothing of a group.
+    plain = {"whiten_advantages": False, "kl_coef": 0.0, "overlong_max_tokens": None}
+    no_covariance = {"cov_clip_fraction": 0.0, "cov_kl_fraction": 0.0}
+    algorithm = make_algorithm(CONFIGS[name].model_copy(update=plain | no_covariance))
+    num_lost = 0
+    for seed in range(60):
+        draw = np.random.default_rng(seed)
+        # Of 0.1 + 0.1 + 0.1 the mean is not 0.1.
+        values = {key: draw.choice([0.1, 0.7], 3 * GROUP, p=(0.75, 0.25)) for key in "rab"}
+        greedy = draw.choice([0.1, 0.7], 3).repeat(GROUP)
+        parts = {"a": values["a"], "b": values["b"], GREEDY: greedy}
+        batch = with_rewards(
+            values["r"].astype(np.float32), **{k: v.astype(np.float32) for k, v in parts.items()}
+        )
+        advantages_T = algorithm.advantages(batch).advantages_T
+        of_samples = advantages_T.split(batch.lengths_B.tolist())
+        is_zero = torch.tensor([not bool(one.any()) for one in of_samples]).view(-1, GROUP)
+        expected = is_zero.all(1, keepdim=True).expand(-1, GROUP).flatten()
+        assert algorithm.uninformative(batch).tolist() == expected.tolist()
+        num_lost += int(expected.sum())
+    assert 0 < num_lost < 60 * 3 * GROUP
+
+
+def test_groups_are_uninformative_by_what_the_algorithm_compares():
+    # With k = 3 the sets of a group with two wrong samples all hold a right one.
+    mixed = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0]
+    assert lost(with_rewards(mixed), name="pass_at_k", pass_k=3) == [True, False]
+    # 0.7 and 0.9 both pass.
+    assert lost(with_rewards([0.7, 0.9, 0.9, 0.9]), name="pass_at_k", pass_k=2) == [True]
+    # Only a part of weight 0 differs.
+    part = {"a": [1.0] * 4, "b": [0.0, 1.0, 0.0, 0.0]}
+    parted = with_rewards([1.0, 2.0, 1.0, 1.0], **part)
+    assert lost(parted, name="gdpo", part_weights={"a": 1.0}) == [True]
+    assert lost(parted, name="gdpo") == [False]
+    # All samples are better than the greedy response.
+    assert lost(with_rewards([1.0] * 4, **{GREEDY: [0.0] * 4}), name="remax") == [False]
+    # Equal rewards, of which one pays for its length.
+    batch = with_rewards([1.0] * 4)
+    longest = int(batch.response_lengths_B.max())
+    knobs = {"overlong_max_tokens": longest, "overlong_buffer_tokens": 1}
+    assert lost(batch, name="dapo", **knobs) == [False] and lost(batch, name="grpo") == [True]
+
+
+def test_gpg_scales_by_the_rewards_before_the_kl():
+    batch = with_rewards([1.0, 0.0, 0.0, 0.0, *[1.0] * 8])
+    knobs = {"name": "gpg", "kl_in": "reward", "kl_coef": 0.5}
+    scaled = make_algorithm(GrpoConfig(**knobs)).advantages(batch).advantages_T
+    plain = make_algorithm(GrpoConfig(**knobs, rescale_informative=False)).advantages(batch)
+    torch.testing.assert_close(scaled, 3 * plain.advantages_T)
 
 
 def test_remax_takes_one_sample_and_says_where_its_baseline_comes_from():

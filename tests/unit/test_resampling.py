@@ -12,7 +12,12 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.config.schema import GrpoConfig
 from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
 from hybridrl.data.prompts import PromptSource
-from hybridrl.generation.resampling import UNIFORM, UniformGroupsWarning, replace_uniform_groups
+from hybridrl.generation.resampling import (
+    TRUNCATED,
+    UNIFORM,
+    UniformGroupsWarning,
+    replace_uniform_groups,
+)
 
 HERE = Producer.here("test")
 NUM_SAMPLES = 3
@@ -108,7 +113,7 @@ def test_a_round_without_scores_brings_nothing_and_ends_nothing() -> None:
 def test_a_sum_of_unequal_parts_is_informative_for_gdpo_alone() -> None:
     source = PromptSource([Prompt(i, "", (1,)) for i in range(9)], seed=0, shuffle=False)
     batch = Responses({0, 1})(source.take(2), 0)
-    batch = batch.with_parts({"b": torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0, 0.0])})
+    batch = batch.with_parts({"b": torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0, 0.0])})
     flat = replace(batch, reward_B=torch.ones(6))
     lost = [
         make_algorithm(GrpoConfig(name=n)).uninformative(flat).tolist() for n in ("grpo", "gdpo")
@@ -116,28 +121,43 @@ def test_a_sum_of_unequal_parts_is_informative_for_gdpo_alone() -> None:
     assert lost == [[True] * 6, [False] * 6]
 
 
+def steps_of(share: float, truncated: float = 0.0) -> dict[str, float]:
+    return {UNIFORM: share, TRUNCATED: truncated, "reward/mean": 0.25}
+
+
 def test_a_step_whose_groups_are_all_uniform_is_said_once() -> None:
     warning = UniformGroupsWarning()
     assert warning.text(1, {}) is None  # an algorithm without groups
-    assert warning.text(2, {UNIFORM: 0.99, "reward/mean": 0.5}) is None
-    said = warning.text(3, {UNIFORM: 1.0, "reward/mean": 0.5})
-    assert said is not None and said.startswith("step 3: no group has unequal rewards")
-    assert UNIFORM in said and "warning" not in said
-    assert warning.text(4, {UNIFORM: 0.5, "reward/mean": 0.5}) is None
-    assert warning.text(5, {UNIFORM: 1.0, "reward/mean": 0.5}) is None
+    assert warning.text(2, steps_of(0.99)) is None
+    said = warning.text(3, steps_of(1.0))
+    assert said is not None and said.startswith("step 3: all advantages are 0")
+    assert UNIFORM in said and "warning" not in said and "cut off" not in said
+    assert warning.text(4, steps_of(0.5)) is None
+    assert warning.text(5, steps_of(1.0)) is None
 
 
 def test_ten_uniform_steps_in_a_row_are_a_warning_that_says_what_to_do() -> None:
     warning = UniformGroupsWarning()
-    all_equal = {UNIFORM: 1.0, "reward/mean": 0.25}
-    told = {step: warning.text(step, all_equal) for step in range(1, 10)}
+    told = {step: warning.text(step, steps_of(1.0)) for step in range(1, 10)}
     assert [step for step, text in told.items() if text] == [1]
-    assert warning.text(10, {UNIFORM: 0.9}) is None, "the row ends"
-    told = {step: warning.text(step, all_equal) for step in range(11, 132)}
+    assert warning.text(10, steps_of(0.9)) is None, "the row ends"
+    told = {step: warning.text(step, steps_of(1.0)) for step in range(11, 132)}
     assert [step for step, text in told.items() if text] == [20, 70, 120]
-    assert told[20] is not None and told[20].startswith("warning: step 20: ")
+    assert told[20] is not None and told[20].startswith("warning: step 20: all advantages")
     for part in ("10 steps in a row", "reward/mean is 0.25", "rollouts/", "data.prompts"):
         assert part in told[20]
     for key in ("rollout.temperature", "steps.samples_per_prompt", "algorithm.max_resampling"):
         assert key in told[20]
     assert told[70] is not None and "60 steps in a row" in told[70]
+
+
+def test_responses_that_are_cut_off_come_first_where_rewards_are_flat() -> None:
+    warning = UniformGroupsWarning()
+    for step in range(1, 11):
+        said = warning.text(step, steps_of(1.0, truncated=0.94))
+        if step in (1, 10):
+            kind = "warning: step" if step == 10 else "step"
+            start = f"{kind} {step}: 94% of the responses were cut off at rollout.max_new_tokens"
+            assert said is not None and said.startswith(start)
+    said = UniformGroupsWarning().text(1, steps_of(1.0, truncated=0.5))
+    assert said is not None and "cut off" not in said
