@@ -1,6 +1,7 @@
 """The report of `hybridrl check`: what is installed, what works, and how to mend what does not.
 
-Owns the list of probes. Imports torch for the last ones, and starts only a process group of one.
+Owns the list of probes. Imports torch for the last ones. The process group that it starts here is
+of one rank; an all-reduce over GPUs has processes of its own (gpu_links.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any, Literal
 
 from packaging.specifiers import SpecifierSet
 
+from hybridrl.cli import gpu_links
 from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.packages import MEGATRON_CORE, PYTHON, REQUIRED
@@ -130,10 +132,25 @@ def _torch_probes() -> Iterator[Item]:
         nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
         yield Item("gpus", "ok", f"{num_gpus} x {torch.cuda.get_device_name(0)}")
         yield Item("nccl", "ok", nccl)
+        yield _gpu_sum(num_gpus)
     else:
         yield Item("gpus", "absent", "0, training runs on CPU")
         yield Item("nccl", "absent", "not needed without GPUs")
     yield _gloo()
+
+
+def _gpu_sum(num_gpus: int) -> Item:
+    """Runs a short all-reduce over the GPUs, and looks for the pair that fails."""
+    works, found = gpu_links.judge(num_gpus)
+    if works:
+        return Item("all-reduce", "ok", found)
+    gpus = ",".join(map(str, range(num_gpus)))
+    # Direct copies between GPUs are what breaks most often: by IOMMU or ACS of the host.
+    fix = (
+        f"NCCL_DEBUG=INFO python -m hybridrl.cli.gpu_links {gpus} says more; "
+        "export NCCL_P2P_DISABLE=1 if it works with that, and turn off IOMMU and ACS of the host"
+    )
+    return Item("all-reduce", "problem", found, fix)
 
 
 def _gloo() -> Item:

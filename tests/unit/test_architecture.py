@@ -317,7 +317,9 @@ def test_an_engine_asked_for_by_name_is_found(fault: str) -> None:
 
 
 # Commands whose result is what they print, and what runs or prints for code of users.
-RESULTS = {f"cli/{name}.py" for name in ("bench", "cluster_check", "cluster_probe", "top")}
+RESULTS = {
+    f"cli/{name}.py" for name in ("bench", "cluster_check", "cluster_probe", "gpu_links", "top")
+}
 MAY_PRINT = {
     *RESULTS,
     "console.py",
