@@ -144,7 +144,8 @@ def table(report: Mapping[str, Any]) -> Iterator[str]:
             yield (
                 f"{name:16} memory in {phase}: {held['measured_bytes'] / 2**30:.1f} GiB, "
                 f"predicted {held['predicted_bytes'] / 2**30:.1f} GiB "
-                f"({held['predicted_to_measured']:.2f})"
+                f"({held['predicted_to_measured']:.2f}), at most "
+                f"{held['bound_bytes'] / 2**30:.1f} GiB"
             )
         if "error" in case:
             yield f"{name:16} {case['error']}"

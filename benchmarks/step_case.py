@@ -126,11 +126,13 @@ class Case(CaseRecord):
             if taken and age_s + 1.5 * slowest > job["limit_s"]:
                 self.result["stopped_early"] = f"after {taken} of {job['steps']} steps"
                 break
-            keeps_memory = not self.trainer.hybrid_engine._is_released  # in this rollout
+            hybrid = self.trainer.hybrid_engine
+            keeps_gradients = not hybrid._is_released  # in this rollout
+            keeps_engine = hybrid.keeps_memory or hybrid._engine_stays  # in this training
             found = {"is_warm": is_warm, **self.step()}
             if is_warm:  # earlier ones still make NCCL's buffers
-                self.memory.note_peaks(self.trainer, keeps_memory)
-            self.memory.mark(f"step {number + 1}")
+                self.memory.note_peaks(self.trainer, keeps_gradients, keeps_engine)
+            self.memory.mark(f"step {number + 1}", unseen_gradients(self.trainer))
             taken += is_warm
             self.result["steps"].append(found)
             if taken:
@@ -251,15 +253,17 @@ class Case(CaseRecord):
         if not measured:
             return
         self.result["measured_memory"] = measured
-        predictions = {"training": "train_peak_bytes", "rollout": "rollout_peak_bytes"}
+        usual = {"training": "usual_train_peak_bytes", "rollout": "rollout_peak_bytes"}
+        bounds = {"training": "train_peak_bytes", "rollout": "rollout_peak_bytes"}
         phases = {"training": ("logprobs", "update"), "rollout": ("generate",)}
         self.result["memory"] = {
             name: {
                 "measured_bytes": (most := max(measured[phase] for phase in phases[name])),
-                "predicted_bytes": report["memory"][key],
-                "predicted_to_measured": report["memory"][key] / most,
+                "predicted_bytes": report["memory"][usual[name]],
+                "predicted_to_measured": report["memory"][usual[name]] / most,
+                "bound_bytes": report["memory"][bounds[name]],
             }
-            for name, key in predictions.items()
+            for name in usual
         }
 
 
@@ -270,9 +274,10 @@ class Case(CaseRecord):
 class DeviceMemory:
     """What a rank needs of its GPU beyond the CUDA context, by phase; on CPU nothing is known.
 
-    torch counts what the engine has unmapped as held still, and does not count what NCCL and
-    symmetric memory take: that follows from what the driver says is free. Where a phase keeps what
-    only the other one needs, since there is room for it, that is not what it needs.
+    Peaks are the journal's, which counts gradients in memory that the engine lends and beside it,
+    and no engine that has given its memory back. It does not count what NCCL and symmetric memory
+    take: that follows from what the driver says is free. Where a phase keeps what only the other
+    one needs, since there is room for it, that is not what it needs.
 
     Args:
         context_bytes: in use before there was a Trainer.
@@ -294,28 +299,40 @@ class DeviceMemory:
             torch.zeros(1, device="cuda")
         return cls(context_bytes=used_bytes())
 
-    def mark(self, point: str) -> None:
-        """Takes in how full the device is at a point of the start."""
+    def mark(self, point: str, gradients: int = 0) -> None:
+        """Takes in how full the device is at a point of the run.
+
+        Args:
+            point: Name of it.
+            gradients: Bytes of gradients that torch's allocator does not count.
+        """
         if torch.cuda.is_available():
             counted, mapped, _ = pool_bytes()
-            held = torch.cuda.memory_reserved() - (counted - mapped)
+            held = torch.cuda.memory_reserved() - (counted - mapped) + gradients
             self.others_bytes = used_bytes() - held
             self.course[point] = used_bytes(), held
 
-    def note_peaks(self, trainer: Any, keeps_memory: bool) -> None:
+    def note_peaks(self, trainer: Any, keeps_gradients: bool, keeps_engine: bool) -> None:
         """Takes in the peaks of the step that has just ended.
 
         Args:
-            keeps_memory: whether there were gradients while it generated.
+            trainer: That took it.
+            keeps_gradients: Whether there were gradients while it generated.
+            keeps_engine: Whether the engine had its memory while the policy trained.
         """
         if not torch.cuda.is_available():
             return
         *_, engine = pool_bytes()
-        memory = trainer.policy.model.memory  # none on a rank that only generates
-        gradients = memory.gradient_bytes() if keeps_memory and memory is not None else 0
+        # None on a rank that only generates.
+        memories = [one.memory for one in trainer.trained.values() if one.memory is not None]
+        lent = sum(memory.lent_bytes for memory in memories)  # the engine's, and needed by both
+        gradients = sum(memory.gradient_bytes() for memory in memories) - lent
         for phase, peak in trainer.journal.timer.peak_bytes().items():
             own = peak + self.others_bytes - self.context_bytes
-            own -= engine if phase in ASLEEP else gradients if phase in AWAKE else 0
+            if phase in ASLEEP and keeps_engine:
+                own -= engine - lent
+            elif phase in AWAKE and keeps_gradients:
+                own -= gradients
             self.peaks[phase] = max(own, self.peaks.get(phase, 0))
 
     def largest(self, trainer: Any) -> dict[str, int]:
@@ -326,6 +343,12 @@ class DeviceMemory:
             return {}
         found = largest_over_ranks(trainer, [float(size) for size in mine.values()])
         return {name: int(size) for name, size in zip(mine, found, strict=True)}
+
+
+def unseen_gradients(trainer: Any) -> int:
+    """Returns the bytes of gradients on the device that torch's allocator does not count now."""
+    memories = (one.memory for one in trainer.trained.values())
+    return sum(memory.unseen_bytes for memory in memories if memory is not None)
 
 
 def pool_bytes() -> tuple[int, int, int]:
@@ -413,6 +436,8 @@ def config_of(job: Mapping[str, Any]) -> Any:
         **({"placement": job["placement"]} if job["placement"] else {}),
         "algorithm": {"name": "grpo", "kl_coef": KL_COEF},
         "data": {"max_prompt_tokens": job["prompt_tokens"]},
+        # For the memory that a plan expects.
+        "layout": {"mean_response_tokens": round(statistics.mean(response_lengths(job)))},
         "steps": {
             "prompts_per_step": job["prompts"],
             "samples_per_prompt": job["samples"],

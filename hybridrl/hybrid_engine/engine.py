@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,6 +117,7 @@ class HybridEngine:
 
     Attributes:
         transport: what moves the weights.
+        before_change: Called before memory goes to the other phase: peaks of both are told apart.
 
     Raises:
         PlanError: the layouts cannot be joined, the tensors are not those of the layouts, or the
@@ -147,6 +148,7 @@ class HybridEngine:
         self._timeout_s = timeout_s
         self.phases = PhaseSwitch()
         self._headroom, self._is_released = Headroom(), False
+        self.before_change: Callable[[], object] = _nothing
         self.version = -1
         targets = gather_layouts(target.layout(), peers)
         own = layouts[peers.rank], target.layout()
@@ -269,6 +271,7 @@ class HybridEngine:
         self._is_released = True
         _give_blocks_back()
         self._headroom.measure_freed()
+        self.before_change()  # the engine takes what is free now
 
     def _move(self) -> Traffic:
         """Runs the transport and waits until this rank's parameters are complete.
@@ -354,6 +357,7 @@ class HybridEngine:
             PhaseError: it is the training phase already.
         """
         self.phases.enter(Phase.TRAIN)
+        self.before_change()
         if frees_memory:
             self._headroom.reset()
         self._is_awake = self._engine_stays and not frees_memory
@@ -369,8 +373,13 @@ class HybridEngine:
         """Frees the engine's memory in the training phase, if it was kept."""
         self.phases.require(Phase.TRAIN, "freeing the engine's memory")
         self._headroom.reset()
+        self.before_change()
         self._target.sleep()
         self._is_awake = False
+
+
+def _nothing() -> None:
+    """Nobody measures memory."""
 
 
 def _give_blocks_back() -> None:

@@ -59,6 +59,12 @@ class MemoryLender(Protocol):
         """
         ...
 
+    def released_bytes(self) -> int:
+        """Returns the bytes of tensors that have no memory now, since the engine sleeps; torch's
+        allocator counts them all the same.
+        """
+        ...
+
 
 def choose(sizes: Sequence[int], wanted: int) -> list[int]:
     """Returns indices of sizes whose sum reaches `wanted`, or all: few, and little beyond it."""
@@ -104,6 +110,11 @@ class LentMemory:
             place += piece.num_bytes
         if pieces:
             mapping.allow(self.address, self._lent_size)
+
+    @property
+    def own_bytes(self) -> int:
+        """Own memory that is mapped now, which torch's allocator does not know of."""
+        return self._own_size if self._own_handle else 0
 
     def restore(self) -> None:
         """Makes and maps own memory, if any is needed.

@@ -43,6 +43,7 @@ class EnginePhases:
         self._config, self._hybrid_engine, self._sampler = config, hybrid_engine, sampler
         self._policy, self._journal = policy, journal
         self.is_checked = False
+        hybrid_engine.before_change = journal.note_peak
 
     @property
     def is_rollout(self) -> bool:

@@ -10,7 +10,7 @@ import collections
 import json
 import logging
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -75,6 +75,10 @@ class Journal:
     Args:
         config: names the run folder and what is logged.
         world: rank 0 writes; times and memory are the largest of all ranks.
+
+    Attributes:
+        unseen_bytes: Returns the bytes in use of this rank's device that torch's allocator does not
+            count, less those that it counts though they have no memory now.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -82,7 +86,8 @@ class Journal:
         self.folder = run_folder(config)
         is_cpu = world.platform.is_cpu
         self._synchronize = None if is_cpu else world.platform.synchronize
-        self._take_peak = None if is_cpu else _take_peak_bytes
+        self._take_peak = None if is_cpu else self._peak_in_use
+        self.unseen_bytes: Callable[[], int] = lambda: 0
         self._peak_rate = None if is_cpu else peak_flops_per_s(torch.cuda.get_device_name())
         self.timer = PhaseTimer(None, self._synchronize, self._take_peak)
         self.traces = StepTraces(config.run.profile, self.folder / "traces", world)
@@ -319,6 +324,20 @@ class Journal:
         self.console, self.log_file = None, None
         self.timer.close()
 
+    def note_peak(self) -> None:
+        """Counts the memory in use so far; to be called before it goes from one phase to the
+        other.
+        """
+        self.timer.note_peak()
+
+    def _peak_in_use(self) -> int:
+        """Returns the most bytes in use since the last call, as long as memory has not gone from
+        one phase to the other meanwhile.
+        """
+        most = torch.cuda.max_memory_allocated() + self.unseen_bytes()
+        torch.cuda.reset_peak_memory_stats()
+        return most
+
     def _peaks(self) -> dict[str, float]:
         """Returns this rank's most bytes in use, of the run, and by phase where that is known."""
         known = self.timer.peak_bytes() or {"run": self.world.platform.peak_memory_bytes()}
@@ -351,12 +370,6 @@ def before_and_after(evaluations: Evaluations) -> dict[str, float]:
 
 def _is_validation(key: str) -> bool:
     return key.startswith(VALIDATION)
-
-
-def _take_peak_bytes() -> int:
-    most = torch.cuda.max_memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    return most
 
 
 def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, Estimate | None]]:

@@ -173,6 +173,7 @@ class Trainer:
         )
         self.engine, self.sampler, self.hybrid_engine = generation
         self._keeps_memory = lambda: self.hybrid_engine.keeps_memory
+        self.journal.unseen_bytes = lambda: rollout_setup.unseen_bytes(self.trained, self.engine)
         made = self.hybrid_engine, self.sampler, self.policy
         self._phases = EnginePhases(config, *made, self.journal)
         of_store = config.checkpoint.keep, self.journal.notify, meshes.name, config.run.grace_s

@@ -4,7 +4,7 @@ hybrid engine that brings it the policy's weights. Collective.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -145,6 +145,19 @@ def share_memory(
         num_bytes = memory.gradient_bytes()
         if pieces := engine.lend(num_bytes):
             memory.lay_gradients(LentMemory(DeviceMapping(device), num_bytes, pieces), place)
+
+
+def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) -> int:
+    """Returns the bytes in use of this rank's device that torch's allocator does not count, less
+    those of a sleeping engine's tensors, which it counts though they have no memory.
+
+    Args:
+        trained: models by role.
+        engine: of this rank.
+    """
+    memories, _ = training_memories(trained.values())
+    released = engine.released_bytes() if isinstance(engine, MemoryLender) else 0
+    return sum(memory.unseen_bytes for memory in memories) - released
 
 
 def build_engine(

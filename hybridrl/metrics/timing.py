@@ -75,7 +75,7 @@ class PhaseTimer:
         self._step = step
         self._seconds.clear()
         self._spans.clear()
-        self._note_peak()
+        self.note_peak()
         self._peaks.clear()
         self._tell()
         self._step_began = time.perf_counter()
@@ -91,7 +91,7 @@ class PhaseTimer:
             yield from self._counted(name)
 
     def _counted(self, name: str) -> Iterator[None]:
-        self._note_peak()
+        self.note_peak()
         self._open.append(name)
         self._tell()
         self._wait()
@@ -99,7 +99,7 @@ class PhaseTimer:
         try:
             yield
             self._wait()
-            self._note_peak()
+            self.note_peak()
         finally:
             ended = time.perf_counter()
             self._seconds[name] = self._seconds.get(name, 0.0) + ended - began
@@ -121,10 +121,11 @@ class PhaseTimer:
         """
         if self._take_peak is None:
             return {}
-        self._note_peak()
+        self.note_peak()
         return {**self._peaks, "run": self._most}
 
-    def _note_peak(self) -> None:
+    def note_peak(self) -> None:
+        """Counts the memory that has been in use until now for the phases that are running."""
         if self._take_peak is None:
             return
         most = self._take_peak()

@@ -67,6 +67,8 @@ class SleepingMemory(Protocol):
     def wake_up(self, tag: str) -> None: ...
     def clear_lent(self) -> None: ...
     def lend(self, num_bytes: int) -> list[Piece]: ...
+    @property
+    def released_bytes(self) -> int: ...
 
 
 def blocks_in_use() -> list[Span]:
@@ -161,6 +163,7 @@ class EngineMemory:
         unneeded = _spans([*renewed, *padded])
         self._lendable: set[int] = set()
         self._pieces: list[EnginePiece] = []
+        self._used_bytes: dict[int, int] = {}  # of tensors, by a piece's address
         others: list[Span] = []
         mapping.wait()  # a sync point: what is given back here may have been used until now
         for piece in pieces:
@@ -172,6 +175,7 @@ class EngineMemory:
             if sum(stop - start for start, stop in found) > piece.num_bytes // 2:
                 continue  # it stays: a copy would take as much
             self._pieces.append(piece)
+            self._used_bytes[piece.address] = sum(stop - start for start, stop in used)
             others += found
             if not any(_uncovered(used, written)):
                 self._lendable.add(piece.address)
@@ -196,6 +200,11 @@ class EngineMemory:
     def lent_bytes(self) -> int:
         """Size of what is lent."""
         return sum(one.num_bytes for one in self._pieces if one.address in self._lent)
+
+    @property
+    def released_bytes(self) -> int:
+        """Size of the tensors that have no memory now; torch's allocator counts them still."""
+        return sum(self._used_bytes[address] for address in self._asleep)
 
     def sleep(self) -> None:
         """Gives back what is not lent and not given back yet; of the content only that of others

@@ -227,11 +227,14 @@ class SaverMemory:
         self._scheduler, self._device = scheduler, device
         self.pieces: Sequence[EnginePiece] = ()  # only SGLang knows them
         self.is_asleep = False
+        self.released_bytes = 0
 
     def sleep(self) -> None:
         """Gives all back, unless that is done."""
         if not self.is_asleep:
+            free, _ = torch.cuda.mem_get_info()
             self._call("release", [KV_CACHE, WEIGHTS])
+            self.released_bytes = max(0, torch.cuda.mem_get_info()[0] - free)
             self.is_asleep = True
 
     def wake_up(self, tag: str) -> None:
@@ -242,7 +245,7 @@ class SaverMemory:
         if tag == KV_CACHE:
             # What is mapped anew holds anything. Rows that pad a captured batch read place 0.
             self._scheduler.req_to_token_pool.req_to_token.zero_()
-            self.is_asleep = False
+            self.is_asleep, self.released_bytes = False, 0
 
     def clear_lent(self) -> None:
         """Nothing is lent."""

@@ -232,6 +232,10 @@ class VllmEngine:
         """Lends memory to training, as `lending.MemoryLender`."""
         return [] if self._memory is None else self._memory.lend(num_bytes)
 
+    def released_bytes(self) -> int:
+        """Returns what has no memory now, as `lending.MemoryLender`."""
+        return 0 if self._memory is None else self._memory.released_bytes
+
     def begin_update(self) -> None:
         """Stops generation and maps the weights; running requests keep their tokens here."""
         self._stop_generation()

@@ -127,6 +127,13 @@ class TrainedModelMemory:
         """Of `gradient_bytes`, those that are in an engine's memory."""
         return 0 if self._lent is None else self._lent.num_lent_bytes
 
+    @property
+    def unseen_bytes(self) -> int:
+        """Bytes of gradients on the device that torch's allocator does not count. It counts those
+        in an engine's memory, as the engine's.
+        """
+        return 0 if self._lent is None else self._lent.own_bytes
+
     def close(self) -> None:
         """Ends the use of memory that an engine has lent; there are no gradients afterwards."""
         if self._lent is not None:

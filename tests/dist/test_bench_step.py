@@ -120,29 +120,42 @@ class Device:
 
 @pytest.mark.parametrize("is_asleep", [False, True])
 @pytest.mark.parametrize("keeps_memory", [False, True])
+@pytest.mark.parametrize("lent", [0, 6])
 def test_measured_memory_is_what_a_phase_needs(
-    monkeypatch: pytest.MonkeyPatch, is_asleep: bool, keeps_memory: bool
+    monkeypatch: pytest.MonkeyPatch, is_asleep: bool, keeps_memory: bool, lent: int
 ) -> None:
+    """Gradients of 10 GiB; where the engine lends memory, 6 of them lie there and 4 beside it."""
     monkeypatch.syspath_prepend(str(BENCHMARK.parent))
-    from step_case import DeviceMemory
+    from step_case import DeviceMemory, unseen_gradients
 
     device = Device(monkeypatch)
     memory = DeviceMemory.of_this_rank()
     assert memory.context_bytes == GIB
     device.symmetric, device.reserved, device.engine.is_asleep = 4, 70, is_asleep
-    memory.mark("a step")
-    assert memory.others_bytes == (1 + 4) * GIB
-    peaks = {"generate": 36 * GIB, "update": 65 * GIB, "run": 65 * GIB}
-    trainer = SimpleNamespace(
-        journal=SimpleNamespace(timer=SimpleNamespace(peak_bytes=lambda: peaks)),
-        policy=SimpleNamespace(
-            model=SimpleNamespace(memory=SimpleNamespace(gradient_bytes=lambda: 10 * GIB))
-        ),
+    own = 10 - lent
+    unseen = own * GIB if lent and keeps_memory else 0  # made by the driver, still there
+    device.symmetric += unseen // GIB
+    trained = SimpleNamespace(
+        gradient_bytes=lambda: 10 * GIB, lent_bytes=lent * GIB, unseen_bytes=unseen
     )
-    memory.note_peaks(trainer, keeps_memory)
-    # Symmetric memory is the trainer's; the context is nobody's.
-    assert memory.peaks["generate"] == (36 + 4 - 10 * keeps_memory) * GIB
-    assert memory.peaks["update"] == (65 + 4 - 20) * GIB
+    # What the journal says: the engine's 20 GiB while it is awake or has lent some of them.
+    of_engine = 20 if keeps_memory else lent
+    peaks = {"generate": 36 + own * keeps_memory, "update": 45 + of_engine}
+    trainer = SimpleNamespace(
+        journal=SimpleNamespace(
+            timer=SimpleNamespace(peak_bytes=lambda: {k: v * GIB for k, v in peaks.items()})
+        ),
+        trained={
+            "policy": SimpleNamespace(memory=trained),
+            "judge": SimpleNamespace(memory=None),
+        },
+    )
+    memory.mark("a step", unseen_gradients(trainer))
+    assert memory.others_bytes == (1 + 4) * GIB
+    memory.note_peaks(trainer, keeps_memory, keeps_memory)
+    # Symmetric memory is the trainer's; the context is nobody's; what is lent serves both phases.
+    assert memory.peaks["generate"] == (36 + 4) * GIB
+    assert memory.peaks["update"] == (45 + 4 + lent) * GIB
 
 
 def test_step_benchmark_refuses_what_it_cannot_run() -> None:

@@ -8,11 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.loop import journal
 from hybridrl.loop.journal import Journal, _compared, before_and_after
+from hybridrl.loop.rollout_setup import unseen_bytes
 from hybridrl.metrics.estimates import Estimate
 
 SERVICES = {"Wandb": "a project", "Mlflow": "an experiment"}
@@ -98,3 +100,54 @@ def test_figures_of_another_step_do_not_stand_for_the_last_evaluation() -> None:
         "held-out loss": (Estimate(2.0, None), Estimate(1.0, None)),
         "held-out reward": (Estimate(0.25, None), Estimate(1.5, None)),
     }
+
+
+def test_peaks_count_lent_gradients_and_no_engine_that_gave_its_memory_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GiB. torch counts an engine's 20 in any phase; of them it lends 6 to gradients, which have 4
+    more that torch does not know of.
+    """
+    counted = {"most": 0, "now": 0}
+
+    def hold(most: int, now: int) -> None:
+        counted.update(most=max(most, counted["most"]), now=now)
+
+    for name, value in {
+        "max_memory_allocated": lambda: counted["most"] * 2**30,
+        "reset_peak_memory_stats": lambda: counted.update(most=counted["now"]),
+        "get_device_name": lambda: "NVIDIA H200",
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    world = stand_in_world(0)
+    world.platform.is_cpu, world.platform.synchronize = False, lambda: None
+    config = load_config_dict(
+        {
+            "run": {"name": "a", "dir": str(tmp_path)},
+            "model": {"init": "m"},
+            "algorithm": {"name": "grpo"},
+            "steps": {"samples_per_prompt": 2},
+        }
+    )
+    run = Journal(config, world)
+    lender = SimpleNamespace(released=0)
+    lender.lend, lender.released_bytes = lambda size: [], lambda: lender.released * 2**30
+    gradients = SimpleNamespace(unseen_bytes=0)
+    model: Any = SimpleNamespace(memory=gradients, trained_weights=None)
+    engine: Any = lender
+    run.unseen_bytes = lambda: unseen_bytes({"policy": model}, engine)
+    hold(50, 40)
+    run.timer.start_step(1)
+    with run.timer.phase("generate"):
+        hold(45, 40)
+    run.note_peak()  # memory goes to training
+    lender.released, gradients.unseen_bytes = 14, 4 * 2**30
+    with run.timer.phase("update"):
+        hold(70, 41)
+    with run.timer.phase("reshard"):
+        gradients.unseen_bytes = 0  # they are released
+        run.note_peak()
+        lender.released = 0
+        hold(44, 40)
+    found = {phase: size // 2**30 for phase, size in run.timer.peak_bytes().items()}
+    assert found == {"generate": 45, "update": 70 - 14 + 4, "reshard": 44, "step": 60, "run": 60}

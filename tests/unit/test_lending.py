@@ -135,8 +135,9 @@ def test_gradients_lie_one_after_the_other_in_lent_memory_and_stay_there() -> No
     for _ in range(3):
         memory.restore()
         assert sum(driver.sizes.values()) == 6 * MIB  # 2 MiB for the rest
+        assert memory.unseen_bytes == 2 * MIB
         memory.release()
-        assert sum(driver.sizes.values()) == 4 * MIB
+        assert sum(driver.sizes.values()) == 4 * MIB and memory.unseen_bytes == 0
     assert all(b.grad_data.untyped_storage().nbytes() == 0 for b in buffers)  # none of torch's
     memory.close()
     assert placed[3:] == [(b.grad_data, 0, 0) for b in buffers]

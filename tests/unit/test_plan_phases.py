@@ -99,10 +99,11 @@ def test_each_side_gives_memory_back_before_the_other_takes_it() -> None:
         staging_bytes=1 << 20,
         training=[Gradients(engine.said)],
     )
+    hybrid.before_change = lambda: engine.said.append("measure")
     hybrid.to_rollout()
     hybrid.to_train()
-    into_rollout = ["release", "map weights", "map KV cache"]
-    assert engine.said == [*into_rollout, "sleep", "restore"]
+    into_rollout = ["release", "measure", "map weights", "map KV cache"]
+    assert engine.said == [*into_rollout, "measure", "sleep", "restore"]
 
 
 class Device:

@@ -141,8 +141,13 @@ def test_engine_lends_weights_that_updates_write_and_then_the_cache(
     wanted: int, lent: list[int]
 ) -> None:
     case = Case(*PARTS)
+    used = [40.0, 18.0, 19.0, 28.5]  # MiB of tensors
+    assert case.memory.released_bytes == 0
     case.memory.sleep()
+    assert case.memory.released_bytes == sum(used) * MIB
     found = case.memory.lend(wanted * MIB)
+    asleep = sum(size for number, size in enumerate(used) if number not in lent)
+    assert case.memory.released_bytes == asleep * MIB
     assert case.mapped() == lent
     assert sorted(piece.handle for piece in found) == sorted(case.pieces[i].handle for i in lent)
     assert case.memory.lent_bytes == sum(piece.num_bytes for piece in found)
