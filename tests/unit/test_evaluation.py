@@ -307,3 +307,16 @@ def test_the_first_evaluation_of_a_run_says_what_it_waits_for() -> None:
         "evaluations report the reward and no accuracy: none is known",
     ]
     assert kept.by_step == {"0": {"reward": 1.0}, "20": {"reward": 1.0}}
+
+
+def test_an_accuracy_that_a_later_evaluation_lacks_is_told_of() -> None:
+    own = EvaluationSet([object()], RewardConfig(function="own:f"))  # type: ignore[list-item]
+    kept, said = Evaluations(StepsConfig(), EvalConfig(), own, {}), list[str]()
+    kept.by_step["0"] = {"validation/loss": 1.0}  # of rows with responses: nothing was generated
+    assert kept.are_due(0, 9)
+    kept.keep(0, Evaluation(0.5, 0.5, {}, 5, 5), said.append)
+    for step in (1, 2):
+        kept.keep(step, Evaluation(1.5, None, {}, 5, 5, "f gave a score of 2"), said.append)
+    assert said == ["this evaluation reports the reward and no accuracy: f gave a score of 2"]
+    assert kept.by_step["0"] == {"validation/loss": 1.0, "reward": 0.5, "accuracy": 0.5}
+    assert not kept.are_due(0, 9)

@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoTokenizer,
     Qwen3Config,
 )
 
@@ -190,11 +191,19 @@ def test_a_reward_model_is_measured_and_scored_at_the_last_token(
     assert found[-1]["critic/learning_rate"] > 0 and "policy/learning_rate" not in found[-1]
     export = run / "exports" / "step_2"
     oracle = AutoModelForSequenceClassification.from_pretrained(export, dtype=torch.float32).eval()
-    assert oracle.config.pad_token_id not in (None, 2)
+    pad = oracle.config.pad_token_id
+    # What pads texts is what the model passes over, and no end token.
+    assert pad == AutoTokenizer.from_pretrained(export).pad_token_id not in (None, 2)
     with torch.no_grad():
         scores = torch.tensor(
             [[float(oracle(torch.tensor([one])).logits) for one in pair] for pair in pairs]
         ).double()
+        rows = [torch.tensor(one) for pair in pairs for one in pair]
+        padded = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=pad)
+        lengths = torch.tensor([[len(row)] for row in rows])
+        mask = (torch.arange(padded.size(1)) < lengths).long()
+        together = oracle(padded, attention_mask=mask).logits.double()
+    torch.testing.assert_close(together.view_as(scores), scores, atol=CLOSE, rtol=CLOSE)
     loss = float(-logsigmoid(scores[:, 0] - scores[:, 1]).mean())
     assert found[-1]["eval/loss"] == pytest.approx(loss, abs=CLOSE)
     accuracy = float((scores[:, 0] > scores[:, 1]).double().mean())
