@@ -1,6 +1,6 @@
 """Breaks the console of one run after another at random moments, and says how the runs ended.
 
-    python tests/broken_consoles.py FOLDER COUNT [SEED]
+    python tests/broken_consoles.py FOLDER COUNT [SEED [WAY...]]
 
 Each run has two ranks and prints much. It is to end with the right exit code, and with a checkpoint
 of its last step.
@@ -24,6 +24,7 @@ from typing import Any
 
 import fork_starts
 from command_line import QUICKSTART, ROOT
+from launch import free_port
 from scripted_reward import digits
 from small_runs import SMALL
 
@@ -82,6 +83,15 @@ def by_terminal(command: list[str], is_nohup: bool = False) -> Started:
     process = popen(command, stdin=terminal, stdout=terminal, stderr=terminal)
     os.close(terminal)
     return Started(process, master)
+
+
+def under_torchrun(command: list[str]) -> Started:
+    """Starts a run whose ranks are started by torchrun, with a pipe that is read."""
+    python, m, module, *arguments = command
+    at = arguments.index("--world")
+    del arguments[at : at + 2]
+    torchrun = [python, m, "torch.distributed.run", "--nproc-per-node=2"]
+    return by_pipe([*torchrun, f"--master-port={free_port()}", m, module, *arguments])
 
 
 def on_full_disk(command: list[str]) -> Started:
@@ -152,6 +162,7 @@ WAYS = {
     ),
     "full disk": Way(on_full_disk, lambda run: None, 0),
     "| less": Way(by_pipe, stop_reading, 0),
+    "torchrun 2>&1 | head": Way(under_torchrun, close, 0),
 }
 
 
@@ -236,7 +247,8 @@ def main() -> None:
     fork_starts.install(ROOT)
     folder, count = Path(sys.argv[1]).absolute(), int(sys.argv[2])
     chance = random.Random(int(sys.argv[3]) if len(sys.argv) > 3 else 0)
-    for number, (name, way) in enumerate(WAYS.items()):
+    for number, name in enumerate(sys.argv[4:] or WAYS):
+        way = WAYS[name]
         found = []
         longest = whole_s(folder / f"{number}_whole", way.start)
         print(f"{name}: a run takes {longest:.1f} s from the start of its ranks")

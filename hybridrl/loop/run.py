@@ -10,6 +10,7 @@ from typing import Any, Literal
 from hybridrl.config.schema import Config
 from hybridrl.loop.evaluate import Evaluation
 from hybridrl.loop.loop import Trainer
+from hybridrl.parallel import heartbeat
 
 
 def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest") -> int:
@@ -22,11 +23,14 @@ def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest")
     try:
         trainer.fit(resume=resume)
     except KeyboardInterrupt:
-        return 128 + signal.SIGINT
+        code = 128 + signal.SIGINT
     except SystemExit as stop:
-        return int(str(stop.code))
-    trainer.close()
-    return 0
+        code = int(str(stop.code))
+    else:
+        trainer.close()
+        return 0
+    heartbeat.leave()  # rank 0 may still close its trackers, and is not to miss this one
+    return code
 
 
 def evaluate_rank(

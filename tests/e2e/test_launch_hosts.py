@@ -9,6 +9,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -258,6 +259,60 @@ def test_a_mistake_that_only_ranks_meet_ends_with_code_2(tmp_path: Path, stub: s
     assert "raised ValueError at" in output and "Traceback" not in output
     (folder,) = (tmp_path / "runs").iterdir()
     assert [path.name for path in folder.iterdir()] == ["logs"]
+
+
+UNSEEN = """#!/bin/sh
+while [ $# -gt 2 ]; do shift; done
+sh -c "$2"
+code=$?
+[ "$1" = localhost ] || rm -f LOGS/node_1.json
+exit $code
+"""
+IMPATIENT = """
+import sys
+from hybridrl.cli import hostfile, main
+hostfile.OUTCOME_S = 2.0
+main.main()
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.full
+def test_a_rank_that_failed_is_no_success_where_its_hosts_outcome_is_never_seen(
+    tmp_path: Path,
+) -> None:
+    """The rank is killed at random moments, from its start on."""
+    hostfile, chance = hosts(tmp_path, "localhost", "127.0.0.1"), random.Random(0)
+    for index in range(int(os.environ.get("HYBRIDRL_MOMENTS", "10"))):
+        folder, ssh = tmp_path / str(index), tmp_path / f"ssh_{index}"
+        logs = folder / "quickstart-grpo" / "logs"
+        ssh.write_text(UNSEEN.replace("LOGS", str(logs)))
+        ssh.chmod(0o755)
+        given = command(folder, hostfile, str(ssh), "steps.num_steps=100000")
+        job = subprocess.Popen(
+            [sys.executable, "-c", IMPATIENT, *map(str, given)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while not (found := [p for p in ranks_of(folder) if p.environ()["RANK"] == "1"]):
+                assert job.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            time.sleep(moment_s := chance.uniform(0, 20))
+            found[0].kill()
+            output, _ = job.communicate(timeout=90)
+        finally:
+            job.kill()
+        steps = logs.parent / "metrics.jsonl"
+        num_steps = len(steps.read_text().splitlines()) if steps.exists() else 0
+        print(f"killed after {moment_s:.1f} s, in step {num_steps + 1}: exit code {job.returncode}")
+        assert job.returncode == 1, output[-4000:]
+        told = f"the ranks of host 127.0.0.1 have failed, but {logs / 'node_1.json'}"
+        assert told in output, output[-4000:]
 
 
 def refused(tmp_path: Path, ssh: str, lines: Sequence[str], *knobs: str) -> str:
