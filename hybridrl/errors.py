@@ -124,6 +124,10 @@ class DataError(UserError):
     """Prompts or demonstrations that cannot be read as asked."""
 
 
+class RowError(DataError):
+    """A row that cannot be used, where others of its source can: `data.on_bad_row` decides."""
+
+
 class CheckpointError(UserError):
     """A checkpoint or HF directory that is incomplete, damaged or of another model or run."""
 

@@ -43,6 +43,7 @@ from hybridrl.data.checked_rows import unless_checked
 from hybridrl.data.evaluation_sets import set_rows
 from hybridrl.data.feedback import checked, label_columns
 from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
+from hybridrl.data.rows import BadRows
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.directory import read_config
@@ -408,9 +409,12 @@ def _responses(
     files = list(_each_file(data, paths, kind, required))
     yield from files
     if not files and feedback is not None:
+        bad, good = BadRows(data.on_bad_row), set[int]()
         try:
-            for _ in checked(formed_rows(paths, data, kind, required), data, feedback):
-                pass
+            rows = formed_rows(paths, data, kind, required, bad)
+            for row in checked(rows, data, feedback, bad):
+                good.add(row.source)
+            bad.check(good)
         except UserError as error:
             yield error
 

@@ -87,6 +87,10 @@ class DataConfig(Section):
         "leave_out",
         description="What is done with rows of longer responses; both are counted and told. 'leave_out': a response that is cut teaches not to end.",
     )
+    on_bad_row: Literal["drop", "stop"] = Field(
+        "drop",
+        description="What is done with rows that cannot be used (an empty prompt or response, a missing column, messages of no known form): 'drop' leaves them out, counted and reported; 'stop' names them. A source without any other row stops either way. 'drop': published sets have such rows.",
+    )
     shuffle: bool = Field(
         True, description="New order each epoch, from the seed. True: files are often sorted."
     )

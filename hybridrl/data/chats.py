@@ -22,8 +22,8 @@ from typing import Any
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.messages import ASSISTANT, Message
-from hybridrl.data.rows import Row
-from hybridrl.errors import DataError, said, short
+from hybridrl.data.rows import BadRows, Row
+from hybridrl.errors import DataError, RowError, said, short
 
 MESSAGES = "messages"
 """The column that keeps the messages of a chat, for rewards that look at them."""
@@ -88,9 +88,10 @@ def as_chats(
     rows: Iterable[Row],
     config: DataConfig,
     tokenizer: Any,
-    responses: Sequence[str] = (),
-    counts: ChatCounts | None = None,
-    may_split: bool = True,
+    responses: Sequence[str],
+    counts: ChatCounts,
+    bad: BadRows,
+    may_split: bool,
 ) -> Iterator[Row]:
     """Passes rows on with the text that the model is to see, where they are messages or all are to
     be chats.
@@ -102,11 +103,12 @@ def as_chats(
         tokenizer: of transformers, with a chat template.
         responses: columns of the responses, whose content becomes a Chat.
         counts: is added to.
+        bad: counts rows whose messages the template does not take, which are left out.
         may_split: whether a row may become several samples. False for rows that say something of
             the whole response, such as a label.
 
     Raises:
-        DataError: the tokenizer has no template, or it does not take a row's messages or tools.
+        DataError: the tokenizer has no template, or none that takes a row's tools.
     """
     render = None
     for row in rows:
@@ -115,8 +117,11 @@ def as_chats(
             yield row
             continue
         if render is None:
-            render = _Rendering(tokenizer, row, config, counts or ChatCounts(), may_split)
-        yield from render.rendered(row, responses)
+            render = _Rendering(tokenizer, row, config, counts, may_split)
+        try:
+            yield from render.rendered(row, responses)
+        except RowError as error:
+            bad.add(row.source, error)
 
 
 @dataclass(frozen=True)
@@ -205,7 +210,7 @@ class _Rendering:
         allowed = "one turn in each response of such rows, for what they say is of the whole"
         remedy = "Give each turn a row of its own, with the turns before it in the prompt, or mark "
         remedy += "in the template what the assistant says by {% generation %}."
-        return DataError(row.place, got, allowed, remedy)
+        return RowError(row.place, got, allowed, remedy)
 
     def _template(self, row: Row, tools: Any) -> str:
         found = self._tokenizer.chat_template
@@ -231,7 +236,7 @@ class _Rendering:
                 got = "a chat of which the template marks nothing"
                 got = got if not chat.spans else "a chat without a prompt"
                 allowed = "text of the assistant after some of others"
-                raise DataError(row.place, got, allowed, "Mend that row, or the chat template.")
+                raise RowError(row.place, got, allowed, "Mend that row, or the chat template.")
         return chats
 
     def _marked(
@@ -305,7 +310,7 @@ class _Rendering:
         num = len(os.path.commonprefix([before, finished]))
         if num < len(closed) or not before.startswith(closed):
             given, has = (short(text[max(num - 20, 0) : num + 40]) for text in (before, finished))
-            raise DataError(
+            raise RowError(
                 row.place,
                 f"message {len(messages)} of a chat: before it the template's generation prompt "
                 f"gives {given}, where the finished turn has {has}",
@@ -331,7 +336,7 @@ class _Rendering:
         for call in message.get("tool_calls", ()):
             name = call["function"]["name"]
             if name not in produced:
-                raise DataError(
+                raise RowError(
                     row.place,
                     f"a call of {short(name)}, which the chat template leaves out",
                     "calls that the template renders",
@@ -353,7 +358,7 @@ class _Rendering:
         try:
             closed = self._render(row, template, asked, None)[0].rstrip()
             opened = self._render(row, template, asked, None, True)[0]
-        except DataError:
+        except RowError:
             return ""
         ends = (end for end in self._ends if closed.endswith(end))
         tail = max(ends, key=len, default="")
@@ -388,7 +393,7 @@ class _Rendering:
             )
         except Exception as error:  # whatever a template raises
             shown = f"messages that the template refuses: {said(error, 160)}"
-            raise DataError(row.place, shown, "messages that it takes", "Mend that row.") from error
+            raise RowError(row.place, shown, "messages that it takes", "Mend that row.") from error
         return texts[0], tuple(found[0]) if marks else ()
 
 

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 
 from hybridrl.contracts.samples import in_gaps
 from hybridrl.data.chats import Chat, chats_of, learned, sample, shared_prompt
-from hybridrl.data.rows import Row
+from hybridrl.data.rows import BadRows, Row
 from hybridrl.data.text_tokens import Encode, TextTokens
-from hybridrl.errors import DataError, said, short
+from hybridrl.errors import DataError, RowError, said, short
 
 # Rows that are tokenized by one call: so many, and no more than have so many characters.
 _TOKENIZED_TOGETHER, _MOST_CHARACTERS = 1024, 1 << 23
@@ -82,7 +82,8 @@ def encoded_rows(
     tokenizer: TextEncoder,
     limits: Sequence[int],
     ends: Collection[int],
-    adds_special: bool = True,
+    adds_special: bool,
+    bad: BadRows,
 ) -> Iterator[Encoded]:
     """Yields the tokens of rows, in their order.
 
@@ -94,24 +95,38 @@ def encoded_rows(
         ends: the end tokens of responses; one that ends in none of them gets the tokenizer's.
         adds_special: whether prompts that no template rendered begin with the special tokens that
             the tokenizer puts in front of a text.
-
-    Raises:
-        DataError: a text has no tokens.
+        bad: counts rows with a text that has no tokens, which are left out.
     """
     special, encoder = _special_tokens(tokenizer), TextTokens(tokenizer)
     front = encoder.front if adds_special else ()
+
+    def of_texts(rows: Sequence[Row]) -> list[Encoded | None]:
+        try:
+            return list(_of_texts(rows, names, tokenizer, encoder, limits, ends, front))
+        except RowError as error:
+            if len(rows) > 1:
+                return [found for row in rows for found in of_texts([row])]
+            bad.add(rows[0].source, error)
+            return [None]
+
     for chunk in _chunks(rows, names):
         are_chats = [bool(chats_of(row.columns, names[1:])) for row in chunk]
         plain = [one for one, is_chat in zip(chunk, are_chats, strict=True) if not is_chat]
-        texts = _of_texts(plain, names, tokenizer, encoder, limits, ends, front)
+        texts = iter(of_texts(plain) if plain else [])
         for row, is_chat in zip(chunk, are_chats, strict=True):
-            if is_chat:
-                found = _of_chat(row, names, tokenizer, encoder, special, limits, ends)
-            else:
-                found = next(texts)
-            if not found.prompt:
-                raise _without_tokens(row.place, found.text, "1 token or more")
-            yield found
+            try:
+                found = (
+                    _of_chat(row, names, tokenizer, encoder, special, limits, ends)
+                    if is_chat
+                    else next(texts)
+                )
+                if found is not None and not found.prompt:
+                    raise _without_tokens(row.place, found.text, "1 token or more")
+            except RowError as error:
+                bad.add(row.source, error)
+                continue
+            if found is not None:
+                yield found
 
 
 def _chunks(rows: Iterable[Row], names: Sequence[str]) -> Iterator[list[Row]]:
@@ -299,7 +314,7 @@ def _encoded(texts: Sequence[tuple[str, str]], encode: Encode, limit: int) -> li
     """Returns the tokens of texts, given with their places.
 
     Raises:
-        DataError: the tokenizer has none for one of them; names its place.
+        RowError: the tokenizer has none for one of them; names its place.
     """
     try:
         parts = [text[: _read_at_first(limit)] for _, text in texts]
@@ -318,8 +333,8 @@ def _encoded(texts: Sequence[tuple[str, str]], encode: Encode, limit: int) -> li
     return found
 
 
-def _without_tokens(place: str, text: object, allowed: str) -> DataError:
-    return DataError(place, f"{short(text)}, which has no tokens", allowed, "Mend that row.")
+def _without_tokens(place: str, text: object, allowed: str) -> RowError:
+    return RowError(place, f"{short(text)}, which has no tokens", allowed, "Mend that row.")
 
 
 def _end_token(tokenizer: TextEncoder) -> int:

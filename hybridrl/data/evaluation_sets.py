@@ -16,7 +16,7 @@ from typing import Any
 from hybridrl.config.data import DataConfig
 from hybridrl.config.evaluation import EvalSetConfig
 from hybridrl.data.forms import formed_rows
-from hybridrl.data.rows import Row, raw_rows
+from hybridrl.data.rows import Row, raw_rows, refuse_images
 from hybridrl.errors import DataError, short
 
 BOXED = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -107,6 +107,7 @@ def set_rows(section: EvalSetConfig, data: DataConfig) -> Iterator[dict[str, obj
             prompt, answer = columns[data.prompt_key], columns.get(data.answer_key)
             told = section.instruction or ""
         else:
+            refuse_images(row)
             form = FORMS[section.form]
             prompt, answer = _of_form(row, section.form, form)
             told = form.instruction if section.instruction is None else section.instruction
@@ -136,5 +137,6 @@ def _of_form(row: Row, name: str, form: Form) -> tuple[str, Any]:
 
 def set_data(data: DataConfig, section: EvalSetConfig) -> DataConfig:
     """Returns how the rows of `set_rows` are read: chats and limits as in training."""
-    keys: dict[str, object] = {"prompt_key": "prompt", "answer_key": "answer"}
+    # Results compare only where all rows are asked.
+    keys: dict[str, object] = {"prompt_key": "prompt", "answer_key": "answer", "on_bad_row": "stop"}
     return data.model_copy(update={**keys, "prompts": section.path})

@@ -19,10 +19,17 @@ from hybridrl.config.data import DataConfig
 from hybridrl.config.files import has_utf8, plain
 from hybridrl.config.needs import Feedback
 from hybridrl.data.messages import ASSISTANT, Message, chat, tools_of, without_nulls
-from hybridrl.data.rows import Row, half_pair, raw_rows
+from hybridrl.data.rows import (
+    MAX_BAD_AT_FIRST,
+    BadRows,
+    Row,
+    half_pair,
+    raw_rows,
+    refuse_images,
+)
 from hybridrl.data.trees import SAID as TREES
 from hybridrl.data.trees import unfolded
-from hybridrl.errors import DataError, short
+from hybridrl.errors import RowError, short
 
 Kind = Literal["prompts", "demonstrations", "pairs", "labels"]
 """What is asked of rows: prompts to respond to, or responses to learn from."""
@@ -56,6 +63,7 @@ def formed_rows(
     config: DataConfig,
     kind: Kind,
     required: Sequence[str] = (),
+    bad: BadRows | None = None,
 ) -> Iterator[Row]:
     """Reads rows of any form from sources, or from memory, in order.
 
@@ -64,37 +72,57 @@ def formed_rows(
         config: the keys of the columns.
         kind: what is asked of the rows.
         required: further columns that every row must have, of any kind but null.
+        bad: counts the rows that cannot be used, which are left out; whoever gave it asks it to
+            check after the last row. None: the rows must all be good.
 
     Raises:
-        DataError: names the file and line of the first thing that is wrong.
+        DataError: names the file and line of a source that cannot be read, or, without `bad`, of
+            bad rows.
     """
+    counted, good = BadRows("stop") if bad is None else bad, set[int]()
     rows = raw_rows(source)
-    rows = rows if _has_own_keys(config, kind) else unfolded(rows, kind)
+    rows = rows if _has_own_keys(config, kind) else unfolded(rows, kind, counted)
     for number, row in enumerate(rows):
-        found = formed(replace(row, number=number), config, kind)
-        for name in required:
-            if found.columns.get(name) is None:
-                raise missing(row, name)
+        try:
+            found = formed(replace(row, number=number), config, kind)
+            for name in required:
+                if found.columns.get(name) is None:
+                    raise missing(row, name)
+        except RowError as error:
+            counted.add(row.source, error)
+            if row.source not in good:
+                counted.check(good, MAX_BAD_AT_FIRST)
+            continue
+        good.add(row.source)
         yield found
+    if bad is None:
+        counted.check(good)
 
 
 def validate_file(
     path: str, config: DataConfig, kind: Kind = "prompts", required: Sequence[str] = ()
 ) -> int:
-    """Reads every row of one source and returns their number; arguments as of `formed_rows`.
+    """Reads every row of one source and returns the number of those that can be used; arguments as
+    of `formed_rows`.
 
     Raises:
-        DataError: names the file and line of the first thing that is wrong.
+        DataError: the source cannot be read, or has bad rows and `data.on_bad_row` is 'stop', or no
+            others.
     """
-    return sum(1 for _ in formed_rows([path], config, kind, required))
+    bad = BadRows(config.on_bad_row)
+    num = sum(1 for _ in formed_rows([path], config, kind, required, bad))
+    bad.check([0] if num else [])
+    return num
 
 
 def formed(row: Row, config: DataConfig, kind: Kind) -> Row:
     """Returns a row with the columns that its kind has, each a text or messages.
 
     Raises:
-        DataError: it has no known form, or is not what its form says.
+        RowError: it has no known form, or is not what its form says.
+        DataError: it has images.
     """
+    refuse_images(row)
     names = text_columns(config, kind)
     columns = {key: value for key, value in row.columns.items() if value is not None}
     read = without_nulls(columns) if row.is_arrow else columns
@@ -122,14 +150,14 @@ def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
     return {config.answer_key: rule["ground_truth"]}
 
 
-def missing(row: Row, name: str) -> DataError:
+def missing(row: Row, name: str) -> RowError:
     """Returns the error of a row without a column."""
     present = sorted(map(str, row.columns))
     near = get_close_matches(name, present, 1)
     hint = f"Did you mean {short(near[0])}? " if near else ""
     got = "null" if name in row.columns else f"no column {short(name)} among {short(present, 300)}"
     allowed = f"the column {short(name)} in every row"
-    return DataError(row.place, got, allowed, f"{hint}Add it, or set the data.*_key that names it.")
+    return RowError(row.place, got, allowed, f"{hint}Add it, or set the data.*_key that names it.")
 
 
 def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, object]) -> Parts:
@@ -151,7 +179,7 @@ def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, objec
             raise error
         forms = "; ".join(one.text() for one in FORMS if kind in one.parts)
         forms += "" if kind == "labels" else f"; {TREES}"
-        raise DataError(row.place, error.value, f"{error.allowed}, or {forms}", error.remedy)
+        raise RowError(row.place, error.value, f"{error.allowed}, or {forms}", error.remedy)
     return form.parts[kind](row, config, columns)
 
 
@@ -172,13 +200,13 @@ def _checked(row: Row, name: str, value: Text) -> Text:
     if isinstance(value, str):
         if not value:
             got = f"{plain(name)} = {short(value)}"
-            raise DataError(row.place, got, "a text that is not empty", "Mend that row.")
+            raise RowError(row.place, got, "a text that is not empty", "Mend that row.")
         if not has_utf8(value):
             raise half_pair(row, name, value)
         return value
     if not isinstance(value, list | tuple):
         got = f"{plain(name)} = {short(value)}"
-        raise DataError(row.place, got, "a text that is not empty, or messages", "Mend that row.")
+        raise RowError(row.place, got, "a text that is not empty, or messages", "Mend that row.")
     return chat(row.place, name, value)
 
 
@@ -206,7 +234,7 @@ def _cut(row: Row, name: str, messages: list[Message], is_last: bool = False) ->
         what = "no message of the assistant" if not turns else "the assistant's message first"
         allowed = "a message of the user, then the assistant's"
         remedy = "Mend that row, or leave it out."
-        raise DataError(row.place, f"{plain(name)} has {what}", allowed, remedy)
+        raise RowError(row.place, f"{plain(name)} has {what}", allowed, remedy)
     return [messages[:first], messages[first : turns[-1] + 1]]
 
 
@@ -217,7 +245,7 @@ def _asked(row: Row, key: str, columns: Mapping[str, Any]) -> Parts:
         messages = messages[:-1]
     if not messages:
         got = f"{plain(key)} has messages of the assistant alone"
-        raise DataError(row.place, got, "a message of the user", "Mend that row, or leave it out.")
+        raise RowError(row.place, got, "a message of the user", "Mend that row, or leave it out.")
     return [messages]
 
 
@@ -235,7 +263,7 @@ def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
         elif isinstance(given, list | tuple) and side[: len(asked)] != asked:
             got = f"{plain(key)} does not begin as {plain(name)} does"
             allowed = "the messages of the prompt first, or the assistant's alone"
-            raise DataError(row.place, got, allowed, "Mend that row.")
+            raise RowError(row.place, got, allowed, "Mend that row.")
         sides.append(side)
     better, worse = sides
     most = min(len(better), len(worse)) - 1
@@ -245,7 +273,7 @@ def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
     if num == 0:
         got = "sides that do not part with a message of the assistant"
         allowed = "the same messages up to one of the assistant, in both sides"
-        raise DataError(row.place, got, allowed, "Mend that row, or leave it out.")
+        raise RowError(row.place, got, allowed, "Mend that row, or leave it out.")
     return [better[:num], *(_to_last_turn(side[num:]) for side in sides)]
 
 
@@ -278,7 +306,7 @@ def _dialogue(row: Row, name: str, value: object) -> list[Message]:
     ends = [*(turn.start() for turn in turns[1:]), len(text)]
     if not turns or not _is_dialogue(value):
         got = f"{plain(name)} = {short(value)}"
-        raise DataError(row.place, got, "turns after 'Human:' and 'Assistant:'", "Mend that row.")
+        raise RowError(row.place, got, "turns after 'Human:' and 'Assistant:'", "Mend that row.")
     found = [
         {"role": _TALKERS[turn[1]], "content": text[turn.end() : end].strip()}
         for turn, end in zip(turns, ends, strict=True)
@@ -309,7 +337,7 @@ def _dialogue_pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> 
     if asked != other:
         got = f"{keys[0]} and {keys[1]} that differ before the last turn"
         remedy = "Set data.chat_template=true, which learns from all turns, or leave that row out."
-        raise DataError(row.place, got, "one dialogue up to the last 'Assistant:'", remedy)
+        raise RowError(row.place, got, "one dialogue up to the last 'Assistant:'", remedy)
     return [asked, better, worse]
 
 

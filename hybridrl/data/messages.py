@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridrl.config.files import has_utf8, parse_json, plain
-from hybridrl.errors import DataError, said, short
+from hybridrl.errors import DataError, RowError, said, short
 
 Message = dict[str, Any]
 
@@ -33,6 +33,9 @@ _OTHER_NAMES = {
     "function-response": "tool",
 }
 _CALLS = ("function_call", "function-call", "tool_call")  # whose value is a call, or a list of them
+_MEDIA = frozenset(
+    {"image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "audio_url"}
+)  # types of content parts
 _ALLOWED = 'messages {"role": "user", "content": "..."} or {"from": "human", "value": "..."}'
 
 
@@ -45,11 +48,11 @@ def chat(place: str, name: str, value: object) -> list[Message]:
         value: its content.
 
     Raises:
-        DataError: it is no list of messages.
+        RowError: it is no list of messages.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         got = f"{plain(name)} = {short(value)}"
-        raise DataError(place, got, f"a text, or {_ALLOWED}", "Mend that row.")
+        raise RowError(place, got, f"a text, or {_ALLOWED}", "Mend that row.")
     return [_message(place, name, message) for message in value]
 
 
@@ -57,7 +60,7 @@ def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | Non
     """Returns the schemas of the tools of a row's column: a list, or JSON that is one.
 
     Raises:
-        DataError: it is neither.
+        RowError: it is neither.
     """
     if value is None or value in ("", []):
         return None
@@ -66,7 +69,7 @@ def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | Non
     is_list = isinstance(found, Sequence) and not isinstance(found, str)
     if not is_list or not all(isinstance(one, Mapping) and one for one in found):  # type: ignore[union-attr]
         allowed = 'schemas of tools, [{"type": "function", "function": {"name": "..."}}]'
-        raise DataError(place, f"{plain(name)} = {short(value)}", allowed, "Mend that row.")
+        raise RowError(place, f"{plain(name)} = {short(value)}", allowed, "Mend that row.")
     schemas: list[dict[str, Any]] = [_copied(one) for one in found]  # type: ignore[union-attr]
     _check_texts(place, name, schemas)
     return schemas or None
@@ -88,10 +91,10 @@ def _message(place: str, name: str, given: object) -> Message:
     role = _OTHER_NAMES.get(role, role)
     if role not in ROLES:
         got = f"{plain(name)} has the role {short(role)}"
-        raise DataError(place, got, ", ".join((*ROLES, *_OTHER_NAMES)), "Mend that row.")
+        raise RowError(place, got, ", ".join((*ROLES, *_OTHER_NAMES)), "Mend that row.")
     if known.get("weight", 1) != 1:
         got = f"{plain(name)} has a message of weight {short(known['weight'])}"
-        raise DataError(place, got, "1, or no weight", "Leave it out; all assistant turns count.")
+        raise RowError(place, got, "1, or no weight", "Leave it out; all assistant turns count.")
     calls = known.pop("tool_calls", None) or known.pop("function_call", None)
     message: Message = {"role": role}
     if content is not None:
@@ -103,14 +106,14 @@ def _message(place: str, name: str, given: object) -> Message:
         raise _refused(place, name, given)
     if role == ASSISTANT and not message["content"] and not calls:
         got = f"{plain(name)} has an assistant's message without text"
-        raise DataError(place, got, "a text that is not empty, or tool_calls", "Mend that row.")
+        raise RowError(place, got, "a text that is not empty, or tool_calls", "Mend that row.")
     message |= {str(key): _copied(value) for key, value in known.items()}
     _check_texts(place, name, message)
     return message
 
 
-def _refused(place: str, name: str, message: object) -> DataError:
-    return DataError(place, f"{plain(name)} has {short(message)}", _ALLOWED, "Mend that row.")
+def _refused(place: str, name: str, message: object) -> RowError:
+    return RowError(place, f"{plain(name)} has {short(message)}", _ALLOWED, "Mend that row.")
 
 
 def _text(place: str, name: str, content: object, message: object) -> str:
@@ -119,10 +122,18 @@ def _text(place: str, name: str, content: object, message: object) -> str:
         return content
     if not isinstance(content, Sequence):
         raise _refused(place, name, message)
+    kinds = {str(part.get("type")) for part in content if isinstance(part, Mapping)}
+    if found := sorted(kinds & _MEDIA):
+        remedy = "Leave out rows with images, or these parts where the text does not need them."
+        got, allowed = (
+            f"{plain(name)} has a part of type {found[0]}",
+            "text, for models see no images yet",
+        )
+        raise DataError(place, got, allowed, remedy)
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
     if not texts or not all(isinstance(text, str) for text in texts):
         got = f"{plain(name)} has the content {short(content)}"
-        raise DataError(place, got, "a text, or parts of type text", "Leave that row out.")
+        raise RowError(place, got, "a text, or parts of type text", "Leave that row out.")
     return "".join(map(str, texts))
 
 
@@ -150,9 +161,9 @@ def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:
     return found
 
 
-def _no_call(place: str, name: str, call: object) -> DataError:
+def _no_call(place: str, name: str, call: object) -> RowError:
     allowed = 'tool calls {"function": {"name": "...", "arguments": {...}}}'
-    return DataError(place, f"{plain(name)} has the call {short(call)}", allowed, "Mend that row.")
+    return RowError(place, f"{plain(name)} has the call {short(call)}", allowed, "Mend that row.")
 
 
 def _parsed(place: str, name: str, text: str) -> Any:
@@ -160,7 +171,7 @@ def _parsed(place: str, name: str, text: str) -> Any:
         return parse_json(text)
     except ValueError as error:
         got = f"{plain(name)} has {short(text)} ({said(error)})"
-        raise DataError(place, got, "JSON in that text", "Mend that row.") from error
+        raise RowError(place, got, "JSON in that text", "Mend that row.") from error
 
 
 def without_nulls(value: Any) -> Any:
@@ -184,7 +195,7 @@ def _copied(value: Any) -> Any:
 
 
 def _check_texts(place: str, name: str, value: object) -> None:
-    """Raises DataError where a text, however deep, has half of a surrogate pair."""
+    """Raises RowError where a text, however deep, has half of a surrogate pair."""
     waiting = [value]
     while waiting:
         one = waiting.pop()
@@ -194,4 +205,4 @@ def _check_texts(place: str, name: str, value: object) -> None:
             waiting += one
         elif isinstance(one, str) and not has_utf8(one):
             got = f"{plain(name)} = {short(one)}, with half of a surrogate pair"
-            raise DataError(place, got, "text that has UTF-8", "Mend that row.")
+            raise RowError(place, got, "text that has UTF-8", "Mend that row.")

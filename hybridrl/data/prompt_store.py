@@ -242,9 +242,9 @@ def _mapped(path: Path) -> LoadedPrompts:
     file = PromptFile(path)
     told: Any = file.about
     places = [(str(place), int(num)) for place, num in told["places"]]
-    counts = int(told["num"]), int(told["num_cut"])
     chats = ChatCounts(**{name: int(count) for name, count in told["chats"].items()})
-    left_out = LeftOut(str(told["limits"]), *counts, places, set(told["in_part"]), chats)
+    known = told | {"places": places, "in_part": set(told["in_part"]), "chats": chats}
+    left_out = LeftOut(**known)
     return LoadedPrompts(MappedPrompts(file), array("i", file.sources.tobytes()), left_out)
 
 

@@ -26,7 +26,7 @@ from hybridrl.data.end_tokens import own_end_tokens
 from hybridrl.data.feedback import check_classes, checked, equal_sides, label_columns
 from hybridrl.data.forms import Kind, formed_rows, kind_of, text_columns
 from hybridrl.data.prompt_file import NO_GAPS, NONE, identities
-from hybridrl.data.rows import Row
+from hybridrl.data.rows import BadRows, Row
 from hybridrl.errors import DataError
 
 __all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts"]
@@ -40,7 +40,8 @@ class LeftOut:
 
     `limits` is what is allowed; `places` the place and number of tokens of the first MOST_PLACES of
     them; `in_part` those of these places whose text is so long that only the first tokens were
-    counted; `num_cut` counts the rows that are kept with a response cut to what is allowed.
+    counted; `num_cut` counts the rows that are kept with a response cut to what is allowed;
+    `num_bad` those that cannot be used, of which `first_bad` describes the first.
     """
 
     limits: str
@@ -49,6 +50,8 @@ class LeftOut:
     places: list[tuple[str, int]] = field(default_factory=list)
     in_part: set[str] = field(default_factory=set)
     chats: ChatCounts = field(default_factory=ChatCounts)
+    num_bad: int = 0
+    first_bad: str = ""
 
     def add(self, place: str, tokens: int, is_in_part: bool) -> None:
         """Counts one."""
@@ -56,6 +59,10 @@ class LeftOut:
         if len(self.places) < MOST_PLACES:
             self.places.append((place, tokens))
             self.in_part |= {place} if is_in_part else set()
+
+    def is_anything(self) -> bool:
+        """Whether a row is not used as it stands."""
+        return bool(self.num or self.num_cut or self.num_bad or self.chats.report())
 
     def first(self) -> tuple[str, str]:
         """Returns the place of the first of them, and its length in words."""
@@ -89,6 +96,11 @@ class LoadedPrompts:
         if self.left_out.num_cut:
             line += f", {self.left_out.num_cut} with responses cut (data.long_responses=cut)"
         line += self.left_out.chats.report()
+        if self.left_out.num_bad:
+            line += (
+                f"; {self.left_out.num_bad} bad rows dropped (first: {self.left_out.first_bad}; "
+            )
+            line += "data.on_bad_row=stop names more)"
         if not self.left_out.num:
             return line
         place, tokens = self.left_out.first()
@@ -144,15 +156,21 @@ class Reading:
             under "answer" and "label" those that `config.answer_key` and `config.label_key` name.
 
         Raises:
-            DataError: names the file and line of the first thing that is wrong, or says that every
-                prompt is too long.
+            DataError: names the file and line of what is wrong, or says that every prompt is too
+                long.
         """
+        bad, good = BadRows(self.config.on_bad_row), set[int]()
         config, num, labels = self.config, 0, set[bool]()
         texts, longest_response = text_columns(config, self.kind), self.max_response_tokens or 0
         most = [config.max_prompt_tokens, *[longest_response] * (len(texts) - 1)]
-        rows, adds_special = self._rows(texts, tokenizer, left_out), config.add_special_tokens
+        rows = self._rows(texts, tokenizer, left_out, bad)
         ends = own_end_tokens(tokenizer) if end_tokens is None else end_tokens
-        for found in encoded_rows(rows, texts, tokenizer, most, ends, adds_special):
+        adds_special = config.add_special_tokens
+        for found in encoded_rows(rows, texts, tokenizer, most, ends, adds_special, bad):
+            if len(found.responses) == 2 and found.responses[0] == found.responses[1]:
+                bad.add(found.row.source, equal_sides(found.row, config))
+                continue
+            good.add(found.row.source)
             longest = max(map(len, found.responses), default=0)
             over = len(found.prompt) > config.max_prompt_tokens
             kept: Encoded | None = found
@@ -171,6 +189,9 @@ class Reading:
                 yield prompt, found.row.source
             if num == self.limit:
                 break
+        if bad.num:
+            bad.check(good)
+            left_out.num_bad, left_out.first_bad = bad.num, bad.first()
         if not num:
             raise left_out.none_left()
         if self.feedback == "labels":
@@ -182,14 +203,15 @@ class Reading:
         return kind_of(self.feedback, self.max_response_tokens is not None)
 
     def _rows(
-        self, texts: Sequence[str], tokenizer: TextEncoder, left_out: LeftOut
+        self, texts: Sequence[str], tokenizer: TextEncoder, left_out: LeftOut, bad: BadRows
     ) -> Iterable[Row]:
         config, feedback = self.config, self.feedback
         given = self.source if self.source is not None else config.prompts or ()
         others = [*self.required, *label_columns(config, feedback)]
-        rows = checked(formed_rows(given, config, self.kind, others), config, feedback)
+        rows = formed_rows(given, config, self.kind, others, bad)
+        rows = checked(rows, config, feedback, bad)
         may_split = self.kind == "demonstrations"
-        return as_chats(rows, config, tokenizer, texts[1:], left_out.chats, may_split)
+        return as_chats(rows, config, tokenizer, texts[1:], left_out.chats, bad, may_split)
 
 
 def load_prompts(
@@ -222,8 +244,6 @@ def in_memory(
 def _prompt(config: DataConfig, encoded: Encoded) -> Prompt:
     row = encoded.row
     (better, worse), gaps = (*encoded.responses, None, None)[:2], (*encoded.gaps, (), ())[:2]
-    if better is not None and better == worse:
-        raise equal_sides(row, config)
     used = {config.prompt_key}
     if better is not None:
         used |= set(text_columns(config, "demonstrations" if worse is None else "pairs"))

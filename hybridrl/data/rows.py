@@ -1,6 +1,8 @@
 """Rows of JSONL and other sources, as they stand there. No torch, no tokenizer.
 
-Owns what a prompt file may look like; forms.py what a row may. The command line reads every file
+Owns what a prompt file may look like; forms.py what a row may. A line that is no JSON object, or a
+data set that cannot be decoded, is a damaged source and always stops a run. A row that was read and
+cannot be used is a bad one (`RowError`, `BadRows`). The command line reads every file
 through `forms.validate_file` before any rank starts, once for each content (checked_rows.py); one
 rank of each node reads them again, if they are not tokenized yet (prompt_store.py).
 """
@@ -8,14 +10,21 @@ rank of each node reads them again, if they are not tokenized yet (prompt_store.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Literal
 
 from hybridrl.config.files import MAX_DEPTH, parse_json, plain
 from hybridrl.data.sets import data_set_rows, is_data_set
-from hybridrl.errors import DataError, said, short
+from hybridrl.errors import DataError, RowError, said, short
+
+MAX_NAMED = 10  # bad rows that a message names
+MAX_BAD_AT_FIRST = 10_000  # rows of a source, all of them bad, after which no more are read
+_MEDIA = ("images", "image", "videos", "video")
+_MEDIA_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".webm")
 
 
 @dataclass(frozen=True)
@@ -38,6 +47,76 @@ class Row:
     is_arrow: bool = False
     number: int = 0
     is_rendered: bool = False
+
+
+class BadRows:
+    """The rows of a reading that cannot be used, counted by source.
+
+    Args:
+        on_bad_row: as of `data.on_bad_row`.
+    """
+
+    def __init__(self, on_bad_row: Literal["drop", "stop"]) -> None:
+        self._on_bad_row = on_bad_row
+        self._nums = Counter[int]()
+        self._first: dict[int, list[RowError]] = {}
+
+    @property
+    def num(self) -> int:
+        """Their number."""
+        return self._nums.total()
+
+    @property
+    def stops(self) -> bool:
+        """Whether there are some, and they stop the run."""
+        return self.num > 0 and self._on_bad_row == "stop"
+
+    def first(self) -> str:
+        """Returns where the first of them stands, and what is wrong with it."""
+        error = next(iter(self._first.values()))[0]
+        return f"{error.name}: {error.parts()[1]}"
+
+    def add(self, source: int, error: RowError) -> None:
+        """Counts one."""
+        self._nums[source] += 1
+        named = self._first.setdefault(source, [])
+        if len(named) < MAX_NAMED:
+            named.append(error)
+
+    def check(self, good: Collection[int], rows_at_least: int = 1) -> None:
+        """Raises one DataError for all of them if they stop the run, or if they are all rows of a
+        source.
+
+        Args:
+            good: sources with other rows.
+            rows_at_least: of a source; one with fewer bad rows is not judged yet.
+        """
+        for source, num in self._nums.items():
+            if source not in good and num >= rows_at_least:
+                raise self._error([source], f"as are all {num} rows of it" if num > 1 else "")
+        if self.stops and rows_at_least == 1:
+            raise self._error(list(self._nums), "")
+
+    def _error(self, sources: Sequence[int], whole: str) -> DataError:
+        """Returns the first error, with the places of others; `whole` says that there are no good
+        rows.
+        """
+        num = sum(self._nums[source] for source in sources)
+        named = [error for source in sources for error in self._first[source]][:MAX_NAMED]
+        (name, got, allowed, remedy), others = named[0].parts(), named[1:]
+        if whole:
+            got += f", {whole}"
+        elif others:
+            shown = "; ".join(f"{one.name}: {_cut(one.parts()[1])}" for one in others)
+            got += f". {num - 1} more rows are bad: {shown}"
+            got += f"; and {num - len(named)} more" if num > len(named) else ""
+        if not whole:
+            remedy += " Or set data.on_bad_row=drop, which leaves such rows out and counts them."
+        return DataError(name, got, allowed, remedy)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator[Row]:
@@ -107,7 +186,27 @@ def _mapping(value: object, place: str) -> Mapping[str, object]:
     return value
 
 
-def half_pair(row: Row, name: str, text: str) -> DataError:
+def refuse_images(row: Row) -> None:
+    """Raises DataError where a row has images or videos, which no model here is given: training on
+    its text alone would be another task.
+    """
+    for name in _MEDIA:
+        value = row.columns.get(name)
+        if isinstance(
+            value, str
+        ):  # a path; other texts say what no picture is, such as a container
+            has_media = value.lower().endswith(_MEDIA_ENDINGS) or value.startswith("data:")
+        elif isinstance(value, Sized):
+            has_media = len(value) > 0
+        else:
+            has_media = value is not None and not isinstance(value, int | float)
+        if has_media:
+            got = f"a column {name} that is not empty, {short(value, 40)}"
+            remedy = f"Leave out such rows, or the column where the text does not need {name}."
+            raise DataError(row.place, got, "rows of text, for models see no images yet", remedy)
+
+
+def half_pair(row: Row, name: str, text: str) -> RowError:
     """Returns the error of a text that cannot be written."""
     got = f"{plain(name)} = {short(text)}, with half of a surrogate pair"
-    return DataError(row.place, got, "text that has UTF-8", "Mend that row.")
+    return RowError(row.place, got, "text that has UTF-8", "Mend that row.")

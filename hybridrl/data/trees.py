@@ -18,8 +18,8 @@ from math import inf
 from typing import Any
 
 from hybridrl.data.messages import ASSISTANT, Message, chat
-from hybridrl.data.rows import Row
-from hybridrl.errors import DataError, short
+from hybridrl.data.rows import BadRows, Row
+from hybridrl.errors import DataError, RowError, short
 
 SAID = "prompt with replies, or message_id and parent_id (OpenAssistant's trees)"
 _ID, _PARENT, _TREE = "message_id", "parent_id", "message_tree_id"
@@ -38,7 +38,7 @@ class _Node:
     replies: list[_Node] = field(default_factory=list)
 
 
-def unfolded(rows: Iterable[Row], kind: str) -> Iterator[Row]:
+def unfolded(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
     """Passes rows on, what is asked of a tree in its place.
 
     Args:
@@ -47,10 +47,10 @@ def unfolded(rows: Iterable[Row], kind: str) -> Iterator[Row]:
             replies, to the assistant's last; a prompt is the first message; pairs are the best and
             the worst reply of the assistant to each message where raters ranked two apart. Trees
             have no labels, and stay as they are.
+        bad: counts trees that cannot be used, each as one row.
 
     Raises:
-        DataError: names the row of the first thing that is wrong, or, after the last row, says that
-            no tree has a pair.
+        DataError: after the last row, if no tree has a pair.
     """
     if kind == "labels":
         yield from rows
@@ -63,8 +63,12 @@ def unfolded(rows: Iterable[Row], kind: str) -> Iterator[Row]:
             is_empty = False
             yield first
             continue
+        try:
+            root = _joined(found) if _is_flat(first) else _nested(first)
+        except RowError as error:
+            bad.add(first.source, error)
+            continue
         tree = tree or first
-        root = _joined(found) if _is_flat(first) else _nested(first)
         for columns in _asked(first, root, kind):
             is_empty = False
             yield replace(first, columns=columns)
@@ -108,7 +112,7 @@ def _node(place: str, given: Mapping[str, Any]) -> _Node:
     named = [{"role": given.get("role"), "content": given.get("text")}]
     rank = given.get("rank")
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int | float)):
-        raise DataError(place, f"rank = {short(rank)}", "a number, or null", _MEND)
+        raise RowError(place, f"rank = {short(rank)}", "a number, or null", _MEND)
     (message,) = chat(place, "text", named)
     return _Node(message, inf if rank is None else rank, given.get("deleted") is True)
 
@@ -121,7 +125,7 @@ def _nested(row: Row) -> _Node:
         node, given = waiting.pop()
         replies = given.get("replies") or []  # type: ignore[attr-defined]
         if not isinstance(replies, Sequence) or not all(isinstance(r, Mapping) for r in replies):
-            raise DataError(row.place, f"replies = {short(replies)}", "a list of messages", _MEND)
+            raise RowError(row.place, f"replies = {short(replies)}", "a list of messages", _MEND)
         for reply in replies:
             node.replies.append(_node(row.place, reply))
             waiting.append((node.replies[-1], reply))
@@ -134,7 +138,7 @@ def _joined(rows: Sequence[Row]) -> _Node:
     for row in rows:
         name = row.columns[_ID]
         if not isinstance(name, str) or name in nodes:
-            raise DataError(row.place, f"{_ID} = {short(name)}", "a text of one row", _MEND)
+            raise RowError(row.place, f"{_ID} = {short(name)}", "a text of one row", _MEND)
         nodes[name] = _node(row.place, row.columns)
     root: _Node | None = None
     for row in rows:
@@ -153,8 +157,8 @@ def _joined(rows: Sequence[Row]) -> _Node:
     return root
 
 
-def _lost(row: Row) -> DataError:
-    return DataError(
+def _lost(row: Row) -> RowError:
+    return RowError(
         row.place,
         f"{_PARENT} = {short(row.columns.get(_PARENT))}",
         f"the {_ID} of another row of its tree, or null in the one that begins the tree",

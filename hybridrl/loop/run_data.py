@@ -90,11 +90,11 @@ def make_data(
     def load() -> tuple[LoadedPrompts, RunData]:
         sets = load_sets(config, store, notify)
         if trains or config.data.prompts or given.prompts is not None:
-            loaded, evaluated = load_data(config, store, needs, given.prompts)
+            loaded, evaluated = load_data(config, store, needs, given.prompts, notify)
         else:  # of a model without a run
-            evaluated = load_held_out(config.data, store)
+            evaluated = load_held_out(config.data, store, notify)
             loaded = None
-        validation = load_validation(config, store, needs, evaluated)
+        validation = load_validation(config, store, needs, evaluated, notify)
         if loaded is None:
             known = (evaluated, validation, *sets.values())
             loaded = LoadedPrompts(next(filter(None, known)), (), LeftOut(""))
@@ -202,7 +202,11 @@ def make_scorer(
 
 
 def load_data(
-    config: Config, store: PromptStore, needs: Needs, rows: Rows | None
+    config: Config,
+    store: PromptStore,
+    needs: Needs,
+    rows: Rows | None,
+    notify: Callable[[str], None],
 ) -> tuple[LoadedPrompts, Sequence[Prompt]]:
     """Loads the prompts to train on, with the responses that the algorithm needs of the data, and
     those of the evaluation.
@@ -212,18 +216,32 @@ def load_data(
     if data.eval_share:
         loaded, held_out = hold_out(loaded, data.eval_share, store.once)
         return loaded, held_out[: data.eval_limit]
-    return loaded, load_held_out(data, store)
+    return loaded, load_held_out(data, store, notify)
 
 
-def load_held_out(data: DataConfig, store: PromptStore) -> Sequence[Prompt]:
-    """Loads `data.eval_prompts`; empty where there are none."""
+def load_held_out(
+    data: DataConfig, store: PromptStore, notify: Callable[[str], None]
+) -> Sequence[Prompt]:
+    """Loads `data.eval_prompts`, and reports rows that are left out; empty where there are none."""
     if not data.eval_prompts:
         return ()
-    return store.load(Reading(data, data.eval_prompts, limit=data.eval_limit)).prompts
+    loaded = store.load(Reading(data, data.eval_prompts, limit=data.eval_limit))
+    return _reported("data.eval_prompts", loaded, notify)
+
+
+def _reported(name: str, loaded: LoadedPrompts, notify: Callable[[str], None]) -> Sequence[Prompt]:
+    """Returns prompts, and reports if not all rows are used as they are."""
+    if loaded.left_out.is_anything():
+        notify(f"{name}: {loaded.report()}")
+    return loaded.prompts
 
 
 def load_validation(
-    config: Config, store: PromptStore, needs: Needs, held_out: Sequence[Prompt]
+    config: Config,
+    store: PromptStore,
+    needs: Needs,
+    held_out: Sequence[Prompt],
+    notify: Callable[[str], None],
 ) -> Sequence[Prompt]:
     """Loads `data.validation`, rows with the responses that the algorithm learns from; without it
     returns what `data.eval_share` holds out of such rows.
@@ -231,7 +249,7 @@ def load_validation(
     data = config.data
     if data.validation:
         reading = replace(reading_of(data, config.rollout, needs), source=data.validation)
-        return store.load(reading).prompts
+        return _reported("data.validation", store.load(reading), notify)
     return held_out if data.eval_share and not needs.rollouts else ()
 
 
@@ -254,9 +272,7 @@ def load_sets(
     for name, section in config.eval.sets.items():
         rows = list(set_rows(section, config.data))
         loaded = store.load(Reading(set_data(config.data, section), rows))
-        if loaded.left_out.num:
-            notify(f"eval.sets.{name}: {loaded.report()}")
-        found[name] = loaded.prompts
+        found[name] = _reported(f"eval.sets.{name}", loaded, notify)
     return found
 
 

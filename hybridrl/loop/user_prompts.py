@@ -54,9 +54,9 @@ def responses_to(
     if isinstance(prompts, str) or not prompts:
         got = "one text" if prompts else "nothing"
         raise UserError("prompts", got, "a list of texts or chats", "Give a list.")
-    loaded = load_prompts(
-        config.data, tokenizer, [{config.data.prompt_key: prompt} for prompt in prompts]
-    )
+    # One response to each: none may be left out.
+    data = config.data.model_copy(update={"on_bad_row": "stop"})
+    loaded = load_prompts(data, tokenizer, [{data.prompt_key: prompt} for prompt in prompts])
     if loaded.left_out.num:
         place, length = loaded.left_out.first()
         allowed = f"at most data.max_prompt_tokens={config.data.max_prompt_tokens}"

@@ -53,7 +53,8 @@ def num_read(monkeypatch) -> list[object]:
 
 
 def judge(*paths: str, needs: Needs = FORMS["prompts"], answer=(), **keys) -> list[UserError]:
-    return list(validate._rows(DataConfig(prompts=paths, **keys), paths, needs, answer))
+    config = DataConfig(prompts=paths, **{"on_bad_row": "stop", **keys})
+    return list(validate._rows(config, paths, needs, answer))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -86,7 +86,7 @@ def test_pairs_with_a_side_that_is_too_long_are_left_out_and_counted(load: Load)
 def test_a_bad_row_is_named(load: Load, feedback: str, row: dict, said: str) -> None:
     good = [PAIR] if feedback == "pairs" else [GOOD, BAD]
     with pytest.raises(DataError, match=said) as caught:
-        load(feedback, *good, row)
+        load(feedback, *good, row, on_bad_row="stop")
     assert caught.value.name.endswith(f"rows.jsonl:{len(good) + 1}")
 
 

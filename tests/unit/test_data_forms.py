@@ -38,6 +38,7 @@ KINDS = {
     "openassistant_messages": "demonstrations",
 }
 LIMIT = 10_000
+STOPS = DataConfig(on_bad_row="stop")
 
 
 @pytest.fixture(scope="module")
@@ -261,14 +262,14 @@ def test_rows_that_are_no_tree_are_refused_by_place(
     tokenizers: dict[str, Any], given: list[dict[str, Any]], said: str
 ) -> None:
     with pytest.raises(DataError, match=said):
-        load_prompts(DataConfig(), tokenizers["plain"], given, max_response_tokens=LIMIT)
+        load_prompts(STOPS, tokenizers["plain"], given, max_response_tokens=LIMIT)
 
 
 def test_messages_that_reply_to_each_other_are_no_tree(tokenizers: dict[str, Any]) -> None:
     given = rows("openassistant_messages")[:4]
     given[2]["parent_id"], given[3]["parent_id"] = given[3]["message_id"], given[2]["message_id"]
     with pytest.raises(DataError, match=r"prompts\[2\]: got parent_id = "):
-        load_prompts(DataConfig(), tokenizers["plain"], given, max_response_tokens=LIMIT)
+        load_prompts(STOPS, tokenizers["plain"], given, max_response_tokens=LIMIT)
 
 
 def test_trees_without_a_pair_are_told_once(tokenizers: dict[str, Any]) -> None:

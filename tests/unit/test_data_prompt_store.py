@@ -277,7 +277,7 @@ def test_an_unknown_tokenizer_is_asked_at_each_start(write, tmp_path) -> None:
 def test_bad_rows_and_unreadable_sources_are_the_errors_of_the_list(write, tmp_path) -> None:
     path, store = write([ROWS[0], {"prompt": ""}]), PromptStore(letters(), tmp_path / "kept")
     with pytest.raises(DataError, match="not empty") as caught:
-        store.load(reading(path))
+        store.load(reading(path, on_bad_row="stop"))
     assert caught.value.name == f"{path}:2" and not list((tmp_path / "kept").iterdir())
     with pytest.raises(DataError, match="no such file"):
         store.load(reading(str(tmp_path / "none.jsonl")))

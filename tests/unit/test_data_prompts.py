@@ -61,8 +61,8 @@ def test_a_bad_row_is_an_error_that_names_file_and_line(write, bad):
     row, expected = BAD_ROWS[bad]
     path = write(GOOD, "", GOOD, row, GOOD)
     for read in (
-        lambda: validate_file(path, DataConfig()),
-        lambda: load_prompts(config(prompts=path), Letters()),
+        lambda: validate_file(path, DataConfig(on_bad_row="stop")),
+        lambda: load_prompts(config(prompts=path, on_bad_row="stop"), Letters()),
     ):
         with pytest.raises(DataError, match=expected) as caught:
             read()
@@ -111,7 +111,7 @@ def test_no_source_is_an_error():
 def test_a_prompt_without_tokens_is_an_error_that_names_the_line(write):
     path = write(GOOD, {"prompt": "   "})
     with pytest.raises(DataError, match="has no tokens") as caught:
-        load_prompts(config(prompts=path), Letters())
+        load_prompts(config(prompts=path, on_bad_row="stop"), Letters())
     assert caught.value.name == f"{path}:2"
 
 
@@ -149,7 +149,7 @@ def test_required_columns_may_be_of_any_kind_but_must_be_there(write):
     path = write({"prompt": "a", "answer": 2}, {"prompt": "b"})
     assert validate_file(path, DataConfig()) == 2
     with pytest.raises(DataError, match="'answer'") as caught:
-        load_prompts(config(prompts=path), Letters(), required=["answer"])
+        load_prompts(config(prompts=path, on_bad_row="stop"), Letters(), required=["answer"])
     assert caught.value.name == f"{path}:2"
 
 
@@ -183,7 +183,7 @@ def test_several_files_and_rows_in_memory_give_the_same_prompts(write):
     assert from_files.prompts == from_memory.prompts
     assert [p.prompt_id for p in from_files.prompts] == [0, 1, 2, 3, 4]
     with pytest.raises(DataError, match=r"prompts\[1\]"):
-        load_prompts(config(), Letters(), [{"prompt": "a"}, {"text": "b"}])
+        load_prompts(config(on_bad_row="stop"), Letters(), [{"prompt": "a"}, {"text": "b"}])
 
 
 def test_rows_are_numbered_through_beyond_one_tokenizer_call():

@@ -90,7 +90,7 @@ def test_a_bad_row_of_a_parquet_file_is_named(tmp_path):
     path = tmp_path / "rows.parquet"
     parquet.write_table(pa.Table.from_pylist([{"prompt": "a"}, {"prompt": ""}]), path)
     with pytest.raises(DataError, match="not empty") as caught:
-        validate_file(str(path), DataConfig())
+        validate_file(str(path), DataConfig(on_bad_row="stop"))
     assert caught.value.name == f"{path}:2"
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match="a parquet file"):
@@ -149,7 +149,7 @@ def test_what_is_no_chat_is_refused(tmp_path):
         loaded(path, Letters(), chat_template=True)
     path = write(tmp_path / "r.jsonl", [{"prompt": "a"}, {"prompt": [{"role": "user"}]}])
     with pytest.raises(DataError, match="role.*content") as caught:
-        loaded(path, Chatting(), chat_template=True)
+        loaded(path, Chatting(), chat_template=True, on_bad_row="stop")
     assert caught.value.name == f"{path}:2"
 
     class Strict(Letters):

@@ -181,7 +181,7 @@ class Letters:
 
 def loaded(rows, **limits):
     letters = Letters()
-    config = DataConfig(prompts=("unused.jsonl",), max_prompt_tokens=8)
+    config = DataConfig(prompts=("unused.jsonl",), max_prompt_tokens=8, on_bad_row="stop")
     return load_prompts(config, letters, rows, **limits), letters.num_read
 
 
