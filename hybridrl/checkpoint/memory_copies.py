@@ -8,13 +8,15 @@ checkpoints together first.
 
 Who waits for whom: `take` is collective and takes all tensors to the host, after which training
 goes on. A thread of every rank writes, sends and receives; these threads wait for each other over a
-group of their own. A copy counts once its manifest is there, which rank 0 writes after `seal`: when
+group of their own. A thread that fails tells the others, or closes its connections to them, so that
+all threads end. A copy counts once its manifest is there, which rank 0 writes after `seal`: when
 the step is in the run's records. Invariant: the copy before stays until the next one is complete on
 all ranks; the one before that is written over, and has no manifest from then on.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -22,6 +24,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +67,30 @@ from hybridrl.checkpoint.writing import Content, give_name, remove_leftovers
 from hybridrl.errors import CheckpointError
 from hybridrl.models.directory import write_side_files
 from hybridrl.parallel.groups import UNBOUNDED, World
-from hybridrl.parallel.ring import HostRing
+from hybridrl.parallel.heartbeat import POLL_S
+from hybridrl.parallel.ring import HostRing, close_connections
 
 Notify = Callable[[str], None]
+MAX_FAILED = 3  # copies in a row, after which no more are made
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@dataclass(frozen=True)
+class _KeptCopy:
+    """A complete copy.
+
+    Args:
+        step: of the copy.
+        sizes: of the files in it that this rank has written or received, bytes.
+    """
+
+    step: int
+    sizes: Mapping[Path, int] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether these files are still there."""
+        return all(_has_size(file, size) for file, size in self.sizes.items())
 
 
 class MemoryCopies:
@@ -78,7 +102,7 @@ class MemoryCopies:
         notify: tells the user, once.
 
     Attributes:
-        is_off: there is no room for them.
+        is_off: there is no room for them, or MAX_FAILED failed in a row.
         busy_s: how long this rank's thread has worked on the last complete copy, seconds.
         lineage: of the copy that `restore` returned, the checkpoints that are there.
     """
@@ -93,16 +117,20 @@ class MemoryCopies:
         self._num_threads = reading_threads(len(world.mates))
         hosts = sorted({tuple(one) for one in world.gather_objects(world.mates)})
         self._hosts: list[tuple[int, ...]] = hosts
-        group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
-        assert isinstance(group, dist.ProcessGroup)
-        self._group, self._ring = group, HostRing(group, hosts)
+        self._connect()
         self._copies: HostCopies | None = None
         self._begun: _BegunCopy | None = None
-        self._complete: int | None = None  # step of the newest copy
+        self._kept: list[_KeptCopy] = []  # the newest first
         self._restored: int | None = None  # that this start goes on from
-        self._has_found_room = False
+        self._has_found_room, self._num_failed = False, 0
         self.is_off, self.busy_s = False, 0.0
         self.lineage: Sequence[Ancestor] = ()
+
+    def _connect(self) -> None:
+        """Makes the threads' group; collective."""
+        group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
+        assert isinstance(group, dist.ProcessGroup)
+        self._group, self._ring = group, HostRing(group, self._hosts)
 
     def start(self, step: int, num_bytes: int) -> bool:
         """Removes the copies of earlier starts, but for the one that the run goes on from, which is
@@ -116,12 +144,12 @@ class MemoryCopies:
             Whether this host has room for copies of so many bytes, and for checkpoints beside them.
         """
         self._end_copy()
-        self._complete = self._restored if self._restored == step else None
+        self._kept = [_KeptCopy(step)] if self._restored == step else []
         self._restored, self._has_found_room, self._copies = None, False, HostCopies()
         self._world.arrive("removing old copies")
         why = ""
         if self._leads:
-            remove_copies(self._number, [] if self._complete is None else [self._complete])
+            remove_copies(self._number, [copy.step for copy in self._kept])
             try:
                 make_host_folder(self._run_folder, self._number)
             except OSError as error:
@@ -145,14 +173,10 @@ class MemoryCopies:
         """
         if waits and self._begun is not None:
             self._begun.wait()
-        if self.is_off or not self._is_ready():
+        if self.is_off or not self._is_ready() or not self._makes_room(content):
             return False
-        assert self._copies is not None and content.step is not None
+        assert self._copies is not None
         folder = host_folder(self._number) / f"step_{content.step}"
-        with self._world.all_agree("making room for a copy in memory"):
-            if self._leads:
-                parts = *content.models, HF_FILES
-                renew_copy(self._number, content.step, self._complete, parts)
         begun = _BegunCopy(folder, self._world, self._group, self._ring, content)
         begun.begin(self._copies)
         found = self._world.gather_objects(begun.names)
@@ -165,6 +189,31 @@ class MemoryCopies:
         self._begun = begun
         begun.start()
         return True
+
+    def _makes_room(self, content: Content) -> bool:
+        """Makes the folder of the next copy, of the older one of those that are there, or of the
+        newest where files of it are gone; returns whether all hosts could. Collective.
+        """
+        assert content.step is not None
+        whole = self._world.gather_objects([copy.is_whole for copy in self._kept])
+        newest = self._kept[:1]
+        self._kept = [copy for copy, *of in zip(self._kept, *whole, strict=True) if all(of)][:1]
+        if newest != self._kept:
+            names = ", ".join(str(rank) for rank, of in enumerate(whole) if not of[0])
+            self._notify(
+                f"files of the copy of step {newest[0].step} in host memory are gone on the hosts "
+                f"of ranks {names}; {self._what_stays}"
+            )
+        failure: Exception | None = None
+        if self._leads:
+            try:
+                if not host_folder(self._number).is_dir():
+                    make_host_folder(self._run_folder, self._number)
+                stays = self._kept[0].step if self._kept else None
+                renew_copy(self._number, content.step, stays, (*content.models, HF_FILES))
+            except OSError as error:
+                failure = error
+        return self._is_right(failure)
 
     @property
     def num_bytes(self) -> int:
@@ -181,20 +230,54 @@ class MemoryCopies:
             self._begun.seal(evaluations)
 
     def _is_ready(self) -> bool:
-        """Whether the last copy is complete on all ranks, or there is none; collective."""
+        """Whether the last copy is over on all ranks, or there is none, and another one may be
+        made; collective.
+        """
         begun = self._begun
         if begun is None:
             return True
-        found = torch.tensor([int(not begun.is_alive), int(begun.failure is not None)])
-        num_done, num_failed = self._world.sum_on_host(found).tolist()
-        if num_done < self._world.size:
+        num_over = self._world.sum_on_host(torch.tensor([int(not begun.is_alive)]))
+        if int(num_over) < self._world.size:
             return False
-        self._begun, self.busy_s = None, begun.busy_s
-        if num_failed:
-            self._turn_off_if("" if begun.failure is None else str(begun.failure))
-        elif begun.is_sealed:
-            self._complete = begun.step
+        self._conclude(begun)
         return not self.is_off
+
+    def _conclude(self, begun: _BegunCopy) -> None:
+        """Takes in what became of the last copy, whose threads have ended; collective."""
+        self._begun, self.busy_s = None, begun.busy_s
+        found = self._world.sum_on_host(torch.tensor([int(begun.is_complete)]))
+        if int(found) == self._world.size:
+            self._num_failed = 0
+            self._kept = [_KeptCopy(begun.step, begun.sizes), *self._kept][:GENERATIONS]
+        elif not self._is_right(begun.failure):
+            dist.destroy_process_group(self._group)  # some rank may have closed its connections
+            self._connect()
+
+    def _is_right(self, failure: BaseException | None) -> bool:
+        """Returns whether no rank has a failure of a copy, else tells the user which, and gives
+        copies up where the next one would fail too; collective.
+        """
+        own = None
+        if failure is not None:
+            # What others tell of, and connections that they close, follow from another failure.
+            order = isinstance(failure, RuntimeError) + isinstance(failure, _FailedElsewhere)
+            is_full = isinstance(failure, OSError) and failure.errno in NO_ROOM
+            said = f"{type(failure).__name__}: {failure}" if str(failure) else repr(failure)
+            where = f"rank {self._world.rank} on host {os.uname().nodename}"
+            own = order, f"{where}: {said}", is_full
+        found = [one for one in self._world.gather_objects(own) if one is not None]
+        if not found:
+            return True
+        self._num_failed += 1
+        _, why, _ = min(found, key=lambda one: one[0])
+        self._notify(f"a copy of the state in host memory failed; {self._what_stays} ({why})")
+        is_full = any(is_full for *_, is_full in found)
+        self._turn_off_if(why if is_full or self._num_failed >= MAX_FAILED else "")
+        return False
+
+    @property
+    def _what_stays(self) -> str:
+        return f"that of step {self._kept[0].step} stays" if self._kept else "there is no other"
 
     def _has_room(self, reserved: int) -> bool:
         """Whether all hosts have room for copies as the one that is begun; collective."""
@@ -216,24 +299,24 @@ class MemoryCopies:
 
     def _needed_bytes(self, found: Sequence[int]) -> int:
         """Returns what copies will take of this host, of so many bytes by rank."""
-        missing = GENERATIONS - (self._complete is not None)
+        missing = GENERATIONS - len(self._kept[:1])
         return missing * sum(found[rank] for rank in self._kept_ranks)
 
     def _turn_off_if(self, why: str) -> None:
-        """Gives copies up where some rank says why; collective."""
-        found = [one for one in self._world.gather_objects(why) if one]
+        """Makes no more copies where some rank says why; the newest stays. Collective."""
+        found = list(dict.fromkeys(one for one in self._world.gather_objects(why) if one))
         if found:
             self.is_off, self._copies, self._begun = True, None, None
             if self._leads:
-                remove_copies(self._number)
+                remove_copies(self._number, [copy.step for copy in self._kept[:1]])
             more = f", and {len(found) - 1} more" if found[1:] else ""
             self._notify(f"no copies of the state in host memory: {found[0]}{more}")
 
     def _end_copy(self) -> None:
-        """Waits for the thread; a copy that was not sealed does not count."""
+        """Waits for the threads; a copy that was not sealed does not count. Collective."""
         if self._begun is not None:
             self._begun.end()
-            self._begun = None
+            self._conclude(self._begun)
 
     def close(self) -> None:
         """Removes all copies: a checkpoint has what they have. Collective."""
@@ -343,9 +426,11 @@ class _BegunCopy:
 
     Attributes:
         step: of the copy.
-        failure: why it is not complete; None: it is, or its thread still works.
+        failure: why it is not complete; None where nothing has failed by now.
+        is_complete: whether it counts, and its files are on all hosts that shall have them.
+        sizes: of the files that this rank has written or received, bytes.
         busy_s: how long the thread has worked, seconds.
-        is_sealed: whether it counts.
+        is_sealed: whether it is to count.
     """
 
     def __init__(
@@ -359,6 +444,8 @@ class _BegunCopy:
         assert content.step is not None
         self.step, self.busy_s, self.is_sealed = content.step, 0.0, False
         self.failure: BaseException | None = None
+        self.is_complete = False
+        self.sizes: dict[Path, int] = {}
         self._folder, self._world, self._content = folder, world, content
         self._group, self._ring = group, ring
         self._begun: dict[str, BegunFiles] = {}
@@ -402,23 +489,36 @@ class _BegunCopy:
             self._may_end.set()
 
     def wait(self) -> None:
-        """Returns when the thread has ended, if the copy is to count: else it waits for `end`."""
+        """Returns when the thread has ended, if the copy is to count: else it waits for `end`.
+
+        Raises:
+            PeerError: a rank is lost, for which the thread may wait.
+        """
         if self.is_sealed:
-            self._thread.join()
+            self._join()
 
     def end(self) -> None:
-        """Returns when the thread has ended; without `seal` the copy does not count."""
+        """Returns when the thread has ended; without `seal` the copy does not count; raises as
+        `wait`.
+        """
         self._may_end.set()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._join()
+
+    def _join(self) -> None:
+        with self._world.heartbeat.part("the last copy in memory", True):
+            while self._thread.is_alive():
+                self._thread.join(POLL_S)
+                self._world.check()
 
     def _work(self) -> None:
         """Writes, sends and receives; the thread."""
         begun = time.monotonic()
         try:
             waited_s = self._write_and_send()
-        except (RuntimeError, OSError) as error:  # a rank is gone; the main thread will say which
+        except BaseException as error:  # whatever it is: the other threads wait for this one
             self.failure = error
+            close_connections(self._group)
             return
         self.busy_s = time.monotonic() - begun - waited_s
 
@@ -429,18 +529,36 @@ class _BegunCopy:
         dist.gather_object((entries, results), found, 0, self._group)
         if not self._is_right(failure):
             return 0.0
-        if not self._is_right(self._ring.exchange(self._folder, list(entries))):
+        if not self._is_right(self._exchange(list(entries))):
             return 0.0
         since = time.monotonic()
         self._may_end.wait()
         waited_s = time.monotonic() - since
         names: list[str] = []
+        failure = self._gone()
+        if not self._is_right(failure):
+            return 0.0
         if found is not None and self.is_sealed:
-            names = self._write_of_all(found)
-        self._is_right(self._ring.exchange(self._folder, names))
+            try:
+                names = self._write_of_all(found)
+            except Exception as error:  # told below, where the others wait
+                failure = error
+        is_right = self._is_right(self._exchange(names, failure))
+        self.is_complete = is_right and self.is_sealed
         return waited_s
 
-    def _write_own(self) -> tuple[dict[str, FileEntry], dict[str, Any], OSError | None]:
+    def _exchange(self, names: Sequence[str], failure: Exception | None = None) -> Exception | None:
+        """Sends this rank's files to the next host and receives; as of `HostRing.exchange`."""
+        failure, received = self._ring.exchange(self._folder, names, failure)
+        self.sizes |= received
+        return failure
+
+    def _gone(self) -> Exception | None:
+        """Returns what says that a file of the copy is not there any more."""
+        gone = [file for file, size in self.sizes.items() if not _has_size(file, size)]
+        return FileNotFoundError(errno.ENOENT, "it is gone", str(gone[0])) if gone else None
+
+    def _write_own(self) -> tuple[dict[str, FileEntry], dict[str, Any], Exception | None]:
         """Writes this rank's files; returns them, what the indices are to know of them, by model,
         and why one could not be written.
         """
@@ -453,8 +571,9 @@ class _BegunCopy:
                 entries |= {f"{name}/{file}": entry for file, entry in files.items()}
             name = rng_file(self._world.rank)
             entries[name] = write_digested(self._folder / name, self._random)
-        except OSError as error:
+        except Exception as error:  # told to all ranks, which wait for this one
             return {}, {}, error
+        self.sizes |= {self._folder / name: entry.bytes for name, entry in entries.items()}
         return entries, results, None
 
     def _write_of_all(self, found: Sequence[Any]) -> list[str]:
@@ -479,7 +598,9 @@ class _BegunCopy:
             unfinished=content.unfinished,
         )
         manifest.write(folder)
-        return [*own, MANIFEST_DIGEST, MANIFEST]
+        written = [*own, MANIFEST_DIGEST, MANIFEST]
+        self.sizes |= {folder / name: (folder / name).stat().st_size for name in written}
+        return written
 
     def _is_right(self, failure: BaseException | None) -> bool:
         """Whether no rank has a failure; collective over the threads."""
@@ -488,5 +609,16 @@ class _BegunCopy:
         if failure is not None:
             self.failure = failure
         elif int(flag):
-            self.failure = RuntimeError("another rank could not write its part")
+            self.failure = _FailedElsewhere("another rank could not write its part")
         return not int(flag)
+
+
+class _FailedElsewhere(RuntimeError):
+    """Another rank's part of a copy failed."""
+
+
+def _has_size(file: Path, size: int) -> bool:
+    try:
+        return file.stat().st_size == size
+    except OSError:
+        return False

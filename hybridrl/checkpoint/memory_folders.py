@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from hybridrl.checkpoint.folders import STEP_FOLDER
+from hybridrl.checkpoint.folders import PARTIAL, STEP_FOLDER
 from hybridrl.checkpoint.host_memory import available_bytes
 from hybridrl.checkpoint.manifest import (
     MANIFEST,
@@ -32,6 +32,7 @@ from hybridrl.errors import CheckpointError
 MEMORY = Path("/dev/shm")
 RUN_ID = "copies_id"  # in a run folder
 OF_RUN = "run"  # in a folder of copies: the run folder, and the number that it had
+DEVICE = "device"  # likewise: of the file system of `run.dir`
 GENERATIONS = 2  # of copies: one is complete while the next is written
 SHARDED = ".distcp"  # torch's ending of files of sharded tensors
 
@@ -52,15 +53,22 @@ class HostFiles:
 
 
 def run_id(run_folder: Path) -> str:
-    """Returns the number of a run folder, which is made where there is none."""
+    """Returns the number of a run folder, which is made where there is none.
+
+    Raises:
+        OSError: there may be one that cannot be read now; with another the run's copies would be
+            lost.
+    """
     file = run_folder / RUN_ID
-    with suppress(OSError, UnicodeDecodeError):
+    with suppress(FileNotFoundError, UnicodeDecodeError):
         found = file.read_text(encoding="ascii").strip()
         if found.isalnum():
             return found
     found = secrets.token_hex(8)
     run_folder.mkdir(parents=True, exist_ok=True)
-    file.write_text(found + "\n", encoding="ascii")
+    partial = file.with_name(RUN_ID + PARTIAL)
+    partial.write_text(found + "\n", encoding="ascii")
+    partial.replace(file)
     return found
 
 
@@ -87,15 +95,39 @@ def make_host_folder(run_folder: Path, number: str) -> None:
     _remove_orphans(folder.parent)
     folder.mkdir(exist_ok=True)
     (folder / OF_RUN).write_text(f"{number}\n{run_folder.absolute()}\n", encoding="utf-8")
+    with suppress(FileNotFoundError):  # of a host that does not see the run folder
+        (folder / DEVICE).write_text(f"{run_folder.absolute().parent.stat().st_dev}\n", "ascii")
 
 
 def _remove_orphans(root: Path) -> None:
     for file in root.glob(f"*/{OF_RUN}"):
-        with suppress(OSError, ValueError):
-            number, _, run_folder = file.read_text(encoding="utf-8").strip().partition("\n")
-            if (Path(run_folder) / RUN_ID).read_text(encoding="ascii").strip() == number:
-                continue
-        shutil.rmtree(file.parent, ignore_errors=True)
+        if _is_orphan(file):
+            shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def _is_orphan(file: Path) -> bool:
+    """Returns whether a run is certainly no more: in the file system where its `run.dir` was, this
+    can be read and has no such run folder, or one that was begun anew. A file system that is away
+    for a while, or that this container lacks, says nothing about the run.
+
+    Args:
+        file: OF_RUN of its copies.
+    """
+    try:
+        number, _, run_folder = file.read_text(encoding="utf-8").strip().partition("\n")
+        run_dir, name = os.path.split(run_folder)
+        with suppress(FileNotFoundError):  # earlier versions wrote none
+            if int(file.with_name(DEVICE).read_text("ascii")) != os.stat(run_dir).st_dev:
+                return False  # an empty mount point, for example
+        try:
+            found = Path(run_folder, RUN_ID).read_text(encoding="ascii").strip()
+        except FileNotFoundError:
+            # A network file system may remember for a while that a file was not there: lists are
+            # read anew.
+            return name not in os.listdir(run_dir) or RUN_ID not in os.listdir(run_folder)
+        return found.isalnum() and found != number
+    except (OSError, ValueError):
+        return False
 
 
 def remove_copies(number: str, keep: Sequence[int] = ()) -> None:
@@ -170,10 +202,14 @@ def files_of_host(number: str, ranks: Sequence[int]) -> HostFiles:
         number: of the run.
         ranks: of the host.
     """
-    sizes, manifests = {}, {}
+    sizes: dict[int, dict[str, int]] = {}
+    manifests: dict[int, Manifest] = {}
     for step, folder in _steps(host_folder(number)):
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        sizes[step] = {path.relative_to(folder).as_posix(): path.stat().st_size for path in files}
+        sizes[step] = {}
+        for path in folder.rglob("*"):
+            with suppress(OSError):  # somebody removes files there
+                if path.is_file():
+                    sizes[step][path.relative_to(folder).as_posix()] = path.stat().st_size
         if MANIFEST in sizes[step] and MANIFEST_DIGEST in sizes[step]:
             with suppress(CheckpointError):  # it was being written
                 manifests[step] = read_manifest(folder)[0]

@@ -148,7 +148,8 @@ def begin_sharded(
 
     own = state if ranks[0] == 0 else _with_plain_values(state, ranks[0], world)
     # Plain values of all ranks are compared; some have none.
-    torch_dist_format.save(own, folder, plan, compares_plain_values=len(ranks) == world.size)
+    compares = len(ranks) == world.size
+    writer.plain = torch_dist_format.save(own, plan, compares_plain_values=compares)
     if copies is not None:
         copies.finish()
     return BegunFiles(writer, tuple(planned))
@@ -265,6 +266,7 @@ class _FileWriter(FileSystemWriter):
     ) -> None:
         super().__init__(folder)
         self.entries: dict[str, FileEntry] = {}
+        self.plain: dict[str, bytes] = {}  # content of files beside those of tensors
         self._copies, self._num_files = copies, num_files
         self._buckets: list[tuple[str, _Bucket]] = []
         self._results: Any = []
@@ -302,11 +304,17 @@ class _FileWriter(FileSystemWriter):
         """Writes the files; a failure is kept for `retrieve_write_results`."""
         with ThreadPoolExecutor(max(len(self._buckets), 1)) as pool:
             written = [pool.submit(self._write_file, *bucket) for bucket in self._buckets]
+            written += [pool.submit(self._write_plain, *one) for one in self.plain.items()]
             failures = [error for done in written if (error := done.exception()) is not None]
         if failures:
             self._results = _wrap_exception(failures[0])
             return
         self._results = [result for done in written for result in done.result()]
+
+    def _write_plain(self, name: str, content: bytes) -> list[WriteResult]:
+        with open(os.path.join(self.path, name), "wb") as file:
+            file.write(content)
+        return []
 
     def _write_file(self, name: str, content: _Bucket) -> list[WriteResult]:
         results = []

@@ -10,9 +10,9 @@ whichever version wrote it. Collective over the world, as those are.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import merge
@@ -42,15 +42,14 @@ FORMAT = {
 
 def save(
     state: ShardedStateDict,
-    folder: Path,
     save_tensors: Callable[[ShardedStateDict], None],
     compares_plain_values: bool = True,
-) -> None:
-    """Saves a state; its plain values are those of rank 0.
+) -> dict[str, bytes]:
+    """Saves a state; its plain values are those of rank 0. Returns the content of the files that
+    rank 0 has to write besides, by name; nothing on other ranks.
 
     Args:
         state: this rank's part.
-        folder: where to.
         save_tensors: writes the sharded tensors; collective.
         compares_plain_values: they must be the same on all ranks.
 
@@ -62,13 +61,13 @@ def save(
         return values if compares_plain_values else {}
 
     sharded, plain = save_preprocess(state, True, compared)
-    is_writer = torch.distributed.get_rank() == 0
-    if is_writer:
-        torch.save(plain, folder / COMMON_FILE)
     save_tensors(sharded)
-    if is_writer:
-        (folder / FORMAT_FILE).write_text(json.dumps(FORMAT), encoding="utf-8")
     torch.distributed.barrier()
+    if torch.distributed.get_rank() != 0:
+        return {}
+    common = io.BytesIO()
+    torch.save(plain, common)
+    return {COMMON_FILE: common.getvalue(), FORMAT_FILE: json.dumps(FORMAT).encode()}
 
 
 def load(

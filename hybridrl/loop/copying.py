@@ -51,7 +51,7 @@ class Copies:
         is_wanted = trains and config.run.max_restarts > 0 and self._every != 0
         made = MemoryCopies(run_folder(config), store.world, notify) if is_wanted else None
         self._copies: MemoryCopies | None = made
-        self._is_on, self._last, self._has_said = False, 0, False
+        self._has_started, self._is_on, self._last, self._has_said = False, False, 0, False
         self._is_first = True  # copy of this start
         self._num_bytes = num_bytes
         self._next, self._step, self._since = 0, 0, 0.0  # of rank 0: to copy; copied, and when
@@ -86,7 +86,7 @@ class Copies:
         has_room = True
         if self._copies is not None:
             has_room = self._copies.start(step, self._num_bytes)
-            self._is_on, self._last = not self._copies.is_off, last
+            self._has_started, self._is_on, self._last = True, not self._copies.is_off, last
         if has_room or not self._is_on:
             self._reserve_for_checkpoints(self._num_bytes)
         self._next, self._step, self._since = step + 1, step, time.monotonic()
@@ -165,9 +165,9 @@ class Copies:
 
     def close(self) -> None:
         """Removes the copies: all is in a checkpoint. Collective."""
-        if self._copies is not None and self._is_on:
+        if self._copies is not None and self._has_started:  # also where no more were made
             self._copies.close()
-            self._is_on = False
+            self._has_started = self._is_on = False
 
 
 def every_steps(cost_s: float, step_s: float, share: float) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import threading
@@ -301,11 +302,13 @@ def test_a_copy_is_written_over_the_one_before_the_last(tmp_path: Path) -> None:
                 path.relative_to(folder).as_posix(): path.stat().st_ino for path in sharded
             }
             assert set(files[trainer.step]) == {n for n in found.files if n.endswith(".distcp")}
-            for path in sharded:  # of the next copy it is written shorter
-                held.append(path.open("ab"))
-                held[-1].write(b"\0" * 9999)
-                held[-1].flush()
-            (folder / stale).write_bytes(b"of another layout")
+            held.extend(path.open("ab") for path in sharded)
+            before = folder.with_name(f"step_{trainer.step - 1}")
+            if before.exists():
+                for path in before.rglob("*.distcp"):  # the next copy writes it shorter
+                    with path.open("ab") as file:
+                        file.write(b"\0" * 9999)
+                (before / stale).write_bytes(b"of another layout")
 
         trainer.copies.seal = seal  # type: ignore[method-assign]
         trainer.fit()
@@ -532,3 +535,80 @@ def test_a_host_without_room_says_so_and_trains(
     assert ("GB are needed" if way == "none" else "No space left on device") in said
     assert not list((tmp_path / "memory").iterdir())
     assert len(records(tmp_path)) == 5
+
+
+def test_a_copy_whose_thread_fails_does_not_count_and_the_good_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, seen = memory_copies.write_digested, dict[int, list[int]]()
+
+    def write(file: Path, content: bytes) -> FileEntry:
+        if "step_3" in str(file):
+            raise MemoryError("no memory")
+        return real(file, content)
+
+    monkeypatch.setattr(memory_copies, "write_digested", write)
+    with small_run(tmp_path, *KNOBS, "steps.num_steps=6") as trainer:
+        real_seal = trainer.copies.seal
+
+        def seal(evaluations: Any) -> None:
+            real_seal(evaluations)
+            copies = trainer.copies._copies
+            assert copies is not None and copies._begun is not None
+            copies._begun._thread.join(60)
+            seen[trainer.step] = sorted(files_of_host(copies._number, (0,)).manifests)
+
+        trainer.copies.seal = seal  # type: ignore[method-assign]
+        trainer.fit()
+    # That of step 2 stays while 3 fails and 4 is written over what is left of it.
+    assert {step: seen[step] for step in (2, 3, 4, 5)} == {2: [1, 2], 3: [2], 4: [2, 4], 5: [4, 5]}
+    said = (tmp_path / NAME / "logs" / "rank_0.log").read_text()
+    assert "a copy of the state in host memory failed; that of step 2 stays (rank 0 on" in said
+    assert "MemoryError: no memory" in said
+    assert not list((tmp_path / "memory").iterdir())
+
+
+def test_no_more_copies_are_made_after_several_have_failed_in_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(file: Path, content: bytes) -> FileEntry:
+        raise ValueError("odd")
+
+    monkeypatch.setattr(memory_copies, "write_digested", write)
+    with small_run(tmp_path, *KNOBS) as trainer:
+        trainer.fit()
+        assert trainer.copies._copies is not None and trainer.copies._copies.is_off
+    said = (tmp_path / NAME / "logs" / "rank_0.log").read_text()
+    assert said.count("failed; there is no other") == memory_copies.MAX_FAILED
+    assert said.count("no copies of the state in host memory: rank 0 on") == 1
+    assert len(records(tmp_path)) == 5
+
+
+def test_copies_of_other_runs_stay_unless_they_are_certainly_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that does not answer, or that this container lacks, is no reason."""
+    runs = {name: tmp_path / name / "runs" / "run" for name in ("away", "stale", "mount", "kept")}
+    numbers = {name: run_id(folder) for name, folder in runs.items()}
+    for name, folder in runs.items():
+        make_host_folder(folder, numbers[name])
+    runs["away"].parents[1].rename(tmp_path / "gone")  # run.dir cannot be read
+    # Another file system is where that of run.dir was: an empty mount point, for example.
+    runs["mount"].parent.rename(tmp_path / "elsewhere")
+    runs["mount"].parent.mkdir()
+    device = host_folder(numbers["mount"]) / memory_folders.DEVICE
+    device.write_text(str(int(device.read_text()) + 1))
+    real = Path.read_text
+
+    def read_text(path: Path, *given: Any, **named: Any) -> str:
+        if path == runs["stale"] / RUN_ID:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path, *given, **named)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_text", read_text)
+        make_host_folder(runs["kept"], numbers["kept"])
+        with pytest.raises(OSError, match="Stale"):  # and gets no other number
+            run_id(runs["stale"])
+    assert all(host_folder(number).exists() for number in numbers.values())
+    assert run_id(runs["stale"]) == numbers["stale"]
