@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hybridrl.checkpoint.folders import Checkpoint, SavedState, find_checkpoint, with_remedy
 from hybridrl.checkpoint.manifest import MANIFEST, read_manifest
@@ -28,7 +29,8 @@ POLL_S = 0.5
 def open_on_all_ranks(
     path: Path, world: World, notify: Notify = print
 ) -> tuple[Checkpoint, SavedState]:
-    """Opens the checkpoint that rank 0 finds at `path`, on every rank.
+    """Opens the checkpoint that rank 0 finds at `path`, on every rank; its state's rollouts are on
+    rank 0 alone, since those of a large job do not fit on every rank.
 
     Rank 0 checks that it is whole; what each rank then reads has digests.
 
@@ -45,17 +47,19 @@ def open_on_all_ranks(
             "the checkpoint to load", f"{path} on rank {world.rank}; {named}", "one path on all", ""
         )
     folder: Path = agreement.values[0][1]
+    rollouts: dict[str, Any] = {}
     with damage_is_told(world, "reading the checkpoint", folder, notify) as agreement:
         if world.rank == 0:
             checkpoint = Checkpoint.open(folder)
             state = checkpoint.check()
-            agreement.value = (checkpoint.digest, state.model_dump())
+            rollouts = state.rollouts
+            agreement.value = (checkpoint.digest, state.model_dump(exclude={"rollouts"}))
     digest, saved = agreement.values[0]
     with world.all_agree("reading the manifest"):
         checkpoint = _wait_for(folder, digest, world)
     if world.rank == 0 and not checkpoint.manifest.has_digests:
         notify(f"{folder} has no digests, which older versions did not write: it is not verified")
-    return checkpoint, SavedState.model_validate(saved)
+    return checkpoint, SavedState.model_validate({**saved, "rollouts": rollouts})
 
 
 def _wait_for(folder: Path, digest: str, world: World) -> Checkpoint:

@@ -56,7 +56,7 @@ class Group:
         born: the step that trains the weights with which it was submitted first.
         place: of its prompt among those that this step took from the data.
         prompt: of all its samples.
-        replica: that has its samples; None: all have them, or there is nothing yet.
+        replica: that has its samples; None: rank 0 has them, or there is nothing yet.
         runs: of each sample, in the order of their numbers.
         is_done: of each sample, whether it is finished.
     """

@@ -282,13 +282,23 @@ class LaggedSampler(Sampler):
             target = replica_of[group.number]
             if target == mine:
                 kept |= own  # nothing, if another replica has them
-            elif own and group.replica == mine and self._replica.is_first:
-                for rank in self.layout.ranks:
-                    if self.layout.place(rank)[0] == target:
-                        sent.setdefault(rank, []).extend(own.values())
+            if not own or not self._tells_of(group) or group.replica == target:
+                continue
+            for rank in self.layout.ranks:
+                if rank != self.world.rank and self.layout.place(rank)[0] == target:
+                    sent.setdefault(rank, []).extend(own.values())
         for arrived in self.world.exchange_objects(sent):
             kept |= {sample.request_id: sample for sample in arrived or ()}
         return kept
+
+    def _tells_of(self, group: Group) -> bool:
+        """Whether it is this rank that tells others of a group's samples: the first of the replica
+        that has them, or rank 0 for those that came from a checkpoint.
+        """
+        if group.replica is None:
+            return self.world.rank == 0
+        place = self.layout.assignment[self.world.rank]
+        return place is not None and self._replica.is_first and place[0] == group.replica
 
     def _samples_of(self, group: Group) -> dict[int, Sample]:
         samples = self._pool.samples
@@ -401,19 +411,14 @@ class LaggedSampler(Sampler):
             self._lengths.load_state(self._pool.response_lengths)
 
     def state(self) -> dict[str, Any]:
-        """Returns what is under way over all replicas, as the step under way found it; JSON."""
+        """Returns what is under way, as the step under way found it, its samples of all replicas on
+        rank 0 and none on others; JSON. Collective.
+        """
         pool = self._began or replace(self._pool, response_lengths=self._lengths.state())
-        place, rank = self.layout.assignment[self.world.rank], self.world.rank
-        mine = None
-        if self._replica.is_first and place is not None:
-            numbers = [
-                one
-                for group in pool.groups
-                for one in self._sample_ids(group)
-                if group.replica == place[0] or (group.replica is None and rank == self._first)
-            ]
-            mine = pool.rollouts(numbers)
-        parts = [part for part in self.world.gather_objects(mine) if part is not None]
+        told = [group for group in pool.groups if self._tells_of(group)]
+        mine = pool.rollouts([one for group in told for one in self._sample_ids(group)])
+        sent = {0: mine} if told else {}
+        parts = [part for part in self.world.exchange_objects(sent) if part is not None]
         return {
             "step": -1,
             "sampling": asdict(self.sampling),
@@ -423,18 +428,14 @@ class LaggedSampler(Sampler):
             "in_flight": pool.table(),
         }
 
-    @property
-    def _first(self) -> int:
-        """The first rank of some replica."""
-        return self.layout.assignment.index((0, 0))
-
-    def load_state(self, state: Mapping[str, Any], source: PromptSource | None = None) -> None:
-        """Goes on with what is under way in a state, as far as it was drawn as the run draws now;
-        arguments as of Sampler.
-        """
+    def _take_in(self, state: Mapping[str, Any], source: PromptSource | None) -> None:
+        """Goes on with what is under way in a state, if it was drawn as the run draws now."""
         self._began = None
-        super().load_state(state, source)
+        super()._take_in(state, source)
         if state.get("in_flight") is None or source is None:
             self._pool = Pool()
             return
-        self._pool = restored_pool(state, source, self._sample_ids, self.sampling)
+        pool = restored_pool(state, source, self._sample_ids, self.sampling)
+        known = {group.number: (group.runs, group.is_done) for group in pool.groups}
+        known = self.world.broadcast_object(known if self.world.rank == 0 else None, 0)
+        self._pool = replace(pool, groups=pool.told(known))

@@ -31,7 +31,7 @@ class Pool:
 
     Args:
         groups: in the order of their numbers, the same on all ranks.
-        samples: of this rank's replica, by number; of all where a group has no replica.
+        samples: of this rank's replica, by number; on rank 0 those of groups without a replica too.
         next_number: of the next group.
         cursors: where the data stood before the prompts of a step were taken, by step.
         response_lengths: what responses to the prompts are expected to be like.

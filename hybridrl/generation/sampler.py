@@ -48,6 +48,7 @@ from hybridrl.generation.saved_rollouts import (
     joined,
     of_sample,
     rollout_state,
+    without_samples,
 )
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
 from hybridrl.metrics.values import GENERATED_TOKENS
@@ -235,13 +236,23 @@ class Sampler:
         requests = []
         params = self._drawn = sampling or self.sampling
         num, longest = samples_per_prompt + greedy, params.max_new_tokens
-        for group in self._share(prompts, num, first_group, longest):
-            first, digest = group * samples_per_prompt, digest_of(self._prompts[group].tokens)
-            for sample_id in [*range(first, first + samples_per_prompt), *[-1 - group] * greedy]:
+
+        def numbers(group: int) -> list[int]:
+            first = group * samples_per_prompt
+            return [*range(first, first + samples_per_prompt), *[-1 - group] * greedy]
+
+        shares = self._shares(prompts, num, first_group, longest)
+        saved = self._saved_of(
+            step, [[one for group in share for one in numbers(group)] for share in shares]
+        )
+        place = self.layout.assignment[self.world.rank]
+        for group in [] if place is None else shares[place[0]]:
+            digest = digest_of(self._prompts[group].tokens)
+            for sample_id in numbers(group):
                 self._owners[sample_id] = (self._prompts[group], group)
                 how, prompt = of_sample(params, sample_id), self._prompts[group]
                 self._digests[sample_id] = digest
-                found = self._saved.find(step, sample_id, prompt, how)
+                found = saved.find(step, sample_id, prompt, how)
                 if found.whole is not None:
                     self._done[sample_id] = found.whole
                     continue
@@ -263,20 +274,33 @@ class Sampler:
         if not self._is_evaluation:
             self.generated = {}
 
-    def _share(
+    def _saved_of(self, step: int, numbers: Sequence[Sequence[int]]) -> SavedRollouts:
+        """Returns what the checkpoint that was loaded has of this replica's samples, which rank 0
+        sends; collective.
+
+        Args:
+            step: of the samples.
+            numbers: of the samples of each replica.
+        """
+        if step < 0 or step != self._saved.step:
+            return SavedRollouts()
+        sent: dict[int, dict[str, Any]] = {}
+        if self.world.rank == 0:
+            parts = [self._saved.of(of_replica) for of_replica in numbers]
+            sent = {rank: parts[self.layout.place(rank)[0]] for rank in self.layout.ranks}
+        return SavedRollouts(self.world.exchange_objects(sent)[0])
+
+    def _shares(
         self, prompts: Sequence[Prompt], samples_per_prompt: int, first_group: int, longest: int
-    ) -> list[int]:
-        """Returns the numbers of the groups that this replica generates, most work first."""
+    ) -> list[list[int]]:
+        """Returns the numbers of the groups that each replica generates, most work first."""
         work = [
             group_work(prompt, tokens, samples_per_prompt)
             for prompt, tokens in zip(
                 prompts, self._lengths.expected(prompts, float(longest)), strict=True
             )
         ]
-        place = self.layout.assignment[self.world.rank]
-        if place is None:
-            return []
-        return [first_group + i for i in spread(work, self.layout.replicas)[place[0]]]
+        return [[first_group + i for i in share] for share in spread(work, self.layout.replicas)]
 
     @property
     def has_unfinished(self) -> bool:
@@ -456,15 +480,15 @@ class Sampler:
             self.episodes.forget()
 
     def state(self) -> dict[str, Any]:
-        """Returns the rollouts of the current step over all replicas, finished and begun, until
-        `end_step`; and the lengths that responses had; JSON.
+        """Returns the rollouts of the current step, finished and begun, until `end_step`, of all
+        replicas on rank 0 and none on others; and the lengths that responses had; JSON. Collective.
         """
         mine = None
         if self._replica.is_first and self._step >= 0:
             turns = [] if self.episodes is None else self.episodes.state()
             whole = (self._earlier | self._done).values()
             mine = rollout_state(whole, self.engine.pending(), turns, self._digests)
-        parts = [part for part in self.world.gather_objects(mine) if part is not None]
+        parts = [part for part in self.world.exchange_objects({0: mine}) if part is not None]
         return {
             "step": self._step,
             "sampling": dataclasses.asdict(self._drawn),
@@ -475,12 +499,18 @@ class Sampler:
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None = None) -> None:
         """Makes the next `generate` of the saved step go on from these rollouts; what the engine
-        has is dropped.
+        has is dropped. Collective.
 
         Args:
-            state: of `state`, after a trip through JSON.
+            state: of `state`, after a trip through JSON; that of rank 0 is used.
             source: of the run's prompts, where it stood then.
         """
+        is_first = self.world.rank == 0
+        told = self.world.broadcast_object(without_samples(state) if is_first else None, 0)
+        self._take_in(state if is_first else told, source)
+
+    def _take_in(self, state: Mapping[str, Any], source: PromptSource | None) -> None:
+        """Goes on from a state of which rank 0 alone has the samples; collective."""
         self.drop()
         self._saved = SavedRollouts(state)
         self._lengths.load_state(state.get("response_lengths", {}))

@@ -19,6 +19,9 @@ from hybridrl.contracts.routed_experts import experts_to_json
 from hybridrl.generation.episodes import restored
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
+# What a state has of samples; rank 0 alone has it of all replicas.
+SAMPLES = ("completions", "requests", "episodes", "prompts")
+
 
 class Found(NamedTuple):
     """What there is of one response.
@@ -42,8 +45,8 @@ class SavedRollouts:
     """
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
-        state = state or {}
-        self._step: int = state.get("step", -1)
+        self._state = state = state or {}
+        self.step: int = state.get("step", -1)
         self._whole = {one["request_id"]: one for one in state.get("completions", ())}
         self._requests = {one["request_id"]: one for one in state.get("requests", ())}
         self._turns = {one["sample_id"]: one for one in state.get("episodes", ())}
@@ -60,7 +63,7 @@ class SavedRollouts:
             prompt: of its group.
             sampling: of the whole response, with all its turns.
         """
-        if step != self._step:
+        if step != self.step:
             return Found()
         digest = digest_of(prompt.tokens)
         if self._digests.get(str(sample_id), digest) != digest:
@@ -75,6 +78,23 @@ class SavedRollouts:
             fits = request_fits(request, sampling, is_turn=turns is not None)
             return Found(request=request, turns=turns) if fits else Found()
         return Found(turns=turns) if turns_fit(began, sampling) else Found()
+
+    def of(self, sample_ids: Collection[int]) -> dict[str, Any]:
+        """Returns the state with these samples alone."""
+        wanted = set(sample_ids)
+        prompts = {one: self._digests[one] for one in map(str, wanted) if one in self._digests}
+        return {
+            **self._state,
+            "completions": [one for number, one in self._whole.items() if number in wanted],
+            "requests": [one for number, one in self._requests.items() if number in wanted],
+            "episodes": [one for number, one in self._turns.items() if number in wanted],
+            "prompts": prompts,
+        }
+
+
+def without_samples(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what all ranks are told of a state."""
+    return {name: type(value)() if name in SAMPLES else value for name, value in state.items()}
 
 
 def saved_sampling(state: Mapping[str, Any]) -> SamplingParams | None:

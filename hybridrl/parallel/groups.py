@@ -330,7 +330,8 @@ class World:
     def _gather(
         self, packed: torch.Tensor, what: str, room: WaitingRoom | None = None
     ) -> list[Any]:
-        """Returns what each rank packed; one collective of 8 bytes a rank where all packed None.
+        """Returns what each rank packed: one collective of 8 bytes a rank where all packed None, a
+        broadcast besides where one rank alone packed something.
 
         The sizes carry the signal that asks a rank to stop in their upper bits.
         """
@@ -343,6 +344,12 @@ class World:
             longest = max(sizes)
             if not longest:
                 return [None] * self.size
+            if sizes.count(0) == self.size - 1:  # padded, it would come once for every rank
+                source = sizes.index(longest)
+                part = packed if self.rank == source else torch.empty(longest, dtype=torch.uint8)
+                work = dist.broadcast(part, source, group=self._cpu_group, async_op=True)
+                self._wait(work, what, room)
+                return [unpack(part) if rank == source else None for rank in range(self.size)]
             padded = torch.nn.functional.pad(packed, (0, longest - len(packed)))
             parts = [torch.empty_like(padded) for _ in sizes]
             self._all_gather(parts, padded, what, room)
@@ -351,7 +358,9 @@ class World:
     def _all_gather(
         self, parts: list[torch.Tensor], own: torch.Tensor, what: str, room: WaitingRoom | None
     ) -> None:
-        work = dist.all_gather(parts, own, group=self._cpu_group, async_op=True)
+        self._wait(dist.all_gather(parts, own, group=self._cpu_group, async_op=True), what, room)
+
+    def _wait(self, work: dist.Work, what: str, room: WaitingRoom | None) -> None:
         self.heartbeat.wait(work, what, poll=None if room is None else room.look)
 
 

@@ -141,7 +141,8 @@ def main() -> None:
     check_division(found, first, prompts)
     assert same(trainer, finish(trainer), first)
 
-    assert len(sampler.state()["completions"]) == 21, "kept until they are learned from"
+    kept = len(sampler.state()["completions"])
+    assert kept == (0 if world.rank else 21), "kept until they are learned from"
     sampler.end_step()
     sampler.load_state(json.loads(json.dumps(sampler.state())))
     assert shares(trainer, prompts) == found, "expectations are in the state"
@@ -151,7 +152,9 @@ def main() -> None:
         groups = shares(trainer, prompts[begin:end], begin)
         assert sorted(groups[0] + groups[1]) == list(range(begin, end))
         done = sampler.state()["completions"]
-        assert len(done) == 3 * begin, "a checkpoint has the step's earlier calls"
+        assert len(done) == (0 if world.rank else 3 * begin), (
+            "a checkpoint has the step's earlier calls"
+        )
         parts.append(finish(trainer))
     assert same(trainer, ScoredBatch.concat(parts), first)
 
