@@ -189,9 +189,15 @@ class RunLock:
         self._own = own
 
     def _touch(self) -> None:
+        """Keeps the lock fresh, unless another run has taken the folder over: its lock is not ours
+        to keep.
+        """
         while not self._ended.wait(TOUCH_S):
-            with contextlib.suppress(OSError):  # a file system that is away for a while
-                os.utime(self._file)
+            # By the descriptor: another lock may get the name meanwhile.
+            with contextlib.suppress(OSError), self._file.open("rb") as file:
+                content = file.read().decode(errors="replace")
+                if self._own is None or self._own.token in content:
+                    os.utime(file.fileno())
 
     @property
     def token(self) -> str:

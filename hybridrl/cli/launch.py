@@ -30,6 +30,7 @@ from hybridrl.checkpoint.run_lock import LOCK_FILE, LOCK_TOKEN, RunLock
 from hybridrl.cli.copied_stderr import CopiedStderr
 from hybridrl.cli.leaving import GATE_FD, Leaving, is_killed
 from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
+from hybridrl.config.interpolation import shown_command
 from hybridrl.console import say
 from hybridrl.errors import UserError
 from hybridrl.metrics.trackers import CLOSE_S
@@ -373,7 +374,7 @@ def _start(
     log = log_dir / f"rank_{index}.log"
     try:
         file = log.open("ab", buffering=0)
-        file.write(f"--- {time.strftime('%F %T')} python {' '.join(command)}\n".encode())
+        file.write(f"--- {time.strftime('%F %T')} python {shown_command(command)}\n".encode())
     except OSError as error:
         raise _no_logs(log, error) from error
     with file:

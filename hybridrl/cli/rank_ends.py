@@ -53,7 +53,10 @@ class EndedRank:
     def phase(self) -> str:
         """What it was doing."""
         file = Path(self.log).with_suffix(".phase")
-        return file.read_text().strip() if file.exists() else "start"
+        try:
+            return file.read_text().strip()
+        except OSError:  # there is none, or the file system does not answer
+            return "start"
 
 
 @dataclass(frozen=True)
@@ -191,7 +194,10 @@ def _log_of(index: int, ranks: Mapping[int, EndedRank], log_dir: Path) -> str:
 def _phase_began(log: str) -> float:
     """Returns when a rank began the phase that it ended in: pages of before tell of others."""
     file = Path(log).with_suffix(".phase")
-    return file.stat().st_mtime if file.exists() else time.time()
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return time.time()
 
 
 def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from hybridrl.config.interpolation import shown_command
 from hybridrl.console import say
 from hybridrl.parallel.failure import LOG_DIR, rank_file
 from hybridrl.parallel.stacks import STACKS_SIGNAL
@@ -34,7 +35,7 @@ def log_to(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         log = folder / f"rank_{os.environ['RANK']}.log"
         with log.open("a", encoding="utf-8") as file:
-            file.write(f"--- {time.strftime('%F %T')} {' '.join(sys.argv)}\n")
+            file.write(f"--- {time.strftime('%F %T')} {shown_command(sys.argv)}\n")
     except OSError as error:
         say(f"hybridrl: no logs in {folder}: {error.strerror}")
         return

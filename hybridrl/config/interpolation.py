@@ -90,6 +90,20 @@ def without_secrets(values: dict[str, Any], written: Mapping[Path, str]) -> dict
     return kept
 
 
+def shown_command(words: Sequence[str]) -> str:
+    """Returns a command as it may be logged: without the headers that its overrides set."""
+    return " ".join(map(_shown_word, words))
+
+
+def _shown_word(word: str) -> str:
+    key, sign, value = word.partition("=")
+    if not sign or value.startswith("${"):  # what it comes to is not written here
+        return word
+    parts = key.lstrip("+~").split(".")
+    is_header = _HEADERS in parts and _OPTIONS in parts[: parts.index(_HEADERS)]
+    return f"{key}={HIDDEN}" if is_header or _HEADERS in value else word
+
+
 def digests(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, str]:
     """Returns digests of what interpolations came to, by dotted name; of no secrets."""
     known = without_secrets(values, written)

@@ -152,6 +152,7 @@ class PhaseTimer:
 
 def read_phase(phase_file: Path) -> str | None:
     """Returns what `PhaseTimer` last wrote there, or None if it never began."""
-    if not phase_file.exists():
+    try:
+        return phase_file.read_text(encoding="utf-8", errors="replace").strip() or None
+    except OSError:  # there is none, or the file system does not answer
         return None
-    return phase_file.read_text(encoding="utf-8", errors="replace").strip() or None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybridrl.parallel.watch import Call
+from hybridrl.parallel.watch import Call, even
 
 PEER = re.compile(r"(?:send|recv) \d+(?:->|<-)(\d+)")
 
@@ -36,7 +36,7 @@ def latest_calls() -> list[Call]:
     groups of one rank.
     """
     ranks: dict[str, Sequence[int]] = {
-        str(group.group_name): _even(dist.get_process_group_ranks(group))
+        str(group.group_name): even(dist.get_process_group_ranks(group))
         for group in _groups()
         if group.size() > 1
     }
@@ -91,12 +91,6 @@ def _text(entry: dict[str, Any]) -> str:
     ]
     more = f" and {len(tensors) - 2} more" if len(tensors) > 2 else ""
     return f"{name} of {', '.join(tensors[:2])}{more}" if tensors else str(name)
-
-
-def _even(ranks: Sequence[int]) -> Sequence[int]:
-    """Returns ranks as a range where they are one: most groups of a mesh are."""
-    found = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1))
-    return found if list(found) == list(ranks) else ranks
 
 
 def _groups() -> list[dist.ProcessGroup]:

@@ -80,10 +80,11 @@ class Failure:
 
     @staticmethod
     def read(file: Path) -> Failure | None:
-        """Returns what was written there; None if nothing was."""
-        if not file.exists():
+        """Returns what was written there; None if nothing was, or it cannot be read."""
+        try:
+            return Failure(**json.loads(file.read_text(encoding="utf-8")))
+        except OSError:  # there is none, or the file system does not answer
             return None
-        return Failure(**json.loads(file.read_text(encoding="utf-8")))
 
 
 def is_launched() -> bool:

@@ -14,7 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridrl.parallel.watch import MAX_NAMED, Beat, Call, missing_ranks, ranks_text
+from hybridrl.parallel.watch import (
+    MAX_NAMED,
+    Beat,
+    Call,
+    Wait,
+    WaitKey,
+    missing_ranks,
+    ranks_text,
+)
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,7 @@ class _Calls:
     def __init__(self, beats: Sequence[Beat], still: set[int]) -> None:
         self._of_groups: dict[tuple[str, int, int], dict[int, Call]] = {}
         self._behind: dict[tuple[str, int, int, int, str], set[int]] = {}
+        self._beats, self._missing = beats, dict[WaitKey, set[int]]()
         self._still = still
         for rank in still:
             for call in beats[rank].latest:
@@ -137,6 +146,12 @@ class _Calls:
     @staticmethod
     def _group(call: Call) -> tuple[str, int, int]:
         return call.group, call.ranks[0], len(call.ranks)
+
+    def missing(self, wait: Wait) -> set[int]:
+        """Returns what `missing_ranks` does; once for all ranks that wait in the same."""
+        if wait.key not in self._missing:
+            self._missing[wait.key] = set(missing_ranks(wait, self._beats))
+        return self._missing[wait.key]
 
     def behind(self, call: Call) -> set[int]:
         """Returns the ranks that keep a call from ending: those that have not come to it, or to
@@ -161,7 +176,7 @@ def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -
     """Returns for whom a rank waits, as far as that is known."""
     beat, found = beats[rank], set[int]()
     if beat.wait is not None:
-        found |= set(missing_ranks(beat.wait, beats))
+        found |= calls.missing(beat.wait)
     for call in beat.latest:
         if not call.is_over:
             found |= calls.behind(call)

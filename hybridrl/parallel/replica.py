@@ -18,6 +18,7 @@ from hybridrl.parallel.groups import UNBOUNDED
 from hybridrl.parallel.heartbeat import Heartbeat
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.messages import broadcast_object
+from hybridrl.parallel.watch import even
 
 
 class ReplicaGroup:
@@ -40,7 +41,7 @@ class ReplicaGroup:
             ranks = [rank for rank in layout.ranks if layout.place(rank)[0] == replica]
             group = dist.new_group(ranks, timeout=UNBOUNDED, backend="gloo")
             if place is not None and replica == place[0]:
-                self._group, self._ranks = group, ranks
+                self._group, self._ranks = group, even(ranks)
                 self._source = layout.assignment.index((replica, 0))
 
     def broadcast_object(self, value: Any) -> Any:
@@ -76,7 +77,7 @@ class EngineGroup:
     """
 
     def __init__(self, layout: RolloutLayout, rank: int, heartbeat: Heartbeat) -> None:
-        self._heartbeat, self._ranks = heartbeat, layout.ranks
+        self._heartbeat, self._ranks = heartbeat, even(layout.ranks)
         self._group: dist.ProcessGroup | None = None
         if len(layout.ranks) > 1:
             group = dist.new_group(list(layout.ranks), timeout=UNBOUNDED, backend="gloo")

@@ -120,7 +120,9 @@ def _look(world: World, notice: Notice, is_saving: threading.Event) -> None:
     """Looks for the file, and at the clock once a signal has come, until the ranks save."""
     since: float | None = None
     while not is_saving.wait(LOOK_S):
-        if world.rank == 0 and not world.heartbeat.stop_signal and notice.file.exists():
+        # Not Path.exists, which raises where a file system does not answer for a while (ESTALE).
+        is_asked = world.rank == 0 and os.path.exists(notice.file)
+        if is_asked and not world.heartbeat.stop_signal:
             with contextlib.suppress(OSError):
                 notice.file.unlink()
             world.heartbeat.stop_signal = signal.SIGTERM

@@ -4,6 +4,7 @@ has failed, and those that complete something before they end, in a barrier with
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from hybridrl.parallel.heartbeat import POLL_S
 PATIENCE_S = 10.0
 MAX_POLL_S = 2.0
 _NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
+_WRITTEN: list[int] = []  # numbers of agreements in which this rank was the first to wait
 
 
 class WaitingRoom:
@@ -26,14 +28,21 @@ class WaitingRoom:
 
     It lies in the job's key-value store, which needs no peer to answer. `waiting` counts ranks that
     are in the gather or about to enter it, `failed` says who failed first, `left` that a failed
-    rank gave up waiting.
+    rank gave up waiting. The rank that wrote `waiting` first removes it once nobody can be in this
+    room any more: a rank that begins an agreement has ended the one before, which all ranks had
+    entered, so all have left those before that.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size, self._is_counted = rank, size, False
         self._every_s, self._next_look = POLL_S / 2, 0.0
         store = dist.distributed_c10d._get_default_store()
-        self._store = dist.PrefixStore(f"hybridrl/agreement/{next(_NUMBERS)}", store)
+        self._number = next(_NUMBERS)
+        self._store = dist.PrefixStore(f"hybridrl/agreement/{self._number}", store)
+        with contextlib.suppress(dist.DistError):  # the store was in a rank that has ended
+            for number in [one for one in _WRITTEN if one < self._number - 1]:
+                _WRITTEN.remove(number)
+                dist.PrefixStore(f"hybridrl/agreement/{number}", store).delete_key("waiting")
 
     def wait_in_failure(self, message: str) -> bool:
         """Tells of this rank's failure and waits for the others; False if they do not come."""
@@ -62,7 +71,8 @@ class WaitingRoom:
         self._next_look = now + self._every_s
         if not self._is_counted:
             self._is_counted = True
-            self._store.add("waiting", 1)
+            if self._store.add("waiting", 1) == 1:
+                _WRITTEN.append(self._number)
         if self._store.check(["left"]):
             raise self.first_failure() or RuntimeError("a rank that failed has left")
 

@@ -5,7 +5,9 @@ publishes what `Watch` finds. Time is counted in looks, so that a rank 0 that wa
 a host that slept, finds nobody silent when it goes on.
 
 A rank that does not beat is lost, unless a rank of the same host says that its process runs: then
-its Python is busy in native code (a library that loads from a slow disk holds the interpreter).
+its Python is busy in native code (a library that loads from a slow disk holds the interpreter). The
+only rank of a host, of whose process nobody can tell, is waited for ALONE_FACTOR times as long; its
+launcher sees an end of the process at once.
 A rank that beats is never lost, however long it takes: it is named to who waits, once a minute, and
 given up after `run.stall_timeout_s`, if that is set.
 """
@@ -19,6 +21,12 @@ from typing import Any
 
 NOTICE_S = 60.0  # waits that are longer are told, this often
 MAX_NAMED = 4  # ranks in one message
+# A rank whose Python stands still for long, and of whose process no other rank of its host can
+# tell, gets more time: native code (a library that loads from a slow disk) holds the interpreter.
+ALONE_FACTOR = 4
+
+
+WaitKey = tuple[str, range | tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,12 @@ class Wait:
     ranks: Sequence[int] | None
     what: str
     seconds: float
+
+    @property
+    def key(self) -> WaitKey:
+        """What is the same for ranks that wait in the same collective."""
+        ranks = self.ranks
+        return self.group, ranks if isinstance(ranks, range) else tuple(ranks or ()), self.number
 
 
 @dataclass(frozen=True)
@@ -124,7 +138,7 @@ class Beat:
         latest = tuple(
             Call(**{**call, "ranks": _ranks_of(call["ranks"])}) for call in fields.pop("latest")
         )
-        own = None if wait is None else Wait(**wait)
+        own = None if wait is None else Wait(**{**wait, "ranks": _ranks_of(wait["ranks"])})
         return Beat(**fields, wait=own, found=found, latest=latest)
 
     @property
@@ -177,7 +191,7 @@ class Watch:
         self.collective_timeout_s, self.stall_timeout_s = collective_timeout_s, stall_timeout_s
         self._counts: dict[int, int] = {}
         self._silent: dict[int, int] = {}  # looks without a new beat
-        self._entered_by_all: dict[tuple[str, tuple[int, ...], int], int] = {}  # looks
+        self._entered_by_all: dict[WaitKey, int] = {}  # looks
         self._told_s = 0.0
 
     def look(self, beats: Sequence[Beat]) -> Verdict | None:
@@ -224,17 +238,24 @@ class Watch:
         if not lost:
             return None
         first = min(lost)
+        silent_s, where = self._patience_s(first, beats), beats[first].where
         alike = [rank for rank in lost if beats[rank].host_id == beats[first].host_id]
         message = (
             f"{ranks_text(alike)} on host {beats[first].host} gave no sign of life for "
-            f"{self.silent_s:g} s: {lost[first]}. Last heard of {beats[first].where}"
+            f"{silent_s:g} s: {lost[first]}. Last heard of {where}"
         )
         if others := [rank for rank in lost if rank not in alike]:
             message += f"; {ranks_text(others)} on other hosts are silent too"
         return Verdict(message, first)
 
+    def _patience_s(self, rank: int, beats: Sequence[Beat]) -> float:
+        """Returns the seconds without a beat after which a rank may be lost."""
+        host = beats[rank].host_id
+        is_alone = all(beat.host_id != host for i, beat in enumerate(beats) if i != rank)
+        return self.silent_s * (ALONE_FACTOR if is_alone else 1)
+
     def _why_lost(self, rank: int, beats: Sequence[Beat]) -> str | None:
-        if not self.is_silent(rank):
+        if not self.is_silent(rank) or self.silent_for_s(rank) < self._patience_s(rank, beats):
             return None
         mates = [
             other
@@ -264,9 +285,7 @@ class Watch:
     def _unfinished(self, beats: Sequence[Beat]) -> Verdict | None:
         """Finds a collective that all have entered and that does not end: the network's fault."""
         waits = {  # of each replica one
-            (wait.group, tuple(wait.ranks or ()), wait.number): wait
-            for beat in beats
-            if (wait := beat.wait) is not None
+            wait.key: wait for beat in beats if (wait := beat.wait) is not None
         }
         entered = {key: wait for key, wait in waits.items() if not missing_ranks(wait, beats)}
         looks = {key: self._entered_by_all.get(key, 0) + 1 for key in entered}
@@ -297,6 +316,14 @@ def missing_ranks(wait: Wait, beats: Sequence[Beat]) -> list[int]:
     """Returns the ranks that have not entered what a rank waits in."""
     ranks = range(len(beats)) if wait.ranks is None else wait.ranks
     return [rank for rank in ranks if beats[rank].entered.get(wait.group, 0) < wait.number]
+
+
+def even(ranks: Sequence[int]) -> Sequence[int]:
+    """Returns ranks as a range where they are one, as in most groups: a beat tells it shortly."""
+    if not ranks:
+        return ranks
+    found = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1) if len(ranks) > 1 else 1)
+    return found if list(found) == list(ranks) else ranks
 
 
 def _range_ends(ranks: range) -> dict[str, tuple[int, int, int]]:

@@ -45,6 +45,31 @@ def raised(world: World, on_ranks: tuple[int, ...], error: Exception, delay_s: f
     return ""
 
 
+def check_keys_are_removed(world: World) -> None:
+    """Agreements for which somebody waits leave nothing in the job's store."""
+    store = dist.distributed_c10d._get_default_store()
+    before = store.num_keys()
+    for _ in range(4):
+        with world.all_agree("waiting"):
+            time.sleep(0.6 * world.rank)
+    for _ in range(3):  # all have left those before
+        with world.all_agree("going on"):
+            pass
+    world.arrive("the end")
+    assert world.rank or store.num_keys() <= before + 1, (before, store.num_keys())
+    world.arrive("the count")
+
+
+def check_one_sided_values(world: World) -> None:
+    """What one rank tells comes once, not once for every rank."""
+    for source in range(2):
+        with world.all_agree("telling") as agreement:
+            if world.rank == source:
+                agreement.value = columns(source)
+        assert agreement.values[1 - source] is None
+        assert np.array_equal(agreement.values[source]["tokens"], columns(source)["tokens"])
+
+
 def check_what_is_told(world: World) -> None:
     with world.all_agree("telling") as agreement:
         agreement.value = (world.rank, columns(world.rank) if world.rank else None)
@@ -121,6 +146,8 @@ def main() -> None:
     world = World(platform, 60)
     other = dist.new_group(backend="gloo")
     check_what_is_told(world)
+    check_one_sided_values(world)
+    check_keys_are_removed(world)
     check_stop(world)
     check_failures(world)
     Path(sys.argv[1], f"passed_{world.rank}").touch()

@@ -15,6 +15,7 @@ from hybridrl.config.identity import (
     saved_config,
     write_config,
 )
+from hybridrl.config.interpolation import HIDDEN, shown_command
 from hybridrl.config.load import load_config, load_config_dict, to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
@@ -148,3 +149,22 @@ def test_an_escaped_interpolation_is_text(tmp_path: Path) -> None:
     assert config.reward.extract == "cost ${x} (.*)"
     (tmp_path / "kept.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "kept.yaml").reward.extract == config.reward.extract
+
+
+@pytest.mark.parametrize(
+    ("word", "shown"),
+    [
+        ("reward.options.headers.Authorization=Bearer k", "reward.options.headers.Authorization="),
+        ("+reward.parts.0.options.headers={X: k}", "+reward.parts.0.options.headers="),
+        ("reward.options={url: u, headers: {X: k}}", "reward.options="),
+        ("reward={options: {headers: {X: k}}}", "reward="),
+    ],
+)
+def test_logged_commands_have_no_headers(word: str, shown: str) -> None:
+    said = shown_command(["train", "a.yaml", word, "--resume", "newest"])
+    assert said == f"train a.yaml {shown}{HIDDEN} --resume newest"
+
+
+def test_logged_commands_have_all_else() -> None:
+    words = ["train", "reward.options.headers.X=${oc.env:KEY}", "data.headers=2", "steps.lr=1e-3"]
+    assert shown_command(words) == " ".join(words)

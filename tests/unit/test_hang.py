@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from traceback import FrameSummary
@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 
 from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
+from hybridrl.parallel import hang
 from hybridrl.parallel.collectives import calls_of
 from hybridrl.parallel.failure import Failure
 from hybridrl.parallel.hang import Hang, HangWatch, find_hang
 from hybridrl.parallel.hang_page import HangPage, RankReport, newest_page
 from hybridrl.parallel.hang_report import IdleClock
 from hybridrl.parallel.stacks import _written_calls, calls_of_threads, position, stacks_of_threads
-from hybridrl.parallel.watch import Beat, Call, Wait
+from hybridrl.parallel.watch import Beat, Call, Wait, missing_ranks
 
 ALL = (0, 1, 2, 3)
 
@@ -404,3 +405,25 @@ def test_a_line_tells_who_calls_a_module_of_python() -> None:
     lines = told.split(" < ")
     assert lines[0].startswith("threading.py:") and lines[1].endswith("in waits"), told
     assert not in_collective and not compiles
+
+
+def test_who_is_missing_is_found_once_for_all_that_wait_in_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a thousand ranks each would look at all the others."""
+    num, looked = 64, list[Wait]()
+
+    def noted(wait: Wait, beats: Sequence[Beat]) -> list[int]:
+        looked.append(wait)
+        return missing_ranks(wait, beats)
+
+    wait = Wait("engines", 3, range(num), "generation", 40.0)
+    beats = [
+        Beat(1, "a", "a/1", "generate, step 2", entered={"engines": 3}, wait=wait, idle_s=40.0)
+        for _ in range(num - 1)
+    ]
+    beats.append(Beat(1, "a", "a/1", "generate, step 2", entered={"engines": 2}, idle_s=40.0))
+    monkeypatch.setattr(hang, "missing_ranks", noted)
+    found = find_hang(beats, set(range(num)))
+    assert found is not None and list(found.suspects) == [num - 1]
+    assert len(looked) == 1

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from hybridrl.checkpoint import run_lock
 from hybridrl.checkpoint.run_lock import LOCK_FILE, Holder, RunLock, check_free
 from hybridrl.errors import UserError
 
@@ -62,3 +65,23 @@ def test_a_lock_without_a_job_is_read(tmp_path: Path) -> None:
     (tmp_path / LOCK_FILE).write_text(json.dumps(written))
     with pytest.raises(UserError, match="another run is using"):
         check_free(tmp_path)
+
+
+def test_a_run_keeps_no_lock_fresh_that_another_run_has_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_lock, "TOUCH_S", 0.02)
+    lock = RunLock(tmp_path)
+    lock.acquire(print)
+    file = tmp_path / LOCK_FILE
+    os.utime(file, (1000, 1000))
+    deadline = time.monotonic() + 20
+    while file.stat().st_mtime == 1000:  # its own one is kept
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    held_elsewhere(tmp_path)
+    os.utime(file, (1000, 1000))
+    time.sleep(0.3)
+    assert file.stat().st_mtime == 1000
+    lock.release()
+    assert file.exists()

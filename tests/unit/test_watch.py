@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from hybridrl.parallel import stopping
 from hybridrl.parallel.heartbeat import Heartbeat
-from hybridrl.parallel.watch import Beat, Call, Verdict, Wait, Watch
+from hybridrl.parallel.watch import ALONE_FACTOR, Beat, Call, Verdict, Wait, Watch, even
 
 HOSTS = ("a", "a", "b", "b")
 EVERY_S, SILENT_S = 2.0, 30.0
@@ -54,6 +61,10 @@ def test_beats_travel_as_text() -> None:
     beat = replace(beat, latest=calls, idle_s=3.0)
     assert Beat.from_json(beat.to_json()) == beat
     assert len(beat.to_json()) < 700  # not a number for each of 512 ranks
+    # So it is with the group of what a rank waits in, of which each of thousands tells.
+    beat = replace(beat, wait=Wait("engines", 3, even(list(range(4096))), "telling", 1.5))
+    assert Beat.from_json(beat.to_json()) == beat and len(beat.to_json()) < 700
+    assert even([]) == [] and even([5]) == range(5, 6) and even([1, 2, 5]) == [1, 2, 5]
     verdict = Verdict("x", 3)
     assert Verdict.from_json(verdict.to_json()) == verdict
 
@@ -95,6 +106,20 @@ def test_watch_names_a_host_that_vanished_with_all_its_ranks() -> None:
     found = job.looks(40)
     assert found is not None and found.culprit == 2
     assert found.message.startswith("ranks 2-3 on host b gave no sign of life for 30 s: neither")
+
+
+def test_watch_gives_the_only_rank_of_a_host_more_time() -> None:
+    """Nobody can tell whether its process runs; native code may hold its interpreter."""
+    job = Job()
+    job.change(3, host="c", host_id="c/1")
+    assert job.looks(10) is None
+    job.silent = {3}
+    assert job.looks(SILENT_S * ALONE_FACTOR - 4) is None
+    found = job.looks(8)
+    assert found is not None and found.culprit == 3
+    assert (
+        "rank 3 on host c gave no sign of life for 120 s: neither its process nor" in found.message
+    )
 
 
 def test_watch_does_not_miss_ranks_that_took_leave() -> None:
@@ -205,3 +230,33 @@ def test_a_rank_leaves_after_the_answer_of_a_slow_store(monkeypatch: pytest.Monk
     names = {thread.name for thread in threading.enumerate()}
     assert not names & {"_beat_on", "_guard"}
     assert Beat.from_json(store.values["beat/1"]).has_left
+
+
+def test_a_stop_file_is_found_after_its_file_system_did_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that looks for it goes on; pathlib's `exists` would raise."""
+    real, fails = os.stat, [3]
+
+    def stat(path: Any, *given: Any, **named: Any) -> os.stat_result:
+        if str(path).endswith("/stop") and fails[0]:
+            fails[0] -= 1
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+        return real(path, *given, **named)
+
+    monkeypatch.setattr(os, "stat", stat)
+    monkeypatch.setattr(stopping, "LOOK_S", 0.01)
+    file = tmp_path / "stop"
+    file.touch()
+    heartbeat = SimpleNamespace(stop_signal=0)
+    world: Any = SimpleNamespace(rank=0, heartbeat=heartbeat)
+    is_saving = threading.Event()
+    given = world, stopping.Notice(1000.0, file), is_saving
+    thread = threading.Thread(target=stopping._look, args=given, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not heartbeat.stop_signal and time.monotonic() < deadline:
+        time.sleep(0.01)
+    is_saving.set()
+    thread.join()
+    assert heartbeat.stop_signal == signal.SIGTERM and fails == [0] and not file.exists()
