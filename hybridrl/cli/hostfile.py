@@ -31,7 +31,9 @@ from hybridrl.console import say
 from hybridrl.errors import ConfigError, UserError
 
 PROBE_S = 60.0  # for a host to answer
-END_S = 30.0  # for hosts to end their ranks and say so
+# For hosts to end their ranks and say so: the kernel may take a minute to free what they have
+# page-locked. The connection to a host that is gone ends by itself (KEEP_ALIVE).
+END_S = 180.0
 # For the files in which hosts say so: shared file systems keep listings for a while (NFS: up to
 # 60 s by default). It is told after the second.
 OUTCOME_S, OUTCOME_NOTICE_S = 90.0, 3.0

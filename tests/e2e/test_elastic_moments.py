@@ -1,4 +1,5 @@
 """Ranks and whole nodes are killed at random moments, and in each phase; see elastic_moments.py.
+Their copies in memory are removed; see removed_copies.py.
 
 HYBRIDRL_MOMENTS says how many random ones there are.
 """
@@ -15,6 +16,7 @@ import pytest
 from elastic_moments import KEYS, Job, job_on_nodes, largest_differences, moments, wait_for
 from killed_in_phases import FILE
 from network_nodes import CAN_MAKE
+from removed_copies import removals
 
 PHASES = ("generate", "reward", "logprobs", "advantages", "update", "checkpoint", "reshard")
 COUNT = int(os.environ.get("HYBRIDRL_MOMENTS", "6"))
@@ -33,6 +35,20 @@ def test_a_job_goes_on_after_losses_at_random_moments(tmp_path: Path) -> None:
         assert job.process.wait(120) == 143
     found = largest_differences(job, tmp_path / "unbroken")
     print(found)
+    assert found["reward/mean"] == 0 and found["policy/loss"] < 1e-5
+
+
+@pytest.mark.dist
+@pytest.mark.full
+@pytest.mark.skipif(not CAN_MAKE, reason="needs root and iproute2 for network namespaces")
+def test_a_job_goes_on_when_copies_in_memory_are_removed_at_random_moments(tmp_path: Path) -> None:
+    with job_on_nodes(tmp_path, "steps.num_steps=1000000", "run.max_restarts=1000") as job:
+        for removal in removals(job, COUNT, random.Random(0)):
+            print(removal)
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.wait(120) == 143
+    assert len(job.starts()) == 1
+    found = largest_differences(job, tmp_path / "unbroken")
     assert found["reward/mean"] == 0 and found["policy/loss"] < 1e-5
 
 

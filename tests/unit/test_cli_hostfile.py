@@ -10,12 +10,17 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hybridrl.cli import hostfile
+<<<<<<< HEAD
 from hybridrl.cli import node as node_module
 from hybridrl.cli.hostfile import Host, conclude_nodes, read_hostfile, shares, wait_for_nodes
+=======
+from hybridrl.cli.hostfile import Host, conclude_nodes, read_hostfile, shares
+>>>>>>> 90afaaa (Copies are removed at random moments in a test; hosts have three minutes to free memory)
 from hybridrl.cli.hosts_job import HostsJob
 from hybridrl.cli.launch import Share
 from hybridrl.cli.node import Order
@@ -257,3 +262,22 @@ def test_lost_ranks_leave_their_host(tmp_path: Path) -> None:
             assert job.settle(False, []) and job.where == before
         assert job.settle(False, []) and job.where == words
     assert job.settle(True, []) and job.where == "12 ranks on a, b, c"
+
+
+def test_a_host_that_frees_its_memory_for_a_minute_is_not_cut_off(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its connection would be killed, and the host counted as lost and asked again."""
+    now, killed = [0.0], []
+    clock = SimpleNamespace(
+        monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
+    )
+    monkeypatch.setattr(hostfile, "time", clock)
+    node: Any = SimpleNamespace(
+        stdin=SimpleNamespace(close=lambda: None),
+        poll=lambda: 0 if now[0] > 60 else None,
+        kill=lambda: killed.append(now[0]),
+        wait=lambda: 0,
+    )
+    hostfile.end_nodes([node])
+    assert 60 < killed[0] < 62  # of a process that has ended, without effect
