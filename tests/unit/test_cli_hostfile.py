@@ -15,12 +15,8 @@ from typing import Any
 import pytest
 
 from hybridrl.cli import hostfile
-<<<<<<< HEAD
 from hybridrl.cli import node as node_module
 from hybridrl.cli.hostfile import Host, conclude_nodes, read_hostfile, shares, wait_for_nodes
-=======
-from hybridrl.cli.hostfile import Host, conclude_nodes, read_hostfile, shares
->>>>>>> 90afaaa (Copies are removed at random moments in a test; hosts have three minutes to free memory)
 from hybridrl.cli.hosts_job import HostsJob
 from hybridrl.cli.launch import Share
 from hybridrl.cli.node import Order
