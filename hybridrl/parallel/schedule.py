@@ -101,9 +101,9 @@ def _run(
     iterators = [iter(micro_batches) for _ in chunks]
     single, config = len(chunks) == 1, get_model_config(chunks[0])
     links: dict[str, Any] = {}
-    if single and config.pipeline_model_parallel_size > 1:
+    if config.pipeline_model_parallel_size > 1:
         assert len(lengths) == len(micro_batches)
-        known = KnownShapes(config, lengths)
+        known = KnownShapes(config, lengths, len(chunks))
         links = {"p2p_communicator": known, "pg_collection": stage_groups()}
     results = get_forward_backward_func()(
         forward_step_func=step,

@@ -6,8 +6,7 @@ stage after.
 Micro-batches of packed samples differ in length. Megatron therefore sends the shape of each tensor
 before the tensor, and its host waits for that shape and for the whole device
 (`P2PCommunicator._communicate_shapes`); meanwhile nothing is started on the device. All stages
-plan the same micro-batches here, so that each knows the shapes and no host has to wait. With
-virtual stages Megatron's way is left as it is.
+plan the same micro-batches here, so that each knows the shapes and no host has to wait.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
@@ -26,20 +26,35 @@ NOTHING = [0, 0, 0]
 class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
     """Megatron's exchange between stages, for micro-batches whose lengths every stage knows.
 
-    One object serves one run of the schedule without virtual stages. That schedule takes
-    micro-batches forward in their order, and backward in the same order.
+    One object serves one run of a schedule. Every stage takes chunks of micro-batches forward in
+    one order, and backward in the same order from the last chunk on.
 
     Args:
         config: of the model (Megatron's).
         lengths: positions of each micro-batch that this context-parallel rank computes, in order.
+        num_chunks: model chunks of each stage.
     """
 
-    def __init__(self, config: Any, lengths: Sequence[int]) -> None:
+    def __init__(self, config: Any, lengths: Sequence[int], num_chunks: int = 1) -> None:
         super().__init__(parallel_state.get_pipeline_model_parallel_group(), config)
         sharing = config.tensor_model_parallel_size if config.sequence_parallel else 1
         shapes = [[length // sharing, 1, config.hidden_size] for length in lengths]
-        self._activations, self._gradients = iter(shapes), iter(shapes)
-        self._sent, self._sent_back = iter(shapes), iter(shapes)
+        group_size = config.microbatch_group_size_per_vp_stage if num_chunks > 1 else len(lengths)
+        order = get_schedule_table(len(lengths), num_chunks, group_size)
+
+        def without(chunk: int | None) -> Iterator[list[int]]:
+            """The shapes in the order of the schedule, without those of one chunk."""
+            return iter([shapes[number] for number, of_chunk in order if of_chunk != chunk])
+
+        # What the first chunk of the first stage takes comes from no stage, and what the last chunk
+        # of the last stage gives goes to none. Backward passes count chunks from the last one.
+        place = self.pp_group.rank()
+        is_first, is_last = place == 0, place == self.pp_group.size() - 1
+        before = 0 if is_first else None
+        after = num_chunks - 1 if is_last else None
+        self._activations, self._sent = without(before), without(after)
+        self._gradients = without(0 if is_last else None)
+        self._sent_back = without(num_chunks - 1 if is_first else None)
 
     def _communicate_shapes(
         self,
