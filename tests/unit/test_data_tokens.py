@@ -254,6 +254,11 @@ MARKS_TEXT = (
     "{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TWICE = (  # a turn of the assistant ends with two end tokens
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% if m.role == 'assistant' %}{{ eos_token }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 IN_WORDS = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n\n{% endfor %}"
 REFUSES = "{{ raise_exception('messages begin with system') }}"
 
@@ -303,7 +308,7 @@ def test_end_tokens_that_are_none_are_refused(tmp_path: Path, declared: Any) -> 
         end_tokens(ModelConfig(path=str(tmp_path)), {"vocab_size": 12}, base_tokenizer(None))
 
 
-@pytest.mark.parametrize("template", [CHATML, PHI, MARKS_TEXT, GPT_OSS])
+@pytest.mark.parametrize("template", [CHATML, PHI, MARKS_TEXT, GPT_OSS, TWICE])
 def test_chats_teach_to_end_where_rollouts_end(template: str) -> None:
     tokenizer = base_tokenizer(template)
     row = {"prompt": [{"role": "user", "content": "rain"}], "response": "the city"}
@@ -311,7 +316,7 @@ def test_chats_teach_to_end_where_rollouts_end(template: str) -> None:
     assert found.response_tokens is not None
     assert tokenizer.decode(found.response_tokens) == "the city<|im_end|>"
     messages = [{"role": role, "content": "rain"} for role in ("user", "assistant") * 2]
-    if template in (CHATML, MARKS_TEXT):
+    if template in (CHATML, MARKS_TEXT, TWICE):
         several = loaded(tokenizer, {"prompt": messages[:1], "response": messages[1:]})
         assert several.response_tokens is not None
         learned = [*several.response_tokens]
