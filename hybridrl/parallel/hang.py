@@ -4,7 +4,8 @@ Pure: takes the beats of all ranks (watch.py), look after look. A rank stands st
 that counts its work has changed for some time: its phase, its collectives, the rounds of its loops
 (progress.py). That alone is no fault. It is a hang if others stand still because they wait for it,
 or if all that wait do so in different collectives. A rank that is slow, and one that waits for a
-slow one, make progress or wait for one that does.
+slow one, make progress or wait for one that does. A send and its receive are one operation: ranks
+that are both inside it wait for nobody else, and it is told as a slow operation.
 
 Nothing ends a run here: what is found is told. `run.stall_timeout_s` bounds such a wait (watch.py).
 """
@@ -97,7 +98,7 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
         beats: of all ranks.
         still: the ranks that stand still.
     """
-    calls = _Calls(beats, still)
+    calls, transfers = _Calls(beats, still), _transfers(beats, still)
     awaited = {rank: _awaited(rank, beats, still, calls) for rank in still}
     waits_for_slow = {rank for rank in still if awaited[rank] - still}
     while grown := {rank for rank in still - waits_for_slow if awaited[rank] & waits_for_slow}:
@@ -111,15 +112,19 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
             if _awaited(rank, beats, still, calls) & set(elsewhere) and _is_waiting(beats[rank])
         ]
         return Hang(elsewhere, _elsewhere_text(elsewhere, beats, waiting))
+    in_transfers = {rank for ranks in transfers.values() for rank in ranks}
+    behind = set(in_transfers)  # and who waits for them
+    while grown := {rank for rank in still - behind if awaited[rank] & behind}:
+        behind |= grown
     places: dict[str, list[int]] = {}
-    for rank in sorted(still - waits_for_slow):
+    for rank in sorted(still - waits_for_slow - behind):
         if _is_waiting(beats[rank]) and (awaited[rank] or rank in of_others):
             places.setdefault(_place(beats[rank]), []).append(rank)
     for rank, beat in enumerate(beats):  # who waits there too, and not yet for long
         if rank not in still and _is_waiting(beat) and (place := _place(beat)) in places:
             places[place] = sorted([*places[place], rank])
     if len(places) < 2:  # all in the same: the network's fault, whose bound is another
-        return None
+        return _slow_transfers(transfers, beats, sorted(behind - in_transfers))
     fewest = min(len(ranks) for ranks in places.values())
     first = sorted(
         (ranks for ranks in places.values() if len(ranks) == fewest), key=lambda ranks: ranks[0]
@@ -178,12 +183,54 @@ def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -
     if beat.wait is not None:
         found |= calls.missing(beat.wait)
     for call in beat.latest:
-        if not call.is_over:
+        if not call.is_over and not _meets(rank, call, beats):
             found |= calls.behind(call)
-    if not found and beat.is_in_collective and beat.wait is None:
+    if not found and _is_in_unrecorded(beat):
         # A send or a receive that is not recorded: for somebody who does something else.
         found |= {other for other in still if not _is_waiting(beats[other])}
     return {other for other in found - {rank} if not beats[other].has_left}
+
+
+def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
+    """Returns the sends and receives that ranks which stand still are in together, by name.
+
+    gloo's are not recorded. Where several ranks are in such, each may be the other's peer, so that
+    nothing says that one of them should be elsewhere.
+    """
+    found: dict[str, list[int]] = {}
+    for rank in sorted(still):
+        for call in beats[rank].latest:
+            if not call.is_over and call.peer in still and _meets(rank, call, beats):
+                ends = sorted((rank, call.peer))
+                tensors = call.what.partition(" of ")[2]
+                of = f" of {tensors}" if tensors else ""
+                name = f"a send{of} between ranks {ends[0]} and {ends[1]}, group {call.group},"
+                found[name] = ends
+    unrecorded = sorted(rank for rank in still if _is_in_unrecorded(beats[rank]))
+    if len(unrecorded) > 1:
+        found["a send with its receive"] = unrecorded
+    return found
+
+
+def _meets(rank: int, call: Call, beats: Sequence[Beat]) -> bool:
+    """Whether a call is a send or a receive, and its peer is in the other half of it."""
+    if not call.is_p2p or call.peer is None:
+        return False
+    is_send, tensors = call.what.startswith("send"), call.what.partition(" of ")[2]
+    return any(
+        one.is_p2p
+        and not one.is_over
+        and (one.group, one.peer) == (call.group, rank)
+        and one.what.startswith("send") is not is_send
+        and one.what.partition(" of ")[2] == tensors
+        for one in beats[call.peer].latest
+    )
+
+
+def _is_in_unrecorded(beat: Beat) -> bool:
+    """Whether a rank is in a call that the recorder does not know of: gloo's send or receive."""
+    is_recorded = any(not call.is_over for call in beat.latest)
+    return beat.is_in_collective and beat.wait is None and not is_recorded
 
 
 def _differ(one: Call, other: Call) -> bool:
@@ -219,6 +266,32 @@ def _elsewhere_text(suspects: Sequence[int], beats: Sequence[Beat], waiting: Seq
     where = f" in {_place(first)}" if any(not call.is_over for call in first.latest) else ""
     after = f" after {first.wait.what!r}" if first.wait is not None else ""
     return f"{named}; {ranks_text(waiting)} wait{'s' * (len(waiting) == 1)}{after}{where}"
+
+
+def _slow_transfers(
+    transfers: Mapping[str, Sequence[int]], beats: Sequence[Beat], waiting: Sequence[int]
+) -> Hang | None:
+    """Returns what there is to say of sends and receives that do not end; None if there are none.
+
+    Args:
+        transfers: Their ranks by their names.
+        beats: Of all ranks.
+        waiting: Ranks that wait for those.
+    """
+    if not transfers:
+        return None
+    suspects = sorted({rank for ranks in transfers.values() for rank in ranks})
+    named = "; ".join(
+        f"{name} is slow: {ranks_text(ranks)} have been inside for "
+        f"{min(beats[rank].idle_s for rank in ranks):.0f} s, "
+        + "; ".join(f"rank {rank} {beats[rank].where}" for rank in ranks[:MAX_NAMED])
+        for name, ranks in list(transfers.items())[:MAX_NAMED]
+    )
+    if waiting:
+        first = beats[waiting[0]]
+        after = first.wait.what if first.wait is not None else _place(first)
+        named += f"; {ranks_text(waiting)} wait{'s' * (len(waiting) == 1)} in {after}"
+    return Hang(suspects, named)
 
 
 def _different_text(

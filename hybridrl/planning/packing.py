@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import groupby
 from math import ceil
 
 from hybridrl.config.schema import Config
@@ -181,10 +182,14 @@ def _packed(
         attended=[unit.attended for unit in units],
         attention_length=attention,
     )
-    packs = (
-        [units[number] for number in members] for micros in dealt for members in micros if members
-    )
-    return {
-        (sum(unit.tokens for unit in pack), sum(sum(unit.lengths) for unit in pack))
-        for pack in packs
-    }
+    found = set()
+    for members in (members for micros in dealt for members in micros if members):
+        samples = [sample for number in members for sample in units[number].samples]
+        positions = key_rows = 0
+        for _, run in groupby(samples, key=lambda sample: sample // per_prompt):
+            count = len(list(run))  # as collate.py lays them, of one unit or of several
+            prefix = shared_prefix(prompt, count) if shares else 0
+            positions += prefix + count * (length - prefix)
+            key_rows += count * length
+        found.add((positions, key_rows))
+    return found

@@ -1,7 +1,8 @@
 """One rank of the test of hangs: who is slow, who stands still, and who waits somewhere else.
 
 hang_worker.py FOLDER CASE. `cases`: rank 1 is slow, then in an endless loop until it is told of,
-twice, then in another collective than the others, then stopped. `first`: rank 0, which judges and
+twice, over gloo then in a slow receive that others wait for, then in another collective than the
+others, then stopped. `first`: rank 0, which judges and
 keeps the store, is busy in native code that holds the interpreter, then stopped. `usual`: as
 `cases`, with the limits of a run, and nobody slow. Where there are GPUs, collectives of tensors are
 NCCL's, and ranks wait for their results.
@@ -68,6 +69,24 @@ def slow(case: Case) -> None:
     assert not case.page.parent.exists(), "a slow rank was told of"
 
 
+def slow_transfer(case: Case, group: Any) -> None:
+    """Two ranks receive from each other what is sent only once that was told of."""
+    rank = case.world.rank
+    if rank < 2:
+        other = 1 - rank
+
+        def send() -> None:
+            while not case.page.exists():
+                time.sleep(0.1)
+            dist.send(torch.ones(4), other)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        dist.recv(torch.empty(4), other)
+        sender.join()
+    case.wait_for(dist.all_reduce, case.ones(2), group=group)
+
+
 def spin(page: Path) -> None:
     while not page.exists():
         pass
@@ -101,7 +120,10 @@ def usual(case: Case) -> None:
     if is_odd:
         spin(case.page)
     case.wait_for(dist.all_reduce, case.ones(3, 4), group=groups[0])
-    case.begin(4)
+    if case.world.platform.is_cpu:  # NCCL's peers are known, and take one call at a time
+        case.begin(4)
+        slow_transfer(case, groups[0])
+    case.begin(5)
     if is_odd:
         threading.Thread(target=stop_after, args=[case]).start()
         case.wait_for(dist.broadcast, case.ones(7).long(), src=0, group=groups[1])

@@ -153,6 +153,49 @@ def test_a_receive_is_for_its_sender() -> None:
     assert hang is not None and hang.suspects == [1]
 
 
+def transfer(what: str, peer: int, tensors: str = "float [2]", number: int = 1) -> dict[str, Any]:
+    waiting = Call("7", number, f"{what} of {tensors}", (0, 1), is_p2p=True, peer=peer)
+    return waits_in(waiting)
+
+
+def test_a_send_and_its_receive_are_one_slow_operation() -> None:
+    """Page-locked memory that is taken in a first checkpoint holds up NCCL."""
+    sends, receives = transfer("send 0->1", 1, number=9), transfer("recv 1<-0", 0)
+    at = {"r2": {"idle_s": 0.0}, "r3": {"idle_s": 0.0}}
+    hang = found(beats(r0={**sends, "at": "pin.py:7 in reserve"}, r1=receives, **at))
+    assert hang is not None and hang.suspects == [0, 1]
+    assert hang.message == (
+        "a send of float [2] between ranks 0 and 1, group 7, is slow: ranks 0-1 have been inside "
+        "for 30 s, rank 0 in phase 'update, step 2', at pin.py:7 in reserve; rank 1 in phase "
+        "'update, step 2', at own.py:3 in f"
+    )
+    waiting = waits_in(call(5))
+    hang = found(beats(r0=sends, r1=receives, r2=waiting, r3=waiting))
+    assert hang is not None and hang.suspects == [0, 1] and " is slow: " in hang.message
+    assert hang.message.endswith(
+        "; ranks 2-3 wait in all_reduce of float [2], #5 of group g(0, 1, 2, 3) (ranks 0-3)"
+    )
+    # gloo's are not recorded: whose peer is whose is not known.
+    inside = {"is_in_collective": True}
+    hang = found(beats(r0=inside, r1=inside, r2=waiting, r3=waiting))
+    assert hang is not None and hang.suspects == [0, 1]
+    assert hang.message.startswith("a send with its receive is slow: ranks 0-1 have been inside")
+
+
+@pytest.mark.parametrize(
+    "other", [("send 1->0", 0, "float [2]"), ("recv 1<-0", 0, "float [3]"), ("recv 1<-2", 2)]
+)
+def test_sends_and_receives_that_do_not_meet_are_different_operations(
+    other: tuple[Any, ...],
+) -> None:
+    elsewhere = waits_in(call(5))
+    hang = found(
+        beats(r0=transfer("send 0->1", 1), r1=transfer(*other), r2=elsewhere, r3=elsewhere)
+    )
+    assert hang is not None
+    assert hang.message.startswith("ranks have waited for each other in different collectives")
+
+
 def test_ranks_that_took_leave_are_not_waited_for() -> None:
     waiting = waits_in(call(5))
     gone = {"has_left": True}
