@@ -1,4 +1,5 @@
-"""Reading JSON that may be damaged, endless or meant to do harm. No torch.
+"""Reading JSON that may be damaged, endless or meant to do harm, and replacing small files. No
+torch.
 
 Owns what text is refused before anything is made of it, and the errors of a model's small JSON
 files: one that is missing, is no regular file, is too large or is no JSON object. A path that is a
@@ -24,6 +25,17 @@ MAX_BYTES = 64 << 20
 # and YAML's parser in C with the process.
 MAX_DEPTH = 64
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file that readers see whole, as it was or as it is now.
+
+    Raises:
+        OSError: It cannot be written, as on a full disk; the file is as it was.
+    """
+    partial = path.with_name(path.name + ".new")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def parse_json(

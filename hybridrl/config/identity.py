@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.files import parse_json
+from hybridrl.config.files import parse_json, replace_text
 from hybridrl.config.hub import adopted, hub_names, resolved, with_names
 from hybridrl.config.interpolation import digests, dotted, without_secrets
 from hybridrl.config.lag import lag_identity
@@ -110,10 +110,10 @@ def write_config(config: Config) -> None:
     into the run folder.
     """
     folder = run_folder(config)
-    (folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+    replace_text(folder / "config.yaml", to_yaml(config))
     known = digests(identity(config), config.written)
     if known:
-        (folder / DIGESTS_FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        replace_text(folder / DIGESTS_FILE, json.dumps(known, indent=1) + "\n")
 
 
 def _environment_violations(config: Config) -> list[UserError]:

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from hybridrl.config.files import replace_text
 from hybridrl.config.identity import changed_knobs, run_folder, saved_config, write_config
 from hybridrl.config.schema import Config
 from hybridrl.console import say
@@ -295,7 +296,7 @@ class Journal:
 
     def _write_summary(self, summary: Mapping[str, float]) -> None:
         text = json.dumps(summary, indent=1)
-        (self.folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
+        replace_text(self.folder / SUMMARY, text + "\n")
 
     def _summary(self, evaluations: Evaluations, seconds: float) -> dict[str, float]:
         summary = {"seconds": seconds, **before_and_after(evaluations)}

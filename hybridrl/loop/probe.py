@@ -126,8 +126,25 @@ def compare(policy: Policy, answers: Answers) -> float:
                 f"replica {replica} and the trainer give the same tokens log-probabilities that "
                 f"differ by {gaps[-1]:.2g} on average and {float(gap_T.max()):.2g} at most; "
                 f"allowed is {bound:g} on average. Every engine parameter equals its source, so "
-                "they compute differently: look at the position, norm and head settings of the "
-                "model's config.json, and at the engine's version (hybridrl check); layer by "
+                f"they compute differently: {_likely_cause(policy.model.train.fp8)}; layer by "
                 "layer: hybridrl check --mismatch CONFIG"
             )
     return max(gaps)
+
+
+def _likely_cause(fp8: str) -> str:
+    """Says where to look for a difference.
+
+    Args:
+        fp8: `train.fp8`.
+    """
+    if fp8 == "none":
+        return (
+            "look at the position, norm and head settings of the model's config.json, and at the "
+            "engine's version (hybridrl check)"
+        )
+    return (
+        f"with train.fp8={fp8} the trainer rounds what matrix products take to FP8, and the engine "
+        "does not, which changes this model's probabilities by that much. Set train.fp8=none; if "
+        "they differ still, look at the position, norm and head settings of the model's config.json"
+    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import threading
 import time
@@ -22,7 +21,7 @@ from typing import Any
 import psutil
 
 from hybridrl import __version__
-from hybridrl.config.files import parse_json
+from hybridrl.config.files import parse_json, replace_text
 from hybridrl.metrics.page_data import RUN_FILE
 from hybridrl.parallel.failure import is_launched
 
@@ -93,10 +92,7 @@ class RunStarts:
     def _note(self, **values: object) -> None:
         with self._writing:
             self._starts[-1] |= values
-            partial = self._path.with_name(self._path.name + ".new")
-            content = json.dumps({"starts": self._starts}, indent=1) + "\n"
-            partial.write_text(content, encoding="utf-8")
-            os.replace(partial, self._path)
+            replace_text(self._path, json.dumps({"starts": self._starts}, indent=1) + "\n")
 
 
 class StartTimes:

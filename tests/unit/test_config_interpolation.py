@@ -60,6 +60,23 @@ def started(file: Path) -> Config:
     return config
 
 
+def test_config_yaml_of_a_full_disk_stays_as_it_was(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = started(file)
+    kept = run_folder(config) / "config.yaml"
+    before = kept.read_text()
+
+    def write_half(self: Path, text: str, **_: object) -> None:
+        self.write_bytes(text.encode()[: len(text) // 2])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", write_half)
+    with pytest.raises(OSError, match="No space left"):
+        write_config(config)
+    assert kept.read_text() == before
+
+
 def test_what_is_used_and_what_is_written(file: Path) -> None:
     config = started(file)
     options = config.reward.functions["server"].options
