@@ -247,7 +247,7 @@ def wait_for_nodes(
         look: called every POLL_S.
     """
     deadline, num_told = float("inf"), 0
-    while any(node.poll() is None for node in nodes):
+    while None in (codes := {node.poll() for node in nodes}):
         for number in received[num_told:]:
             for node in nodes:
                 tell_node(node, b"%d\n" % number)
@@ -255,8 +255,8 @@ def wait_for_nodes(
         if len(received) > 1:
             return
         look()
-        if codes := {node.returncode for node in nodes} - {None, DONE}:
-            deadline = min(deadline, time.monotonic() + _time_left_s(codes))
+        if ended := {code for code in codes if code is not None} - {DONE}:
+            deadline = min(deadline, time.monotonic() + _time_left_s(ended))
             if time.monotonic() > deadline:
                 return
         time.sleep(POLL_S)
@@ -277,7 +277,7 @@ def end_nodes(nodes: Sequence[Connection]) -> None:
         with suppress(OSError):
             node.stdin.close()
     deadline = time.monotonic() + END_S
-    while any(node.poll() is None for node in nodes) and time.monotonic() < deadline:
+    while None in {node.poll() for node in nodes} and time.monotonic() < deadline:
         time.sleep(POLL_S)
     for node in nodes:
         node.kill()

@@ -168,19 +168,20 @@ class EndingNode:
         return self.returncode
 
 
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(
     ("code", "waits"), [(0, True), (4, True), (3, False), (2, False), (255, False)]
 )
 def test_other_hosts_have_the_time_that_they_need_whatever_files_are_seen(
-    code: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+    code: int, waits: bool, first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ranks of host b still train, or save and close their trackers, when those of a have ended."""
     monkeypatch.setattr(hostfile, "GRACE_S", 0.05)
     monkeypatch.setattr(hostfile, "KILL_AFTER_S", 0.05)
     monkeypatch.setattr(hostfile, "LEAVE_S", 5.0)
-    nodes = [EndingNode(code, 0.0), EndingNode(code, 0.6)]
-    wait_for_nodes(nodes, [])
-    assert (nodes[1].returncode is not None) == waits
+    ends, still_trains = EndingNode(code, 0.0), EndingNode(code, 0.6)
+    wait_for_nodes([still_trains, ends] if first else [ends, still_trains], [])
+    assert (still_trains.returncode is not None) == waits
 
 
 @pytest.mark.parametrize(
