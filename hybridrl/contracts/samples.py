@@ -7,12 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hybridrl.contracts.routed_experts import Experts
 
 UNKNOWN_LOGP = 1.0
 """What stands for a log-probability that is not finite, where it is only shown: none is above 0."""
+
+
+Asked = str | list[dict[str, Any]]
+"""A prompt as a row has it: a text, or the messages of a chat."""
+RENDERED_PROMPT = "rendered_prompt"
 
 
 @dataclass(frozen=True)
@@ -24,6 +29,9 @@ class Prompt:
     has several turns, `response_gaps` and `rejected_gaps` say which of its tokens are of others
     than the assistant, and not learned: where each run of them begins and ends, flat, ascending,
     none at its end.
+
+    `given` is what the row has as its prompt, a text or messages, where `text` is what a chat
+    template made of it; None where the row has `text`.
     """
 
     prompt_id: int
@@ -34,6 +42,17 @@ class Prompt:
     rejected_tokens: tuple[int, ...] | None = None
     response_gaps: tuple[int, ...] = ()
     rejected_gaps: tuple[int, ...] = ()
+    given: Asked | None = None
+
+    @property
+    def asked(self) -> Asked:
+        """What the row has as its prompt: rewards and environments get it."""
+        return self.text if self.given is None else self.given
+
+    @property
+    def columns_with_text(self) -> dict[str, object]:
+        """The other columns, and the text that the model was given as `rendered_prompt`."""
+        return {**self.columns, RENDERED_PROMPT: self.text}
 
 
 @dataclass(frozen=True)

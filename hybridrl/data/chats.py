@@ -180,10 +180,11 @@ class _Rendering:
         tools: Any = columns.get(config.tools_key)
         messages = _messages(columns[config.prompt_key], config.system_prompt)
         template = self._template(row, tools)
+        given: Any = columns[config.prompt_key]
         if not responses:
             columns[MESSAGES] = messages
             columns[config.prompt_key] = self._render(row, template, messages, tools, True)[0]
-            yield replace(row, columns=columns, is_rendered=True)
+            yield replace(row, columns=columns, is_rendered=True, given=given)
             return
         sides = []
         for name in responses:
@@ -198,8 +199,10 @@ class _Rendering:
             self._counts.num_split += 1
             self._counts.num_samples += num
         for chats in zip(*sides, strict=True):
-            given = {config.prompt_key: chats[0].text, **dict(zip(responses, chats, strict=True))}
-            yield replace(row, columns={**columns, **given})
+            texts = {config.prompt_key: chats[0].text, **dict(zip(responses, chats, strict=True))}
+            # A further sample of a row begins with turns that the row's prompt has not.
+            own = given if num == 1 else None
+            yield replace(row, columns={**columns, **texts}, is_rendered=True, given=own)
 
     def _cannot_split(self, row: Row) -> DataError:
         got = "turns of the assistant that the chat template renders differently when others follow"

@@ -2,10 +2,11 @@
 torch.
 
 Owns the format. A file holds sections of numbers and text, then a footer of JSON that says where
-each section stands, then the footer's length, its CRC-32 and MAGIC. Rows of tokens, texts and
-columns stand one after the other; a section of offsets (int64, one more than rows) says where each
-ends. Columns are JSON. Invariant: `MappedPrompts` gives prompts equal to those that were written,
-or the file is refused: nothing of it is used before its sizes fit, and `verify` reads it whole.
+each section stands, then the footer's length, its CRC-32 and MAGIC. Rows of tokens, texts,
+columns and prompts as rows gave them stand one after the other; a section of offsets (int64, one
+more than rows) says where each ends. Columns and given prompts are JSON. Invariant: `MappedPrompts`
+gives prompts equal to those that were written, or the file is refused: nothing of it is used before
+its sizes fit, and `verify` reads it whole.
 Tokens are mapped; texts and columns are read where a prompt is asked for.
 """
 
@@ -32,7 +33,7 @@ from numpy.typing import NDArray
 from hybridrl.contracts.samples import Prompt
 from hybridrl.data.tuple_texts import TupleTexts, runs
 
-MAGIC = b"hybridrl prompts 2\n"
+MAGIC = b"hybridrl prompts 3\n"
 _TRAILER = struct.Struct("=QI")  # the footer's length and CRC-32
 _MOST_FOOTER_BYTES = 1 << 20
 _COPIED_AT_ONCE = 1 << 20
@@ -42,14 +43,15 @@ NO_GAPS = b"()()"
 _GIVEN = ("tokens", "response", "rejected")
 _GAPS = ("response_gaps", "rejected_gaps")
 _NUMBERS = (*_GIVEN, *_GAPS)
-_RAGGED = {**dict.fromkeys(_NUMBERS, 4), "text": 1, "columns": 1}  # bytes of an item
+_TEXTS = ("text", "columns", "given")
+_RAGGED = {**dict.fromkeys(_NUMBERS, 4), **dict.fromkeys(_TEXTS, 1)}  # bytes of an item
 _ENDS = {name: f"{name}_offsets" for name in _RAGGED}
 _TYPES = {
     "ids": "i8",
     "sources": "i4",
     "labels": "i1",  # of `columns["label"]`: 1 true, 0 false, -1 anything else
     **dict.fromkeys(_NUMBERS, "i4"),
-    **dict.fromkeys(("text", "columns"), "u1"),
+    **dict.fromkeys(_TEXTS, "u1"),
     **dict.fromkeys(_ENDS.values(), "i8"),
 }
 
@@ -166,7 +168,7 @@ class _Sections:
         self.has = has if self.has is None else self.has
         assert has == self.has, "prompts with and without responses"
         columns = dict(prompt.columns)
-        if not _is_json(columns):
+        if not _is_json(columns) or not _is_json(prompt.given):
             raise NotHeldError("a column that is not of JSON's types")
         try:
             gaps = prompt.response_gaps, prompt.rejected_gaps
@@ -174,7 +176,8 @@ class _Sections:
         except (OverflowError, TypeError) as error:
             raise NotHeldError(f"a token that is no number of 32 bits ({error})") from error
         self.largest = max(self.largest, *(max(some, default=-1) for some in numbers[:3]))
-        texts = prompt.text, json.dumps(columns, ensure_ascii=False)
+        own = "" if prompt.given is None else json.dumps(prompt.given, ensure_ascii=False)
+        texts = prompt.text, json.dumps(columns, ensure_ascii=False), own
         parts = [some.tobytes() for some in numbers]
         parts += [text.encode("utf-8", "surrogatepass") for text in texts]
         for (name, size), part in zip(_RAGGED.items(), parts, strict=True):
@@ -317,7 +320,7 @@ class PromptFile:
                 raise DamagedError(f"offsets of {name} that do not ascend")
 
     def text(self, name: str, row: int) -> str:
-        """Returns one row of the section `text` or `columns`.
+        """Returns one row of the section `text`, `columns` or `given`.
 
         Raises:
             DamagedError: the file has become shorter.
@@ -372,8 +375,10 @@ class MappedPrompts(Sequence[Prompt]):
         assert tokens is not None
         columns = json.loads(self.file.text("columns", row))
         number, text = int(self.file.ids[row]), self.file.text("text", row)
-        gaps = self.file.gaps_of(row) if any(map(len, self.file.gaps)) else ()
-        return Prompt(number, text, tokens, columns, response, rejected, *gaps)
+        first, second = self.file.gaps_of(row) if any(map(len, self.file.gaps)) else ((), ())
+        own = self.file.text("given", row)
+        given = json.loads(own) if own else None
+        return Prompt(number, text, tokens, columns, response, rejected, first, second, given)
 
     def chosen(self, places: Sequence[int]) -> MappedPrompts:
         """Returns the prompts at these places."""

@@ -255,7 +255,17 @@ def _prompt(config: DataConfig, encoded: Encoded) -> Prompt:
     ):
         if key is not None and key in columns:
             columns[name] = columns[key]
-    return Prompt(row.number, encoded.text, encoded.prompt, columns, better, worse, *gaps)
+    return Prompt(
+        row.number,
+        encoded.text,
+        encoded.prompt,
+        columns,
+        response_tokens=better,
+        rejected_tokens=worse,
+        response_gaps=gaps[0],
+        rejected_gaps=gaps[1],
+        given=row.given,
+    )
 
 
 def at_once(compute: Callable[[], Any]) -> Any:

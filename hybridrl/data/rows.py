@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from hybridrl.config.files import MAX_DEPTH, parse_json, plain
 from hybridrl.data.sets import data_set_rows, is_data_set
@@ -39,6 +39,7 @@ class Row:
             null.
         number: among all rows that are asked for, whether or not they can be used.
         is_rendered: a chat template rendered its prompt.
+        given: what its prompt was before, where it is one sample; None: as it stands.
     """
 
     place: str
@@ -47,6 +48,7 @@ class Row:
     is_arrow: bool = False
     number: int = 0
     is_rendered: bool = False
+    given: str | list[dict[str, Any]] | None = None
 
 
 class BadRows:

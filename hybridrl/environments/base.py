@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
+from hybridrl.contracts.samples import Asked
 from hybridrl.errors import short
 from hybridrl.rewards.outcome import LARGEST, WHERE, ScorerFailure, failed
 
@@ -48,13 +49,14 @@ class Environment(Protocol):
     above 0 in every step, for each response that goes on from the step before.
     """
 
-    def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
+    def reset(self, prompt: Any, columns: Mapping[str, object]) -> Observation:
         """Begins; returns what the policy is to read after the prompt, if anything: a text or token
         ids, since the prompt has opened the policy's turn.
 
         Args:
-            prompt: its text.
-            columns: the rest of its row.
+            prompt: what the row has, a text or the messages of a chat.
+            columns: the rest of its row, with the text that the policy was given as
+                `rendered_prompt`.
         """
         ...
 
@@ -80,7 +82,7 @@ class Play:
     """
 
     key: tuple[int, int] | None
-    prompt: str = ""
+    prompt: Asked = ""
     columns: Mapping[str, object] | None = None
     actions: Sequence[tuple[Sequence[int], str]] = ()
 

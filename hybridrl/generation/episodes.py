@@ -344,7 +344,7 @@ class Episodes:
         episode.waits = True
         if self._stages is not None:
             prompt, key = episode.prompt, (episode.step, episode.sample_id)
-            play = Play(key, prompt.text, prompt.columns, list(episode.actions))
+            play = Play(key, prompt.asked, prompt.columns_with_text, list(episode.actions))
             self._plays[episode.sample_id] = self._stages.play(play, episode.sample_id)
 
     def _answers(self, blocks: bool) -> Sequence[tuple[int, Answer]]:

@@ -219,7 +219,7 @@ class Scorer:
         parts = [part for part in self.parts if part.can_begin]
         if parts:
             tokens = self._seen(tokens, observed)
-            job = ([prompt.text], [self._text(tokens)], [prompt.columns])
+            job = ([prompt.asked], [self._text(tokens)], [prompt.columns_with_text])
             for part in parts:
                 part.begin(sample, tuple(tokens), job)
 
@@ -246,7 +246,7 @@ class Scorer:
         tokens = [self._seen(*response) for response in _responses(batch)]
         keys = list(zip(batch.sample_ids_B.tolist(), map(tuple, tokens), strict=True))
         prompts, texts = batch.prompts, [self._text(one) for one in tokens]
-        job = ([p.text for p in prompts], texts, [p.columns for p in prompts])
+        job = ([p.asked for p in prompts], texts, [p.columns_with_text for p in prompts])
         total_B, scores = torch.zeros(batch.num_samples, dtype=torch.float64), {}
         failed: set[int] = set()
         unturned: list[int] = []
@@ -296,7 +296,7 @@ class Scorer:
         """Returns what each scorer made of the samples; where a failure stops the run, what there
         is when the first is known, with a number for what is not.
 
-        A function gets the prompt's text, the response's text and the row's other columns, once a
+        A function gets the row's prompt, the response's text and the row's other columns, once a
         sample, or once with lists of all where it is batched, and returns a float a sample.
         """
         stops = self._config.on_error == "stop"

@@ -1,9 +1,10 @@
 """Reward functions by name, and how a user's own is found. No torch, so that a run can be checked
 early.
 
-A reward function takes `(prompt: str, response: str, columns: Mapping)` and returns a float;
-`columns` is the rest of the prompt's row. One with the attribute `batched = True` takes lists of
-the three, for all samples at once, and returns one float a sample. traits.py has all attributes.
+A reward function takes `(prompt, response: str, columns: Mapping)` and returns a float. `prompt` is
+what the row has, a text or the messages of a chat; `columns` is the rest of the row, with the text
+that the model was given as `rendered_prompt`. One with the attribute `batched = True` takes lists
+of the three, for all samples at once, and returns one float a sample. traits.py has all attributes.
 """
 
 from __future__ import annotations

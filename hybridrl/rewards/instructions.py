@@ -16,6 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hybridrl.contracts.samples import Asked
 from hybridrl.errors import DataError, short
 
 _DASHES = re.compile(r"\s?\*\*\*\s?")
@@ -36,7 +37,7 @@ class Instructions:
     def __init__(self, partial: bool = False) -> None:
         self._partial = partial
 
-    def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
+    def __call__(self, prompt: Asked, response: str, columns: Mapping[str, object]) -> float:
         """Returns a score from 0 to 1.
 
         Raises:
@@ -68,11 +69,11 @@ def instructions_of(columns: Mapping[str, object]) -> list[tuple[str, dict[str, 
     return found
 
 
-def follows(name: str, arguments: Mapping[str, Any], prompt: str, response: str) -> bool:
+def follows(name: str, arguments: Mapping[str, Any], prompt: Asked, response: str) -> bool:
     """Whether a response follows one instruction; raises DataError for arguments it has not."""
     given = dict(arguments)
     if name == "combination:repeat_prompt":
-        given.setdefault("prompt_to_repeat", prompt)
+        given.setdefault("prompt_to_repeat", _asked(prompt))
     try:
         return bool(CHECKS[name](response, **given))
     except (TypeError, ValueError, AttributeError) as error:
@@ -201,6 +202,14 @@ def _two_responses(text: str) -> bool:
     parts = text.split("******")
     whole = [part.strip() for i, part in enumerate(parts) if part.strip() or 0 < i < len(parts) - 1]
     return len(whole) == 2 and all(whole) and whole[0] != whole[1]
+
+
+def _asked(prompt: Asked) -> str:
+    """Returns the text of a prompt: of a chat what the user said last."""
+    if isinstance(prompt, str):
+        return prompt
+    texts = [str(message["content"]) for message in prompt if message["role"] == "user"]
+    return texts[-1] if texts else ""
 
 
 def _repeats(text: str, prompt_to_repeat: str) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from hybridrl.config.own_code import own_lines, traceback_text
+from hybridrl.contracts.samples import Asked
 from hybridrl.errors import DataError, UserError, did, said, short
 from hybridrl.parallel import failure
 from hybridrl.parallel.failure import rank_file
@@ -89,7 +90,7 @@ def failed(entry: Mapping[str, Any]) -> ScorerFailure:
 
 
 Outcome = float | ScorerFailure
-Job = tuple[Sequence[str], Sequence[str], Sequence[Mapping[str, object]]]
+Job = tuple[Sequence[Asked], Sequence[str], Sequence[Mapping[str, object]]]
 """Prompts, responses and columns of the samples to score."""
 
 

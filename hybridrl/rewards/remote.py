@@ -1,8 +1,9 @@
 """A scorer behind HTTP: another process or host gives the score. No torch.
 
-One POST a sample, `{"prompt", "response", "columns"}` as JSON; the answer is a JSON object whose
-"reward" is a finite number. Invariant: no attempt outlasts its wall-clock limit, whatever keeps it:
-looking up the name, connecting, a TLS handshake, or a server that sends slowly.
+One POST a sample, `{"prompt", "response", "columns"}` as JSON, the prompt of a chat as messages.
+The answer is a JSON object whose "reward" is a finite number. Invariant: no attempt outlasts its
+wall-clock limit, whatever keeps it: looking up the name, connecting, a TLS handshake, or a server
+that sends slowly.
 """
 
 from __future__ import annotations

@@ -296,3 +296,23 @@ def test_samples_of_one_chat_are_held_out_together_and_survive_the_file(tmp_path
         kept, held = hold_out(loaded, 0.4)
         numbers = {p.prompt_id for p in kept.prompts}, {p.prompt_id for p in held}
         assert not numbers[0] & numbers[1] and len(held) == 2 * len(numbers[1]) > 0
+
+
+def test_rewards_and_environments_get_what_the_row_has(tmp_path: Path) -> None:
+    """Not what the template made of it; from the file too."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": "one"}, {"messages": [ONE]}, {"messages": [ONE, TWO, THREE, FOUR]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = tokenizer_of("qwen3")
+    config = DataConfig(prompts=(str(path),), chat_template=True, system_prompt="s")
+    mapped = PromptStore(tokenizer, tmp_path / "cache").load(Reading(config)).prompts
+    found = load_prompts(config, tokenizer).prompts
+    assert list(mapped) == list(found)
+    assert [prompt.asked for prompt in mapped] == ["one", [ONE], [ONE, TWO, THREE]]
+    for prompt in mapped:
+        assert prompt.columns_with_text["rendered_prompt"] == prompt.text
+        assert prompt.text.startswith("<|im_start|>system\ns<|im_end|>")
+    (shown,) = load(tokenizer, {"messages": [ONE, TWO]}).prompts
+    assert shown.asked == [ONE]
+    (plain,) = load_prompts(DataConfig(), tokenizer, [{"prompt": "one"}]).prompts
+    assert plain.asked == plain.text == "one"
