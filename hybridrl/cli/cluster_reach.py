@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from hybridrl.cli.hostfile import forwarded, read_hostfile, remote
 from hybridrl.cli.ray_actors import ActorPipe, ProcessActor
-from hybridrl.cli.ray_launch import connect
+from hybridrl.cli.ray_launch import connect, dead_nodes
 from hybridrl.errors import UserError
 
 PROBE = "hybridrl.cli.cluster_probe"
@@ -125,25 +125,55 @@ def _by_srun(node: str) -> Pipe:
     return Pipe([*found, *PROGRAM])
 
 
+class _Lost:
+    """The channel to a node that Ray lost: nothing comes from it.
+
+    Args:
+        why: in Ray's words.
+    """
+
+    def __init__(self, why: str) -> None:
+        self._why = why
+
+    def send(self, line: str) -> None:
+        """Drops a line."""
+
+    def lines(self) -> Iterator[str]:
+        """Yields nothing."""
+        return iter(())
+
+    def outcome(self) -> str:
+        """Returns why, in words."""
+        return f"Ray lost this node: {self._why}"
+
+    def close(self) -> None:
+        """Has nothing to end."""
+
+
 @contextmanager
 def _ray_nodes(address: str) -> Iterator[tuple[list[str], Reach]]:
-    """Yields the nodes that Ray counts as alive, by address, and what reaches them: an actor on
-    each, which takes no slot of the cluster's, so that they can be asked while others use it.
+    """Yields the nodes of a cluster, by address, and what reaches them: an actor on each, which
+    takes no slot of the cluster's, so that they can be asked while others use it. Those that Ray
+    lost are among them, and do not answer.
     """
     ray: Any = connect(address)
     try:
-        nodes = {one["NodeManagerAddress"]: one["NodeID"] for one in ray.nodes() if one["Alive"]}
+        known = ray.nodes()
+        nodes = {one["NodeManagerAddress"]: one["NodeID"] for one in known if one["Alive"]}
+        lost = dead_nodes(known)
         kind, variables = ray.remote(ProcessActor), {"OMP_NUM_THREADS": "1", **_variables()}
         strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
 
         def reach(node: str) -> Channel:
+            if node in lost:
+                return _Lost(lost[node])
             where = strategy(nodes[node], soft=False)
             options = kind.options(
                 num_cpus=0, num_gpus=0, max_restarts=0, scheduling_strategy=where
             )
             return ActorPipe(options.remote(os.getcwd()), PROBE, variables)
 
-        yield sorted(nodes), reach
+        yield sorted({*nodes, *lost}), reach
     finally:
         ray.shutdown()
 

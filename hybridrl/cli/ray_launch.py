@@ -42,6 +42,8 @@ from hybridrl.errors import ConfigError, UserError, said
 PLACE_S = 60.0  # for the placement group
 FREE_S = 10.0  # until slots are free that were given back
 CONNECT_S = 10.0  # to the cluster
+# Ray's numbers of why a node is dead: it was stopped, or the autoscaler gave an idle one back.
+STOPPED = (1, 4)
 INSTALL = "pip install 'hybridrl[ray]'"
 
 
@@ -80,6 +82,23 @@ def rank_variables(places: Sequence[Place], rank: int) -> dict[str, str]:
     return {**variables, "CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else variables
 
 
+def dead_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Returns the nodes that Ray lost, by address, and why in its words; not those that were
+    stopped, or that have come back.
+
+    Args:
+        nodes: of `ray.nodes()`.
+    """
+    alive = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
+    return {
+        node["NodeManagerAddress"]: node.get("DeathReasonMessage") or "it does not answer"
+        for node in nodes
+        if not node["Alive"]
+        and node["NodeManagerAddress"] not in alive
+        and node.get("DeathReason") not in STOPPED
+    }
+
+
 class RayJob:
     """Actors of a job, one a rank, as an `ElasticJob`.
 
@@ -114,7 +133,8 @@ class RayJob:
             if not self._gather(self._full):
                 raise UserError(
                     "--ray",
-                    f"{self._slots()} {self._unit} slots in the cluster, not all of them free",
+                    f"{self._slots()} {self._unit} slots in the cluster, not all of them free"
+                    + self._dead(),
                     f"{self._full} free ones" + ", with a CPU each" * uses_gpus,
                     "Run `ray status`; add nodes, end other jobs, or give --world.",
                 )
@@ -240,7 +260,7 @@ class RayJob:
                 return False
             if not is_told:
                 told = f"no layout fits the free slots of the cluster: waiting {BACK_S:g} s"
-                say(f"hybridrl: {told} for nodes")
+                say(f"hybridrl: {told} for nodes{self._dead()}")
                 is_told = True
             time.sleep(WAIT_S)
         return True
@@ -273,6 +293,15 @@ class RayJob:
 
     def _free(self) -> int:
         return int(self._ray.available_resources().get(self._unit, 0))
+
+    def _dead(self) -> str:
+        """Returns the nodes that Ray lost, in words that follow others; empty if there is none."""
+        try:
+            found = dead_nodes(self._ray.nodes())
+        except (self._ray.exceptions.RayError, RuntimeError, ConnectionError):
+            return ""
+        named = ", ".join(f"{address} ({why})" for address, why in found.items())
+        return f"; Ray lost {named}" if found else ""
 
     def _alive(self) -> set[str]:
         return {str(node["NodeID"]) for node in self._ray.nodes() if node["Alive"]}

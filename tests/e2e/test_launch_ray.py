@@ -29,6 +29,7 @@ needs_ray = pytest.mark.skipif(
     find_spec("ray") is None or not CAN_MAKE, reason="needs Ray, root and iproute2"
 )
 RAY = "/tmp/hybridrl-ray"  # names of sockets may have 107 characters
+NO_TOKEN = "RAY_AUTH_MODE=disabled"
 KNOBS = (*SMALL, "train.tp=2", "steps.num_steps=2")
 
 
@@ -52,7 +53,8 @@ class Raylets:
     def start(self, index: int, *command: str | Path, **kept: Any) -> subprocess.Popen[str]:
         """Runs a command on a node."""
         paths = f"env PATH={os.environ['PATH']} PYTHONPATH={ROOT / 'tests'} OMP_NUM_THREADS=1"
-        told = f"cd {ROOT} && exec {paths} {shlex.join(map(str, command))}"
+        # A `ray start` of the user's leaves a token in ~/.ray, which would be asked for here.
+        told = f"cd {ROOT} && exec {paths} {NO_TOKEN} {shlex.join(map(str, command))}"
         program = [self._nodes.ssh, self._nodes.names[index], told]
         return subprocess.Popen(program, text=True, start_new_session=True, **kept)
 

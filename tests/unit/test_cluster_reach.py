@@ -54,7 +54,9 @@ class Method:
 
 
 class Cluster:
-    """The module `ray` with two nodes that live and one that does not."""
+    """The module `ray` with two nodes that live, one that it lost, one that was stopped, and one of
+    them before it was started again.
+    """
 
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
@@ -65,11 +67,16 @@ class Cluster:
 
     def nodes(self) -> list[dict[str, Any]]:
         alive = [self._node(*one, True) for one in ADDRESSES.items()]
-        return [*alive, self._node("10.0.0.3", "gone", False)]
+        lost = self._node("10.0.0.3", "gone", False, 2, "health check failed")
+        stopped = self._node("10.0.0.4", "stopped", False, 1, "SIGTERM")
+        return [*alive, lost, stopped, self._node(next(iter(ADDRESSES)), "before", False, 2, "")]
 
     @staticmethod
-    def _node(address: str, name: str, is_alive: bool) -> dict[str, Any]:
-        return {"NodeManagerAddress": address, "NodeID": name, "Alive": is_alive}
+    def _node(
+        address: str, name: str, is_alive: bool, number: int = 0, why: str = ""
+    ) -> dict[str, Any]:
+        died = {"DeathReason": number, "DeathReasonMessage": why}
+        return {"NodeManagerAddress": address, "NodeID": name, "Alive": is_alive, **died}
 
     def remote(self, kind: type) -> Any:
         def options(**given: Any) -> Any:
@@ -106,7 +113,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 def test_a_probe_on_every_node_of_a_ray_cluster_answers(cluster: Cluster, tmp_path: Path) -> None:
     with nodes_of(None, False, "auto", ["ssh"]) as (names, reach, _):
-        assert names == list(ADDRESSES)
+        assert names == [*ADDRESSES, "10.0.0.3"]
+        lost = Conversation(names.pop(), reach("10.0.0.3"), tmp_path)
+        with pytest.raises(NodeLost, match="Ray lost this node: health check failed"):
+            lost.ask("clock")
+        lost.close()
         talks = [Conversation(name, reach(name), tmp_path) for name in names]
         before = [one.ask("write", token="t", version=1)["node"] for one in talks]
         seen = talks[1].ask("read", token="t", version=1, peers=names)
@@ -166,7 +177,7 @@ def test_the_command_checks_the_nodes_and_leaves_the_cluster(
 
     monkeypatch.setattr(cluster_check, "gather", gather)
     assert command(None, False, "auto", "ssh", tmp_path, True) == 0
-    assert asked == [(list(ADDRESSES), True)] and not cluster.is_open
+    assert asked == [([*ADDRESSES, "10.0.0.3"], True)] and not cluster.is_open
     assert json.loads(capsys.readouterr().out)["ok"]
 
 

@@ -23,6 +23,7 @@ class Cluster:
     def __init__(self, **nodes: int) -> None:
         self.alive, self.taken, self.held = nodes, 0, 0  # taken by other jobs, held by this one
         self.on_wait: Callable[[], None] = lambda: None
+        self.lost: list[str] = []
         self.exceptions = SimpleNamespace(RayError=OSError)
         strategies = SimpleNamespace(PlacementGroupSchedulingStrategy=lambda *_: None)
         self.util = SimpleNamespace(
@@ -38,7 +39,11 @@ class Cluster:
         return {"CPU": sum(self.alive.values()) - self.taken - self.held}
 
     def nodes(self) -> list[dict[str, Any]]:
-        return [{"NodeID": name, "Alive": True} for name in self.alive]
+        alive = [(name, True) for name in self.alive] + [(name, False) for name in self.lost]
+        return [
+            {"NodeID": name, "NodeManagerAddress": name, "Alive": is_alive}
+            for name, is_alive in alive
+        ]
 
     def _group(self, slots: list[Any], strategy: str) -> Any:
         def wait(_: float) -> bool:
@@ -118,9 +123,12 @@ def test_a_wait_for_nodes_ends_with_a_signal_or_in_time(
 ) -> None:
     cluster, job = make(4, lambda size: size == 4, a=2, b=2)
     del cluster.alive["b"]
+    cluster.lost.append("b")
     assert not job.settle(True, [15])
     assert not job.settle(True, [])
-    assert capsys.readouterr().err.count("no layout fits the free slots") == 1
+    told = capsys.readouterr().err
+    assert told.count("no layout fits the free slots") == 1
+    assert "for nodes; Ray lost b (it does not answer)" in told
     assert cluster.held == 0
 
 
