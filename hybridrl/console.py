@@ -97,7 +97,10 @@ _FILES: dict[int, ConsoleFile] = {}  # one a descriptor, since it knows whether 
 
 
 def _file(descriptor: int) -> ConsoleFile:
-    return _FILES.setdefault(descriptor, ConsoleFile(descriptor))
+    # A stream of `protected` closes its file when the block has ended and nobody has the stream.
+    if descriptor not in _FILES or _FILES[descriptor].closed:
+        _FILES[descriptor] = ConsoleFile(descriptor)
+    return _FILES[descriptor]
 
 
 def write(descriptor: int, block: bytes) -> None:

@@ -179,3 +179,16 @@ with console.protected():
     own += "\n    assert sys.stdout is not before; print(1)\nassert sys.stdout is before; print(2)"
     done = subprocess.run([sys.executable, "-c", own], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n2\n"
+
+
+def test_a_program_may_protect_its_console_again() -> None:
+    # As a script does that calls Trainer.fit twice.
+    program = (
+        "from hybridrl import console\n"
+        "for _ in range(2):\n"
+        "    with console.protected():\n"
+        "        print('a')\n"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "a\na\n"), done.stderr
