@@ -95,24 +95,22 @@ class BadRows:
         """
         for source, num in self._nums.items():
             if source not in good and num >= rows_at_least:
-                raise self._error([source], f"as are all {num} rows of it" if num > 1 else "")
+                raise self._error([source], is_whole=True)
         if self.stops and rows_at_least == 1:
-            raise self._error(list(self._nums), "")
+            raise self._error(list(self._nums), is_whole=False)
 
-    def _error(self, sources: Sequence[int], whole: str) -> DataError:
-        """Returns the first error, with the places of others; `whole` says that there are no good
-        rows.
-        """
+    def _error(self, sources: Sequence[int], is_whole: bool) -> DataError:
+        """Returns the first error, and where others are: in all rows if `is_whole`."""
         num = sum(self._nums[source] for source in sources)
         named = [error for source in sources for error in self._first[source]][:MAX_NAMED]
         (name, got, allowed, remedy), others = named[0].parts(), named[1:]
-        if whole:
-            got += f", {whole}"
+        if is_whole:
+            got += f", as are all {num} rows of it" if num > 1 else ""
         elif others:
             shown = "; ".join(f"{one.name}: {_cut(one.parts()[1])}" for one in others)
             got += f". {num - 1} more rows are bad: {shown}"
             got += f"; and {num - len(named)} more" if num > len(named) else ""
-        if not whole:
+        if not is_whole:
             remedy += " Or set data.on_bad_row=drop, which leaves such rows out and counts them."
         return DataError(name, got, allowed, remedy)
 
