@@ -205,7 +205,13 @@ class Case(CaseRecord):
                 f"log-probabilities with shared prompts are {away} nats from those without"
             )
         self.result["shared_difference"] = away
-        for name, each in flops.items():
+        sizes, world = self.flop_sizes(batch), self.world.size
+        computed = {
+            "logprobs": forward_flops(*sizes, prefixes=model.planner.shared_tokens(batch, True)),
+            "update": train_flops(*sizes, prefixes=model.planner.shared_tokens(batch)),
+        }
+        for name in flops:
+            each = computed[name] / world
             found = self.attempt(f"{name}, shared", batch, getattr(self, name), each)
             if "ms" in found:
                 ratio = self.result["passes"][name]["ms"] / found["ms"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, chain
+from itertools import accumulate, chain, groupby
 
 from hybridrl.data.balance import Schedule, schedule
 from hybridrl.data.packing import check_lengths, even_sizes
@@ -121,6 +121,26 @@ def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
     # All ranks have the same number, as many as the fullest needs.
     most = max(len(packed(own, inputs.multiple)) for own in rows)
     return [packed(own, most) for own in rows]
+
+
+def shared_tokens(
+    dealt: Schedule, groups: Sequence[int], prompt_lengths: Sequence[int]
+) -> list[int]:
+    """Returns the leading tokens of each sample that another one of its micro-batch holds, as
+    collate.py lays them.
+
+    Args:
+        dealt: Schedule of the samples.
+        groups, prompt_lengths: Of each sample, as of `ScheduleInputs`.
+    """
+    found = [0] * len(groups)
+    for micro in chain.from_iterable(dealt):
+        for _, run in groupby(micro, key=groups.__getitem__):
+            first, *others = run
+            prefix = shared_prefix(prompt_lengths[first], 1 + len(others))
+            for sample in others:
+                found[sample] = prefix
+    return found
 
 
 def _schedule_part(inputs: ScheduleInputs) -> Schedule:

@@ -372,6 +372,7 @@ class Trainer:
             self.journal.dump_samples(self.step, scored, self.roles.learned(batch), self.scorer)
             metrics |= self.journal.describe(scored) | self.sampler.metrics()
         metrics |= feedback_metrics(batch) if self.algorithm.needs.feedback else {}
+        metrics |= self.roles.sharing(batch)
         flops = self.roles.flops(batch, self.step - 1, self.sampler.generated, self.mix.taken)
         shown = scored if self.algorithm.needs.rollouts else batch
         return self.journal.summarize(shown, metrics, flops)

@@ -3,7 +3,8 @@
 Model FLOPs: what the mathematics asks for, a multiplication and an addition counting two.
 Recomputed activations, padding and the masked half of attention scores do not count, so that a
 rate is comparable between ways of computing the same (Chowdhery et al. 2022, "PaLM", appendix B),
-nor do output heads where nothing is predicted.
+nor do output heads where nothing is predicted. What samples share counts once where it is computed
+once: their rate is that of the hardware, and what sharing saves is a number of its own.
 Matrix products and attention only; norms, rotary positions, softmax and the optimizer are left out.
 """
 
@@ -67,17 +68,31 @@ def attention_length(shape: ModelShape) -> int:
     return 2 * weights // (shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim))
 
 
+def attended_pairs(shape: ModelShape, length: int) -> int:
+    """Returns the pairs of positions that attend one to the other in a sequence, over all layers:
+    those that the causal mask and the layers' windows leave.
+    """
+    whole = length * (length + 1) // 2
+    if shape.window is None:
+        return shape.num_layers * whole
+    outside = max(0, length - shape.window)  # of the last query's positions
+    windowed = whole - outside * (outside + 1) // 2
+    num_whole = shape.num_whole_layers
+    return num_whole * whole + (shape.num_layers - num_whole) * windowed
+
+
 def forward_flops(
     shape: ModelShape,
     lengths: Iterable[int],
     head_tokens: int,
     head_size: int | None = None,
+    prefixes: Iterable[int] | None = None,
 ) -> int:
     """Returns the FLOPs of one forward pass over sequences, of all ranks together.
 
     A token costs two FLOPs for each weight; attention, two products, of 2 FLOPs for each element of
     a key and of a value, for each head and each of the L (L + 1) / 2 pairs of positions that the
-    causal mask leaves.
+    causal mask leaves, fewer in layers with windows.
 
     Args:
         shape: sizes of the model.
@@ -85,12 +100,15 @@ def forward_flops(
         head_tokens: positions that the output head is computed for: of the trainer, the response
             tokens.
         head_size: outputs of the head; None: the vocabulary, 1 for a value head.
+        prefixes: Leading tokens of each sequence that are computed with another; None: no token is.
     """
     lengths = list(lengths)
-    tokens = sum(lengths)
-    pairs = sum(length * (length + 1) // 2 for length in lengths)
+    shared = [0] * len(lengths) if prefixes is None else list(prefixes)
+    tokens = sum(lengths) - sum(shared)
+    pairs = sum(attended_pairs(shape, length) for length in lengths)
+    pairs -= sum(attended_pairs(shape, prefix) for prefix in shared)
     layers = 2 * matmul_params(shape) * tokens
-    layers += shape.num_layers * 2 * shape.num_heads * (shape.head_dim + shape.value_dim) * pairs
+    layers += 2 * shape.num_heads * (shape.head_dim + shape.value_dim) * pairs
     outputs = shape.vocab_size if head_size is None else head_size
     return layers + 2 * shape.hidden_size * outputs * head_tokens
 
@@ -100,9 +118,10 @@ def train_flops(
     lengths: Iterable[int],
     head_tokens: int,
     head_size: int | None = None,
+    prefixes: Iterable[int] | None = None,
 ) -> int:
     """Returns the FLOPs of one forward and backward pass; arguments as of `forward_flops`."""
-    return TRAIN_PASSES * forward_flops(shape, lengths, head_tokens, head_size)
+    return TRAIN_PASSES * forward_flops(shape, lengths, head_tokens, head_size, prefixes)
 
 
 GeneratedLengths = dict[int, tuple[int, list[tuple[int, int]]]]

@@ -165,6 +165,7 @@ class ModelShape:
         latent: sizes of latent attention; None: attention is grouped-query.
         window: positions that a query of a windowed layer attends to, its own with them; None: no
             layer is windowed.
+        num_whole_layers: Layers without a window, where others have one.
         norms_after: whether norms come after attention and the feed-forward layer: "no", "only" or
             "also".
         whole_qk_norm: whether queries and keys are normalised over all heads together.
@@ -195,6 +196,7 @@ class ModelShape:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     attention_cap: float = 0.0
     logits_cap: float = 0.0
+    num_whole_layers: int = 0
 
     @property
     def torch_only(self) -> str:

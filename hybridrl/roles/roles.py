@@ -38,6 +38,7 @@ from hybridrl.roles.critic import Critic
 from hybridrl.roles.policy import LossTerm, Policy
 from hybridrl.roles.reward_models import RewardModel, make_reward_models
 from hybridrl.roles.teacher import Teacher, make_teacher
+from hybridrl.training.batch_plan import BatchPlanner
 from hybridrl.training.build import build_model, model_source
 from hybridrl.training.exploded import explosion_of
 from hybridrl.training.model import ModelSource, ParallelModel
@@ -170,8 +171,9 @@ class Roles:
         generated: GeneratedLengths,
         terms: Sequence[TrainBatch] = (),
     ) -> dict[str, int]:
-        """Returns the model FLOPs of a step's phases, all ranks together; output heads count for
-        response tokens only, which alone have a loss.
+        """Returns the model FLOPs of a step's phases that were computed, all ranks together: a
+        prompt that samples share in a micro-batch once. Output heads count for response tokens
+        only, which alone have a loss.
 
         Args:
             batch: of the step, with all its columns.
@@ -180,28 +182,49 @@ class Roles:
             terms: batches of further terms, whose columns are made in the update too.
         """
         shape = self.source.shape
-        has_critic, trains_policy = self.critic is not None, self.trains_policy(num_steps_done)
+        trains_policy = self.trains_policy(num_steps_done)
         lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
-        value = forward_flops(shape, lengths, responses, head_size=1)
-        value_update = train_flops(shape, lengths, responses, head_size=1)
-        lookups, update = _lm_flops(shape, batch)
+        planner = self.policy.model.planner
+        value = value_update = 0
+        if self.critic is not None:
+            of_critic = self.critic.model.planner
+            seen, learned = (
+                of_critic.shared_tokens(batch, is_lookup) for is_lookup in (True, False)
+            )
+            value = forward_flops(shape, lengths, responses, 1, seen)
+            value_update = train_flops(shape, lengths, responses, 1, learned)
+        lookups, update = _lm_flops(shape, batch, planner)
         if self.teacher is not None:
-            lookups += forward_flops(self.teacher.model.source.shape, lengths, responses)
+            teacher = self.teacher.model
+            shared = teacher.planner.shared_tokens(batch, is_lookup=True)
+            lookups += forward_flops(teacher.source.shape, lengths, responses, prefixes=shared)
         return {
             "generate": generate_flops(shape, generated),
-            "logprobs": lookups + has_critic * value,
+            "logprobs": lookups + value,
             "update": trains_policy * update
-            + has_critic * value_update
-            + sum(sum(_lm_flops(shape, term)) for term in terms),
+            + value_update
+            + sum(sum(_lm_flops(shape, term, planner)) for term in terms),
         }
 
+    def sharing(self, batch: TrainBatch) -> dict[str, float]:
+        """Returns by what factor shared prompts lower the model FLOPs of the policy's update;
+        nothing where samples do not share prompts.
+        """
+        planner, shape = self.policy.model.planner, self.source.shape
+        if not planner.shares_prompts or "policy" not in self.trained:
+            return {}
+        sizes = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
+        computed = train_flops(shape, *sizes, prefixes=planner.shared_tokens(batch))
+        return {"train/shared_prompts_speedup": train_flops(shape, *sizes) / max(computed, 1)}
 
-def _lm_flops(shape: ModelShape, batch: TrainBatch) -> tuple[int, int]:
+
+def _lm_flops(shape: ModelShape, batch: TrainBatch, planner: BatchPlanner) -> tuple[int, int]:
     """Returns what a batch's columns of log-probabilities took, and its update of the policy."""
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     num = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
-    forward = forward_flops(shape, lengths, responses)
-    return num * forward, train_flops(shape, lengths, responses)
+    seen, learned = planner.shared_tokens(batch, is_lookup=True), planner.shared_tokens(batch)
+    forward = forward_flops(shape, lengths, responses, prefixes=seen)
+    return num * forward, train_flops(shape, lengths, responses, prefixes=learned)
 
 
 def make_roles(

@@ -19,7 +19,12 @@ from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.data.balance import Schedule, schedule_hash
 from hybridrl.data.collate import context_positions, micro_batch, unpack
 from hybridrl.data.packing import FP8_TOKENS, round_up
-from hybridrl.data.sharing import ScheduleInputs, schedule_lookups, schedule_samples
+from hybridrl.data.sharing import (
+    ScheduleInputs,
+    schedule_lookups,
+    schedule_samples,
+    shared_tokens,
+)
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.attention import PackedSequences, SharedPrompts
 from hybridrl.models.family import ModelShape
@@ -132,6 +137,16 @@ class BatchPlanner:
         mini-batches: (B, W) bool.
         """
         return self._on_ranks(self._schedule(batch, num_parts))
+
+    def shared_tokens(self, batch: TrainBatch, is_lookup: bool = False) -> list[int]:
+        """Returns the leading tokens of each sample of a batch that are computed with another's, in
+        an update or, with `is_lookup`, in a lookup.
+        """
+        if not self.shares_prompts:
+            return [0] * len(batch.lengths_B)
+        num_parts = 1 if batch.holders is None else batch.holders.num_parts
+        dealt = self._schedule(batch, num_parts, is_lookup)
+        return shared_tokens(dealt, batch.group_B.tolist(), batch.prompt_lengths_B.tolist())
 
     def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
         """Cuts a batch into the micro-batches of this rank's replica, and brings it the tokens that

@@ -52,6 +52,9 @@ def test_step_benchmark_times_the_parts_of_steps_of_forced_lengths(tmp_path: Pat
         assert step["metrics"]["policy/grad_norm"] > 0 and step["metrics"]["reward/std"] > 0
     assert 0 < median["mfu"]["update"] < 1.5
     assert case["predicted_memory"]["train_peak_bytes"] > 0
+    assert case["predicted_memory"]["usual_train_peak_bytes"] > 0
+    # Samples of one prompt share it, and FLOPs count it once.
+    assert all(step["metrics"]["train/shared_prompts_speedup"] > 1.05 for step in case["steps"])
 
 
 @pytest.mark.full

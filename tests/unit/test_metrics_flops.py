@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.data.sharing import Unit, shared_tokens
 from hybridrl.metrics.flops import (
+    attended_pairs,
     attention_length,
     forward_flops,
     generate_flops,
@@ -66,6 +70,27 @@ def test_forward_flops_of_qwen25_05b() -> None:
     assert train_flops(model, [3, 2], 4) == 3 * forward_flops(model, [3, 2], 4)
 
 
+def test_a_windowed_layer_counts_the_pairs_of_its_window() -> None:
+    plain = replace(shape(QWEN25_05B), num_layers=3)
+    windowed = replace(plain, window=4, num_whole_layers=1)
+    for length in (0, 1, 3, 4, 5, 11):
+        pairs = sum(min(query + 1, 4) for query in range(length))
+        assert attended_pairs(windowed, length) == length * (length + 1) // 2 + 2 * pairs
+        assert attended_pairs(plain, length) == 3 * length * (length + 1) // 2
+
+
+def test_a_shared_prompt_is_computed_once() -> None:
+    """As a unit of three samples: its positions, and the pairs that they attend to."""
+    model = shape(QWEN25_05B)
+    unit = Unit((0, 1, 2), 9, (12, 11, 15))
+    groups, prompts = [4, 4, 4, 5], [10, 10, 10, 10]
+    prefixes = shared_tokens([[(0, 1, 2)], [(3,)]], groups, prompts)
+    assert prefixes == [0, 9, 9, 0]
+    found = forward_flops(model, unit.lengths, 0, prefixes=prefixes[:3])
+    pairs = (unit.attended + unit.tokens) // 2  # of a position with itself, too
+    assert found == unit.tokens * 2 * 24 * 14_909_440 + pairs * 24 * 4 * 896
+
+
 def test_attention_costs_as_much_as_all_weights_at_its_length() -> None:
     model = shape(QWEN25_05B)
     length = attention_length(model)
@@ -107,7 +132,12 @@ def test_flops_of_terms_are_those_of_their_columns_and_their_update() -> None:
     pairs = batch((1, 1), (1, 3), **looked_up, reference_logp_T=True)  # 6, 3 + 10, 4
     one, of_sft = 3 * body + 6 * pair + head, 7 * body + 16 * pair + 4 * head
     of_pairs = 6 * body + 13 * pair + 4 * head
-    roles = Roles(source, None, None, None, {"policy": None}, 0)  # type: ignore[arg-type,dict-item]
+    shared = {id(main): [0], id(sft): [0, 0], id(pairs): [0, 0]}
+    planner = SimpleNamespace(
+        shares_prompts=True, shared_tokens=lambda batch, is_lookup=False: shared[id(batch)]
+    )
+    policy: Any = SimpleNamespace(model=SimpleNamespace(planner=planner))
+    roles = Roles(source, policy, None, None, {"policy": None}, 0)  # type: ignore[dict-item]
     assert roles.flops(main, 0, {}) == {"generate": 0, "logprobs": one, "update": 3 * one}
     mixed = roles.flops(main, 0, {}, [sft, pairs])
     # Backward passes cost twice what forward passes do; pairs are looked up twice before.
@@ -116,6 +146,11 @@ def test_flops_of_terms_are_those_of_their_columns_and_their_update() -> None:
         "logprobs": one,
         "update": 3 * one + 3 * of_sft + (2 + 3) * of_pairs,
     }
+    assert roles.sharing(sft) == {"train/shared_prompts_speedup": 1.0}
+    shared[id(sft)] = [0, 1]  # the second's first token is computed with the first sample
+    assert roles.flops(sft, 0, {})["update"] == 3 * (of_sft - body - pair)
+    speedup = roles.sharing(sft)["train/shared_prompts_speedup"]
+    assert speedup == pytest.approx(of_sft / (of_sft - body - pair))
     warming_up = replace(roles, num_critic_warmup_steps=1)
     assert warming_up.flops(main, 0, {})["update"] == 0
 

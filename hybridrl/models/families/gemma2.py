@@ -62,10 +62,12 @@ def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
     require(hf_config, "hidden_act", GELU, (GELU,))  # nothing reads it
     answered = ("hidden_act", "sliding_window", "layer_types", "use_sliding_window")
     plain = {key: value for key, value in hf_config.items() if key not in answered}
-    has_windows = WINDOWED in layer_kinds(hf_config, every)
+    kinds = layer_kinds(hf_config, every)
+    has_windows = WINDOWED in kinds
     return replace(
         decoder_shape(plain, **own),
         window=size(hf_config, "sliding_window") if has_windows else None,
+        num_whole_layers=kinds.count(FULL) if has_windows else 0,
         norms_after="also",
         centered_norms=True,
         activation="gelu_tanh",
