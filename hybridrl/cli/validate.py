@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +36,7 @@ from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named
 from hybridrl.config.roles import reward_models
 from hybridrl.config.rules import check, layer_rules, split_rules, without_training
 from hybridrl.config.rules_placement import placed
-from hybridrl.config.schema import Config, DataConfig, ModelConfig
+from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
@@ -45,7 +46,7 @@ from hybridrl.data.feedback import checked, label_columns
 from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
 from hybridrl.data.rows import BadRows
 from hybridrl.environments.table import check_environment
-from hybridrl.errors import ConfigError, UserError
+from hybridrl.errors import ConfigError, DataError, UserError
 from hybridrl.models.directory import read_config
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import bias_rule, read_model
@@ -53,7 +54,7 @@ from hybridrl.models.headers import HfHeaders
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.rewards.functions import NEEDS_ANSWER, check_rewards
+from hybridrl.rewards.functions import NEEDS_ANSWER, RowCheck, check_rewards
 
 
 def model_violations(
@@ -130,21 +131,21 @@ def validate_training(
         ConfigError: with every violation.
     """
     found = _common(config, world_size, slots=slots)
-    data, answer = config.data, _answer_column(config)
+    data, scored = config.data, _scored(config)
     if data.prompts is None:
         found.append(_no_file("data.prompts", "train"))
     else:
-        found += _rows(data, data.prompts, config.algorithm.needs, answer)
+        found += _rows(data, data.prompts, config.algorithm.needs, scored)
     for name, term in config.terms().items():
         paths = term.data.prompts
         if paths is None:
             found.append(_no_file(f"mix.{name}.data.prompts", "train"))
         else:
-            found += _rows(term.data, paths, term.algorithm.needs, [])
+            found += _rows(term.data, paths, term.algorithm.needs, _Scored())
     if data.validation is not None:
-        found += _rows(data, data.validation, config.algorithm.needs, answer)
+        found += _rows(data, data.validation, config.algorithm.needs, scored)
     if data.eval_prompts is not None:
-        found += _files(data, data.eval_prompts, answer)
+        found += _files(data, data.eval_prompts, scored)
     _raise_all([*found, *_sets(config), *_trackers(config)])
     check_free(run_folder(config))
     _check_run(config, reads_newest=resume == "newest")
@@ -168,13 +169,13 @@ def validate_evaluation(
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
         config = config.model_copy(update={"data": data})
     found = without_training(_common(config, world_size, has_teacher=False))
-    data, needs, answer = config.data, config.algorithm.needs, _answer_column(config)
+    data, needs, scored = config.data, config.algorithm.needs, _scored(config)
     if data.eval_prompts:
-        found += _files(data, data.eval_prompts, answer)
+        found += _files(data, data.eval_prompts, scored)
     if data.validation:
-        found += _rows(data, data.validation, needs, answer)
+        found += _rows(data, data.validation, needs, scored)
     if data.eval_share and data.prompts:
-        found += _rows(data, data.prompts, needs, answer)
+        found += _rows(data, data.prompts, needs, scored)
     elif not (data.eval_prompts or data.validation or config.eval.sets):
         found.append(_no_file("data.eval_prompts, data.validation or eval.sets", "eval"))
     _raise_all([*found, *_sets(config)])
@@ -349,18 +350,42 @@ def _trackers(config: Config) -> Iterator[UserError]:
             yield UserError(f"log.{package}", name, f"null without the package {package}", remedy)
 
 
-def _answer_column(config: Config) -> list[str]:
-    scorers = config.reward.scorers().values() if is_scored(config) else ()
-    is_needed = any(scorer.function in NEEDS_ANSWER for scorer in scorers)
-    return [config.data.answer_key] if is_needed else []
+@dataclass(frozen=True)
+class _Scored:
+    """What rows need so that responses to them can be scored.
+
+    Args:
+        columns: that each row must have.
+        check: is asked about each row. None: there is no reward that looks at rows, or
+            `reward.on_error` says what responses to a wrong one are worth.
+    """
+
+    columns: Sequence[str] = ()
+    check: RowCheck | None = None
+
+    @staticmethod
+    def by(reward: RewardConfig, data: DataConfig) -> _Scored:
+        """Returns what these rewards need."""
+        has_answers = any(one.function in NEEDS_ANSWER for one in reward.scorers().values())
+        is_checked = reward.on_error == "stop" and not check_rewards(reward)
+        columns = [data.answer_key] if has_answers else []
+        return _Scored(columns, RowCheck(reward) if is_checked else None)
+
+    def looked_for(self) -> list[object]:
+        """Returns, for JSON, what decides which rows are right."""
+        return [list(self.columns), [] if self.check is None else self.check.identity()]
+
+
+def _scored(config: Config) -> _Scored:
+    return _Scored.by(config.reward, config.data) if is_scored(config) else _Scored()
 
 
 def _rows(
-    data: DataConfig, paths: Sequence[str], needs: Needs | None, answer: Sequence[str]
+    data: DataConfig, paths: Sequence[str], needs: Needs | None, scored: _Scored
 ) -> list[UserError]:
     """Checks what an algorithm trains on; of one of the user's own only prompts are looked for."""
     if needs is None or needs.rollouts:
-        return _files(data, paths, answer)
+        return _files(data, paths, scored)
     feedback = needs.feedback
     kind, columns = kind_of(feedback, has_responses=True), label_columns(data, feedback)
     return unless_checked(
@@ -368,11 +393,13 @@ def _rows(
     )
 
 
-def _files(data: DataConfig, paths: Sequence[str], other: Sequence[str]) -> list[UserError]:
+def _files(data: DataConfig, paths: Sequence[str], scored: _Scored) -> list[UserError]:
     """Checks what is evaluated, or given responses."""
-    columns = list(other)
     return unless_checked(
-        data, paths, ["prompts", columns], lambda: [*_each_file(data, paths, "prompts", columns)]
+        data,
+        paths,
+        ["prompts", *scored.looked_for()],
+        lambda: [*_each_file(data, paths, "prompts", scored.columns, scored.check)],
     )
 
 
@@ -382,19 +409,31 @@ def _sets(config: Config) -> Iterator[UserError]:
         for error in check_rewards(section.scored_by):
             key = error.name.replace("reward", f"eval.sets.{name}.scorer", 1)
             yield UserError(key, error.value, error.allowed, error.remedy)
+        function = section.scored_by.function
         try:
-            for _ in set_rows(section, config.data):
-                pass
+            for number, row in enumerate(set_rows(section, config.data), 1):
+                if function in NEEDS_ANSWER and "answer" not in row:
+                    yield DataError(
+                        f"eval.sets.{name}.path",
+                        f"no answer in row {number}",
+                        f"an answer in every row, for {function}",
+                        "Set data.answer_key to its column, or another scorer.",
+                    )
+                    break
         except UserError as error:
             yield error
 
 
 def _each_file(
-    data: DataConfig, paths: Sequence[str], kind: Kind, required: Sequence[str]
+    data: DataConfig,
+    paths: Sequence[str],
+    kind: Kind,
+    required: Sequence[str],
+    check: RowCheck | None = None,
 ) -> Iterator[UserError]:
     for path in paths:
         try:
-            validate_file(path, data, kind, required)
+            validate_file(path, data, kind, required, check)
         except UserError as error:
             yield error
 

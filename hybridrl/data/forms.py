@@ -29,7 +29,7 @@ from hybridrl.data.rows import (
 )
 from hybridrl.data.trees import SAID as TREES
 from hybridrl.data.trees import unfolded
-from hybridrl.errors import RowError, short
+from hybridrl.errors import DataError, RowError, short
 
 Kind = Literal["prompts", "demonstrations", "pairs", "labels"]
 """What is asked of rows: prompts to respond to, or responses to learn from."""
@@ -41,6 +41,9 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     "labels": ("prompt_key", "response_key"),
 }
 _CHATS = ("messages", "conversations")
+CheckRow = Callable[[str, Mapping[str, object]], None]
+"""Takes a prompt's text and its row's columns; raises DataError for a row that nothing can be made
+of."""
 Text = str | list[Message]
 Parts = list[Text]
 """The prompt, then the response or both sides of a pair; as many as the kind has keys."""
@@ -100,17 +103,34 @@ def formed_rows(
 
 
 def validate_file(
-    path: str, config: DataConfig, kind: Kind = "prompts", required: Sequence[str] = ()
+    path: str,
+    config: DataConfig,
+    kind: Kind = "prompts",
+    required: Sequence[str] = (),
+    check: CheckRow | None = None,
 ) -> int:
     """Reads every row of one source and returns the number of those that can be used; arguments as
     of `formed_rows`.
+
+    Args:
+        check: is asked about each row; with it a row without a required column is refused.
 
     Raises:
         DataError: the source cannot be read, or has bad rows and `data.on_bad_row` is 'stop', or no
             others.
     """
-    bad = BadRows(config.on_bad_row)
-    num = sum(1 for _ in formed_rows([path], config, kind, required, bad))
+    bad, num = BadRows(config.on_bad_row), 0
+    # Without its answer a row is read all the same later, so that it cannot be left out here.
+    for row in formed_rows([path], config, kind, required if check is None else (), bad):
+        num += 1
+        if check is not None:
+            for name in required:
+                if row.columns.get(name) is None:
+                    raise missing(row, name)
+            try:
+                check("", {**row.columns, "answer": row.columns.get(config.answer_key)})
+            except DataError as error:
+                raise DataError(row.place, error.value, error.allowed, error.remedy) from error
     bad.check([0] if num else [])
     return num
 
@@ -153,7 +173,7 @@ def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
 def missing(row: Row, name: str) -> RowError:
     """Returns the error of a row without a column."""
     present = sorted(map(str, row.columns))
-    near = get_close_matches(name, present, 1)
+    near = get_close_matches(name, [key for key in present if key != name], 1)
     hint = f"Did you mean {short(near[0])}? " if near else ""
     got = "null" if name in row.columns else f"no column {short(name)} among {short(present, 300)}"
     allowed = f"the column {short(name)} in every row"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.algorithms.base import Needs
-from hybridrl.config.schema import Config, DataConfig, ModelConfig
+from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
 from hybridrl.config.source import tokenizer_directory
 from hybridrl.config.teacher import is_scored
 from hybridrl.config.tokenizer import check_token_numbers, check_tokenizer_files
@@ -27,11 +27,11 @@ from hybridrl.data.prompt_file import largest_token
 from hybridrl.data.prompt_store import PromptStore, Rows, load_rows, reading_of
 from hybridrl.data.prompts import LeftOut, LoadedPrompts, PromptSource, Reading
 from hybridrl.data.text_tokens import TextTokens
-from hybridrl.errors import ModelError
+from hybridrl.errors import DataError, ModelError
 from hybridrl.loop.evaluate import Evaluations, EvaluationSet
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
-from hybridrl.rewards.functions import NEEDS_ANSWER, RewardFunction, no_reward
+from hybridrl.rewards.functions import NEEDS_ANSWER, RewardFunction, RowCheck, no_reward
 from hybridrl.roles.mix import Mix
 from hybridrl.training.build import model_source
 
@@ -91,6 +91,8 @@ def make_data(
         sets = load_sets(config, store, notify)
         if trains or config.data.prompts or given.prompts is not None:
             loaded, evaluated = load_data(config, store, needs, given.prompts, notify)
+            if given.prompts is not None and given.reward is None and is_scored(config):
+                store.once(partial(check_answers, config.reward, (*loaded.prompts, *evaluated)))
         else:  # of a model without a run
             evaluated = load_held_out(config.data, store, notify)
             loaded = None
@@ -183,6 +185,24 @@ def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
                 f"tokens below the model's vocab_size = {num_tokens}",
                 "Give the model's own tokenizer.",
             )
+
+
+def check_answers(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
+    """Refuses rows in memory that the rewards cannot score, as the command line does those of
+    files.
+
+    Raises:
+        DataError: naming the first such row.
+    """
+    if reward.on_error != "stop":
+        return
+    check = RowCheck(reward)
+    for prompt in prompts:
+        try:
+            check(prompt.text, prompt.columns)
+        except DataError as error:
+            row = f"prompts[{prompt.prompt_id}]"
+            raise DataError(row, error.value, error.allowed, error.remedy) from error
 
 
 def make_scorer(

@@ -1,18 +1,29 @@
 """Rewards that compare a response with the row's "answer" column. No torch.
 
-Each is made with its options as keyword arguments and called as functions.py says.
+Each is made with its options as keyword arguments and called as functions.py says. An answer is a
+text or a number; of a list each element is right. `check_row` raises for an answer that the reward
+cannot read, so that it is found before ranks start.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import re
 from collections.abc import Mapping
 from decimal import Decimal, InvalidOperation
+from numbers import Rational, Real
+from typing import Any
 
 from hybridrl.errors import DataError, UserError, short
 
 MOST_BOXES, MOST_BOX_CHARS = 5, 2_000
-_NUMBER = r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+_NUMBER = r"-?(?:\\?\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
+# A dollar sign of money, which is no delimiter of a formula; not the one behind a line break.
+_MONEY = re.compile(r"(?<!\\)\\\$")
+_NO_VALUE = re.compile(r"\\?\$|\\[()\[\]]|[\s{}]")
+_COUNTED = re.compile(r"(?<=\d)\s+\([A-Za-z][A-Za-z .,'-]{2,}\)$")
+_TEXT = re.compile(r"\\(?:text|mathrm)(?:bf|it|rm|normal)?\{([^{}]*)\}|\\mathbf\{([^{}]*)\}")
 
 
 class ExactMatch:
@@ -34,9 +45,12 @@ class ExactMatch:
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns 1.0 or 0.0."""
-        wanted = answer_of(prompt, columns).strip()
         answer = self.answer(response)
-        return float(answer is not None and answer == wanted)
+        return float(answer in [text.strip() for text in answers_of(prompt, columns)])
+
+    def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
+        """Raises DataError for a row without an answer."""
+        answers_of(prompt, columns)
 
     def answer(self, response: str) -> str | None:
         """Returns the answer in a response, if there is one."""
@@ -67,16 +81,19 @@ class Gsm8k:
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns 1.0 or 0.0."""
-        answer = answer_of(prompt, columns)
-        wanted = _number(answer.rpartition("####")[2].strip())
-        if wanted is None:
-            raise DataError(
-                "data.answer_key",
-                short(answer[-40:]),
-                "a number, alone or after ####",
-                "Mend that row, or use another reward.",
-            )
-        return float(self._found(response) == wanted)
+        return float(self._found(response) in self._wanted(prompt, columns))
+
+    def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
+        """Raises DataError for an answer that is no number."""
+        self._wanted(prompt, columns)
+
+    def _wanted(self, prompt: str, columns: Mapping[str, object]) -> list[Decimal]:
+        found = []
+        for answer in answers_of(prompt, columns):
+            if (number := _number(answer.rpartition("####")[2].strip())) is None:
+                raise _unread(answer[-40:], "a number, alone or after ####, or a list of these")
+            found.append(number)
+        return found
 
     def _found(self, response: str) -> Decimal | None:
         found = self._pattern.findall(response)
@@ -106,20 +123,46 @@ class Math:
             raise UserError(
                 "reward.function", "math", allowed, f"Run: pip install 'hybridrl[math]' ({error})"
             ) from error
+        # It warns that nothing limits its time: the process is limited.
+        logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
         self._library = math_verify
+        self._whole = [math_verify.LatexExtractionConfig()]
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns 1.0 or 0.0."""
-        answer = answer_of(prompt, columns).rpartition("####")[2].strip()
-        marked = answer if "$" in answer or "\\boxed" in answer else f"${answer}$"
+        answers, boxed = self._wanted(prompt, columns), last_box(response)
+        if boxed is not None and plain_math(boxed) in map(plain_math, answers):
+            return 1.0  # the same text, be it a formula or not
         # Its own limits are signals; that of the process is enough.
-        wanted = self._library.parse(marked, parsing_timeout=None)
-        if not wanted:
-            raise DataError(
-                "data.answer_key", short(answer[:60]), "a number or formula", "Mend that row."
+        found = self._library.parse(_MONEY.sub("", response), parsing_timeout=None)
+        return float(
+            any(
+                self._library.verify(wanted, found, timeout_seconds=None)
+                for wanted in map(self._parsed, answers)
             )
-        found = self._library.parse(response, parsing_timeout=None)
-        return float(self._library.verify(wanted, found, timeout_seconds=None))
+        )
+
+    def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
+        """Raises DataError for an answer that has no value; takes no time to parse formulas."""
+        self._wanted(prompt, columns)
+
+    def _wanted(self, prompt: str, columns: Mapping[str, object]) -> list[str]:
+        found = [one.rpartition("####")[2].strip() for one in answers_of(prompt, columns)]
+        for answer in found:
+            if not _NO_VALUE.sub("", answer):
+                raise _unread(answer)
+        return found
+
+    def _parsed(self, answer: str) -> list[Any]:
+        """Returns the value of an answer, which is all of its text and not a formula somewhere in
+        it, unless it is a solution with a box.
+        """
+        is_solution = "\\boxed" in answer or "\\fbox" in answer
+        text = answer if is_solution else f"\\boxed{{{_COUNTED.sub('', answer)}}}"
+        found: list[Any] = self._library.parse(text, self._whole, parsing_timeout=None)
+        if not found:
+            raise _unread(answer)
+        return found
 
     def answer(self, response: str) -> str | None:
         """Returns what the last box of a response holds, or its last number, as text. Of two ways
@@ -149,15 +192,22 @@ class Choice:
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns 1.0 or 0.0."""
-        wanted = answer_of(prompt, columns).strip().upper()
-        if len(wanted) != 1 or not "A" <= wanted <= "Z":
-            raise DataError("data.answer_key", short(wanted), "a letter", "Mend that row.")
-        return float(self.answer(response) == wanted)
+        return float(self.answer(response) in self._wanted(prompt, columns))
+
+    def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
+        """Raises DataError for an answer that is no letter."""
+        self._wanted(prompt, columns)
+
+    def _wanted(self, prompt: str, columns: Mapping[str, object]) -> list[str]:
+        found = [answer.strip().upper() for answer in answers_of(prompt, columns)]
+        for letter in found:
+            if len(letter) != 1 or not "A" <= letter <= "Z":
+                raise _unread(letter, "a letter, or a list of letters")
+        return found
 
     def answer(self, response: str) -> str | None:
         """Returns the letter that a response chooses, if it chooses one."""
-        boxed = (last_box(response) or "").strip()
-        boxed = boxed.removeprefix("\\text{").removesuffix("}").strip("() ")
+        boxed = _without_text_commands(last_box(response) or "").strip("(). ")
         if len(boxed) == 1 and "A" <= boxed.upper() <= "Z":
             return boxed.upper()
         # "The answer is a fruit": a small letter is a choice only where nothing else follows it.
@@ -193,28 +243,62 @@ def plain_math(text: str) -> str:
     `\\right`, `\\text{}`, `\\dfrac` for `\\frac`, commas between thousands, a point at the end,
     zeros after the decimal point.
     """
-    found = re.sub(r"\\text\{([^{}]*)\}", r"\1", text)
-    found = re.sub(r"\\(?:left|right|,|!|;|quad)|[\s$]", "", found)
+    found = _without_text_commands(text)
+    found = re.sub(r"\\(?:(?:left|right|quad)(?![a-z])|[,!;: $])|[\s$]", "", found)
     found = found.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
     number = _number(found) if re.fullmatch(_NUMBER, found) else None
     return found if number is None else f"{number.normalize():f}"
 
 
-def answer_of(prompt: str, columns: Mapping[str, object]) -> str:
-    """Returns the row's answer as text.
+def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
+    """Returns the row's answers as texts: one, or of a list all, each of which is right.
 
     Raises:
-        DataError: it has none.
+        DataError: it has none, or something else than texts and numbers.
     """
-    if "answer" not in columns:
+    given: Any = columns.get("answer")
+    if given is None:
         present = short(sorted(map(str, columns)), 300)
+        got = "null" if "answer" in columns else f"only {present}"
         raise DataError(
             "data.answer_key",
-            f"no answer for the prompt {prompt[:40]!r}, only {present}",
+            f"no answer for the prompt {prompt[:40]!r}, {got}",
             "a column with the answer in every row",
-            "Set data.answer_key to its name.",
+            "Set data.answer_key to its name, or leave that row out.",
         )
-    return str(columns["answer"])
+    if getattr(given, "shape", ()):  # an array
+        given = given.tolist()
+    texts = list(map(_as_text, given if isinstance(given, list | tuple) else [given]))
+    found = [text for text in texts if text is not None]
+    if not found or len(found) < len(texts):
+        raise _unread(given, "a text, a number, or a list of these")
+    return found
+
+
+def _as_text(value: object) -> str | None:
+    """Returns a text or number as text; None for anything else. An integer that became a float, as
+    in a column with nulls, is written as an integer.
+    """
+    if isinstance(value, str | bool | Rational):
+        return str(value)
+    if isinstance(value, Real) and math.isfinite(value):
+        return f"{Decimal(str(value)).normalize():f}"
+    return None
+
+
+def _unread(
+    answer: object, allowed: str = "a number, formula or text, or a list of these"
+) -> DataError:
+    return DataError(
+        "data.answer_key",
+        f"the answer {short(answer)}",
+        allowed,
+        "Fix or leave out that row, or use another reward.",
+    )
+
+
+def _without_text_commands(text: str) -> str:
+    return _TEXT.sub(lambda found: found[1] or found[2] or "", text)
 
 
 def pattern(key: str, text: object) -> re.Pattern[str]:
@@ -237,7 +321,7 @@ def _no_group(extract: str | None) -> UserError:
 
 def _number(text: str) -> Decimal | None:
     try:
-        found = Decimal(text.replace(",", "").replace("$", ""))
+        found = Decimal(text.replace(",", "").replace("\\$", "").replace("$", ""))
     except InvalidOperation:
         return None
     return found if found.is_finite() else None

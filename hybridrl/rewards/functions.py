@@ -10,10 +10,12 @@ of the three, for all samples at once, and returns one float a sample. traits.py
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
 from hybridrl.config.environment import REWARD as TURNS
@@ -121,6 +123,36 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
         found = functools.wraps(function)(functools.partial(function, **config.options))
     _check_run(config, found)
     return found
+
+
+class RowCheck:
+    """Asks rewards whether they can score responses to a row, before there are any.
+
+    Args:
+        config: names the rewards.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        scorers = config.scorers().values()
+        self._scorers = [one for one in scorers if hasattr(REWARDS.get(one.function), "check_row")]
+
+    def identity(self) -> list[object]:
+        """Returns, for JSON, what decides which rows are right."""
+        return [
+            [one.function, one.options, hashlib.sha256(file.read_bytes()).hexdigest()]
+            for one in self._scorers
+            for file in [Path(inspect.getfile(REWARDS[one.function]))]
+        ]
+
+    def __call__(self, prompt: str, columns: Mapping[str, object]) -> None:
+        """Raises DataError for the first reward that cannot, UserError for wrong options."""
+        for check in self._checks:
+            check(prompt, columns)
+
+    @functools.cached_property
+    def _checks(self) -> list[Callable[[str, Mapping[str, object]], None]]:
+        found = [traits_of(find_reward(one)).check_row for one in self._scorers]
+        return [check for check in found if check is not None]
 
 
 def check_rewards(config: RewardConfig) -> list[UserError]:

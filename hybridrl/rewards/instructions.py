@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hybridrl.contracts.samples import Asked
-from hybridrl.errors import DataError, short
+from hybridrl.errors import DataError, UserError, short
 
 _DASHES = re.compile(r"\s?\*\*\*\s?")
 _BULLET = re.compile(r"^\s*(?:\*(?!\*)|-)\s*\S", re.MULTILINE)
@@ -47,6 +47,10 @@ class Instructions:
         asked = instructions_of(columns)
         followed = [response.strip() != "" and follows(*one, prompt, response) for one in asked]
         return sum(followed) / len(asked) if self._partial else float(all(followed))
+
+    def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
+        """Raises DataError for instructions that are not known here."""
+        instructions_of(columns)
 
 
 def instructions_of(columns: Mapping[str, object]) -> list[tuple[str, dict[str, Any]]]:
@@ -115,7 +119,7 @@ def _language(text: str, language: str) -> bool:
     try:
         import langdetect
     except ImportError as error:
-        raise DataError(
+        raise UserError(  # no fault of the row: reward.on_error must not make a score of it
             "instruction_id_list",
             "language:response_language",
             "that only with the package langdetect",

@@ -146,6 +146,10 @@ class Code:
         note = next((one for one in self.notes if one in notes), None)
         return score if note is None else Noted(score, note)
 
+    def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
+        """Raises DataError for a row without tests."""
+        _tests(columns.get(self._key), self._key, prompt)
+
     def _passes(self, program: str, test: str | Mapping[str, Any]) -> tuple[bool, str | None]:
         if isinstance(test, str):
             ended = run_program(program, "", self._limits, test, self._readable)

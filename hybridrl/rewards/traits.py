@@ -6,7 +6,7 @@ here, with their defaults, and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,8 @@ class FunctionTraits:
         memory_bytes: most address space that its process may take; None: no limit.
         answer: returns the answer in a response, in a form in which equal ones are equal texts, or
             None where it has none; quickly, whatever the response is. None: it knows of no answers.
+        check_row: raises DataError for a prompt's text and columns to which it can score no
+            response; quickly. None: it looks at no column, or does not say.
     """
 
     batched: bool = False
@@ -30,6 +32,7 @@ class FunctionTraits:
     notes: tuple[str, ...] = ()
     memory_bytes: int | None = None
     answer: Callable[[str], str | None] | None = None
+    check_row: Callable[[str, Mapping[str, object]], None] | None = None
 
 
 def traits_of(function: Callable[..., Any]) -> FunctionTraits:
@@ -41,4 +44,5 @@ def traits_of(function: Callable[..., Any]) -> FunctionTraits:
         notes=getattr(function, "notes", usual.notes),
         memory_bytes=getattr(function, "memory_bytes", usual.memory_bytes),
         answer=getattr(function, "answer", usual.answer),
+        check_row=getattr(function, "check_row", usual.check_row),
     )

@@ -12,7 +12,10 @@ import pytest
 from command_line import QUICKSTART
 
 from hybridrl.cli import main, training
-from hybridrl.errors import UserError
+from hybridrl.config.schema import RewardConfig
+from hybridrl.contracts.samples import Prompt
+from hybridrl.errors import DataError, UserError
+from hybridrl.loop.run_data import check_answers
 
 U, A = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 GOOD: dict[str, dict[str, Any]] = {
@@ -54,7 +57,7 @@ ROWS: dict[str, tuple[str, Any, str]] = {
     "content an image": (
         "sft",
         chat({"role": "user", "content": [{"type": "image", "url": "x"}]}, A),
-        "messages has the content [{'type': 'image'",
+        "messages has a part of type image; allowed: text",
     ),
     "content of no parts": ("sft", chat(U, {**A, "content": []}), "messages has the content []"),
     "a weight": ("sft", chat(U, {**A, "weight": 0}), "a message of weight 0"),
@@ -128,6 +131,17 @@ ROWS: dict[str, tuple[str, Any, str]] = {
     "a label that is a word": ("kto", {**GOOD["kto"], "label": "yes"}, "label = 'yes'"),
     "labels without": ("kto", {"prompt": "p", "completion": "c"}, "no column 'label'"),
     "prompts of the assistant alone": ("grpo", chat(A, answer="a"), "messages of the assistant"),
+    "a null answer": (
+        "grpo",
+        {"prompt": "p", "answer": None},
+        "got null; allowed: the column 'answer' in every row. Add it",
+    ),
+    "an answer that is an object": (
+        "grpo",
+        {"prompt": "p", "answer": {}},
+        "the answer {}; allowed",
+    ),
+    "an empty list of answers": ("grpo", {"prompt": "p", "answer": []}, "a list of these"),
     "prompts of no user's text": ("grpo", {"prompt": [], "answer": "a"}, "prompt = []"),
 }
 SMALL = (
@@ -152,6 +166,7 @@ def test_forty_malformed_rows_are_refused_by_file_and_row(
         config = "grpo.yaml" if algorithm == "grpo" else "sft.yaml"
         more = () if algorithm == "grpo" else (f"algorithm.name={algorithm}",)
         knobs = [*SMALL, *more, f"data.prompts={path}", f"run.dir={tmp_path}"]
+        knobs.append("data.on_bad_row=stop")
         try:
             main.app(["train", str(QUICKSTART / config), *knobs], standalone_mode=False)
             told = "nothing"
@@ -162,3 +177,46 @@ def test_forty_malformed_rows_are_refused_by_file_and_row(
             wrong[name] = told
     assert wrong == {}
     assert len(ROWS) >= 40
+
+
+def test_rows_that_the_reward_cannot_score_are_found_before_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "launch_run", lambda *_: 0)
+    rows = {
+        "gsm8k": ({"answer": "#### 5"}, {"answer": "five"}),
+        "math": ({"answer": r"\$18.90"}, {"answer": r"\$"}),
+        "choice": ({"answer": ["A", "B"]}, {"answer": ["A", "B or C"]}),
+        "instructions": (
+            {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
+            {"instruction_id_list": ["punctuation:none"], "kwargs": [{}]},
+        ),
+    }
+    path = tmp_path / "rows.jsonl"
+    for function, (good, bad) in rows.items():
+        path.write_text("".join(json.dumps({"prompt": "p", **row}) + "\n" for row in (good, bad)))
+        knobs = [*SMALL, "reward.extract=null", f"reward.function={function}"]
+        knobs += [f"data.prompts={path}", f"run.dir={tmp_path}"]
+        command = ["train", str(QUICKSTART / "grpo.yaml"), *knobs]
+        with pytest.raises(UserError, match=rf"{path}:2: got "):
+            main.app(command, standalone_mode=False)
+        main.app([*command, "reward.on_error=value"], standalone_mode=False)  # which says it all
+
+
+def test_rows_in_memory_that_the_reward_cannot_score_are_named() -> None:
+    prompts = [Prompt(4 + i, "p", (1,), {"answer": text}) for i, text in enumerate(("1", "one"))]
+    with pytest.raises(DataError, match=r"^prompts\[5\]: got the answer 'one'; allowed: a number"):
+        check_answers(RewardConfig(function="gsm8k"), prompts)
+    check_answers(RewardConfig(function="gsm8k", on_error="drop"), prompts)
+
+
+def test_an_evaluation_set_without_answers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "launch_run", lambda *_: 0)
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "p", "answer": "a"}\n{"prompt": "p"}\n')
+    sets = f"eval.sets={{mine: {{form: prompts, path: {path}}}}}"
+    command = ["train", str(QUICKSTART / "grpo.yaml"), *SMALL, sets, f"run.dir={tmp_path}"]
+    with pytest.raises(UserError, match=r"eval\.sets\.mine\.path: got no answer in row 2"):
+        main.app(command, standalone_mode=False)

@@ -54,7 +54,7 @@ def num_read(monkeypatch) -> list[object]:
 
 def judge(*paths: str, needs: Needs = FORMS["prompts"], answer=(), **keys) -> list[UserError]:
     config = DataConfig(prompts=paths, **{"on_bad_row": "stop", **keys})
-    return list(validate._rows(config, paths, needs, answer))
+    return list(validate._rows(config, paths, needs, validate._Scored(answer)))
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hybridrl.config.schema import ScorerConfig
@@ -74,6 +75,94 @@ def test_every_published_gsm8k_solution_has_the_full_reward(method):
 )
 def test_math_compares_values_not_texts(response, answer, expected):
     assert reward("math")("", response, {"answer": answer}) == expected
+
+
+# Answers as MATH-500, GSM8K, NuminaMath, AIME, OlympiadBench and the gaokao sets have them, with
+# responses that are right and wrong.
+PUBLISHED = [
+    (r"\$18.90", [r"\boxed{\$18.90}", r"\boxed{18.9}", r"It costs \$18.90."], [r"\boxed{18}"]),
+    (r"\$32,\!348", [r"\boxed{\$32,348}", r"$\$32348$"], [r"\boxed{348}", r"\boxed{32}"]),
+    (r"\$5 \text{ dollars}", [r"\boxed{5}", r"\boxed{5 \text{ dollars}}"], [r"\boxed{6}"]),
+    (r"10\%", [r"\boxed{10\%}"], [r"\boxed{11\%}"]),
+    (r"\text{(C)}", [r"\boxed{C}", r"\boxed{\text{(C)}}"], [r"\boxed{B}"]),
+    (r"\text{Evelyn}", [r"\boxed{\text{Evelyn}}", r"\boxed{Evelyn}"], [r"\boxed{Angela}"]),
+    (r"90^\circ", [r"\boxed{90^\circ}", r"\boxed{90}"], [r"\boxed{9}"]),
+    (r"13 \text{ cm}^2", [r"\boxed{13}", r"\boxed{13\text{ cm}^2}"], [r"\boxed{3}"]),
+    (r"(3, \frac{\pi}{2})", [r"\boxed{\left(3,\tfrac{\pi}{2}\right)}"], [r"\boxed{(3, \pi)}"]),
+    (r"[-2,7)", [r"\boxed{[-2, 7)}"], [r"\boxed{[-2,7]}", r"\boxed{(-2,7)}"]),
+    (
+        r"(-\infty, 2) \cup (3, \infty)",
+        [r"\boxed{(-\infty,2)\cup(3,\infty)}"],
+        [r"\boxed{(3,\infty)}"],
+    ),
+    (
+        r"$\frac{5}{4}$;$\frac{37}{28}$",
+        [r"\boxed{\frac54, \frac{37}{28}}"],
+        [r"\boxed{\frac{37}{28}}"],
+    ),
+    ("15 and $22.5 \\mathrm{~min}$", [r"\boxed{15, 22.5}"], [r"\boxed{22.5}"]),
+    (r"$\{x|-2\leq x < 1\}$", [r"\boxed{\{x|-2\leq x < 1\}}"], [r"\boxed{1}", r"so x is 1"]),
+    (r"11,\!111,\!111,\!100", [r"\boxed{11111111100}"], [r"\boxed{100}"]),
+    (r"1\frac{4}{5}", [r"\boxed{\frac95}"], [r"\boxed{\frac45}"]),
+    (r"3 \pm 2 \sqrt{2}", [r"\boxed{3 - 2\sqrt2, 3 + 2\sqrt2}"], [r"\boxed{3 + 2\sqrt2}"]),
+    ("025", [r"\boxed{25}", r"\boxed{025}"], [r"\boxed{5}"]),
+    (25, [r"\boxed{25}"], [r"\boxed{5}"]),
+    (25.0, [r"\boxed{25}"], [r"\boxed{2.5}"]),
+    (0.00001, [r"\boxed{0.00001}", r"\boxed{10^{-5}}"], [r"\boxed{e - 5}"]),
+    ("51 (trucks)", [r"\boxed{51}", r"\boxed{51 (trucks)}"], [r"\boxed{5}"]),
+    (["2", r"\frac12"], [r"\boxed{2}", r"\boxed{0.5}"], [r"\boxed{3}"]),
+    (r"We add. $\boxed{\$36}$", [r"\boxed{36}"], [r"\boxed{3}"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "right", "wrong"), PUBLISHED, ids=lambda one: repr(one)[:24])
+def test_math_reads_answers_as_they_are_published(answer, right, wrong):
+    math = reward("math")
+    math.check_row("", {"answer": answer})
+    found = [math("", response, {"answer": answer}) for response in (*right, *wrong)]
+    assert found == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize(
+    ("function", "answers"),
+    [
+        ("exact_match", [None, float("nan"), {"a": 1}, [], ["a", None]]),
+        ("math", [None, "", "$ $", r"\$", r"\[ \]", ["1", ""], {"value": 3}]),
+        ("gsm8k", ["five", "#### ", ["1", "x"]]),
+        ("choice", ["AB", "5", "", ["A", "5"]]),
+    ],
+)
+def test_an_answer_that_cannot_be_read_is_refused(function, answers):
+    for answer in answers:
+        for call in (lambda *row: reward(function).check_row(row[0], row[2]), reward(function)):
+            with pytest.raises(DataError, match="answer") as caught:
+                call("prompt", "5", {"answer": answer})
+            assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize("function", ["exact_match", "gsm8k", "math", "choice"])
+def test_any_answer_of_a_list_is_right(function):
+    right, other, wrong = (
+        ("B", "A", "C") if function == "choice" else ("#### 5", "#### 7", "#### 8")
+    )
+    answers = {"answer": [right, other]}
+    scores = [reward(function)("", response, answers) for response in (right, other, wrong)]
+    assert scores == [1, 1, 0]
+
+
+def test_numbers_of_columns_compare_as_integers_where_they_are():
+    for answer in (5, 5.0, np.float64(5), np.float32(5), np.int64(5), np.array([7.0, 5.0])):
+        assert reward("exact_match")("", "5", {"answer": answer}) == 1
+        assert reward("gsm8k")("", "#### 5", {"answer": answer}) == 1
+    assert reward("exact_match")("", "0.25", {"answer": 0.25}) == 1
+    assert reward("exact_match")("", "1" + "0" * 22, {"answer": 1e22}) == 1
+
+
+def test_money_is_a_number_for_gsm8k_and_votes():
+    assert reward("gsm8k")("", r"#### \$18.00", {"answer": r"\$18"}) == 1
+    answers = [reward("math").answer(text) for text in (r"\boxed{\$18.90}", r"\$18.9", "18.90")]
+    assert answers == ["18.9"] * 3
+    assert reward("choice").answer(r"\boxed{\textbf{(B)}}") == "B"
 
 
 def test_regex_matches_a_part_or_the_whole():
