@@ -262,7 +262,7 @@ def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
         got = "null" if "answer" in columns else f"only {present}"
         raise DataError(
             "data.answer_key",
-            f"no answer for the prompt {prompt[:40]!r}, {got}",
+            f"no answer for the prompt {short(prompt, 60)}, {got}",
             "a column with the answer in every row",
             "Set data.answer_key to its name, or leave that row out.",
         )
