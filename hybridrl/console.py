@@ -44,6 +44,11 @@ class ConsoleFile(io.FileIO):
         self.name = f"<{NAMES[descriptor]}>"
         self._is_stalled, self._num_dropped = False, 0
 
+    def close(self) -> None:
+        """Does nothing: all streams of the descriptor share the file, and one that nobody has any
+        more, as after a block of `protected`, closes it.
+        """
+
     def write(self, data: Any, /) -> int:
         """Writes what the console takes; returns the size of all."""
         block = memoryview(data).cast("B")
@@ -97,10 +102,7 @@ _FILES: dict[int, ConsoleFile] = {}  # one a descriptor, since it knows whether 
 
 
 def _file(descriptor: int) -> ConsoleFile:
-    # A stream of `protected` closes its file when the block has ended and nobody has the stream.
-    if descriptor not in _FILES or _FILES[descriptor].closed:
-        _FILES[descriptor] = ConsoleFile(descriptor)
-    return _FILES[descriptor]
+    return _FILES.setdefault(descriptor, ConsoleFile(descriptor))
 
 
 def write(descriptor: int, block: bytes) -> None:
