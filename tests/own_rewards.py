@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -42,6 +43,15 @@ def obeys(prompt: str, response: str, columns: Columns) -> Any:
         raise ZeroDivisionError("no score")
     rubbish = {"nan": float("nan"), "inf": float("inf"), "huge": 1e39, "text": "1", "none": None}
     return rubbish.get(word, 1.0)
+
+
+async def waits(prompt: str, response: str, columns: Columns) -> float:
+    """Waits for others as the response says, or blocks them."""
+    word = response.strip()
+    if word == "block":
+        time.sleep(3600)
+    await asyncio.sleep(3600 if word == "hang" else 0.3)
+    return float(os.getpid())
 
 
 def slow(prompt: str, response: str, columns: Columns) -> float:

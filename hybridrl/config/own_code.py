@@ -1,14 +1,20 @@
 """Users' own functions and classes, named in a configuration as `package.module:name`. No torch.
 
-Owns that no code of users ends the process without a word, be it by sys.exit.
+Owns that no code of users ends the process without a word, be it by sys.exit, and the event loop
+that their coroutines run in. That loop has a thread of its own: so it works where the calling
+thread runs a loop already, as in a notebook, and connections that a function keeps stay with it.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import importlib
+import inspect
 import os
 import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -86,6 +92,35 @@ def _lines(error: BaseException) -> str:
 def _is_own(file: str) -> bool:
     is_library = any(name in Path(file).parts for name in LIBRARIES)
     return not (is_library or file.startswith("<frozen") or file.startswith(NOT_OWN))
+
+
+def awaited(value: Any) -> Any:
+    """Returns a value, or what it comes to if it can be awaited; waits for it."""
+    if not inspect.isawaitable(value):
+        return value
+
+    async def ended() -> tuple[Any, BaseException | None]:
+        try:
+            return await value, None
+        except BaseException as error:  # sys.exit would end the loop
+            return None, error
+
+    future = asyncio.run_coroutine_threadsafe(ended(), _loop())
+    try:
+        found, error = future.result()
+    except BaseException:  # this thread was interrupted
+        future.cancel()
+        raise
+    if error is not None:
+        raise error
+    return found
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="users' coroutines", daemon=True).start()
+    return loop
 
 
 def traceback_text(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.config.own_code import awaited
 from hybridrl.environments.base import (
     EXPECTED,
     Answer,
@@ -61,12 +62,12 @@ class Stage:
             answer: Answer = Turn()
             if environment is None or num_done != len(play.actions) - 1:
                 environment = self._make()
-                first = checked_start(environment.reset(play.prompt, play.columns or {}))
+                first = checked_start(awaited(environment.reset(play.prompt, play.columns or {})))
                 answer = first if isinstance(first, ScorerFailure) else Turn(first)
                 for tokens, text in play.actions[:-1]:
-                    environment.step(tokens, text)
+                    awaited(environment.step(tokens, text))
             if play.actions:
-                answer = checked(environment.step(*play.actions[-1]))
+                answer = checked(awaited(environment.step(*play.actions[-1])))
         except UserError:
             raise
         except BaseException as error:  # any error of the user's own code

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridrl.config.own_code import imported
+from hybridrl.config.own_code import awaited, imported
 from hybridrl.environments.base import Observation, Turn
 from hybridrl.environments.parsers import PARSERS, ToolCall, ToolParser
 from hybridrl.errors import UserError, did, said
@@ -73,7 +73,7 @@ class ToolEnvironment:
         if call.name not in self._tools:
             return f"error: no tool {call.name!r}, only {', '.join(self._tools)}", True
         try:
-            result = str(self._tools[call.name](**call.arguments))
+            result = str(awaited(self._tools[call.name](**call.arguments)))
         except KeyboardInterrupt:
             raise
         except SystemExit as error:

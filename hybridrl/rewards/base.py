@@ -32,7 +32,15 @@ from hybridrl.rewards.functions import (
     find_reward,
     where,
 )
-from hybridrl.rewards.outcome import WHERE, Job, Noted, Outcome, ScorerFailure, call_reward
+from hybridrl.rewards.outcome import (
+    MAX_WAITING,
+    WHERE,
+    Job,
+    Noted,
+    Outcome,
+    ScorerFailure,
+    call_reward,
+)
 from hybridrl.rewards.pool import Pool, Scoring
 from hybridrl.rewards.traits import traits_of
 
@@ -69,7 +77,8 @@ class Part:
         self._pool: Pool[Outcome] | None = None
         place = "here" if config is None else where(config, function)
         if config is not None and place == "process":
-            self._pool = Pool(partial(Scoring, config), config.workers, name)
+            most = MAX_WAITING if traits.is_async and not traits.batched else 1
+            self._pool = Pool(partial(Scoring, config), config.workers, name, most)
         elif config is not None and place == "thread":
             self._pool = Pool(lambda: partial(call_reward, function), config.workers, name)
         self._begun: dict[Key, Future[list[Outcome]]] = {}

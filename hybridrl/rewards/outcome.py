@@ -7,6 +7,7 @@ row that it was given, is a failure too, so that `reward.on_error` decides; othe
 
 from __future__ import annotations
 
+import asyncio
 import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.config.own_code import own_lines, traceback_text
+from hybridrl.config.own_code import awaited, own_lines, traceback_text
 from hybridrl.contracts.samples import Asked
 from hybridrl.errors import DataError, UserError, did, said, short
 from hybridrl.parallel import failure
@@ -25,6 +26,7 @@ from hybridrl.rewards.traits import traits_of
 
 LARGEST = float(np.finfo(np.float32).max)
 WHERE = "\0"
+MAX_WAITING = 64  # calls of an async function that a process has under way at a time
 MOST_LOGGED = 1000  # tracebacks that are remembered
 _LOGGED: set[str] = set()
 
@@ -94,19 +96,27 @@ Job = tuple[Sequence[Asked], Sequence[str], Sequence[Mapping[str, object]]]
 """Prompts, responses and columns of the samples to score."""
 
 
-def call_reward(function: Callable[..., Any], job: Job, stops: bool = False) -> list[Outcome]:
+def call_reward(
+    function: Callable[..., Any], job: Job, stops: bool = False, limit_s: float | None = None
+) -> list[Outcome]:
     """Calls a reward function on these samples: one call each, or one for all if it is batched.
+    Calls of an async function wait beside each other.
 
     Args:
         function: that scores.
         job: the samples.
-        stops: call it no more after the first failure, the last outcome then.
+        stops: call it no more after the first failure; samples without an outcome have 0, or are
+            left out behind it.
+        limit_s: longest time of one call of an async function.
 
     Raises:
         UserError: from the function, which says itself what is wrong with the configuration.
     """
     if traits_of(function).batched:
         return _batched(function, job)
+    if traits_of(function).is_async:
+        found: list[Outcome] = awaited(_beside_each_other(function, job, stops, limit_s))
+        return found
     found = []
     for arguments in zip(*job, strict=True):
         found.append(_single(function, *arguments))
@@ -115,9 +125,49 @@ def call_reward(function: Callable[..., Any], job: Job, stops: bool = False) -> 
     return found
 
 
+async def _beside_each_other(
+    function: Callable[..., Any], job: Job, stops: bool, limit_s: float | None
+) -> list[Outcome]:
+    found: list[Outcome] = [0.0] * len(job[0])
+    room = asyncio.Semaphore(MAX_WAITING)
+
+    async def score(index: int, *arguments: object) -> None:
+        async with room:
+            found[index] = await _single_async(function, limit_s, *arguments)
+
+    calls = [asyncio.create_task(score(i, *one)) for i, one in enumerate(zip(*job, strict=True))]
+    try:
+        for call in asyncio.as_completed(calls):
+            await call
+            if stops and any(isinstance(outcome, ScorerFailure) for outcome in found):
+                break
+        return list(found)  # before the others are cancelled
+    finally:
+        for task in calls:
+            task.cancel()
+
+
+async def _single_async(
+    function: Callable[..., Any], limit_s: float | None, *arguments: object
+) -> Outcome:
+    limit = asyncio.timeout(limit_s)
+    try:
+        async with limit:
+            value = await function(*arguments)
+        return _reward(value)
+    except DataError as error:
+        return _of_row(error, WHERE)
+    except UserError:
+        raise
+    except BaseException as error:  # any error of the user's own code, and of what it returned
+        if limit.expired():
+            return ScorerFailure(f"took longer than {limit_s:g} s for {WHERE}")
+        return raised(error, WHERE)
+
+
 def _single(function: Callable[..., Any], *arguments: object) -> Outcome:
     try:
-        return _reward(function(*arguments))
+        return _reward(awaited(function(*arguments)))
     except DataError as error:
         return _of_row(error, WHERE)
     except UserError:
@@ -143,7 +193,7 @@ def _reward(value: Any) -> Outcome:
 def _batched(function: Callable[..., Any], job: Job) -> list[Outcome]:
     num = len(job[0])
     try:
-        value = function(*job)
+        value = awaited(function(*job))
         found = _array(value)
     except DataError as error:
         return [_of_row(error, "the batch")] * num

@@ -19,8 +19,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeVar
 
 from hybridrl.config.files import parse_json
@@ -30,6 +31,7 @@ from hybridrl.parallel import progress
 from hybridrl.rewards.outcome import WHERE, Noted, Outcome, ScorerFailure, failed
 
 START_S = 120.0
+GRACE_S = 2.0  # for a process to end calls that are late
 APART = "code that writes to no file descriptor that it did not open"
 LENGTH = struct.Struct("<Q")
 MOST_BYTES = 64 << 20  # of the answer to one job
@@ -61,10 +63,12 @@ class Pool(Generic[R]):
         make: makes what one thread scores with, there.
         num: of threads.
         name: of the scorer.
+        most: jobs that a thread hands over together where so many wait, whose calls then wait
+            beside each other.
     """
 
-    def __init__(self, make: Callable[[], Run[R]], num: int, name: str) -> None:
-        self._make, self._num, self._name = make, num, name
+    def __init__(self, make: Callable[[], Run[R]], num: int, name: str, most: int = 1) -> None:
+        self._make, self._num, self._name, self._most = make, num, name, most
         self._jobs: queue.SimpleQueue[tuple[Any, Future[list[R]]] | None]
         self._jobs = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -94,17 +98,39 @@ class Pool(Generic[R]):
     def _work(self) -> None:
         run: Run[R] | None = None
         while (item := self._jobs.get()) is not None:
-            job, future = item
-            if not future.set_running_or_notify_cancel():
+            taken = [
+                (job, future)
+                for job, future in (item, *self._more())
+                if future.set_running_or_notify_cancel()
+            ]
+            if not taken:
                 continue
+            jobs, futures = zip(*taken, strict=True)
             try:
                 run = run or self._make()
-                future.set_result(run(job))
-                progress.advance()
+                found = iter(run(jobs[0] if len(jobs) == 1 else _joined(jobs)))
+                results = [list(islice(found, len(job[0]))) for job in jobs]
             except BaseException as error:  # goes to whom waits for the future
-                future.set_exception(error)
+                for future in futures:
+                    future.set_exception(error)
+            else:
+                for future, result in zip(futures, results, strict=True):
+                    future.set_result(result)
+                progress.advance()
         if isinstance(run, Worker):
             run.kill()
+
+    def _more(self) -> Iterator[tuple[Any, Future[list[R]]]]:
+        """Yields the jobs that wait already, so many that there are `most` with the one before."""
+        for _ in range(self._most - 1):
+            try:
+                item = self._jobs.get_nowait()
+            except queue.Empty:
+                return
+            if item is None:  # the end, which this thread has to read again
+                self._jobs.put(None)
+                return
+            yield item
 
 
 class Worker(Generic[C, R]):
@@ -244,11 +270,22 @@ class Scoring(Worker[ScorerConfig, Outcome]):
 
     module, key = "hybridrl.rewards.worker", "reward.function"
 
+    def allowed_s(self, job: Any) -> float:
+        """Returns the limit of a call. Calls of an async function, which wait beside each other,
+        are ended by their own process; one that holds up the others, by the death of that.
+        """
+        return self._config.timeout_s + GRACE_S * (len(job[0]) > 1)
+
     def decoded(self, entry: dict[str, Any]) -> Outcome:
         """Returns a score with its note."""
         if not math.isfinite(value := float(entry["value"])):
             raise ValueError(value)
         return Noted(value, str(entry["note"])) if "note" in entry else value
+
+
+def _joined(jobs: Sequence[Any]) -> Any:
+    """Returns one job with the entries of several."""
+    return tuple([*chain.from_iterable(parts)] for parts in zip(*jobs, strict=True))
 
 
 def framed(data: bytes) -> bytes:

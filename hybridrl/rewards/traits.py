@@ -6,6 +6,7 @@ here, with their defaults, and nowhere else.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ class FunctionTraits:
 
     Args:
         batched: it takes lists of prompts, responses and columns, and returns one float a sample.
+        is_async: it is a coroutine function, of which many calls may wait at a time.
         runs: where it is called: "here" (in place), "process" (it may hang), "thread" (it waits for
             others) or "world" (by the trainer). None: it does not say.
         notes: words that its rewards may carry (`Noted`), each of which becomes a metric.
@@ -28,6 +30,7 @@ class FunctionTraits:
     """
 
     batched: bool = False
+    is_async: bool = False
     runs: str | None = None
     notes: tuple[str, ...] = ()
     memory_bytes: int | None = None
@@ -40,6 +43,7 @@ def traits_of(function: Callable[..., Any]) -> FunctionTraits:
     usual = FunctionTraits()
     return FunctionTraits(
         batched=bool(getattr(function, "batched", usual.batched)),
+        is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
         runs=getattr(function, "runs", usual.runs),
         notes=getattr(function, "notes", usual.notes),
         memory_bytes=getattr(function, "memory_bytes", usual.memory_bytes),

@@ -64,7 +64,7 @@ def _scorer(config: ScorerConfig) -> Callable[[Job], list[Outcome]]:
     limit = traits_of(function).memory_bytes
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    return partial(call_reward, function)
+    return partial(call_reward, function, limit_s=config.timeout_s)
 
 
 def _user_error(error: UserError) -> dict[str, Any]:

@@ -226,6 +226,25 @@ def test_begun_samples_are_scored_meanwhile(made):
     assert time.monotonic() - began > 0.25
 
 
+def test_calls_of_an_async_function_wait_beside_each_other_in_one_process(made):
+    config = {"function": "own_rewards:waits", "workers": 1, "timeout_s": 1.5}
+    values = {**config, "on_error": "value", "error_value": -1.0}
+    scorer = Scorer(RewardConfig.model_validate(values), Words(["1", "2", "hang", "4", "5", "6"]))
+    made.append(scorer)
+    began = time.monotonic()
+    found = scorer.score(rollout_batch()).reward_B.tolist()
+    # The first call may go alone, and a process takes a second to start.
+    assert time.monotonic() - began < 8
+    assert found[2] == -1 and len(set(found)) == 2, "the late call alone failed, and ended nothing"
+    assert scorer.take_counts() == {"reward/own_rewards:waits/errors": 1}
+
+
+def test_an_async_function_that_blocks_is_killed(made):
+    config = {"function": "own_rewards:waits", "workers": 1, "timeout_s": 0.5}
+    with pytest.raises(BatchError, match=r"took longer than 0.5 s for sample \d"):
+        scored(made, ["block"] * 6, rollout_batch(), **config)
+
+
 def test_a_sum_has_its_terms_as_parts(made):
     functions = {
         "long": {"function": "own_rewards:length", "options": {"scale": 2.0}, "weight": 0.5},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -226,6 +227,49 @@ def test_a_reward_function_of_another_signature_is_an_error_not_a_crash():
     with pytest.raises(BatchError) as caught:
         scorer(my_reward).score(rollout_batch())
     check_message(caught.value, my_reward, "raised TypeError on sample 0", "positional arguments")
+
+
+def test_calls_of_an_async_function_wait_beside_each_other():
+    under_way = []
+
+    async def slow(prompt, response, columns):
+        under_way.append(prompt)
+        while len(under_way) < 6:  # all are called before one returns
+            await asyncio.sleep(0)
+        return float(columns["answer"])
+
+    class Judge:
+        async def __call__(self, prompt, response, columns):
+            return await slow(prompt, response, columns)
+
+    for function in (slow, Judge(), lambda *given: asyncio.sleep(0, float(given[2]["answer"]))):
+        under_way.clear()
+        found = scorer(function).score(rollout_batch())
+        assert found.reward_B.tolist() == [0, 0, 1, 1, 2, 2]
+
+
+def test_an_async_function_is_awaited_where_a_loop_runs_already():
+    @batched
+    async def lengths(prompts, responses, columns):
+        await asyncio.sleep(0)
+        return [1.0] * len(prompts)
+
+    async def notebook():
+        return scorer(lengths).score(rollout_batch())
+
+    assert asyncio.run(notebook()).reward_B.tolist() == [1.0] * 6
+
+
+def test_an_error_of_an_async_function_stops_without_waiting_for_other_calls():
+    async def judged(prompt, response, columns):
+        if columns["answer"] == "1":
+            raise SystemExit(3)
+        await asyncio.sleep(3600)
+
+    with pytest.raises(BatchError) as caught:
+        scorer(judged).score(rollout_batch())
+    line = judged.__code__.co_firstlineno + 2
+    check_message(caught.value, judged, f"called sys.exit(3) at {__file__}:{line} on sample 2")
 
 
 def test_a_user_error_passes_through_as_it_is():
