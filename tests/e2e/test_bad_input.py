@@ -183,7 +183,8 @@ def test_prompt_longer_than_the_limit_is_counted_and_the_run_goes_on(trained: Pa
 @pytest.mark.dist
 def test_prompts_that_are_all_too_long(here: Path) -> None:
     arguments = ["train", "c.yaml", "data.max_prompt_tokens=5"]
-    refuse(here, arguments, "prompts.jsonl:1", "8 rows, all too long", "Raise data.max_prompt")
+    told = "prompts.jsonl:1", "8 rows, all too long", "Raise data.max_prompt"
+    refuse(here, arguments, *told, leaves_logs=True)
 
 
 # HF directories

@@ -115,7 +115,7 @@ def test_rows_that_prefer_nothing_are_refused_before_any_rank(tmp_path: Path) ->
     rows = tmp_path / "rows.jsonl"
     good = rows.read_text().splitlines()[0]
     rows.write_text(good + "\n" + json.dumps({**json.loads(good), "rejected": "x", "chosen": "x"}))
-    said = run("train", config, expect=2)
+    said = run("train", config, "data.on_bad_row=stop", expect=2)
     assert "rows.jsonl:2" in said and "the same in 'chosen' and 'rejected'" in said
     assert not (tmp_path / "mine").exists()
     rows.write_text('{"prompt": "1+1=", "response": "2", "label": true}\n' * 2)

@@ -118,7 +118,8 @@ def test_rows_of_a_term_are_checked_before_any_rank(tmp_path: Path) -> None:
     rows = tmp_path / "pairs.jsonl"
     pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
     rows.write_text(json.dumps(pair) + "\n" + json.dumps({**pair, "rejected": "2"}) + "\n")
-    term = f"mix={{pairs: {{algorithm: {{name: dpo}}, data: {{prompts: {rows}}}}}}}"
+    data = f"{{prompts: {rows}, on_bad_row: stop}}"
+    term = f"mix={{pairs: {{algorithm: {{name: dpo}}, data: {data}}}}}"
     said = run("train", MIXED, *SHORT, f"run.dir={tmp_path}", term, expect=2)
     assert "pairs.jsonl:2" in said and "the same in 'chosen' and 'rejected'" in said
     wrong = "mix.sft.data.prompts=none.jsonl"

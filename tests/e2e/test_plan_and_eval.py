@@ -45,6 +45,7 @@ PLAN_KEYS = {
     },
     "memory": {
         "train_peak_bytes",
+        "usual_train_peak_bytes",
         "rollout_peak_bytes",
         "staging_bytes",
         "checkpoint_copy_bytes",

@@ -178,7 +178,7 @@ def test_engine_that_does_not_exist_is_refused_with_those_that_do() -> None:
         load_config_dict({**sections, "rollout": {"engine": "SGLang"}})
     (violation,) = caught.value.violations
     assert violation.name == "rollout.engine" and "SGLang" in str(violation.value)
-    assert violation.allowed == "'hf', 'vllm', 'sglang' or 'scripted'"
+    assert violation.allowed == "'hf', 'vllm' or 'sglang'"
 
 
 @pytest.mark.parametrize("name", [n for n, traits in ENGINES.items() if traits.package])
