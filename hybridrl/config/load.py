@@ -28,7 +28,7 @@ from hybridrl.config.interpolation import (
     places_within,
     value_at,
 )
-from hybridrl.config.other_systems import counterpart
+from hybridrl.config.other_systems import SECTIONS_ELSEWHERE, counterpart
 from hybridrl.config.schema import Config
 from hybridrl.config.yaml_text import YamlTextError, parse_yaml, read_yaml
 from hybridrl.errors import ConfigError, UserError, said, short
@@ -205,7 +205,7 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
     returns what is wrong with it.
     """
     key, equals, text = override.partition("=")
-    parts = key.split(".")
+    parts = key.lstrip("+").split(".")  # Hydra's sign for a key that a file has not
     if not equals or not all(parts) or len(parts) > MAX_DEPTH:
         return [
             UserError("override", short(override), "section.key=value", "Write it as train.tp=2.")
@@ -239,10 +239,12 @@ def _violations(details: Any, written: Mapping[Place, str]) -> Iterator[UserErro
     """
     parts = [str(part) for part in details["loc"]]
     content = details["input"]
-    is_tagged = parts[0] in ("algorithm", "mix")  # the path has an algorithm's name too
-    if details["type"] == "extra_forbidden" and isinstance(content, Mapping) and not is_tagged:
+    if parts[0] == "algorithm" and len(parts) > 2:
+        del parts[1]  # the algorithm's name, which is no key
+    is_unknown = details["type"] == "extra_forbidden" and parts[0] != "mix"
+    if is_unknown and isinstance(content, Mapping):
         leaves = list(_leaves(content, ".".join(parts)))
-        if any(counterpart(key) for key in leaves):
+        if ".".join(parts) in SECTIONS_ELSEWHERE or any(counterpart(key) for key in leaves):
             sections = ", ".join(Config.model_fields)
             for key in leaves:
                 remedy = _as_elsewhere(key) or f"Remove it, or see {OTHER_NAMES}."
@@ -285,7 +287,13 @@ def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
             "a section with keys",
             f"Write {key}: and its keys below it.",
         )
-    allowed = details["msg"].removeprefix("Input should be ").removeprefix("a valid ")
+    rule = details["msg"].removeprefix("Value error, ")
+    name, colon, limit = rule.partition(": ")
+    given = details["input"] if isinstance(details["input"], Mapping) else {}
+    if kind == "value_error" and colon and name in given:  # a section's rule, which names a knob
+        shown = short(written.get((*parts, name), given[name]))
+        return UserError(f"{key}.{name}", shown, limit, f"Change {key}.{name}.")
+    allowed = rule.removeprefix("Input should be ").removeprefix("a valid ")
     return UserError(key, shown, allowed, f"Change {key}.{_meaning(section, parts[-1])}")
 
 

@@ -238,6 +238,12 @@ OTHER_SYSTEMS: Mapping[str, Mapping[str, Counterpart]] = {
 }
 
 
+# Where verl's names lie: of a key there that no table has, nothing here is near.
+SECTIONS_ELSEWHERE = frozenset(
+    name.rsplit(".", num)[0] for name in VERL for num in range(1, name.count(".") + 1)
+)
+
+
 def counterpart(key: str) -> tuple[str, str, Counterpart] | None:
     """Finds the name of another system that a key ends like.
 

@@ -99,6 +99,11 @@ def test_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
         ("rollout.gpu_memory_utilization", "'rollout.gpu_memory_share'"),
         ("algorithm.loss_agg_mode", "'algorithm.aggregate'"),
         ("trainer.nnodes", "Remove it: torchrun"),
+        ("algorithm.kl_ctrl.kl_coef", "'algorithm.kl_coef'"),
+        ("actor_rollout_ref.model.lora_rank", "Remove it, or see docs/guides/coming_from.md"),
+        ("algorithm.kl_ctrl.type", "Remove it, or see docs/guides/coming_from.md"),
+        ("+trainer.nnodes", "Remove it: torchrun"),
+        ("+train.learning_rte", "Did you mean 'train.learning_rate'?"),
     ],
 )
 def test_a_name_of_another_system_is_translated(key: str, ours: str) -> None:
