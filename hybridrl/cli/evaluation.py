@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from hybridrl.checkpoint.manifest import MANIFEST
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.schema import Config
+from hybridrl.config.starter import has_template
 from hybridrl.errors import UserError
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.models.directory import CONFIG_FILE
@@ -104,6 +106,19 @@ def untrained_warning(config: Config, source: Path) -> str | None:
     )
 
 
+def template_warning(config: Config, source: Path) -> str | None:
+    """Returns what must be said where an HF directory whose tokenizer has a chat template is
+    evaluated on texts, and nobody said whether they are to be a chat; else None.
+    """
+    is_told = "chat_template" in config.data.model_fields_set
+    if is_told or not os.path.isfile(source / CONFIG_FILE) or not has_template(str(source)):
+        return None
+    return (
+        f"WARNING: {source} has a chat template, and prompts that are texts are asked without it. "
+        "For a model of chats add data.chat_template=true, else data.chat_template=false."
+    )
+
+
 def evaluation_text(result: Mapping[str, Any]) -> str:
     """Returns an evaluation, as `evaluate_rank` has it, as lines for people: of the held-out
     prompts, of rows with responses, and where there are sets or several samples a table of all.
@@ -123,11 +138,12 @@ def evaluation_text(result: Mapping[str, Any]) -> str:
 
 def _own_lines(result: Mapping[str, Any]) -> Iterator[str]:
     if result["accuracy"] is not None:
-        accuracy = Estimate(result["accuracy"], result["accuracy_stderr"])
-        yield f"accuracy {accuracy} on {result['num_prompts']} prompts"
+        estimate = Estimate(result["accuracy"], result["accuracy_stderr"])
+        yield f"accuracy {estimate} on {result['num_prompts']} prompts"
     else:
         yield f"no accuracy: {result['note']}"
-    if result["accuracy"] != result["reward"]:
+    accuracy, reward = result["accuracy"], result["reward"]
+    if accuracy is None or not math.isclose(accuracy, reward, rel_tol=1e-6):  # means in float32
         parts = ", ".join(f"{name} {score:.4f}" for name, score in result["scores"].items())
         yield f"reward {result['reward']:.4f} ({parts})"
     asked = result["num_prompts"] * result["samples_per_prompt"]

@@ -220,7 +220,7 @@ def evaluate(
     """Measure accuracy on the evaluation prompts and eval.sets, greedy unless eval.temperature=T
     (or rollout.temperature=T) is given; and the loss on held-out rows with responses.
     """
-    from hybridrl.cli.evaluation import evaluated_config, untrained_warning
+    from hybridrl.cli.evaluation import evaluated_config, template_warning, untrained_warning
 
     _refuse_other_job(world)
     given = overrides or []
@@ -235,7 +235,9 @@ def evaluate(
     files = loaded.data.eval_prompts if prompts else None
     if checkpoint is not None and not os.path.isdir(checkpoint):
         raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Check the path.")
-    warning = untrained_warning(loaded, config) if checkpoint is None else None
+    warning = None
+    if checkpoint is None:
+        warning = untrained_warning(loaded, config) or template_warning(loaded, config)
     if is_rank():
         if not is_launched():
             validate_evaluation(loaded, _torchrun_world(world), files, checkpoint)

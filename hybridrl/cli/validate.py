@@ -177,7 +177,8 @@ def validate_evaluation(
     if data.eval_share and data.prompts:
         found += _rows(data, data.prompts, needs, scored)
     elif not (data.eval_prompts or data.validation or config.eval.sets):
-        found.append(_no_file("data.eval_prompts, data.validation or eval.sets", "eval"))
+        key = "data.eval_prompts, data.validation or eval.sets"
+        found.append(_no_file(key, "eval", "Give a file with --prompts FILE, or set one of them."))
     _raise_all([*found, *_sets(config)])
     if checkpoint is not None:
         check_run_folder(config, trains=False)
@@ -337,10 +338,9 @@ def _raise_all(found: list[UserError]) -> None:
         raise ConfigError(found)
 
 
-def _no_file(key: str, command: str) -> UserError:
-    return UserError(
-        key, "nothing", f"a JSONL file or other source, for {command}", f"Set {key} to a file."
-    )
+def _no_file(key: str, command: str, remedy: str | None = None) -> UserError:
+    allowed = f"a JSONL file or other source, for {command}"
+    return UserError(key, "nothing", allowed, remedy or f"Set {key} to a file.")
 
 
 def _trackers(config: Config) -> Iterator[UserError]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -392,9 +393,21 @@ def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, 
             else None
             for ending in endings
         )
-        values = [[one and one.value for one in pair] for pair in found.values()]
-        if name == "eval_reward" and [before and before.value, after and after.value] in values:
+        is_shown = any(_are_equal(pair, (before, after)) for pair in found.values())
+        if name == "eval_reward" and is_shown:
             continue
         label = {"accuracy": "held-out accuracy", "eval_reward": "held-out reward"}.get(name, name)
         found[label.replace(VALIDATION, "held-out ")] = before, after
     return found
+
+
+def _are_equal(ones: Sequence[Estimate | None], others: Sequence[Estimate | None]) -> bool:
+    """Whether values are the same but for the rounding of their means, of which some are in
+    float32.
+    """
+    return all(
+        one is other
+        if one is None or other is None
+        else math.isclose(one.value, other.value, rel_tol=1e-6)
+        for one, other in zip(ones, others, strict=True)
+    )

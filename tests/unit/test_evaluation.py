@@ -13,7 +13,12 @@ import typer
 from command_line import QUICKSTART
 
 from hybridrl.cli import main
-from hybridrl.cli.evaluation import evaluated_config, evaluation_text, untrained_warning
+from hybridrl.cli.evaluation import (
+    evaluated_config,
+    evaluation_text,
+    template_warning,
+    untrained_warning,
+)
 from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import load_config_dict, to_yaml
@@ -263,6 +268,24 @@ def test_eval_of_a_run_without_a_checkpoint_warns_before_ranks_start(
         main.evaluate(QUICKSTART / "sft.yaml", [f"run.dir={tmp_path}"])
     said = capsys.readouterr().err
     assert said.startswith("WARNING: ") and "has no checkpoint" in said and len(started) == 1
+
+
+def test_a_chat_models_export_warns_of_texts_until_it_is_said_what_they_are(
+    tmp_path: Path,
+) -> None:
+    def warning(*overrides: str) -> str | None:
+        return template_warning(evaluated_config(tmp_path, overrides)[0], tmp_path)
+
+    (tmp_path / "config.json").write_text("{}")
+    assert warning() is None
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    assert "data.chat_template=true" in (warning("eval.temperature=1") or "")
+    assert warning("data.chat_template=true") is warning("data.chat_template=false") is None
+
+
+def test_a_reward_that_is_the_accuracy_but_for_rounding_is_not_told() -> None:
+    found = Evaluation(0.8299999833106995, 0.83, {"exact_match": 0.83}, 100, 100)
+    assert [line for line in lines_of(found) if line.startswith("reward")] == []
 
 
 def test_rows_with_responses_and_a_missing_checkpoint_are_told_of() -> None:

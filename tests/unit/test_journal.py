@@ -151,3 +151,11 @@ def test_peaks_count_lent_gradients_and_no_engine_that_gave_its_memory_back(
         hold(44, 40)
     found = {phase: size // 2**30 for phase, size in run.timer.peak_bytes().items()}
     assert found == {"generate": 45, "update": 70 - 14 + 4, "reshard": 44, "step": 60, "run": 60}
+
+
+def test_a_reward_that_is_the_accuracy_but_for_rounding_has_no_row() -> None:
+    found = {"accuracy_before": 0.83, "eval_reward_before": 0.8299999833106995}
+    assert list(_compared({**found, "accuracy_after": 0.9, "eval_reward_after": 0.9})) == [
+        "held-out accuracy"
+    ]
+    assert "held-out reward" in _compared({**found, "accuracy_after": 0.9})
