@@ -21,6 +21,8 @@ def __getattr__(name: str) -> object:
 
         # Megatron-Core warns of each optional package that is absent; `hybridrl check` lists them.
         warnings.filterwarnings("ignore", module=r"megatron\.")
+        # Megatron-Core calls collectives of torch by older names, in every step.
+        warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
         from hybridrl.loop.loop import Trainer
 
         return Trainer

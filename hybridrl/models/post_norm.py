@@ -6,6 +6,7 @@ The latter are of a whole projection of queries or keys, which tensor parallelis
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import Any
 
 import torch
@@ -28,6 +29,15 @@ from hybridrl.models.family import ModelShape
 from hybridrl.models.megatron_specs import with_module
 from hybridrl.models.norm import TorchNorm, rms_norm
 from hybridrl.models.rotary import angles_of_layer
+
+_MEGATRON_LAYER = logging.getLogger("megatron.core.transformer.transformer_layer")
+
+
+def _is_worth_telling(record: logging.LogRecord) -> bool:
+    """Whether it is not that Megatron-Core does not know `NormedMlp`: it gives such a feed-forward
+    layer no group, which then takes that of the tensor-parallel ranks, as `MLP` is given.
+    """
+    return not record.getMessage().startswith("Unknown MLP type")
 
 
 class NormedAttention(SelfAttention):
@@ -154,6 +164,7 @@ def norm_after(spec: ModuleSpec, shape: ModelShape) -> None:
     if shape.norms_after != "no":
         layer.self_attention = with_module(layer.self_attention, NormedAttention)
         layer.mlp = with_module(layer.mlp, NormedMlp)
+        _MEGATRON_LAYER.addFilter(_is_worth_telling)  # once, however often
     if not shape.whole_qk_norm:
         return
     layer.self_attention.submodules = dataclasses.replace(
