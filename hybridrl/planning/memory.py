@@ -4,8 +4,9 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -44,7 +45,8 @@ class Memory:
 
     Args:
         train: Most that training may take, whatever the lengths of samples.
-        usual_train: What training takes with samples of usual length, as they are packed.
+        count_usual_train: Returns `usual_train`. Packing the samples takes long, and a search asks
+            for thousands of layouts without it.
         rollout: in generation, the KV cache with it.
         kv_cache: with room for all requests that are decoded together, and with the experts that
             are recorded of them.
@@ -56,7 +58,7 @@ class Memory:
     """
 
     train: int
-    usual_train: int
+    count_usual_train: Callable[[], int] = field(repr=False, compare=False)
     rollout: int
     kv_cache: int
     num_requests: int
@@ -64,6 +66,11 @@ class Memory:
     staging: int
     saved: int = 0
     replay: ReplayBytes | None = None
+
+    @cached_property
+    def usual_train(self) -> int:
+        """What training takes with samples of usual length, as they are packed."""
+        return self.count_usual_train()
 
     @property
     def has_engine(self) -> bool:
@@ -250,10 +257,14 @@ def estimate_memory(
     training = always + trained + gradients + states
     training += replay.train if replay and "policy" in held.roles else 0
     training += 0 if engine.sleeps else engine_bytes
-    most, usual = _activation_bytes(config, held.models, itemsize)
+    most = _most_activation_bytes(config, held.models, itemsize)
+
+    def usual_train() -> int:
+        return training + min(most, _usual_activation_bytes(config, held.models, itemsize))
+
     return Memory(
         train=training + most,
-        usual_train=training + usual,
+        count_usual_train=usual_train,
         rollout=always
         + (0 if config.train.release_weights_in_rollout else trained)
         + (0 if config.train.offload_optimizer else states)
@@ -334,21 +345,33 @@ def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> i
     return GROUP_BYTES * num_groups + (GRAPH_BYTES if captures else 0) + staging
 
 
-def _activation_bytes(
-    config: Config, models: Sequence[HeldModel], itemsize: int
-) -> tuple[int, int]:
-    """Returns what passes hold of a rank, at most and usually: those of the trained model that
-    takes most, which is what counts beside frozen ones, and of a frozen one where nothing is
-    trained.
+def _most_activation_bytes(config: Config, models: Sequence[HeldModel], itemsize: int) -> int:
+    """Returns the most that passes may hold of a rank: those of the trained model that takes most,
+    which is what counts beside frozen ones, and of a frozen one where nothing is trained.
     """
-    most = usual = 0
-    trained = [one for one in models if one.model.is_trained]
-    for one in trained or models:
-        largest = largest_micro_batch(config, one.layout)
-        most = max(most, _pass_bytes(config, one, itemsize, largest))
-        for packed in usual_micro_batches(config, one.model.shape, one.layout):
-            usual = max(usual, _pass_bytes(config, one, itemsize, packed))
-    return most, min(usual, most)
+    return max(
+        (
+            _pass_bytes(config, one, itemsize, largest_micro_batch(config, one.layout))
+            for one in _with_passes(models)
+        ),
+        default=0,
+    )
+
+
+def _usual_activation_bytes(config: Config, models: Sequence[HeldModel], itemsize: int) -> int:
+    """Returns what these passes hold with samples of usual length."""
+    return max(
+        (
+            _pass_bytes(config, one, itemsize, packed)
+            for one in _with_passes(models)
+            for packed in usual_micro_batches(config, one.model.shape, one.layout)
+        ),
+        default=0,
+    )
+
+
+def _with_passes(models: Sequence[HeldModel]) -> Sequence[HeldModel]:
+    return [one for one in models if one.model.is_trained] or models
 
 
 def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatchSize) -> int:

@@ -103,16 +103,20 @@ def shared_elements(
     thin, stages = _thin(family, shape), _without_replicas(layout)
     one = replace(stages, world_size=stages.world_size // stages.pp, pp=1, vpp=1)
     of_layers = megatron_layout(thin.layers, shape, one, 0)
+    # Engines are the same beside every stage.
+    engine_outside = fused_layout(thin.outside, shape, tp, 0, ep)
+    engine_layers = fused_layout(thin.layers, shape, tp, 0, ep)
+    by_evenness: dict[bool, dict[int, tuple[int, int]]] = {}
     found = []
     for stage in range(stages.pp):
         rank = stages.rank_at(tp=0, cp=0, dp=0, pp=stage)
         outside = megatron_layout(thin.outside, shape, stages, rank)
         is_even = stacks_are_even({**outside.shapes, **of_layers.shapes}, layout, has_buckets)
-        shared = _shared(outside, fused_layout(thin.outside, shape, tp, 0, ep), is_even)
+        shared = _shared(outside, engine_outside, is_even)
         elements = sum(prod(size) for size in shared.values())
-        by_layer = _by_layer(
-            _shared(of_layers, fused_layout(thin.layers, shape, tp, 0, ep), is_even)
-        )
+        if is_even not in by_evenness:
+            by_evenness[is_even] = _by_layer(_shared(of_layers, engine_layers, is_even))
+        by_layer = by_evenness[is_even]
         for chunk in stages.layers(stage, shape.num_layers):
             elements += sum(by_layer.get(thin.kind_of[layer], (0, 0))[0] for layer in chunk)
         found.append(elements)

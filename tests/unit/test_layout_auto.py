@@ -146,7 +146,7 @@ def test_235b_on_256_ranks_is_searched_within_a_minute() -> None:
     started = time.process_time()
     result, assumed = search(config, 256, Host(), ClusterFile(gpu="H100"))
     seconds = time.process_time() - started
-    assert seconds < 60  # the bound that searches are judged by; some 4 s of an idle core
+    assert seconds < 60  # the bound that searches are judged by; some 20 s of an idle core
     assert result.best and result.num_large
     text = search_text(search_report(result, assumed, seconds, ()))
     assert text.startswith("fits: ") and "lost by memory" in text and "kept" not in text
