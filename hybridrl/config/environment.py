@@ -60,8 +60,8 @@ class EnvironmentConfig(Section):
     def _check_named(self) -> Self:
         if self.name is None:
             for name, field in EnvironmentConfig.model_fields.items():
-                if (value := getattr(self, name)) != field.get_default():
-                    raise ValueError(f"{name}: nothing without environment.name, not {value!r}")
+                if getattr(self, name) != field.get_default():
+                    raise ValueError(f"{name}: only with environment.name")
         return self
 
 

@@ -75,9 +75,8 @@ class RewardConfig(ScorerConfig):
     def _check_together(self) -> Self:
         if self.functions:
             for name, field in ScorerConfig.model_fields.items():
-                value = getattr(self, name)
-                if value != field.get_default():
-                    raise ValueError(f"{name}: nothing beside functions, not {value!r}")
+                if getattr(self, name) != field.get_default():
+                    raise ValueError(f"{name}: only without functions")
         if self.accuracy is not None and self.accuracy not in self.functions:
             known = ", ".join(self.functions) or "nothing without functions"
             raise ValueError(f"accuracy: {known}, not {self.accuracy!r}")

@@ -210,7 +210,7 @@ def test_what_does_not_go_together_is_refused_before_ranks_start(tmp_path: Path)
             given += ["environment.max_turns=8", "reward.function=environment"]
         with pytest.raises(ConfigError, match=said):
             validate_training(load_config(config, given), 1)
-    with pytest.raises(ConfigError, match="max_turns: nothing without environment.name"):
+    with pytest.raises(ConfigError, match="max_turns: got 2; allowed: only with environment.name"):
         load_config(config, ["environment.name=null", "environment.options={}"])
 
 
