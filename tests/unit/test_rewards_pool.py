@@ -341,7 +341,10 @@ MINIMAL = {"run": {"name": "a"}, "model": {"init": "m"}, "algorithm": {"name": "
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"functions": {"a": {"function": "math"}}, "function": "gsm8k"}, "function: got 'gsm8k'; allowed: only without functions"),
+        (
+            {"functions": {"a": {"function": "math"}}, "function": "gsm8k"},
+            "function: got 'gsm8k'; allowed: only without functions",
+        ),
         ({"functions": {"a b": {}}}, "names of letters"),
         ({"functions": {"mean": {}}}, "names of letters"),
         ({"functions": {"a": {"wieght": 1.0}}}, "Did you mean 'reward.functions.a.weight'"),
