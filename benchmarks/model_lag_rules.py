@@ -24,7 +24,7 @@ import numpy as np
 from case_record import command_of, commit
 from step_case import response_lengths
 
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.generation.in_flight import (
     Group,
     Limits,

@@ -53,8 +53,9 @@ from hybridrl.contracts.checks import (
 from hybridrl.contracts.flat import flatten, observed_mask
 from hybridrl.contracts.holders import Holders
 from hybridrl.contracts.micro_batch import MicroBatch
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.contracts.routed_experts import token_rows
-from hybridrl.contracts.samples import Prompt, Rollout, in_gaps
+from hybridrl.contracts.samples import Rollout, in_gaps
 from hybridrl.contracts.versions import token_versions
 
 __all__ = [

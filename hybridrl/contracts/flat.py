@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 
 
 def observed_mask(prompts: Sequence[Prompt], masks: Sequence[Sequence[bool]]) -> Tensor:

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import pairwise
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.prompt_file import chosen, token_texts
 from hybridrl.data.prompts import LoadedPrompts, Once, PromptSource, at_once, saved_count
 from hybridrl.errors import DataError

@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.tuple_texts import TupleTexts, runs
 
 MAGIC = b"hybridrl prompts 3\n"

@@ -32,7 +32,7 @@ from typing import Any
 from hybridrl.config.cache import cache_folder
 from hybridrl.config.needs import Needs
 from hybridrl.config.schema import DataConfig, RolloutConfig
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.chats import ChatCounts
 from hybridrl.data.prompt_file import (
     DamagedError,

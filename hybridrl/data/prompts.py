@@ -19,7 +19,7 @@ from typing import Any
 from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.supervised import PAIR_MARGIN
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.chats import ChatCounts, as_chats
 from hybridrl.data.encoding import Encoded, TextEncoder, encoded_rows
 from hybridrl.data.end_tokens import own_end_tokens

@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 
 PROMPT_TOKEN_WORK = 0.1
 """Work of a prompt token, in response tokens; it counts once a group, as its samples share it.

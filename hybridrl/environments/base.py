@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
-from hybridrl.contracts.samples import Asked
+from hybridrl.contracts.prompts import Asked
 from hybridrl.errors import short
 from hybridrl.rewards.outcome import LARGEST, WHERE, ScorerFailure, failed
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.episodes import OpenResponse, restored
 from hybridrl.generation.in_flight import Group, Runs

@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from hybridrl.contracts.samples import Asked
+from hybridrl.contracts.prompts import Asked
 from hybridrl.errors import DataError, UserError, short
 
 _DASHES = re.compile(r"\s?\*\*\*\s?")

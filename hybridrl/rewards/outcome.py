@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from hybridrl.config.own_code import awaited, own_lines, traceback_text
-from hybridrl.contracts.samples import Asked
+from hybridrl.contracts.prompts import Asked
 from hybridrl.errors import DataError, UserError, did, said, short
 from hybridrl.parallel import failure
 from hybridrl.parallel.failure import rank_file

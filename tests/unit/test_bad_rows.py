@@ -13,7 +13,7 @@ from command_line import QUICKSTART
 
 from hybridrl.cli import main, training
 from hybridrl.config.schema import RewardConfig
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.errors import DataError, UserError
 from hybridrl.loop.run_data import check_answers
 

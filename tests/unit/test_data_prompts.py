@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.config.schema import DataConfig
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.forms import validate_file
 from hybridrl.data.prompts import PromptSource, load_prompts
 from hybridrl.errors import DataError

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.spread import PROMPT_TOKEN_WORK, ResponseLengths, group_work, spread
 
 

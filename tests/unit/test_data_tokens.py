@@ -16,7 +16,7 @@ from hybridrl.config.data import DataConfig
 from hybridrl.config.identity import check_run_folder, write_config
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config, ModelConfig
-from hybridrl.contracts.samples import Prompt
+from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.end_tokens import end_tokens, turn_end
 from hybridrl.data.prompt_store import content_key
 from hybridrl.data.prompts import PromptSource, Reading, load_prompts
