@@ -129,4 +129,7 @@ def contents_from_bytes(saved: bytes) -> tuple[Content, ...]:
     for name, array in tensors.items():
         index, _, own = name.partition(".")
         arrays[int(index)][own] = array
-    return tuple(Content(*one, of_one) for one, of_one in zip(about, arrays, strict=True))
+    return tuple(
+        Content(kind=kind, start=start, num_tokens=num_tokens, key=key, arrays=of_one)
+        for (kind, start, num_tokens, key), of_one in zip(about, arrays, strict=True)
+    )
