@@ -38,7 +38,7 @@ from hybridrl.kernels import rectangles
 from hybridrl.kernels.copy_engine import BlockCopies, CompiledBlockCopies
 
 from hybridrl import ops
-from hybridrl.hybrid_engine.transport import AddressWatch
+from hybridrl.hybrid_engine.transports.transport import AddressWatch
 from hybridrl.parallel.device_mapping import DeviceMapping
 
 MODEL = Path(__file__).parent / "models" / "qwen2.5-7b.json"

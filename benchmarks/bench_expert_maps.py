@@ -23,7 +23,7 @@ from typing import Any
 
 from case_record import commit
 
-from hybridrl.hybrid_engine.expert_maps import ExpertTensors, lay_out_engines
+from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, lay_out_engines
 from hybridrl.models.family import ModelShape, MoeShape, resolve_family
 from hybridrl.models.weights import fused_layouts, megatron_layouts
 from hybridrl.parallel.layout import TrainLayout

@@ -15,10 +15,10 @@ from typing import Any
 
 from case_record import commit
 
-from hybridrl.cli.plan_search import search_report
 from hybridrl.config.load import load_config_dict
-from hybridrl.planning.choose import search
-from hybridrl.planning.cluster import ClusterFile, Host
+from hybridrl.services.planner.choose import search
+from hybridrl.services.planner.hardware import ClusterFile, Host
+from hybridrl.services.planner.search_report import search_report
 
 MODELS = Path(__file__).parents[1] / "examples" / "recipes" / "models"
 # Layouts of recipes, read on 2026-11-25, with where they stand; sizes that are not named are free.

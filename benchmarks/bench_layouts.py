@@ -37,9 +37,9 @@ from bench_reshard_gpu import ROOT
 from case_record import PROGRESS, commit
 
 from hybridrl.config.load import load_config_dict
-from hybridrl.planning.choose import search
-from hybridrl.planning.cluster import ClusterFile, Host
-from hybridrl.planning.search import Result
+from hybridrl.services.planner.choose import search
+from hybridrl.services.planner.hardware import ClusterFile, Host
+from hybridrl.services.planner.search import Result
 
 MODELS = ROOT / "benchmarks" / "models"
 SET = ("train.recompute", "train.offload_optimizer", "rollout.ep")

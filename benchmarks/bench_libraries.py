@@ -48,7 +48,7 @@ def write(way: str, folder: str) -> dict[str, float]:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from hybridrl.models.hf import HfWriter
+    from hybridrl.models.hf.shards import HfWriter
 
     drawn = torch.randn(SIDE, SIDE, generator=torch.Generator().manual_seed(0)).bfloat16()
     shapes = {f"model.layers.{i}.weight": tuple(drawn.shape) for i in range(NUM_TENSORS)}

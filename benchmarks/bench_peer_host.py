@@ -35,11 +35,11 @@ from case_record import command_of, commit
 from hybridrl.kernels.copy_engine import BlockCopies, Stream, Waits
 
 from hybridrl import ops
-from hybridrl.hybrid_engine import peer
-from hybridrl.hybrid_engine.assign import assign
-from hybridrl.hybrid_engine.peer import PeerTransport
-from hybridrl.hybrid_engine.plan import plan_reshard
-from hybridrl.hybrid_engine.repeated import Repeated
+from hybridrl.hybrid_engine.planning.assign import assign
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
+from hybridrl.hybrid_engine.transports import peer
+from hybridrl.hybrid_engine.transports.peer import PeerTransport
+from hybridrl.hybrid_engine.transports.repeated import Repeated
 from hybridrl.models.weights import RankLayout
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group, stop_process_group

@@ -2,7 +2,7 @@
 
 Each case is planned as a start of training does it: ranks assigned, sources chosen, digest made,
 one rank's operations written out; some ranks' operations are proven first, and a plan that is not
-proven is not timed. Then the reshard is predicted for the cluster (hybrid_engine/cluster.py).
+proven is not timed. Then the reshard is predicted for the cluster (hybrid_engine/planning/nodes.py).
 
     python benchmarks/bench_planner.py
 
@@ -29,11 +29,11 @@ import numpy as np
 from case_record import command_of, commit
 from paper_models import deepseek_v3, engine_parts, qwen3_235b_a22b, train_layouts
 
-from hybridrl.hybrid_engine.assign import assign
-from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict
-from hybridrl.hybrid_engine.pieces import join
-from hybridrl.hybrid_engine.plan import Plan, plan_reshard
-from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.planning.assign import assign
+from hybridrl.hybrid_engine.planning.nodes import Cluster, planned_ms, predict
+from hybridrl.hybrid_engine.planning.pieces import join
+from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.family import ModelShape, read_model, resolve_family
 from hybridrl.models.weights import (
     RankLayout,

@@ -40,12 +40,12 @@ from case_record import commit
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hybridrl.cli.validate import validate_training
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.mixture import hold_out
 from hybridrl.data.prompt_store import ENDING, PromptStore, cache_folder
 from hybridrl.data.prompts import PromptSource, Reading
+from hybridrl.loop.preflight import validate_training
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
 NUM_WORDS, TAKEN, FEW, WAITED_S, SHARE = 30_000, 512, 10, 1800, 0.01

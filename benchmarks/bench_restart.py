@@ -60,8 +60,8 @@ from random_workload import random_prompts, word_tokenizer
 from restart_case import Run, checkpoint_step
 
 from hybridrl.checkpoint.memory_folders import MEMORY
-from hybridrl.cli.plan import plan_report
 from hybridrl.config.load import load_config_dict
+from hybridrl.services.planner.plan_report import plan_report
 
 GOALS = {
     "copy_share": 0.03,

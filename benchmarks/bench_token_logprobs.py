@@ -194,7 +194,7 @@ def make_way(name: str) -> Way:
 
 
 def ours(inputs: Inputs, kind: str, main_grad_VD: torch.Tensor | None) -> Found:
-    """The head as hybridrl/models/heads.py runs it, tensor parallel 1."""
+    """The head as hybridrl/models/megatron/heads.py runs it, tensor parallel 1."""
     arguments = inputs.hidden_TD, inputs.weight_VD, inputs.target_T, 1.0
     stats = ops.vocab_stats(*arguments)
     log_sum = stats.sum_T.log()

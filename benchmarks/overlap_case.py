@@ -27,7 +27,7 @@ from sm_partition import stream_without
 from step_case import LEARNING_RATE, Case, used_bytes
 
 from hybridrl.contracts.micro_batch import MicroBatch
-from hybridrl.models.heads import TokenStats
+from hybridrl.models.megatron.heads import TokenStats
 from hybridrl.parallel.schedule import finalize_summed_gradients, forward_backward
 from hybridrl.training.model import _forward
 from hybridrl.training.update import detached

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.hybrid_engine.lending import LentMemory
+from hybridrl.hybrid_engine.memory.lending import LentMemory
 from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS, EngineMemory, blocks_in_use
 from hybridrl.rollout.vllm_memory import allocations

@@ -35,10 +35,10 @@ from reshard_libraries import (
 from reshard_rivals import AllGatherWay, Place
 
 from hybridrl.config.load import load_config_dict
-from hybridrl.hybrid_engine.cluster import TRANSPORTS as PLANNED
-from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.engine import gather_layouts
-from hybridrl.hybrid_engine.pieces import join
+from hybridrl.hybrid_engine.planning.nodes import TRANSPORTS as PLANNED
+from hybridrl.hybrid_engine.planning.nodes import Cluster, planned_ms, predict, transfer_ms
+from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.loop.loop import Trainer
 from hybridrl.models.expert_stacks import in_stacks
 from hybridrl.rollout.absent import AbsentEngine

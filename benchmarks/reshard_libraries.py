@@ -20,7 +20,7 @@ import torch
 from reshard_clock import NotInstalledError
 from torch import Tensor
 
-from hybridrl.hybrid_engine.plan import plan_reshard
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
 from hybridrl.hybrid_engine.verify import verify
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import TrainLayout

@@ -27,11 +27,11 @@ sys.path.append(str(ROOT / "tests"))
 
 from weight_cases import Case, minimum_receive_elements  # noqa: E402
 
-from hybridrl.hybrid_engine.alias import TrainingShard, shared_views  # noqa: E402
-from hybridrl.hybrid_engine.assign import assign  # noqa: E402
 from hybridrl.hybrid_engine.export import gather_tensors  # noqa: E402
-from hybridrl.hybrid_engine.packed import PackedTransport  # noqa: E402
-from hybridrl.hybrid_engine.plan import plan_reshard  # noqa: E402
+from hybridrl.hybrid_engine.memory.alias import TrainingShard, shared_views  # noqa: E402
+from hybridrl.hybrid_engine.planning.assign import assign  # noqa: E402
+from hybridrl.hybrid_engine.planning.plan import plan_reshard  # noqa: E402
+from hybridrl.hybrid_engine.transports.packed import PackedTransport  # noqa: E402
 from hybridrl.models.family import ModelShape, resolve_family  # noqa: E402
 from hybridrl.models.weights import fused_layout, hf_shapes, megatron_layout  # noqa: E402
 from hybridrl.parallel.groups import World  # noqa: E402

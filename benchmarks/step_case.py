@@ -25,10 +25,10 @@ from random_workload import checksum_reward, random_prompts, word_tokenizer
 from reshard_clock import Clock, largest_over_ranks, machine, matmul_rate, timed_calls
 from train_case import attention_backend
 
-from hybridrl.cli.plan import plan_report
 from hybridrl.config.lag import num_in_flight
 from hybridrl.config.load import load_config_dict
 from hybridrl.loop.loop import Trainer
+from hybridrl.services.planner.plan_report import plan_report
 
 # Of the logarithm of tailed response lengths, whose median is a quarter of the longest: 4 of 100
 # are cut at the longest. Half of the variance is the prompt's, half the sample's.
@@ -107,7 +107,7 @@ class Case(CaseRecord):
 
     def vocab_size(self) -> int:
         """Returns the model's, before there is a model."""
-        from hybridrl.cli.validate import model_violations
+        from hybridrl.loop.preflight import model_violations
 
         hf_config, violations = model_violations(self.config, self.job["world"])
         if violations:

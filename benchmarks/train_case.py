@@ -24,15 +24,15 @@ from train_profile import driver_counts, profiled
 from hybridrl.algorithms import make_algorithm
 from hybridrl.config.load import load_config_dict
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
-from hybridrl.data.balance import Schedule
-from hybridrl.data.packing import even_sizes, round_up
 from hybridrl.loop import garbage, setup
 from hybridrl.metrics.flops import forward_flops, train_flops
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.joining import start_process_group
 from hybridrl.platform import Platform
 from hybridrl.roles.policy import Policy
-from hybridrl.training.build import build_model, model_source
+from hybridrl.training.batches.balance import Schedule
+from hybridrl.training.batches.packing import even_sizes, round_up
+from hybridrl.training.from_config import build_model, model_source
 
 WARMUPS = 2
 # Of the logarithm of response lengths with a long tail; lengths beyond the budget are cut.

@@ -1,5 +1,5 @@
 // An allocator for torch's memory pools whose pieces of physical memory can be given back and made
-// anew, or lent (hybridrl/hybrid_engine/lending.py), while their addresses stay reserved: tensors
+// anew, or lent (hybridrl/hybrid_engine/memory/lending.py), while their addresses stay reserved: tensors
 // and CUDA graphs are valid again once memory is mapped there.
 //
 // Only making and ending a piece is done here, since torch calls it under a lock of its own and

@@ -41,8 +41,8 @@ SERVER = Path(__file__).with_name("fork_server.py")
 RANKS = (
     "torch",
     "transformers",
-    "hybridrl.cli.validate",
-    "hybridrl.cli.plan",
+    "hybridrl.loop.preflight",
+    "hybridrl.services.planner.plan_report",
     "hybridrl.loop.loop",
     "hybridrl.loop.setup",
 )

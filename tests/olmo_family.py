@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape, Row
-from hybridrl.models.layers import torch_layer_spec
+from hybridrl.models.megatron.layers import torch_layer_spec
 
 
 class PlainLayerNorm:

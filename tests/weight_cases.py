@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
-from hybridrl.hybrid_engine.plan import Plan
+from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_experts
+from hybridrl.hybrid_engine.planning.plan import Plan
 from hybridrl.models.family import Family, LatentShape, ModelShape, MoeShape, resolve_family
 from hybridrl.models.weights import (
     NOTHING,

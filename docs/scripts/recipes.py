@@ -15,13 +15,13 @@ from typing import Any
 
 import yaml
 
-from hybridrl.cli.plan import plan_report
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.planning.choose import search
-from hybridrl.planning.cluster import ClusterFile, Host
-from hybridrl.planning.search import Candidate
+from hybridrl.services.planner.choose import search
+from hybridrl.services.planner.hardware import ClusterFile, Host
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.search import Candidate
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "recipes"

@@ -65,7 +65,7 @@ from hybridrl.checkpoint.reserved_memory import threads_beside_training
 from hybridrl.checkpoint.sharded_files import BegunFiles, begin_sharded
 from hybridrl.checkpoint.writing import Content, give_name, remove_leftovers
 from hybridrl.errors import CheckpointError
-from hybridrl.models.directory import write_side_files
+from hybridrl.models.hf.directory import write_side_files
 from hybridrl.parallel.groups import UNBOUNDED, World
 from hybridrl.parallel.heartbeat import POLL_S
 from hybridrl.parallel.ring import HostRing, close_connections

@@ -34,7 +34,7 @@ from hybridrl.checkpoint.model_state import Saved, sharded_state
 from hybridrl.checkpoint.random_states import rng_file, rng_state
 from hybridrl.checkpoint.sharded_files import BegunFiles, begin_sharded, first_failure
 from hybridrl.errors import CheckpointError
-from hybridrl.models.directory import write_side_files
+from hybridrl.models.hf.directory import write_side_files
 from hybridrl.parallel.groups import Agreement, World
 
 

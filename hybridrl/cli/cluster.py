@@ -34,12 +34,12 @@ from hybridrl.cli.pinning import HUB_NAMES, fits_on, laid_out, with_commits
 from hybridrl.cli.rank_ends import conclude, has_lost_ranks
 from hybridrl.cli.ray_launch import RayJob, counts
 from hybridrl.cli.schedulers import LOST, RESTARTS, JobKind, NodeJob, manifest, slurm_script
-from hybridrl.cli.validate import model_violations, validate_training
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config
 from hybridrl.config.rules import check, default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.loop.preflight import model_violations, validate_training
 
 PROGRAM = (sys.executable, "-m", "hybridrl.cli.main")  # in environments that nodes share
 SCRIPT = "launch.sbatch"  # in the run folder

@@ -30,9 +30,9 @@ import psutil
 from hybridrl import __version__
 from hybridrl.cli import environment
 from hybridrl.cli.cluster_facts import UNLIMITED, GpuFacts, NodeFacts, SharedFacts, SpaceFacts
-from hybridrl.cli.gpus import queried
 from hybridrl.config.packages import REQUIRED
 from hybridrl.errors import said
+from hybridrl.parallel.host_gpus import queried
 
 PREFIX = "hybridrl-probe "
 SHARED_BYTES = 32 << 20

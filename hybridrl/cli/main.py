@@ -32,7 +32,6 @@ from hybridrl.cli.cluster import (
     Ssh,
     launch_command,
 )
-from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import (
     STOP_CODES,
     die_with_launcher,
@@ -44,20 +43,21 @@ from hybridrl.cli.options import ConfigFile, Json, Overrides, World
 from hybridrl.cli.pinning import laid_out, with_commits
 from hybridrl.cli.rank_log import log_to, write_stacks_on_signal
 from hybridrl.cli.training import launch_training
-from hybridrl.cli.validate import (
-    validate_conversion,
-    validate_evaluation,
-    validate_replay,
-    validate_training,
-)
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config
 from hybridrl.config.own_code import contained, make_working_folder_importable
 from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.loop.preflight import (
+    validate_conversion,
+    validate_evaluation,
+    validate_replay,
+    validate_training,
+)
 from hybridrl.parallel import failure
 from hybridrl.parallel.failure import is_launched
+from hybridrl.parallel.host_gpus import num_local_gpus
 
 
 class Commands(TyperGroup):
@@ -155,7 +155,7 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Say whether a run fits, its layouts, reshard and memory; needs no GPU and no weights."""
-    from hybridrl.cli.planning import run_plan, run_search
+    from hybridrl.cli.plan import run_plan, run_search
 
     with _json_only(as_json) as emit:
         run = run_search if search else run_plan
@@ -220,7 +220,7 @@ def evaluate(
     """Measure accuracy on the evaluation prompts and eval.sets, greedy unless eval.temperature=T
     (or rollout.temperature=T) is given; and the loss on held-out rows with responses.
     """
-    from hybridrl.cli.evaluation import evaluated_config, template_warning, untrained_warning
+    from hybridrl.cli.eval import evaluated_config, template_warning, untrained_warning
 
     _refuse_other_job(world)
     given = overrides or []
@@ -423,7 +423,7 @@ def _torchrun_world(asked: int | None) -> int:
 def _evaluate_rank(
     config: Config, checkpoint: Path | None, prompts: Sequence[str] | None, as_json: bool
 ) -> None:
-    from hybridrl.cli.evaluation import evaluation_text
+    from hybridrl.cli.eval import evaluation_text
     from hybridrl.loop.run import evaluate_rank
 
     with _json_only(as_json) as emit:
@@ -490,7 +490,7 @@ def _replay(
     if is_rank():
         if not is_launched():
             validate_replay(config, _torchrun_world(world))
-        from hybridrl.debug.replay import replay_rank
+        from hybridrl.debug.step_replay import replay_rank
 
         report = replay_rank(config, saved)
         if os.environ["RANK"] != "0" or leave_for_parent(report):

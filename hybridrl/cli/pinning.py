@@ -8,15 +8,15 @@ import os
 
 import typer
 
-from hybridrl.cli.gpus import local_host
 from hybridrl.cli.launch import is_rank
-from hybridrl.cli.validate import model_violations
 from hybridrl.config.hub import hub_names, names_from_json, names_to_json, with_names
 from hybridrl.config.identity import pinned
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
+from hybridrl.loop.preflight import model_violations
 from hybridrl.parallel.failure import is_launched
-from hybridrl.planning.choose import is_wanted, overrides_of, with_layout
+from hybridrl.parallel.host_gpus import local_host
+from hybridrl.services.planner.choose import is_wanted, overrides_of, with_layout
 
 HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # for the ranks: hub names with their commits, as JSON
 

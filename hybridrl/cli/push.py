@@ -9,8 +9,8 @@ import os
 from pathlib import Path
 
 from hybridrl.errors import UserError
-from hybridrl.models.directory import CONFIG_FILE, read_config
-from hybridrl.models.headers import HfHeaders
+from hybridrl.models.hf.directory import CONFIG_FILE, read_config
+from hybridrl.models.hf.headers import HfHeaders
 
 # What an HF directory of ours holds; others (optimizer states, logs) are not uploaded.
 UPLOADED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "README.md")

@@ -7,14 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hybridrl.cli.plan import plan_report
 from hybridrl.config.files import parse_json
 from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.metrics.live import LOOPBACK, LiveReport, make_server
-from hybridrl.metrics.page_data import RUN_FILE
-from hybridrl.metrics.report import write_report
-from hybridrl.planning.cluster import Host
+from hybridrl.services.planner.hardware import Host
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.report.html_page import write_report
+from hybridrl.services.report.live_server import LOOPBACK, LiveReport, make_server
+from hybridrl.services.report.page_data import RUN_FILE
 
 MOST_RUNS = 8  # colours of the page
 PHASES = {"usual_train_peak_bytes": "training", "rollout_peak_bytes": "generation"}

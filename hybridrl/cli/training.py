@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import Literal
 
 from hybridrl.cli.elastic import ElasticLaunch, LocalJob
-from hybridrl.cli.gpus import num_local_gpus
 from hybridrl.cli.launch import launch_run
 from hybridrl.cli.pinning import fits_on, laid_out
-from hybridrl.cli.validate import validate_training
 from hybridrl.config.identity import run_folder
 from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
+from hybridrl.loop.preflight import validate_training
+from hybridrl.parallel.host_gpus import num_local_gpus
 
 
 def launch_training(

@@ -9,7 +9,7 @@ torch, megatron-core and transformers the next version that was not tested, of o
 one.
 
 Megatron-Core's versions differ in what hybridrl calls of them. What adapts to that:
-checkpoint/torch_dist_format.py (files of a checkpoint), models/megatron_specs.py (parts of a layer)
+checkpoint/torch_dist_format.py (files of a checkpoint), models/megatron/specs.py (parts of a layer)
 and platform.py (CPU).
 """
 

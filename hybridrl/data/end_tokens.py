@@ -11,7 +11,7 @@ from typing import Any
 
 from hybridrl.config.generation import declared_end_tokens
 from hybridrl.config.schema import ModelConfig
-from hybridrl.models.config_keys import end_tokens_of
+from hybridrl.models.hf.config_keys import end_tokens_of
 
 ANSWER = "the answer of the assistant"
 

@@ -44,7 +44,7 @@ from hybridrl.debug.verdicts import (
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.loop.loop import Trainer
 from hybridrl.models.family import read_model
-from hybridrl.models.heads import TokenStats
+from hybridrl.models.megatron.heads import TokenStats
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.agreement import TokensDifferError
 from hybridrl.rollout.build import ComputingEngine

@@ -19,8 +19,8 @@ from torch import Tensor
 from hybridrl.debug.residual import decoder_hooks
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.export import gather_tensors
-from hybridrl.models.transformers_model import transformers_model
-from hybridrl.models.transformers_weights import checkpoint_tensors
+from hybridrl.models.hf.transformers_model import transformers_model
+from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import check_tensors, hf_layout, hf_shapes
 from hybridrl.training.model import ParallelModel
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from hybridrl.contracts.batch import TrainBatch
-from hybridrl.models.heads import LanguageModel, TokenStats
+from hybridrl.models.megatron.heads import LanguageModel, TokenStats
 from hybridrl.rollout.build import ComputingEngine
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.training.batch_plan import ModelInput
+from hybridrl.training.batches.batch_plan import ModelInput
 from hybridrl.training.model import ParallelModel
 
 Keep = Callable[[str, Tensor], None]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybridrl.contracts.prompts import Prompt
-from hybridrl.data.spread import PROMPT_TOKEN_WORK, spread
+from hybridrl.generation.spread import PROMPT_TOKEN_WORK, spread
 
 Runs = tuple[tuple[int, int], ...]
 """Of one response: (version of the weights, number of tokens that it made), in order."""

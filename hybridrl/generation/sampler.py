@@ -3,7 +3,7 @@ all must know of them told.
 
 Collective: every rank calls with the same prompts. A replica generates the samples of whole
 prompts, so a reward that looks at a group sees all of it; which, follows from how long responses
-were so far (data/spread.py). Afterwards every rank has the same batch, in the order of the sample
+were so far (generation/spread.py). Afterwards every rank has the same batch, in the order of the sample
 numbers, with the tokens of the samples that it has scored: each rank of a replica scores its share.
 
 Where an algorithm compares with it, the greedy response to each prompt is generated and scored as
@@ -31,7 +31,6 @@ import numpy as np
 
 from hybridrl.contracts.batch import GREEDY, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.data.prompts import PromptSource
-from hybridrl.data.spread import ResponseLengths, group_work, spread
 from hybridrl.errors import UserError
 from hybridrl.generation.episodes import (
     Episodes,
@@ -50,6 +49,7 @@ from hybridrl.generation.saved_rollouts import (
     rollout_state,
     without_samples,
 )
+from hybridrl.generation.spread import ResponseLengths, group_work, spread
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
 from hybridrl.metrics.values import GENERATED_TOKENS
 from hybridrl.parallel import progress

@@ -21,28 +21,32 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.headroom import Headroom
-from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype, make_block_group
-from hybridrl.hybrid_engine.peer import PeerTransport
-from hybridrl.hybrid_engine.phases import (
+from hybridrl.hybrid_engine.memory.headroom import Headroom
+from hybridrl.hybrid_engine.memory.phases import (
     Phase,
     PhaseError,
     PhaseSwitch,
     TrainingMemory,
     TrainingWeights,
 )
-from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
-from hybridrl.hybrid_engine.proof import prove
-from hybridrl.hybrid_engine.quantized import check_scales
+from hybridrl.hybrid_engine.planning.plan import Plan, PlanError, plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
+from hybridrl.hybrid_engine.planning.wire import wire_views
 from hybridrl.hybrid_engine.target import WeightTarget, scales_of, stale_copy_of
-from hybridrl.hybrid_engine.transport import (
+from hybridrl.hybrid_engine.transports.packed import (
+    PackedTransport,
+    agree_wire_dtype,
+    make_block_group,
+)
+from hybridrl.hybrid_engine.transports.peer import PeerTransport
+from hybridrl.hybrid_engine.transports.quantized import check_scales
+from hybridrl.hybrid_engine.transports.transport import (
     Peers,
     Traffic,
     Transport,
     TransportError,
 )
 from hybridrl.hybrid_engine.verify import VerifyError, verify
-from hybridrl.hybrid_engine.wire import wire_views
 from hybridrl.models.weights import RankLayout, check_tensors
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.peer_memory import PeerMemory

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import CheckpointError, UserError
-from hybridrl.hybrid_engine.direct import agree_on_all
-from hybridrl.hybrid_engine.packed import PackedTransport, agree_wire_dtype
-from hybridrl.hybrid_engine.plan import Plan, plan_reshard
-from hybridrl.hybrid_engine.transport import Peers
-from hybridrl.hybrid_engine.wire import wire_views
+from hybridrl.hybrid_engine.planning.direct import agree_on_all
+from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
+from hybridrl.hybrid_engine.planning.wire import wire_views
+from hybridrl.hybrid_engine.transports.packed import PackedTransport, agree_wire_dtype
+from hybridrl.hybrid_engine.transports.transport import Peers
 from hybridrl.models.boxes import Shape
-from hybridrl.models.hf import MAX_SHARD_BYTES, HfPlaces, HfWriter, stored_as
+from hybridrl.models.hf.shards import MAX_SHARD_BYTES, HfPlaces, HfWriter, stored_as
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 
 STAGING_BYTES = 64 << 20

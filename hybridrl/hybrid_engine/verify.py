@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from hybridrl import ops
-from hybridrl.hybrid_engine.plan import CopyOp, Plan
-from hybridrl.hybrid_engine.quantized import blocks_of, blocks_shape, is_whole
-from hybridrl.hybrid_engine.transport import Peers
+from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan
+from hybridrl.hybrid_engine.transports.quantized import blocks_of, blocks_shape, is_whole
+from hybridrl.hybrid_engine.transports.transport import Peers
 from hybridrl.models.boxes import Box
-from hybridrl.models.hf import box_view
+from hybridrl.models.hf.shards import box_view
 
 Key = tuple[int, int]
 """A copy: the rank that receives it, and its number among that rank's copies."""

@@ -18,9 +18,9 @@ from hybridrl.config.schema import TrainConfig
 from hybridrl.console import say
 from hybridrl.loop.exports import export_model
 from hybridrl.loop.saves import OLD_SCORES
-from hybridrl.models.directory import read_config
 from hybridrl.models.family import ModelShape, is_kept_in_fp32, read_model
-from hybridrl.models.hf import HfCheckpoint, load_hf
+from hybridrl.models.hf.directory import read_config
+from hybridrl.models.hf.shards import HfCheckpoint, load_hf
 from hybridrl.models.score_token import BEFORE_LAST
 from hybridrl.models.weights import Head, hf_shapes
 from hybridrl.parallel.groups import World

@@ -18,7 +18,7 @@ from hybridrl.checkpoint.writing import Content, ModelFiles
 from hybridrl.config.identity import run_folder
 from hybridrl.config.schema import Config
 from hybridrl.metrics.timing import PhaseTimer
-from hybridrl.planning.memory import copies_checkpoints
+from hybridrl.services.planner.phase_memory import copies_checkpoints
 
 COST = 0.03  # of the time, which copies may take
 # Of the time, what training may wait for copies where a GPU trains: steps beside the threads that

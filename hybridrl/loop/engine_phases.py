@@ -12,7 +12,7 @@ from hybridrl.config.engines import ENGINES
 from hybridrl.config.schema import Config
 from hybridrl.generation.sampler import Sampler
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.phases import Phase
+from hybridrl.hybrid_engine.memory.phases import Phase
 from hybridrl.loop import probe
 from hybridrl.loop.journal import Journal
 from hybridrl.roles.policy import Policy

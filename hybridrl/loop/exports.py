@@ -19,7 +19,7 @@ from hybridrl.config.identity import run_folder
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.loop.model_card import model_card
-from hybridrl.models.exported import exported_config
+from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.model import ParallelModel
 

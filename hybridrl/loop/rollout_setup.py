@@ -26,10 +26,10 @@ from hybridrl.generation.episodes import Episodes
 from hybridrl.generation.in_flight import Limits
 from hybridrl.generation.lagged import LaggedSampler
 from hybridrl.generation.sampler import Sampler
-from hybridrl.hybrid_engine.alias import TrainingShard, shared_names
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.expert_maps import ExpertTensors, lay_out_engines
-from hybridrl.hybrid_engine.lending import LentMemory, MemoryLender
+from hybridrl.hybrid_engine.memory.alias import TrainingShard, shared_names
+from hybridrl.hybrid_engine.memory.lending import LentMemory, MemoryLender
+from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, lay_out_engines
 from hybridrl.loop.setup import ranks_per_node
 from hybridrl.models.weights import RankLayout, fused_layouts
 from hybridrl.parallel.device_mapping import DeviceMapping

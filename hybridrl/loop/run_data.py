@@ -33,7 +33,7 @@ from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import NEEDS_ANSWER, RewardFunction, RowCheck, no_reward
 from hybridrl.roles.mix import Mix
-from hybridrl.training.build import model_source
+from hybridrl.training.from_config import model_source
 
 
 class Given(NamedTuple):

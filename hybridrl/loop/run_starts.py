@@ -22,8 +22,8 @@ import psutil
 
 from hybridrl import __version__
 from hybridrl.config.files import parse_json, replace_text
-from hybridrl.metrics.page_data import RUN_FILE
 from hybridrl.parallel.failure import is_launched
+from hybridrl.services.report.page_data import RUN_FILE
 
 GIT_TIMEOUT_S = 10
 FINISHED = "finished"  # how a start ended that took the last step

@@ -14,10 +14,10 @@ import torch
 
 from hybridrl.contracts.batch import ScoredBatch
 from hybridrl.contracts.samples import UNKNOWN_LOGP
-from hybridrl.data.packing import even_sizes
 from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
+from hybridrl.training.batches.packing import even_sizes
 
 TOKENS_AT_ONCE = 1 << 20  # that come to rank 0 to be written as text
 LETTERS_OF_A_TOKEN = 4  # that several tokens have together, each only some of its bytes

@@ -23,16 +23,16 @@ from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import teacher_rules
 from hybridrl.errors import ConfigError
-from hybridrl.hybrid_engine.order import is_settled, lay_out, order_layout
+from hybridrl.hybrid_engine.planning.order import is_settled, lay_out, order_layout
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.joining import from_rank_0
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
-from hybridrl.planning.choose import chosen_values, is_wanted, with_layout
-from hybridrl.planning.cluster import ClusterFile, Host, LocalGpu
-from hybridrl.planning.fit import changed
 from hybridrl.platform import Platform
+from hybridrl.services.planner.choose import chosen_values, is_wanted, with_layout
+from hybridrl.services.planner.fit import changed
+from hybridrl.services.planner.hardware import ClusterFile, Host, LocalGpu
 
 
 def pinned_on_all_ranks(config: Config) -> Config:

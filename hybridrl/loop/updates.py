@@ -8,11 +8,11 @@ from __future__ import annotations
 from hybridrl.algorithms.base import Algorithm
 from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.contracts.batch import TrainBatch
-from hybridrl.data.packing import even_sizes
 from hybridrl.loop.skipped import SkippedSteps
 from hybridrl.metrics.values import SKIPPED, average
 from hybridrl.roles.mix import Mix
 from hybridrl.roles.roles import Roles
+from hybridrl.training.batches.packing import even_sizes
 from hybridrl.training.mismatch import behaviour_metrics
 from hybridrl.training.update import optimizer_step
 

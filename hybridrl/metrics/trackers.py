@@ -255,7 +255,7 @@ class TrackerSink:
         self._try("cannot end", self._end)
 
     def _end(self) -> None:
-        from hybridrl.metrics.report import write_report
+        from hybridrl.services.report.html_page import write_report
 
         self._tracker.end(write_report(self._folder), self.is_done)
 

@@ -17,8 +17,8 @@ from typing import Any, Literal
 from hybridrl.config.files import plain, shown
 from hybridrl.config.own_code import imported
 from hybridrl.errors import ModelError, UserError
-from hybridrl.models.config_keys import DECODER_KEYS, check_keys, check_values
 from hybridrl.models.families import FAMILIES
+from hybridrl.models.hf.config_keys import DECODER_KEYS, check_keys, check_values
 
 HfConfig = Mapping[str, Any]
 RowKind = Literal["vocab", "replicated", "column", "heads", "kv_heads", "row", "qkv", "gate_up"]
@@ -86,7 +86,7 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class Rotary:
-    """How a model's rotary positions turn (models/rotary.py has the mathematics).
+    """How a model's rotary positions turn (models/megatron/rotary_positions.py has the mathematics).
 
     Args:
         base: of the frequencies.

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from hybridrl.config.files import plain
 from hybridrl.errors import ModelError
-from hybridrl.models.config_keys import end_tokens_of
+from hybridrl.models.hf.config_keys import end_tokens_of
 
 ScoreToken = Literal["last", "before_last"]
 LAST: Final = "last"

@@ -136,7 +136,7 @@ class TrainLayout:
         """Whether all ranks that share `rank`'s experts get each token once, whichever experts it
         has: they are tensor-parallel ranks of one replica, which have shares of one micro-batch,
         and a token that is sent to all of them is not sent more often than for each of its experts.
-        `models/dispatch.py` decides the same from process groups.
+        `models/megatron/dispatch.py` decides the same from process groups.
 
         Args:
             experts_per_token: experts that compute with a token.

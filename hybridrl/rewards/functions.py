@@ -25,9 +25,9 @@ from hybridrl.errors import UserError
 from hybridrl.rewards.answers import Choice, ExactMatch, Gsm8k, Math
 from hybridrl.rewards.instructions import Instructions
 from hybridrl.rewards.remote import Remote
-from hybridrl.rewards.sandbox import Code
 from hybridrl.rewards.shaping import Format, Length, Regex
 from hybridrl.rewards.traits import traits_of
+from hybridrl.services.sandbox.code_reward import Code
 
 __all__ = ["REWARDS", "ExactMatch", "RewardFunction", "check_rewards", "find_reward", "where"]
 

@@ -16,7 +16,7 @@ from hybridrl.algorithms.base import Algorithm, LossOutput
 from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
-from hybridrl.models.heads import TokenStats
+from hybridrl.models.megatron.heads import TokenStats
 from hybridrl.training.mismatch import behaviour_metrics
 from hybridrl.training.model import Loss, ParallelModel
 from hybridrl.training.update import Gradients, LossPart, detached, optimizer_step

@@ -20,7 +20,7 @@ from hybridrl.contracts.batch import Producer, RolloutBatch, ScoredBatch
 from hybridrl.errors import UserError
 from hybridrl.models.score_token import LAST, padding_token, score_notices, score_token
 from hybridrl.parallel.mesh import Mesh, Meshes
-from hybridrl.training.build import load_weights, model_source
+from hybridrl.training.from_config import load_weights, model_source
 from hybridrl.training.model import ModelSource, ParallelModel
 
 

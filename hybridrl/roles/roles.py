@@ -38,9 +38,9 @@ from hybridrl.roles.critic import Critic
 from hybridrl.roles.policy import LossTerm, Policy
 from hybridrl.roles.reward_models import RewardModel, make_reward_models
 from hybridrl.roles.teacher import Teacher, make_teacher
-from hybridrl.training.batch_plan import BatchPlanner
-from hybridrl.training.build import build_model, model_source
+from hybridrl.training.batches.batch_plan import BatchPlanner
 from hybridrl.training.exploded import explosion_of
+from hybridrl.training.from_config import build_model, model_source
 from hybridrl.training.model import ModelSource, ParallelModel
 from hybridrl.training.peer_weights import peer_weights
 from hybridrl.training.update import Gradients

@@ -13,9 +13,9 @@ from hybridrl.config.schema import Config
 from hybridrl.config.teacher import teacher_model
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.errors import UserError
-from hybridrl.models.heads import LanguageModel, TokenStats
+from hybridrl.models.megatron.heads import LanguageModel, TokenStats
 from hybridrl.parallel.mesh import Mesh
-from hybridrl.training.build import load_weights, model_source
+from hybridrl.training.from_config import load_weights, model_source
 from hybridrl.training.model import ModelSource, ParallelModel
 
 

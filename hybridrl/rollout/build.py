@@ -13,7 +13,7 @@ import torch
 
 from hybridrl.config.engines import ENGINES, named
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.hybrid_engine.alias import TrainingShard
+from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.hybrid_engine.target import WeightTarget
 from hybridrl.models.family import Family
 from hybridrl.parallel.layout import RolloutLayout

@@ -4,7 +4,7 @@ Both lie in pieces of physical memory, each with addresses of its own that stay 
 parameters, caches and CUDA graphs are valid again once memory is mapped there. Owns when pieces are
 made, mapped and given back, in place of the engines' own sleep: that knows buffers of the model and
 what some versions make anew, and cannot leave out pieces that are lent to training
-(hybrid_engine/lending.py). Not owned: who made the pieces (vllm_memory.py, sglang_memory.py).
+(hybrid_engine/memory/lending.py). Not owned: who made the pieces (vllm_memory.py, sglang_memory.py).
 
 Invariants: a lent piece stays mapped at the engine's address. What lies beside weights and caches
 in their pieces, as tables of addresses do, has its content whenever the engine is awake. What other
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import UserError
-from hybridrl.hybrid_engine.lending import Mapping, Piece, choose
+from hybridrl.hybrid_engine.memory.lending import Mapping, Piece, choose
 from hybridrl.parallel.device_mapping import DeviceMapping
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"  # tags, by the engines' own names

@@ -18,10 +18,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hybridrl.errors import ModelError
-from hybridrl.models.directory import read_config
 from hybridrl.models.family import Family
-from hybridrl.models.transformers_model import transformers_model
-from hybridrl.models.transformers_weights import checkpoint_tensors
+from hybridrl.models.hf.directory import read_config
+from hybridrl.models.hf.transformers_model import transformers_model
+from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, hf_layout
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows

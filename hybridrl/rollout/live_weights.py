@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridrl.hybrid_engine.alias import TrainingShard, is_view, shared_views
+from hybridrl.hybrid_engine.memory.alias import TrainingShard, is_view, shared_views
 from hybridrl.models.boxes import Shape
 from hybridrl.models.weights import RankLayout
 from hybridrl.rollout.engine import Holding

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hybridrl import ops
 from hybridrl.errors import UserError
-from hybridrl.models.exploded import exploded, explosion
+from hybridrl.models.weight_bounds import exploded, explosion
 from hybridrl.rollout.engine import SamplingParams
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import ModelError, UserError
-from hybridrl.hybrid_engine.alias import TrainingShard
-from hybridrl.hybrid_engine.lending import Piece
+from hybridrl.hybrid_engine.memory.alias import TrainingShard
+from hybridrl.hybrid_engine.memory.lending import Piece
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.hybrid_engine.lending import Mapping, Piece
+from hybridrl.hybrid_engine.memory.lending import Mapping, Piece
 from hybridrl.ops import compiled_library, compiled_operations
 from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.rollout.engine_memory import (

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import ModelError, UserError
-from hybridrl.hybrid_engine.alias import TrainingShard
-from hybridrl.hybrid_engine.expert_maps import ExpertTensors, with_experts
-from hybridrl.hybrid_engine.lending import Piece
+from hybridrl.hybrid_engine.memory.alias import TrainingShard
+from hybridrl.hybrid_engine.memory.lending import Piece
+from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_experts
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybridrl.config.engines import ENGINES
-from hybridrl.models.config_keys import end_tokens_of
+from hybridrl.models.hf.config_keys import end_tokens_of
 from hybridrl.rollout.engine import Request
 from hybridrl.rollout.sampling import draw_seeds
 from hybridrl.rollout.settings import EngineSettings, too_long

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hybridrl.errors import UserError
-from hybridrl.models.exploded import exploded, explosion
+from hybridrl.models.weight_bounds import exploded, explosion
 from hybridrl.training.model import ParallelModel
 
 

@@ -21,8 +21,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from hybridrl.hybrid_engine.lending import LentMemory
-from hybridrl.hybrid_engine.phases import Restorable
+from hybridrl.hybrid_engine.memory.lending import LentMemory
+from hybridrl.hybrid_engine.memory.phases import Restorable
 
 MOMENT_BYTES = 8  # Adam's two, fp32, for each parameter that this rank's optimizer owns
 ALIGNMENT = 512  # bytes, of a storage's place in a buffer for several

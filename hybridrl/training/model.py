@@ -19,13 +19,18 @@ from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.hybrid_engine.engine import gather_layouts
-from hybridrl.hybrid_engine.owned import owned_layout
-from hybridrl.models.build import build_chunks, named_weights, transformer_config, weight_buffers
+from hybridrl.hybrid_engine.planning.owned import owned_layout
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import Family, ModelShape
-from hybridrl.models.layers import choose_layers, shares_prompts
-from hybridrl.models.replay import check_layers, replay_metrics
-from hybridrl.models.router import balance, load_metrics, load_of, replayed_of, routers
+from hybridrl.models.megatron.build import (
+    build_chunks,
+    named_weights,
+    transformer_config,
+    weight_buffers,
+)
+from hybridrl.models.megatron.layers import choose_layers, shares_prompts
+from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
+from hybridrl.models.megatron.router_replay import check_layers, replay_metrics
 from hybridrl.models.score_token import LAST, ScoreToken
 from hybridrl.models.weights import (
     NOTHING,
@@ -38,7 +43,7 @@ from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.parallel.peer_memory import PeerMemory
 from hybridrl.parallel.schedule import forward_backward, forward_only
-from hybridrl.training.batch_plan import BatchPlan, BatchPlanner, ModelInput
+from hybridrl.training.batches.batch_plan import BatchPlan, BatchPlanner, ModelInput
 from hybridrl.training.memory import TrainedModelMemory
 from hybridrl.training.optimizer import (
     apply_gradients,
@@ -311,7 +316,7 @@ class ParallelModel:
         into the same cleared gradients; returns the losses' extras.
 
         Of each micro-batch in turn Megatron's schedule calls the chunks (`_forward`), whose last
-        one ends in a head (models/heads.py), then `loss` with the head's output, then backward.
+        one ends in a head (models/megatron/heads.py), then `loss` with the head's output, then backward.
         """
         if not self.mesh.is_member:
             return []
@@ -429,7 +434,7 @@ def _forward(chunk: torch.nn.Module, one: ModelInput) -> Any:
         input_ids=one.local.tokens_S[None],
         position_ids=one.local.positions_S[None],
         attention_mask=None,
-        labels=one.head,  # Megatron hands it to the head untouched (models/heads.py)
+        labels=one.head,  # Megatron hands it to the head untouched (models/megatron/heads.py)
         packed_seq_params=one.packed,
         padding_mask=(one.local.sequence_index_S < 0)[None] if has_routers else None,
     )

@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl.config.schema import TrainConfig
 from hybridrl.models.expert_stacks import in_stacks
-from hybridrl.models.layers import add_weight_gradients_in_place
+from hybridrl.models.megatron.layers import add_weight_gradients_in_place
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.peer_weights import PeerWeights
 

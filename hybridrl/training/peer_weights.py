@@ -14,7 +14,7 @@ import torch
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
-from hybridrl.models.build import weight_buffers
+from hybridrl.models.megatron.build import weight_buffers
 from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.peer_memory import PeerMemory

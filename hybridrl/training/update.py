@@ -16,7 +16,7 @@ import torch
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.metrics.values import SKIPPED
-from hybridrl.training.batch_plan import ModelInput
+from hybridrl.training.batches.batch_plan import ModelInput
 from hybridrl.training.model import ParallelModel
 from hybridrl.training.optimizer import learning_rate
 
@@ -72,8 +72,8 @@ class Gradients:
         model: holds the gradients.
         loss_parts: of the mini-batch, and of further terms of the loss.
         metrics: the same on all ranks, `NAME/loss`, `NAME/grad_norm` and `NAME/learning_rate`
-            among them, and of a mixture of experts `moe/max_load` and the like (models/router.py,
-            load_metrics) and `router/replayed_share` and the like (models/replay.py,
+            among them, and of a mixture of experts `moe/max_load` and the like (models/megatron/router.py,
+            load_metrics) and `router/replayed_share` and the like (models/megatron/router_replay.py,
             replay_metrics).
         rate: learning rate to apply them with.
     """

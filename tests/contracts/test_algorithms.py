@@ -55,9 +55,9 @@ from hybridrl.contracts.batch import (
     RolloutBatch,
     TrainBatch,
 )
-from hybridrl.data.collate import micro_batch
 from hybridrl.errors import UserError
 from hybridrl.parallel.exchange import bring
+from hybridrl.training.batches.collation import micro_batch
 from hybridrl.training.mismatch import behaviour_metrics
 
 CASES = {

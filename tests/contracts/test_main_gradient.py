@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
-from hybridrl.models import heads
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
+from hybridrl.models.megatron import heads
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.mesh import Mesh
-from hybridrl.training.batch_plan import ModelInput
+from hybridrl.training.batches.batch_plan import ModelInput
 from hybridrl.training.model import ModelSource, ParallelModel
 
 # Kinds of output weights: tied, to which autograd brings the lookup's gradient too, and alone.

@@ -17,7 +17,7 @@ from hybridrl.contracts.batch import Producer, Prompt, ScoredBatch, TrainBatch
 from hybridrl.errors import CheckpointError
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.roles.reward_models import served_model
-from hybridrl.training.build import load_weights, model_source
+from hybridrl.training.from_config import load_weights, model_source
 
 END, PAD = 1, 0
 # Responses that end with the end token, and two that were cut off.

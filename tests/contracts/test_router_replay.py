@@ -25,7 +25,7 @@ from hybridrl.algorithms.grpo import Grpo
 from hybridrl.config.schema import GrpoConfig, TrainConfig
 from hybridrl.contracts.batch import BatchError, Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf import load_hf
+from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.roles.policy import Policy

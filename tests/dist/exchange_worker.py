@@ -20,7 +20,6 @@ from scripted_turns import STEP, make_sampler, prompts
 from small_runs import small_run
 
 from hybridrl.contracts.batch import ScoredBatch, TrainBatch
-from hybridrl.data.packing import even_sizes
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.in_flight import Limits
 from hybridrl.generation.sampler import Sampler
@@ -32,6 +31,7 @@ from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.messages import pack
 from hybridrl.platform import Platform
+from hybridrl.training.batches.packing import even_sizes
 
 UPDATES = 2
 KNOBS = (f"steps.updates_per_step={UPDATES}", "algorithm.kl_coef=0.1", "log.rollouts_every=0")

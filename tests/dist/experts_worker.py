@@ -26,13 +26,13 @@ from tiny_models import chosen_by
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.engines import ENGINES
-from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.boxes import volume
 from hybridrl.models.expert_stacks import in_stacks
 from hybridrl.models.family import read_model
-from hybridrl.models.hf import box_view
+from hybridrl.models.hf.shards import box_view
 from hybridrl.models.weights import RankLayout, megatron_layouts
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout

@@ -18,7 +18,7 @@ import torch
 from packaged import engine_module
 
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.packed import PackedTransport
+from hybridrl.hybrid_engine.transports.packed import PackedTransport
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.loop import rollout_setup
 from hybridrl.loop.loop import Trainer

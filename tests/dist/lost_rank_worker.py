@@ -18,9 +18,9 @@ from job_world import job_world
 from reshard_worker import DEVICE, Engine, tensors_of
 from weight_cases import Case
 
-from hybridrl.hybrid_engine import packed
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.transport import TransportError
+from hybridrl.hybrid_engine.transports import packed
+from hybridrl.hybrid_engine.transports.transport import TransportError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout

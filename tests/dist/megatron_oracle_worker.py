@@ -24,23 +24,23 @@ from weight_cases import fused_reference
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.writing import write_checkpoint
-from hybridrl.cli.plan import plan_report
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.packed import PackedTransport
-from hybridrl.hybrid_engine.plan import plan_reshard
-from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
+from hybridrl.hybrid_engine.transports.packed import PackedTransport
 from hybridrl.loop.rollout_setup import rollout_layout
 from hybridrl.loop.setup import find_machines, make_meshes
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf import box_view, load_hf
+from hybridrl.models.hf.shards import box_view, load_hf
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
+from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.training.model import ModelSource, ParallelModel
 
 TIMEOUT_S = 120.0

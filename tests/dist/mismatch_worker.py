@@ -27,7 +27,7 @@ from hybridrl.debug.verdicts import Finding
 from hybridrl.loop import rollout_setup
 from hybridrl.loop.loop import Trainer
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf import load_hf
+from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.exchange import collect
 from hybridrl.parallel.groups import World

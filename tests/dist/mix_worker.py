@@ -21,7 +21,7 @@ from parity_worker import gradients_in_hf_names
 from skipped_worker import NINE, differing, state_of
 
 from hybridrl import Trainer
-from hybridrl.debug.replay import replay
+from hybridrl.debug.step_replay import replay
 from hybridrl.errors import DataError, UserError
 from hybridrl.loop.saved_batch import SavedBatch
 from hybridrl.metrics.values import SKIPPED

@@ -21,11 +21,11 @@ from packaged import engine_class
 from safetensors.torch import load_file
 
 from hybridrl.config.schema import TrainConfig
-from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.export import gather_tensors
+from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf import box_view, load_hf
+from hybridrl.models.hf.shards import box_view, load_hf
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group, stop_process_group

@@ -23,10 +23,10 @@ from tiny_models import LONGEST, as_long
 from transformers import AutoModelForCausalLM
 
 from hybridrl.config.schema import TrainConfig
-from hybridrl.hybrid_engine.alias import TrainingShard
 from hybridrl.hybrid_engine.engine import HybridEngine
+from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf import load_hf
+from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group, stop_process_group

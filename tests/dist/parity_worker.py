@@ -25,10 +25,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from hybridrl.config.schema import MoeConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
-from hybridrl.models.dispatch import GatheringDispatcher
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
-from hybridrl.models.hf import load_hf
-from hybridrl.models.router import load_of
+from hybridrl.models.hf.shards import load_hf
+from hybridrl.models.megatron.dispatch import GatheringDispatcher
+from hybridrl.models.megatron.router import load_of
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group

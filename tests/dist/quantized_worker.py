@@ -15,8 +15,8 @@ from job_world import job_world
 from weight_cases import Arrays, Case
 
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.packed import PackedTransport
-from hybridrl.hybrid_engine.plan import PlanError
+from hybridrl.hybrid_engine.planning.plan import PlanError
+from hybridrl.hybrid_engine.transports.packed import PackedTransport
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import ModelShape
 from hybridrl.models.weights import RankLayout

@@ -28,11 +28,12 @@ from weight_cases import (
 )
 
 from hybridrl.errors import CheckpointError
-from hybridrl.hybrid_engine import direct, packed, peer
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.export import export_hf
-from hybridrl.hybrid_engine.phases import Phase, PhaseError
-from hybridrl.hybrid_engine.plan import PlanError
+from hybridrl.hybrid_engine.memory.phases import Phase, PhaseError
+from hybridrl.hybrid_engine.planning import direct
+from hybridrl.hybrid_engine.planning.plan import PlanError
+from hybridrl.hybrid_engine.transports import packed, peer
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import ModelShape, MoeShape
 from hybridrl.models.weights import RankLayout, hf_shapes

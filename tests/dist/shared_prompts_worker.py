@@ -18,9 +18,9 @@ from parity_worker import FAMILY_KEYS, gradients_in_hf_names, objective
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.errors import UserError
-from hybridrl.models.attention import PackedAttention
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf import load_hf
+from hybridrl.models.hf.shards import load_hf
+from hybridrl.models.megatron.attention import PackedAttention
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group

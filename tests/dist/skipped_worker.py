@@ -24,7 +24,7 @@ from command_line import QUICKSTART
 from hybridrl import Trainer
 from hybridrl.checkpoint.random_states import rng_state
 from hybridrl.contracts.batch import TrainBatch
-from hybridrl.debug.replay import replay
+from hybridrl.debug.step_replay import replay
 from hybridrl.errors import UserError
 from hybridrl.loop.saved_batch import SavedBatch
 from hybridrl.loop.trace import CLOCK, StepTraces

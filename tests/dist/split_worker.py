@@ -26,7 +26,7 @@ from hybridrl.algorithms.base import CriticAlgorithm  # noqa: E402
 from hybridrl.config.schema import TrainConfig  # noqa: E402
 from hybridrl.contracts.batch import TrainBatch  # noqa: E402
 from hybridrl.models.family import resolve_family  # noqa: E402
-from hybridrl.models.hf import load_hf  # noqa: E402
+from hybridrl.models.hf.shards import load_hf  # noqa: E402
 from hybridrl.models.init import init_weights  # noqa: E402
 from hybridrl.models.weights import Head, hf_shapes  # noqa: E402
 from hybridrl.parallel.groups import World  # noqa: E402

@@ -19,8 +19,8 @@ from hybridrl import Trainer
 from hybridrl.config.evaluation import EvalConfig
 from hybridrl.config.reward import RewardConfig
 from hybridrl.contracts.batch import GREEDY, Prompt, ScoredBatch
-from hybridrl.data.spread import PROMPT_TOKEN_WORK
 from hybridrl.errors import UserError
+from hybridrl.generation.spread import PROMPT_TOKEN_WORK
 from hybridrl.loop.evaluate import EvaluationSet, evaluate
 from hybridrl.parallel.exchange import collect
 from hybridrl.rewards.base import Scorer

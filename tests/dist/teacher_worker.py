@@ -23,7 +23,7 @@ from hybridrl.config.distillation import DistillationConfig
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf import load_hf
+from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group

@@ -29,10 +29,10 @@ from hybridrl.checkpoint.model_state import connect_shares, load_model
 from hybridrl.checkpoint.writing import BegunCheckpoint, Content, write_checkpoint
 from hybridrl.config.schema import RolloutConfig, SftConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
-from hybridrl.hybrid_engine.alias import TrainingShard, shared_views
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.packed import PackedTransport
-from hybridrl.hybrid_engine.phases import PhaseError
+from hybridrl.hybrid_engine.memory.alias import TrainingShard, shared_views
+from hybridrl.hybrid_engine.memory.phases import PhaseError
+from hybridrl.hybrid_engine.transports.packed import PackedTransport
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.loop import ledger, rollout_setup
 from hybridrl.models.family import resolve_family

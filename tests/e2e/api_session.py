@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from hybridrl import Trainer
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.hybrid_engine import engine
-from hybridrl.hybrid_engine.headroom import Headroom
+from hybridrl.hybrid_engine.memory.headroom import Headroom
 
 quickstart, folder = Path(sys.argv[1]), Path(sys.argv[2])
 told: dict[str, object] = {}

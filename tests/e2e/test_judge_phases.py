@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from hybridrl import Trainer
 from hybridrl.contracts.batch import ScoredBatch
-from hybridrl.hybrid_engine.phases import Phase
+from hybridrl.hybrid_engine.memory.phases import Phase
 
 
 def reward_model(folder: Path) -> Path:

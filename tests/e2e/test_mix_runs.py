@@ -13,8 +13,8 @@ import pytest
 import torch
 from command_line import QUICKSTART, exported_weights, run
 
-from hybridrl.cli.plan import plan_report
 from hybridrl.config.load import load_config
+from hybridrl.services.planner.plan_report import plan_report
 
 MIXED = QUICKSTART / "grpo_sft.yaml"
 RISE = 0.1  # of held-out accuracy; a deviation of it over 512 prompts is 0.02

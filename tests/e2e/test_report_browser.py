@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from report_run import HOSTILE, write_run
 
-from hybridrl.metrics.live import LiveReport, make_server
-from hybridrl.metrics.report import write_report
 from hybridrl.metrics.sinks import JsonlSink
+from hybridrl.services.report.html_page import write_report
+from hybridrl.services.report.live_server import LiveReport, make_server
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 browser = next(filter(None, map(shutil.which, BROWSERS)), None)

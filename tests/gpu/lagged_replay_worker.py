@@ -240,7 +240,7 @@ def check_gather() -> dict[str, Any]:
     """Keys of 7B with tensor parallel 2: 2 of 4 heads of 128; 8 groups of 8 samples of a prompt of
     2,000 tokens with 300 tokens each.
     """
-    from hybridrl.models.attention import GatherKeys, SharedPrompts
+    from hybridrl.models.megatron.attention import GatherKeys, SharedPrompts
 
     bounds, prefixes = [0], []
     for _ in range(8):

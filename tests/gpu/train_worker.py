@@ -33,7 +33,7 @@ from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.init import init_weights
-from hybridrl.models.router import Router
+from hybridrl.models.megatron.router import Router
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group

@@ -16,7 +16,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.base import AdaptiveAlgorithm
 from hybridrl.algorithms.kl_control import AdaptiveKl
 from hybridrl.config.schema import GrpoConfig, PpoConfig, SftConfig
-from hybridrl.data.collate import micro_batch
+from hybridrl.training.batches.collation import micro_batch
 
 ADAPTIVE = {"kl_coef": 0.2, "kl_target": 3.0, "kl_horizon": 60}
 

@@ -17,7 +17,7 @@ from hybridrl.algorithms.base import GroupAlgorithm, SelectiveAlgorithm
 from hybridrl.algorithms.preference import IMPLICIT, feedback_metrics
 from hybridrl.config.schema import OnlineDpoConfig
 from hybridrl.contracts.batch import TrainBatch
-from hybridrl.data.collate import micro_batch, unpack
+from hybridrl.training.batches.collation import micro_batch, unpack
 
 NUM_BATCHES = 200
 EXACT = 1e-6  # float32 columns beside float64 loops

@@ -18,7 +18,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.preference import IMPLICIT, feedback_metrics
 from hybridrl.config.schema import AlgorithmConfig, DpoConfig, KtoConfig
 from hybridrl.contracts.batch import UNRELATED, BatchError, TrainBatch
-from hybridrl.data.collate import micro_batch, unpack
+from hybridrl.training.batches.collation import micro_batch, unpack
 
 NUM_BATCHES = 200
 VALUE = 1e-6  # float32 parts of the loss

@@ -21,8 +21,8 @@ from hybridrl.config.algorithm import CRITIC_PRESETS, PRESETS, ReinforceConfig
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import GrpoConfig, PpoConfig
 from hybridrl.contracts.batch import GREEDY, BatchError, Producer, TrainBatch
-from hybridrl.data.collate import micro_batch
 from hybridrl.errors import ConfigError
+from hybridrl.training.batches.collation import micro_batch
 
 NUM_BATCHES = 200
 F32 = 1e-6  # columns are stored as float32; everything before that is float64

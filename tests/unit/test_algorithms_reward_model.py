@@ -20,8 +20,8 @@ from hybridrl.checkpoint.folders import SavedState
 from hybridrl.config.schema import RewardModelConfig
 from hybridrl.config.supervised import PAIR_MARGIN
 from hybridrl.contracts.batch import BatchError, Producer, TrainBatch
-from hybridrl.data.collate import micro_batch
 from hybridrl.loop.saves import load_run_state, run_state
+from hybridrl.training.batches.collation import micro_batch
 
 NUM_BATCHES = 200
 CONFIG = RewardModelConfig(margin=0.3, center_coef=0.05)

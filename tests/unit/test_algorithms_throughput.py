@@ -15,7 +15,7 @@ from hybridrl.algorithms import ALGORITHMS, make_algorithm
 from hybridrl.algorithms.base import CriticAlgorithm, Needs
 from hybridrl.config.algorithm import AlgorithmConfig
 from hybridrl.contracts.batch import GREEDY, UNRELATED, Producer, Prompt, RolloutBatch, TrainBatch
-from hybridrl.data.collate import micro_batch
+from hybridrl.training.batches.collation import micro_batch
 
 NUM_SAMPLES, NUM_TOKENS, GROUP = 1024, 1024 * 1024, 8
 # Of advantages, the policy's loss and the critic's together.

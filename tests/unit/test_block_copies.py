@@ -20,7 +20,7 @@ from hybridrl.kernels import copy_engine
 from hybridrl.kernels.copy_engine import BlockCopies, CompiledBlockCopies, block_table
 
 from hybridrl import ops
-from hybridrl.hybrid_engine.peer import PeerTransport
+from hybridrl.hybrid_engine.transports.peer import PeerTransport
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import yaml
 
-from hybridrl.cli.plan import plan_report
 from hybridrl.config.load import load_config, load_config_dict, to_yaml
-from hybridrl.planning.memory import GRAPH_BYTES, GROUP_BYTES
+from hybridrl.services.planner.phase_memory import GRAPH_BYTES, GROUP_BYTES
+from hybridrl.services.planner.plan_report import plan_report
 
 QWEN25_7B = {
     "architectures": ["Qwen2ForCausalLM"],

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from hybridrl.cli.main import app
 from hybridrl.errors import UserError
-from hybridrl.models.hf import HfWriter
+from hybridrl.models.hf.shards import HfWriter
 
 
 class Hub:

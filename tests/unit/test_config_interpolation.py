@@ -19,7 +19,7 @@ from hybridrl.config.interpolation import HIDDEN, shown_command
 from hybridrl.config.load import load_config, load_config_dict, to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.metrics.report import write_report
+from hybridrl.services.report.html_page import write_report
 
 TEXT = """
 run: {name: a, dir: DIR}

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from hybridrl.cli import validate
-from hybridrl.cli.plan import plan_report
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.placement import Machines, Place, Placement, shown
 from hybridrl.config.rules import check, default_world_size
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.loop import preflight as validate
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.services.planner.plan_report import plan_report
 
 SHAPE = {"num_hidden_layers": 4, "num_attention_heads": 12, "num_key_value_heads": 4}
 UNLIKE = ("NVIDIA H100 80GB HBM3",) * 2 + ("NVIDIA A30",) * 2

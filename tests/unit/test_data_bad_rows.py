@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from chat_tokenizers import CHATML, byte_tokenizer, published_template
 
-from hybridrl.cli import validate
 from hybridrl.config.evaluation import EvalSetConfig
 from hybridrl.config.needs import Needs
 from hybridrl.config.schema import DataConfig
@@ -20,6 +19,7 @@ from hybridrl.data.forms import validate_file
 from hybridrl.data.prompt_store import PromptStore
 from hybridrl.data.prompts import LoadedPrompts, Reading, load_prompts
 from hybridrl.errors import DataError
+from hybridrl.loop import preflight as validate
 
 GOOD = {"prompt": "1+1=", "response": "2"}
 PAIR = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.cli import validate
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.needs import Needs
 from hybridrl.config.schema import DataConfig
@@ -18,6 +17,7 @@ from hybridrl.data.prompt_store import content_key
 from hybridrl.data.prompts import Reading
 from hybridrl.data.sets import source_identity
 from hybridrl.errors import UserError
+from hybridrl.loop import preflight as validate
 
 GOOD = [{"prompt": f"{i}=", "response": "a", "label": i % 2 == 0} for i in range(4)]
 FORMS = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hybridrl.contracts.batch import BatchError, MicroBatch, RolloutBatch
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS
-from hybridrl.data.collate import micro_batch, unpack
+from hybridrl.training.batches.collation import micro_batch, unpack
 
 COLUMNS = tuple(name.removesuffix("_S") for name in LOSS_COLUMNS if name.endswith("_S"))
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.data.packing import even_sizes, pack, packed_bounds
 from hybridrl.errors import DataError
+from hybridrl.training.batches.packing import even_sizes, pack, packed_bounds
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=60)
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS
-from hybridrl.data.balance import schedule
-from hybridrl.data.collate import micro_batch, unpack
-from hybridrl.data.sharing import (
+from hybridrl.training.batches.balance import schedule
+from hybridrl.training.batches.collation import micro_batch, unpack
+from hybridrl.training.batches.prompt_sharing import (
     PART_OF_BUDGET,
     UNITS_A_RANK,
     ScheduleInputs,

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from hybridrl.contracts.prompts import Prompt
-from hybridrl.data.spread import PROMPT_TOKEN_WORK, ResponseLengths, group_work, spread
+from hybridrl.generation.spread import PROMPT_TOKEN_WORK, ResponseLengths, group_work, spread
 
 
 def prompt(number: int, length: int = 3) -> Prompt:

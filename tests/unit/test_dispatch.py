@@ -9,8 +9,8 @@ import pytest
 import torch
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 
-from hybridrl.models.dispatch import GatheringDispatcher
-from hybridrl.models.layers import GroupedExperts
+from hybridrl.models.megatron.dispatch import GatheringDispatcher
+from hybridrl.models.megatron.layers import GroupedExperts
 
 
 def test_experts_without_tokens_add_zeros_without_fused_kernels() -> None:

@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 from hybridrl import errors
 from hybridrl.cli import launch
 from hybridrl.cli.main import app
-from hybridrl.cli.plan import plan_report
 from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.load import knobs, load_config
 from hybridrl.config.schema import RunConfig
 from hybridrl.parallel import stopping
+from hybridrl.services.planner.plan_report import plan_report
 
 DOCS = ROOT / "docs"
 HYBRIDRL = (".venv/bin/hybridrl ", "hybridrl ", "torchrun ")

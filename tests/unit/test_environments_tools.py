@@ -12,7 +12,6 @@ from own_environments import Numbers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from hybridrl.cli.validate import validate_training
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.load import load_config
 from hybridrl.environments.base import Turn
@@ -27,6 +26,7 @@ from hybridrl.environments.table import (
 )
 from hybridrl.environments.tools import ToolEnvironment
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.loop.preflight import validate_training
 from hybridrl.rewards.outcome import ScorerFailure
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import typer
 from command_line import QUICKSTART
 
 from hybridrl.cli import main
-from hybridrl.cli.evaluation import (
+from hybridrl.cli.eval import (
     evaluated_config,
     evaluation_text,
     template_warning,

@@ -12,16 +12,16 @@ import pytest
 from clock import is_within
 from weight_cases import minimum_receive_elements, random_case_with_experts
 
-from hybridrl.hybrid_engine.assign import assign
-from hybridrl.hybrid_engine.expert_maps import (
+from hybridrl.hybrid_engine.planning.assign import assign
+from hybridrl.hybrid_engine.planning.expert_maps import (
     Engines,
     ExpertTensors,
     balanced_map,
     lay_out_engines,
     with_experts,
 )
-from hybridrl.hybrid_engine.plan import plan_reshard
-from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.family import ModelShape, MoeShape, resolve_family
 from hybridrl.models.weights import check_layout, fused_layouts, megatron_layouts
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrl.errors import UserError
-from hybridrl.models.exploded import exploded
+from hybridrl.models.weight_bounds import exploded
 from hybridrl.rollout.sampling import no_logprob
 
 GOOD = {

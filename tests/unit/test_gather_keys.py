@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridrl.models.attention import GatherKeys, Readers
+from hybridrl.models.megatron.attention import GatherKeys, Readers
 
 
 def test_a_shared_row_gets_the_sum_of_its_readers_gradients() -> None:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hybridrl.errors import CheckpointError, ModelError
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf import allocate, load_hf, read_config
+from hybridrl.models.hf.shards import allocate, load_hf, read_config
 from hybridrl.models.weights import hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 

@@ -34,15 +34,23 @@ from transformers import (
 )
 
 from hybridrl.errors import CheckpointError
-from hybridrl.hybrid_engine import direct, export
-from hybridrl.hybrid_engine.direct import Direct
+from hybridrl.hybrid_engine import export
 from hybridrl.hybrid_engine.export import export_hf
-from hybridrl.hybrid_engine.plan import Plan, plan_reshard
-from hybridrl.models import headers
+from hybridrl.hybrid_engine.planning import direct
+from hybridrl.hybrid_engine.planning.direct import Direct
+from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
-from hybridrl.models.headers import HfHeaders
-from hybridrl.models.hf import HfCheckpoint, HfWriter, allocate, box_view, load_hf, read_config
+from hybridrl.models.hf.headers import HfHeaders
+from hybridrl.models.hf.shards import (
+    HfCheckpoint,
+    HfWriter,
+    allocate,
+    box_view,
+    headers,
+    load_hf,
+    read_config,
+)
 from hybridrl.models.weights import NOTHING, RankLayout, hf_layout, hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 

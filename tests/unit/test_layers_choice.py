@@ -15,7 +15,7 @@ from transformers import MistralConfig
 from hybridrl import platform as platform_module
 from hybridrl.errors import UserError
 from hybridrl.models.family import resolve_family
-from hybridrl.models.layers import add_weight_gradients_in_place, choose_layers
+from hybridrl.models.megatron.layers import add_weight_gradients_in_place, choose_layers
 from hybridrl.platform import Platform, transformer_engine_import_fault
 
 QWEN2 = resolve_family("qwen2", {})

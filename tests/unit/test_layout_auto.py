@@ -11,17 +11,17 @@ import pytest
 from typer.testing import CliRunner
 
 from hybridrl.cli.main import app
-from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_search import search_report, search_text
 from hybridrl.config.identity import run_folder, write_config
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
-from hybridrl.planning.choose import overrides_of, search, with_layout
-from hybridrl.planning.cluster import ClusterFile, Host, load_cluster
-from hybridrl.planning.fit import changed
-from hybridrl.planning.search import pinned_keys
+from hybridrl.services.planner.choose import overrides_of, search, with_layout
+from hybridrl.services.planner.fit import changed
+from hybridrl.services.planner.hardware import ClusterFile, Host, load_cluster
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.search import pinned_keys
+from hybridrl.services.planner.search_report import search_report, search_text
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "benchmarks" / "models"

@@ -14,7 +14,7 @@ from fake_driver import FakeDriver
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridrl.hybrid_engine.lending import LentMemory, Piece, choose
+from hybridrl.hybrid_engine.memory.lending import LentMemory, Piece, choose
 from hybridrl.loop.ledger import entries
 from hybridrl.rollout.engine import Holding
 from hybridrl.training.memory import TrainedModelMemory

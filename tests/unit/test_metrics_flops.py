@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
-from hybridrl.data.sharing import Unit, shared_tokens
 from hybridrl.metrics.flops import (
     attended_pairs,
     attention_length,
@@ -25,6 +24,7 @@ from hybridrl.metrics.flops import (
 from hybridrl.models.families.qwen2 import shape
 from hybridrl.models.family import ModelShape, MoeShape, resolve_family
 from hybridrl.roles.roles import Roles
+from hybridrl.training.batches.prompt_sharing import Unit, shared_tokens
 from hybridrl.training.model import ModelSource
 
 QWEN25_05B = {

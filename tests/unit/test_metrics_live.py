@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from hybridrl.errors import DataError, UserError
-from hybridrl.metrics.live import LiveReport, make_server
 from hybridrl.metrics.sinks import JsonlSink
+from hybridrl.services.report.live_server import LiveReport, make_server
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from hybridrl.errors import DataError
-from hybridrl.metrics import page_data
-from hybridrl.metrics.page_data import column, evenly, points, read_run
-from hybridrl.metrics.plots import PLOTS, figures
-from hybridrl.metrics.report import PAGE, SCRIPTS, STYLES, page, write_report
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump, read_records
 from hybridrl.metrics.values import ACCURACY
+from hybridrl.services.report import page_data
+from hybridrl.services.report.html_page import PAGE, SCRIPTS, STYLES, page, write_report
+from hybridrl.services.report.page_data import column, evenly, points, read_run
+from hybridrl.services.report.plots import PLOTS, figures
 
 
 def make_run(tmp_path: Path) -> Path:
@@ -374,5 +374,5 @@ def test_served_page_may_ask_its_server_and_no_other(tmp_path: Path) -> None:
 
 
 def test_report_imports_no_torch() -> None:
-    code = "import sys, hybridrl.metrics.live; sys.exit('torch' in sys.modules)"
+    code = "import sys, hybridrl.services.report.live_server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 from small_runs import small_run
 
-from hybridrl.cli.validate import _trackers
 from hybridrl.config.load import load_config_dict
+from hybridrl.loop.preflight import _trackers
 from hybridrl.metrics import trackers
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump
 from hybridrl.metrics.tables import MAX_SAMPLES
@@ -338,7 +338,7 @@ def test_a_tracker_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatc
         "steps": {"samples_per_prompt": 2},
     }
     assert list(_trackers(load_config_dict(content))) == []
-    monkeypatch.setattr("hybridrl.cli.validate.find_spec", lambda name: None)
+    monkeypatch.setattr("hybridrl.loop.preflight.find_spec", lambda name: None)
     content["log"] = {"wandb": "p", "mlflow": "e"}
     found = [str(error) for error in _trackers(load_config_dict(content))]
     assert [text.split(":")[0] for text in found] == ["log.wandb", "log.mlflow"]

@@ -14,18 +14,18 @@ from transformers import LlamaConfig, OlmoConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from windowed_family import FAMILY as WINDOWED
 
-from hybridrl.cli import validate
-from hybridrl.cli.plan import plan_report
-from hybridrl.cli.validate import validate_training
 from hybridrl.config.engines import EnginePackage
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import ModelConfig
 from hybridrl.errors import ConfigError, ModelError
+from hybridrl.loop import preflight as validate
+from hybridrl.loop.preflight import validate_training
 from hybridrl.models.families import FAMILIES
 from hybridrl.models.family import Scales, read_model, resolve_family
-from hybridrl.models.rotary import rotary_frequencies
+from hybridrl.models.megatron.rotary_positions import rotary_frequencies
 from hybridrl.platform import Platform
-from hybridrl.training.build import model_source
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.training.from_config import model_source
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 SIZES: dict[str, Any] = {

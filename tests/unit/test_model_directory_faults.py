@@ -20,9 +20,9 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hybridrl.cli import main
-from hybridrl.cli.validate import validate_training
 from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.loop.preflight import validate_training
 
 INDEX = "model.safetensors.index.json"
 SHARD = "model-00001-of-00002.safetensors"

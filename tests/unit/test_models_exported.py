@@ -13,9 +13,9 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ModelError
 from hybridrl.loop.exports import Exports
 from hybridrl.loop.model_card import model_card
-from hybridrl.models.directory import write_side_files
-from hybridrl.models.exported import exported_config
 from hybridrl.models.family import read_model
+from hybridrl.models.hf.directory import write_side_files
+from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.score_token import score_notices, score_token
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"

@@ -23,8 +23,8 @@ from hybridrl.config.algorithm import GrpoConfig, PpoConfig, ReinforceConfig
 from hybridrl.config.correction import CorrectionConfig
 from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.contracts.batch import BatchError, Producer, Prompt, Rollout, RolloutBatch, TrainBatch
-from hybridrl.data.collate import micro_batch, unpack
 from hybridrl.loop.saved_batch import SavedBatch, file_name
+from hybridrl.training.batches.collation import micro_batch, unpack
 from hybridrl.training.mismatch import mismatch_metrics
 
 HERE = Producer.here("test")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridrl.hybrid_engine.alias import (
+from hybridrl.hybrid_engine.memory.alias import (
     TrainingShard,
     is_view,
     shared_names,

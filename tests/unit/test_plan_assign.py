@@ -8,8 +8,8 @@ import pytest
 from clock import is_within
 from weight_cases import random_case
 
-from hybridrl.hybrid_engine.assign import assign, choose_order, evaluate_layout
-from hybridrl.hybrid_engine.plan import plan_reshard
+from hybridrl.hybrid_engine.planning.assign import assign, choose_order, evaluate_layout
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.weights import RankLayout, fused_layout, megatron_layout

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from weight_cases import Case, random_case
 
-from hybridrl.hybrid_engine.chunks import Exchange, Part, schedule_exchanges
-from hybridrl.hybrid_engine.plan import Plan, PlanError, plan_reshard
-from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.planning.chunks import Exchange, Part, schedule_exchanges
+from hybridrl.hybrid_engine.planning.plan import Plan, PlanError, plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout

@@ -14,18 +14,18 @@ import pytest
 from clock import is_within
 from weight_cases import PADDING, random_case
 
-from hybridrl.cli.gpus import LocalGpu
-from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ConfigError
-from hybridrl.hybrid_engine.assign import assign
-from hybridrl.hybrid_engine.cluster import Cluster, planned_ms, predict
-from hybridrl.hybrid_engine.pieces import join
-from hybridrl.hybrid_engine.plan import plan_reshard
-from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.planning.assign import assign
+from hybridrl.hybrid_engine.planning.nodes import Cluster, planned_ms, predict
+from hybridrl.hybrid_engine.planning.pieces import join
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.weights import RankLayout, hf_layout
-from hybridrl.planning.cluster import GIB, ClusterFile, Host, load_cluster
+from hybridrl.parallel.host_gpus import LocalGpu
+from hybridrl.services.planner.hardware import GIB, ClusterFile, Host, load_cluster
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.plan_text import plan_text
 
 ROOT = Path(__file__).parents[2]
 NOTHING = RankLayout((), {})

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from weight_cases import PADDING, Case, random_case
 
-from hybridrl.hybrid_engine.plan import plan_reshard
-from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import ModelShape
 from hybridrl.models.weights import RankLayout, Region, hf_layout

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules_experts import replays
 from hybridrl.errors import ModelError
-from hybridrl.hybrid_engine.plan import plan_reshard
-from hybridrl.hybrid_engine.proof import prove
-from hybridrl.hybrid_engine.wire import wire_layouts, wire_views
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
+from hybridrl.hybrid_engine.planning.wire import wire_layouts, wire_views
 from hybridrl.metrics.flops import matmul_params
 from hybridrl.models.family import read_model, resolve_family
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_shapes
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.plan_text import plan_text
 
 LAYERS, HIDDEN, EXPERTS, WIDTH = 4, 64, 8, 48
 MODEL = {

@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 from clock import is_within
 
-from hybridrl.cli.gpus import LocalGpu, smallest_local_gpu
-from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.models.family import read_model
-from hybridrl.planning.cluster import GIB, ClusterFile, Host, assume
-from hybridrl.planning.estimate import estimate
-from hybridrl.planning.fit import with_margin
-from hybridrl.planning.memory import role_models
-from hybridrl.planning.models import planned_models
+from hybridrl.parallel.host_gpus import LocalGpu, smallest_local_gpu
+from hybridrl.services.planner.estimate import estimate
+from hybridrl.services.planner.fit import with_margin
+from hybridrl.services.planner.hardware import GIB, ClusterFile, Host, assume
+from hybridrl.services.planner.phase_memory import role_models
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.plan_text import plan_text
+from hybridrl.services.planner.planned_models import planned_models
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "benchmarks" / "models"
@@ -301,7 +301,7 @@ def test_memory_of_local_gpus_is_the_smallest_visible_ones(
     (tmp_path / "nvidia-smi").write_text(f"#!{sys.executable}\n{program}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setattr("hybridrl.cli.gpus._torch_has_cuda", lambda: True)
+    monkeypatch.setattr("hybridrl.parallel.host_gpus._torch_has_cuda", lambda: True)
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:

@@ -8,9 +8,9 @@ from math import prod
 import pytest
 from weight_cases import random_case
 
-from hybridrl.hybrid_engine.owned import equal_shares, owned_layout
-from hybridrl.hybrid_engine.plan import PlanError, plan_reshard
-from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.planning.owned import equal_shares, owned_layout
+from hybridrl.hybrid_engine.planning.plan import PlanError, plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.boxes import sizes, span_boxes, tiling_fault, volume
 from hybridrl.models.weights import RankLayout, Region, check_coverage, check_layout, hf_shapes
 from hybridrl.parallel.layout import TrainLayout

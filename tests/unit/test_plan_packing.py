@@ -10,17 +10,17 @@ import pytest
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
-from hybridrl.data.packing import round_up
-from hybridrl.data.sharing import ScheduleInputs, schedule_samples
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape, read_model
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.planning.packing import (
+from hybridrl.services.planner.micro_batch_sizes import (
     MicroBatchSize,
     largest_micro_batch,
     shares_prompts,
     usual_micro_batches,
 )
+from hybridrl.training.batches.packing import round_up
+from hybridrl.training.batches.prompt_sharing import ScheduleInputs, schedule_samples
 
 MODEL = Path(__file__).parents[2] / "benchmarks" / "models" / "qwen2.5-1.5b.json"
 

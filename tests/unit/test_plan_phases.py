@@ -11,9 +11,9 @@ from thread_ranks import only_rank
 from torch import Tensor
 
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.headroom import Headroom
-from hybridrl.hybrid_engine.phases import Phase, PhaseError, PhaseSwitch
-from hybridrl.hybrid_engine.plan import PlanError
+from hybridrl.hybrid_engine.memory.headroom import Headroom
+from hybridrl.hybrid_engine.memory.phases import Phase, PhaseError, PhaseSwitch
+from hybridrl.hybrid_engine.planning.plan import PlanError
 from hybridrl.models.weights import RankLayout, hf_layout
 
 

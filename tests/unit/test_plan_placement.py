@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from command_line import run
 
-from hybridrl.cli.gpus import local_gpu_names
-from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
-from hybridrl.hybrid_engine.plan import plan_reshard
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
 from hybridrl.models.families import llama
 from hybridrl.models.weights import NOTHING, hf_layout, hf_shapes, megatron_layouts
+from hybridrl.parallel.host_gpus import local_gpu_names
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.planning.cluster import ClusterFile, Host
-from hybridrl.planning.memory import GRAPH_BYTES, GROUP_BYTES
-from hybridrl.planning.text import memory_size
+from hybridrl.services.planner.hardware import ClusterFile, Host
+from hybridrl.services.planner.phase_memory import GRAPH_BYTES, GROUP_BYTES
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.plan_text import plan_text
+from hybridrl.services.planner.text import memory_size
 
 SIZES = {
     "architectures": ["LlamaForCausalLM"],
@@ -386,8 +386,10 @@ def test_names_of_gpus_are_in_cudas_order_or_not_known(
         ["1", "GPU-h1", "NVIDIA H100", "1", "1"],
         ["2", "GPU-h2", "NVIDIA H100", "1", "1"],
     ]
-    monkeypatch.setattr("hybridrl.cli.gpus.num_local_gpus", lambda: 0 if visible == "" else 3)
-    monkeypatch.setattr("hybridrl.cli.gpus._listed", lambda: lines)
+    monkeypatch.setattr(
+        "hybridrl.parallel.host_gpus.num_local_gpus", lambda: 0 if visible == "" else 3
+    )
+    monkeypatch.setattr("hybridrl.parallel.host_gpus._listed", lambda: lines)
     for key, value in (("CUDA_VISIBLE_DEVICES", visible), ("CUDA_DEVICE_ORDER", order)):
         if value is None:
             monkeypatch.delenv(key, raising=False)

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 from weight_cases import Case
 
-from hybridrl.hybrid_engine.plan import CopyOp, Plan, PlanError, plan_reshard
-from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, PlanError, plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 

@@ -14,9 +14,9 @@ from weight_cases import (
     run_plan,
 )
 
-from hybridrl.hybrid_engine.assign import assign
-from hybridrl.hybrid_engine.plan import PlanError, plan_reshard
-from hybridrl.hybrid_engine.proof import prove
+from hybridrl.hybrid_engine.planning.assign import assign
+from hybridrl.hybrid_engine.planning.plan import PlanError, plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import ModelShape, MoeShape, resolve_family
 from hybridrl.models.weights import (

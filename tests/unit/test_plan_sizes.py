@@ -9,11 +9,11 @@ from math import prod
 import pytest
 from weight_cases import random_case, random_case_with_experts
 
-from hybridrl.hybrid_engine.alias import shared_names
+from hybridrl.hybrid_engine.memory.alias import shared_names
 from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.weights import fused_layout, megatron_layout, megatron_layouts
-from hybridrl.planning.memory import fullest, most_elements
-from hybridrl.planning.sizes import engine_elements, fullest_stage, shared_elements
+from hybridrl.services.planner.phase_memory import fullest, most_elements
+from hybridrl.services.planner.sizes import engine_elements, fullest_stage, shared_elements
 
 
 @pytest.mark.parametrize("batch", range(4))

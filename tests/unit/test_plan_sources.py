@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from weight_cases import PADDING, Arrays, random_case
 
-from hybridrl.hybrid_engine.plan import plan_reshard
-from hybridrl.hybrid_engine.proof import prove
-from hybridrl.hybrid_engine.senders import Demand, balance_senders
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
+from hybridrl.hybrid_engine.planning.proof import prove
+from hybridrl.hybrid_engine.planning.senders import Demand, balance_senders
 from hybridrl.models.boxes import volume
 
 NUM_CASES, NUM_BATCHES = 240, 8

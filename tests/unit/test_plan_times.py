@@ -13,17 +13,17 @@ import pytest
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.source import read_model_config
-from hybridrl.hybrid_engine.headroom import SPARE_SHARE
+from hybridrl.hybrid_engine.memory.headroom import SPARE_SHARE
 from hybridrl.models.family import read_model
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.planning import estimate as estimate_module
-from hybridrl.planning.cluster import ClusterFile, Host, assume
-from hybridrl.planning.estimate import estimate
-from hybridrl.planning.memory import role_models
-from hybridrl.planning.models import planned_models
-from hybridrl.planning.packing import Lengths
-from hybridrl.planning.sizes import fullest_stage
-from hybridrl.planning.times import (
+from hybridrl.services.planner import estimate as estimate_module
+from hybridrl.services.planner.estimate import estimate
+from hybridrl.services.planner.hardware import ClusterFile, Host, assume
+from hybridrl.services.planner.micro_batch_sizes import Lengths
+from hybridrl.services.planner.phase_memory import role_models
+from hybridrl.services.planner.planned_models import planned_models
+from hybridrl.services.planner.sizes import fullest_stage
+from hybridrl.services.planner.times import (
     GIVING_BACK_S,
     MEMORY_DOUBT,
     PAIR_SHARE,

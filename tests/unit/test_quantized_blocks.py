@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridrl import ops
-from hybridrl.hybrid_engine.quantized import is_whole, share_scratch
+from hybridrl.hybrid_engine.transports.quantized import is_whole, share_scratch
 
 
 def test_scales_and_values_of_a_known_weight() -> None:

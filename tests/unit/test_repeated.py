@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.hybrid_engine.repeated import Repeated
-from hybridrl.hybrid_engine.transport import AddressWatch
+from hybridrl.hybrid_engine.transports.repeated import Repeated
+from hybridrl.hybrid_engine.transports.transport import AddressWatch
 
 CUDA = torch.device("cuda", 0)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from other_user import UID, run_as_user
 
-from hybridrl.rewards.sandbox import SandboxError, run_program
-from hybridrl.rewards.syscalls import ALLOWED, AUDIT, OTHERS, numbers, system_call_filter
+from hybridrl.services.sandbox.code_reward import SandboxError, run_program
+from hybridrl.services.sandbox.syscalls import ALLOWED, AUDIT, OTHERS, numbers, system_call_filter
 
 LIMITS = {"time_s": 20, "memory_mib": 512, "disk_mib": 4, "processes": 8}
 # Of calls that no program has: name, number on x86-64 and on arm64. They give memory that no limit
@@ -71,7 +71,7 @@ ATTACKS = {
     "link a library": "os.link(os.__file__, 'l')",
     "write beside the program": "open('/x', 'w')",
     "write a processor's state": "open('/sys/devices/system/cpu/cpu1/online', 'w')",
-    "write what answers its tests": "open('/hybridrl/hybridrl/rewards/program.py', 'a')",
+    "write what answers its tests": "open('/hybridrl/hybridrl/services/sandbox/program.py', 'a')",
     "write users": "open('/etc/passwd', 'a')",
     "fill a file": "f = open('big', 'wb')\nfor i in range(9): f.write(bytes(1 << 20)); f.flush()",
     "fill the folder with files": "for i in range(2000): open(f'n{i}', 'w')",
@@ -235,7 +235,7 @@ def outcomes(secret: Path, as_user: bool) -> dict[str, str]:
     given = json.dumps([calls, ATTACKS, str(secret)])
     if as_user:
         code = (
-            "from hybridrl.rewards.sandbox import run_program\n"
+            "from hybridrl.services.sandbox.code_reward import run_program\n"
             f"ended = run_program({PROGRAM!r}, {given!r}, {LIMITS!r})\n"
             "print(ended.output, ended.error)"
         )

@@ -12,7 +12,7 @@ from other_user import run_as_user
 
 from hybridrl.errors import UserError
 from hybridrl.rewards.outcome import Noted
-from hybridrl.rewards.sandbox import UNJUDGED, Code, run_program
+from hybridrl.services.sandbox.code_reward import UNJUDGED, Code, run_program
 
 LIMITS = {"time_s": 10, "memory_mib": 512, "disk_mib": 4, "processes": 8}
 
@@ -535,7 +535,7 @@ def test_forging_earns_nothing(code, way):
 ALL_AS_USER = """
 import json, sys
 from concurrent.futures import ThreadPoolExecutor
-from hybridrl.rewards.sandbox import run_program
+from hybridrl.services.sandbox.code_reward import run_program
 runs = json.loads(sys.stdin.read())
 with ThreadPoolExecutor(4) as pool:
     ended = pool.map(lambda one: run_program(one[0], "", LIMITS, one[1]), runs)

@@ -19,12 +19,12 @@ from other_user import run_as_user
 
 from hybridrl.config.schema import RewardConfig, ScorerConfig
 from hybridrl.errors import DataError, UserError
-from hybridrl.rewards import sandbox
 from hybridrl.rewards.base import Scorer
-from hybridrl.rewards.contain import DEVICES, FIRST_UID, LINKS
 from hybridrl.rewards.functions import find_reward
 from hybridrl.rewards.outcome import Noted
-from hybridrl.rewards.sandbox import Code, run_program
+from hybridrl.services.sandbox import code_reward as sandbox
+from hybridrl.services.sandbox.code_reward import Code, run_program
+from hybridrl.services.sandbox.contain import DEVICES, FIRST_UID, LINKS
 
 LIMITS = {"time_s": 2, "memory_mib": 256, "disk_mib": 4, "processes": 8}
 
@@ -194,7 +194,9 @@ def descendants_left() -> list[str]:
                 uid = folder.stat().st_uid
             except OSError:
                 continue
-            is_start = f"PPid:\t{os.getpid()}\n" in status and "hybridrl.rewards.contain" in line
+            is_start = (
+                f"PPid:\t{os.getpid()}\n" in status and "hybridrl.services.sandbox.contain" in line
+            )
             is_own = os.geteuid() != 0 and "main.py" in line.split()
             if is_start or is_own or first <= uid < first + 2048:
                 found.append(f"{uid} {line}")
@@ -391,7 +393,7 @@ def test_limits_are_counted_beside_the_reward(scorer):
 
 AS_USER = """
 import json
-from hybridrl.rewards.sandbox import run_program
+from hybridrl.services.sandbox.code_reward import run_program
 limits = {LIMITS}
 found = [run_program(*one) for one in (
     ("import os; print(os.getuid(), os.getpid(), os.listdir('.'))", "", limits),
@@ -425,7 +427,7 @@ def test_root_of_a_container_with_few_users_can_contain_too(code):
     """Where root may not become a user of the program's own."""
     unshare = shutil.which("unshare")
     script = (
-        "from hybridrl.rewards.sandbox import run_program\n"
+        "from hybridrl.services.sandbox.code_reward import run_program\n"
         f"ended = run_program('import os; print(os.getuid())', '', {LIMITS})\n"
         "print(ended.output, ended.error)"
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fake_driver import FakeDriver
 
-from hybridrl.hybrid_engine.lending import LentMemory
+from hybridrl.hybrid_engine.memory.lending import LentMemory
 from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS, EngineMemory, blocks_in_use
 from hybridrl.rollout.vllm_memory import Allocation
 from hybridrl.rollout.vllm_start import caches_of

@@ -14,16 +14,16 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_text import plan_text
-from hybridrl.cli.validate import validate_training
 from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ConfigError, ModelError
+from hybridrl.loop.preflight import validate_training
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import read_model
-from hybridrl.models.rotary import rotary_frequencies
+from hybridrl.models.megatron.rotary_positions import rotary_frequencies
 from hybridrl.platform import Platform
-from hybridrl.training.build import model_source
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.plan_text import plan_text
+from hybridrl.training.from_config import model_source
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,

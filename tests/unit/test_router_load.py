@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from hybridrl.models.family import ModelShape, MoeShape
-from hybridrl.models.replay import replay_metrics
-from hybridrl.models.router import Router, load_metrics
+from hybridrl.models.megatron.router import Router, load_metrics
+from hybridrl.models.megatron.router_replay import replay_metrics
 
 EVEN = [4.0, 4.0, 4.0, 4.0]
 

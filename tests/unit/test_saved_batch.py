@@ -20,7 +20,7 @@ from hybridrl.checkpoint.random_states import rng_state, set_rng_state
 from hybridrl.cli.replay import replay_text
 from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.contracts.batch import TrainBatch
-from hybridrl.debug.replay import changed
+from hybridrl.debug.step_replay import changed
 from hybridrl.errors import DataError
 from hybridrl.loop.saved_batch import FILE_NAME, SavedBatch, file_name
 from hybridrl.platform import Platform

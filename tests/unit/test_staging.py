@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridrl.hybrid_engine.staging import stage_copies
-from hybridrl.hybrid_engine.transport import Pair
+from hybridrl.hybrid_engine.transports.staging import stage_copies
+from hybridrl.hybrid_engine.transports.transport import Pair
 
 
 def random_pairs(seed: int) -> tuple[list[Pair], torch.Tensor]:

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from hybridrl.cli import starting
 from hybridrl.cli.main import app
-from hybridrl.cli.plan import plan_report
 from hybridrl.cli.starting import examples_folder
 from hybridrl.config.algorithm import ALGORITHM_NAMES
 from hybridrl.config.load import load_config
 from hybridrl.config.starter import Start, starter_text
 from hybridrl.errors import UserError
+from hybridrl.services.planner.plan_report import plan_report
 
 TAUGHT = ("on_policy_distillation", "distillation", "gkd")
 

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from hybridrl.algorithms.base import Needs
-from hybridrl.cli.plan import plan_report
-from hybridrl.cli.validate import model_violations, validate_training
 from hybridrl.config.identity import identity as identity_of
 from hybridrl.config.identity import identity_violations
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.config.teacher import is_scored
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.loop.preflight import model_violations, validate_training
 from hybridrl.roles.teacher import make_teacher
+from hybridrl.services.planner.plan_report import plan_report
 
 SMALL = {
     "architectures": ["Qwen2ForCausalLM"],

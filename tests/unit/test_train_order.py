@@ -15,22 +15,22 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from hybridrl.cli.plan import plan_report
-from hybridrl.cli.plan_text import plan_text
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.placement import Machines
 from hybridrl.config.rules import ORDER_AXES, check, is_megatron_order
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import TrainConfig
-from hybridrl.hybrid_engine.assign import OrderChoice, assign, choose_order
-from hybridrl.hybrid_engine.order import order_layout
-from hybridrl.hybrid_engine.owned import equal_shares
+from hybridrl.hybrid_engine.planning.assign import OrderChoice, assign, choose_order
+from hybridrl.hybrid_engine.planning.order import order_layout
+from hybridrl.hybrid_engine.planning.owned import equal_shares
 from hybridrl.loop.setup import training_layout
-from hybridrl.models.dispatch import gathers
 from hybridrl.models.family import ModelShape, resolve_family
+from hybridrl.models.megatron.dispatch import gathers
 from hybridrl.models.weights import RankLayout, fused_layout, megatron_layouts
 from hybridrl.parallel.layout import DEFAULT_ORDER, Coordinates, ExpertCoordinates, TrainLayout
-from hybridrl.planning.cluster import ClusterFile
+from hybridrl.services.planner.hardware import ClusterFile
+from hybridrl.services.planner.plan_report import plan_report
+from hybridrl.services.planner.plan_text import plan_text
 
 ROOT = Path(__file__).parents[2]
 CONFIG: dict[str, Any] = {

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.hybrid_engine.packed import PackedTransport
-from hybridrl.hybrid_engine.plan import plan_reshard
+from hybridrl.hybrid_engine.planning.plan import plan_reshard
+from hybridrl.hybrid_engine.transports.packed import PackedTransport
 from hybridrl.models.weights import hf_layout
 
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from hybridrl import Trainer
-from hybridrl.cli.evaluation import evaluated_config
+from hybridrl.cli.eval import evaluated_config
 from hybridrl.contracts.samples import in_gaps
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.loop.run import evaluate_rank

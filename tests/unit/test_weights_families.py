@@ -32,11 +32,11 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
 )
 
 from hybridrl.errors import ModelError
-from hybridrl.models.directory import read_config
 from hybridrl.models.families.deepseek_v3 import FAMILY
 from hybridrl.models.family import MoeShape, Rotary, read_model, resolve_family
-from hybridrl.models.headers import HfHeaders
-from hybridrl.models.rotary import rotary_frequencies
+from hybridrl.models.hf.directory import read_config
+from hybridrl.models.hf.headers import HfHeaders
+from hybridrl.models.megatron.rotary_positions import rotary_frequencies
 from hybridrl.models.weights import hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 

@@ -385,11 +385,11 @@ def test_planning_imports_no_torch() -> None:
         "hybridrl.models.weights",
         "hybridrl.models.family",
         "hybridrl.models.families.qwen3",
-        "hybridrl.models.directory",
-        "hybridrl.hybrid_engine.plan",
-        "hybridrl.hybrid_engine.proof",
-        "hybridrl.hybrid_engine.assign",
-        "hybridrl.hybrid_engine.chunks",
+        "hybridrl.models.hf.directory",
+        "hybridrl.hybrid_engine.planning.plan",
+        "hybridrl.hybrid_engine.planning.proof",
+        "hybridrl.hybrid_engine.planning.assign",
+        "hybridrl.hybrid_engine.planning.chunks",
     ]
     code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

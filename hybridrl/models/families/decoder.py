@@ -11,7 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.models.config_keys import WINDOW_KEYS
 from hybridrl.models.families.reading import flag, not_a, number, refusal, require, size
 from hybridrl.models.families.rotary import read_rotary
 from hybridrl.models.family import (
@@ -24,6 +23,7 @@ from hybridrl.models.family import (
     Rotary,
     Row,
 )
+from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
 
 def decoder_shape(

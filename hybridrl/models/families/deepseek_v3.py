@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridrl.models.config_keys import DECODER_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
@@ -29,6 +28,7 @@ from hybridrl.models.families.latent import (
 )
 from hybridrl.models.families.reading import number, refusal, require, size
 from hybridrl.models.family import Family, HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.hf.config_keys import DECODER_KEYS
 
 EXPERT, SHARED = "mlp.experts.{E}.", "mlp.shared_experts."
 NAMES = ExpertNames(

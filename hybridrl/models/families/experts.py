@@ -102,7 +102,7 @@ def biased_config(shape: ModelShape, routing: BiasedRouting) -> dict[str, Any]:
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
         # Megatron's update of the bias comes with every accumulation of gradients, ours with the
-        # optimizer's step (models/router.py).
+        # optimizer's step (models/megatron/router.py).
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": routing.num_groups if grouped else None,
         "moe_router_group_topk": routing.kept_groups if grouped else None,

@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.models.config_keys import DECODER_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.reading import number, refusal, require, size
 from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape, Row, Scales
+from hybridrl.models.hf.config_keys import DECODER_KEYS
 
 LOCAL, HF = "decoder.layers.{L}.", "model.layers.{L}."
 WINDOWED, FULL = "sliding_attention", "full_attention"

@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.models.config_keys import DECODER_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.reading import flag, refusal
 from hybridrl.models.families.rotary import read_rotary, rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape, Row
+from hybridrl.models.hf.config_keys import DECODER_KEYS
 
 DEFAULTS = {"rms_norm_eps": 1.5625e-7, "attention_bias": True}  # of transformers' Glm4Config
 # Of the sines' magnitude, which YaRN has, only the turned part of a head would have its share.

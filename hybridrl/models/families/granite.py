@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridrl.models.config_keys import DECODER_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows
 from hybridrl.models.families.llama import shape
 from hybridrl.models.families.reading import number
 from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, Scales
+from hybridrl.models.hf.config_keys import DECODER_KEYS
 
 MULTIPLIERS = (
     "attention_multiplier",

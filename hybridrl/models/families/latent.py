@@ -3,7 +3,7 @@
 DeepSeek-AI 2024, "DeepSeek-V2", section 2.1: queries and keys with values are each projected down
 to a latent, normalised, and projected up to heads; a key part with rotary positions is projected
 beside the latent and shared by all heads. A head's query and key are [without positions; rotary].
-models/latent_attention.py computes it.
+models/megatron/latent_attention.py computes it.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridrl.models.config_keys import DECODER_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.reading import size
 from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape
+from hybridrl.models.hf.config_keys import DECODER_KEYS
 
 DEFAULT_WINDOW = 4096  # of transformers' MistralConfig where the key is absent; null: none
 

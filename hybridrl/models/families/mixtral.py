@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridrl.models.config_keys import DECODER_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
@@ -16,6 +15,7 @@ from hybridrl.models.families.experts import (
 from hybridrl.models.families.reading import require, size
 from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.hf.config_keys import DECODER_KEYS
 
 EXPERT = "block_sparse_moe.experts.{E}."
 NAMES = ExpertNames("block_sparse_moe.gate", f"{EXPERT}w1", f"{EXPERT}w3", f"{EXPERT}w2")

@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.models.config_keys import DECODER_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.reading import require
 from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape, Row
+from hybridrl.models.hf.config_keys import DECODER_KEYS
 
 DEFAULTS = {"rms_norm_eps": 1e-5}  # of transformers' Olmo2Config
 LOCAL, HF = "decoder.layers.{L}.", "model.layers.{L}."

@@ -7,7 +7,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from hybridrl.models.config_keys import DECODER_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.reading import number, refusal, size
 from hybridrl.models.families.rotary import (
@@ -17,6 +16,7 @@ from hybridrl.models.families.rotary import (
     rope_parameters,
 )
 from hybridrl.models.family import Family, HfConfig, ModelShape, Row
+from hybridrl.models.hf.config_keys import DECODER_KEYS
 
 DEFAULTS = {"rms_norm_eps": 1e-5}  # of transformers' Phi3Config
 # transformers computes longrope wherever the config names another than these.

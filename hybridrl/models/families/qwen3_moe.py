@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridrl.models.config_keys import DECODER_KEYS, WINDOW_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
 from hybridrl.models.families.experts import (
     EXPERT_KEYS,
@@ -19,6 +18,7 @@ from hybridrl.models.families.experts import (
 from hybridrl.models.families.reading import refusal, require, size
 from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape, MoeShape, Row
+from hybridrl.models.hf.config_keys import DECODER_KEYS, WINDOW_KEYS
 
 EXPERT = "mlp.experts.{E}."
 NAMES = ExpertNames("mlp.gate", f"{EXPERT}gate_proj", f"{EXPERT}up_proj", f"{EXPERT}down_proj")

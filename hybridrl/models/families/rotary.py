@@ -1,6 +1,6 @@
 """Rotary positions as a config.json states them: the frequencies' base and its scaling. No torch.
 
-models/rotary.py computes the frequencies, for every family alike.
+models/megatron/rotary_positions.py computes the frequencies, for every family alike.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridrl.models.config_keys import DECODER_KEYS, WINDOW_KEYS
 from hybridrl.models.families.decoder import decoder_config, decoder_rows
 from hybridrl.models.families.llama import shape as llama_shape
 from hybridrl.models.families.reading import refusal, size
 from hybridrl.models.families.rotary import read_rotary, rope_keywords
 from hybridrl.models.family import Family, HfConfig, ModelShape
+from hybridrl.models.hf.config_keys import DECODER_KEYS, WINDOW_KEYS
 
 # Of transformers' SmolLM3Config.
 DEFAULTS = {"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True}

@@ -1,0 +1,179 @@
+"""What `hybridrl eval` evaluates, and its result as text for people. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridrl.checkpoint.folders import STEP_FOLDER, newest_checkpoint
+from hybridrl.checkpoint.manifest import MANIFEST
+from hybridrl.config.identity import run_folder
+from hybridrl.config.load import load_config, load_config_dict
+from hybridrl.config.schema import Config
+from hybridrl.config.starter import has_template
+from hybridrl.errors import UserError
+from hybridrl.metrics.estimates import Estimate
+from hybridrl.models.hf.directory import CONFIG_FILE
+
+TOLD = "rollout.temperature="
+RUN_CONFIG = "config.yaml"  # in a run folder
+CHECKPOINTS = "checkpoints"
+OWN = "held-out prompts"
+COLUMNS = ("", "prompts", "samples", "accuracy")
+
+
+def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Path | None]:
+    """Returns the configuration of an evaluation, and the checkpoint that `source` is, if it is
+    one.
+
+    Args:
+        source: a YAML configuration, a run folder, a checkpoint folder, or an HF directory, which
+            is evaluated without a run.
+        overrides: `key=value` texts; a `rollout.temperature` among them is that of the evaluation.
+
+    Raises:
+        UserError: as of `load_config`, or the folder is none of these.
+    """
+    checkpoint = None
+    if not os.path.isdir(source):
+        config = load_config(source, overrides)
+    elif os.path.isfile(source / CONFIG_FILE):
+        # A run needs a name and a folder. Nothing is there, and an evaluation writes nothing.
+        content = {
+            "run": {"name": "evaluation", "dir": str(source)},
+            "model": {"path": str(source)},
+            "algorithm": {"name": "sft"},
+        }
+        config = load_config_dict(content, overrides)
+    elif os.path.isfile(source / RUN_CONFIG):
+        config = _config_of_run(source, overrides)
+    elif STEP_FOLDER.fullmatch(source.name) or os.path.isfile(source / MANIFEST):
+        run, checkpoint = Path(os.path.abspath(source)).parent.parent, source
+        if not os.path.isfile(run / RUN_CONFIG):
+            raise UserError(
+                str(source),
+                f"a checkpoint without its run: there is no {run / RUN_CONFIG}",
+                "a checkpoint in the folder of its run",
+                "Give the run's configuration, and the folder with --checkpoint.",
+            )
+        config = _config_of_run(run, overrides)
+    elif source.name == CHECKPOINTS and os.path.isfile(source.absolute().parent / RUN_CONFIG):
+        config = _config_of_run(source.absolute().parent, overrides)
+    else:
+        raise UserError(
+            str(source),
+            f"a folder without {RUN_CONFIG} or {CONFIG_FILE}",
+            f"a YAML configuration; the folder of a run ({RUN_CONFIG}), or one of its checkpoints; "
+            f"or an HF directory ({CONFIG_FILE})",
+            "For a run that has not been trained yet, give its configuration.",
+        )
+    if any(override.startswith(TOLD) for override in overrides):
+        section = config.eval.model_copy(update={"temperature": config.rollout.temperature})
+        config = config.model_copy(update={"eval": section})
+    return config, checkpoint
+
+
+def _config_of_run(folder: Path, overrides: Sequence[str]) -> Config:
+    """Returns the configuration that a run folder keeps; the folder may have been moved."""
+    whole, config = Path(os.path.abspath(folder)), load_config(folder / RUN_CONFIG, overrides)
+    run = config.run.model_copy(update={"dir": str(_shown_path(whole.parent)), "name": whole.name})
+    return config.model_copy(update={"run": run})
+
+
+def _shown_path(path: Path) -> Path:
+    """Returns a path below the working folder as it is seen from there."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def untrained_warning(config: Config, source: Path) -> str | None:
+    """Returns what must be said where a run has no checkpoint, so that its base model is
+    evaluated; None where it has one, or an HF directory is evaluated.
+    """
+    folder = run_folder(config)
+    if os.path.isfile(source / CONFIG_FILE) and str(source) == config.run.dir:
+        return None
+    if newest_checkpoint(folder / CHECKPOINTS) is not None:
+        return None
+    base = config.model.path
+    model = f"the base model {base}" if base else f"{config.model.init} with initial weights"
+    return (
+        f"WARNING: {folder} has no checkpoint: {model} is evaluated, as it was before any "
+        "training. Train the run first, or name a checkpoint with --checkpoint."
+    )
+
+
+def template_warning(config: Config, source: Path) -> str | None:
+    """Returns what must be said where an HF directory whose tokenizer has a chat template is
+    evaluated on texts, and nobody said whether they are to be a chat; else None.
+    """
+    is_told = "chat_template" in config.data.model_fields_set
+    if is_told or not os.path.isfile(source / CONFIG_FILE) or not has_template(str(source)):
+        return None
+    return (
+        f"WARNING: {source} has a chat template, and prompts that are texts are asked without it. "
+        "For a model of chats add data.chat_template=true, else data.chat_template=false."
+    )
+
+
+def evaluation_text(result: Mapping[str, Any]) -> str:
+    """Returns an evaluation, as `evaluate_rank` has it, as lines for people: of the held-out
+    prompts, of rows with responses, and where there are sets or several samples a table of all.
+    """
+    lines = list(_own_lines(result)) if result["num_prompts"] else []
+    if result["validation"]:
+        shown = (f"{name} {value:.4f}" for name, value in result["validation"].items())
+        lines.append(f"held-out rows with responses: {', '.join(shown)}")
+    if result["sets"] or result["samples_per_prompt"] > 1:
+        lines += _table(result)
+    if result["checkpoint"] is None:
+        lines.append(f"model {result['model']}, no checkpoint")
+    else:
+        lines.append(f"checkpoint {result['checkpoint']}")
+    return "\n".join(lines)
+
+
+def _own_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    if result["accuracy"] is not None:
+        estimate = Estimate(result["accuracy"], result["accuracy_stderr"])
+        yield f"accuracy {estimate} on {result['num_prompts']} prompts"
+    else:
+        yield f"no accuracy: {result['note']}"
+    accuracy, reward = result["accuracy"], result["reward"]
+    if accuracy is None or not math.isclose(accuracy, reward, rel_tol=1e-6):  # means in float32
+        parts = ", ".join(f"{name} {score:.4f}" for name, score in result["scores"].items())
+        yield f"reward {result['reward']:.4f} ({parts})"
+    asked = result["num_prompts"] * result["samples_per_prompt"]
+    if result["num_scored"] < asked:
+        yield f"of {asked} responses {result['num_scored']} have a score"
+
+
+def _table(result: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the lines of a table with a row for each set."""
+    own = {OWN: result} if result["num_prompts"] else {}
+    sets: dict[str, Mapping[str, Any]] = {**own, **result["sets"]}
+    ks = sorted({int(k) for one in sets.values() for k in one["pass_at"]})
+    has_majority = any(one["majority"] is not None for one in sets.values())
+    head = [*COLUMNS, *(f"pass@{k}" for k in ks), *["majority"] * has_majority, "failed"]
+    rows = [head]
+    for name, one in sets.items():
+        accuracy = one["accuracy"], one["accuracy_stderr"]
+        row = [name, str(one["num_prompts"]), str(one["samples_per_prompt"]), _shown(accuracy)]
+        row += [_shown(one["pass_at"].get(str(k))) for k in ks]
+        row += [_shown(one["majority"])] * has_majority
+        rows.append([*row, str(one["num_errors"] or "")])
+    if all(row[-1] == "" for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        first, *others = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        yield "  ".join([first, *others]).rstrip()
+
+
+def _shown(value: Any) -> str:
+    """Returns an estimate as text, be it a pair or as JSON has it; - where there is none."""
+    pair = tuple(value.values()) if isinstance(value, Mapping) else value
+    return "-" if pair is None or pair[0] is None else str(Estimate(*pair))

@@ -1,0 +1,150 @@
+"""Engine parameters that need no copy: the trainer's shard holds the same rows in the same order.
+
+Where training and generation cut a tensor alike, the engine's parameter becomes a view of the
+training parameter: no second copy, nothing to move. A parameter that stacks experts becomes a view
+of all of theirs at once, if the rank trains with the same experts and they lie as far apart
+(models/expert_stacks.py). Pure; the engine makes the views, before it captures CUDA graphs, since a
+graph keeps the addresses that it was captured with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridrl.hybrid_engine.planning.wire import kept_tensors
+from hybridrl.models.boxes import Box
+from hybridrl.models.expert_stacks import is_run
+from hybridrl.models.weights import RankLayout
+
+if TYPE_CHECKING:  # `hybridrl plan` asks for the names, where torch takes seconds
+    from torch import Tensor
+
+# Ends of the names of engine parameters that generation reads as copies (rollout/latent_copies.py).
+COPIED = (".kv_b_proj.weight",)
+Content = frozenset[tuple[str, Box, Box]]
+"""What a tensor holds: (HF name, rectangle there, rectangle here) of each of its regions."""
+
+
+@dataclass(frozen=True)
+class TrainingShard:
+    """What the trainer holds on this rank.
+
+    Args:
+        layout: what of the HF checkpoint it is.
+        tensors: the parameters, at addresses that they keep for the life of the model.
+    """
+
+    layout: RankLayout
+    tensors: Mapping[str, Tensor]
+
+
+def shared_names(
+    source: RankLayout, target: RankLayout, has_even_stacks: bool = True
+) -> dict[str, str]:
+    """Returns, by engine name, the training tensor that holds the same rectangles at the same
+    places, with rows of the same length and no fewer of them. None of what is kept in fp32,
+    whatever the engine's type.
+
+    None of what engines compute with copies of, either (`COPIED`): vLLM's copies are views of the
+    parameter that it has loaded. Were another put in its place, its memory would stay, and nothing
+    be saved.
+
+    Experts of a stack, `<parameter>/<index>`, are found all or none, and only where they follow one
+    another in training too.
+
+    Args:
+        source: of the trainer.
+        target: the engine's layout on the same rank.
+        has_even_stacks: whether a stack's experts lie as far apart (`stacks_are_even`), or it
+            remains to be seen; if not, no stack is found.
+    """
+    kept = kept_tensors(target)
+    held = {content: name for name, content in _contents(source).items()}
+    found: dict[str, str] = {}
+    stacks: dict[str, list[str]] = {}
+    for name, content in _contents(target).items():
+        stack, _, index = name.partition("/")
+        if index:
+            stacks.setdefault(stack, []).append(name)
+        if name in kept or name.endswith(COPIED) or (index and not has_even_stacks):
+            continue
+        if content in held:
+            one, other = source.shapes[held[content]], target.shapes[name]
+            if one[1:] == other[1:] and one[0] >= other[0]:
+                found[name] = held[content]
+    for members in stacks.values():
+        members.sort(key=_place)
+        in_training = [found[member] for member in members if member in found]
+        if len(in_training) < len(members) or not is_run(in_training):
+            for member in members:
+                found.pop(member, None)
+    return found
+
+
+def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dict[str, Tensor]:
+    """Returns, by engine parameter, the view of training parameters that can serve as it.
+
+    A training parameter serves if it holds the same rectangles at the same places and is contiguous
+    and of the engine's dtype. Rows that pad the vocabulary may follow, and may be missing in the
+    engine; what is in them is never read. A stack of experts, (experts, rows, columns), has one
+    distance between them, which may be more than an expert takes.
+
+    Args:
+        shard: of the trainer.
+        target: the engine's layout on the same rank.
+        dtype: of the engine's parameters.
+    """
+    views: dict[str, Tensor] = {}
+    stacks: dict[str, list[Tensor]] = {}
+    shared = shared_names(shard.layout, target)
+    for name in sorted(shared, key=_place):
+        source = shard.tensors[shared[name]]
+        if source.dtype == dtype and source.is_contiguous():
+            stack, _, index = name.partition("/")
+            view = source[: target.shapes[name][0]]
+            if index:
+                stacks.setdefault(stack, []).append(view)
+            else:
+                views[name] = view
+    for stack, experts in stacks.items():
+        num_experts = sum(name.startswith(f"{stack}/") for name in target.shapes)
+        stacked = _stacked(experts) if len(experts) == num_experts else None
+        if stacked is not None:
+            views[stack] = stacked
+    return views
+
+
+def is_view(name: str, tensor: Tensor, views: Mapping[str, Tensor]) -> bool:
+    """Whether an engine's tensor, by its layout's name, is where `shared_views` has it."""
+    parameter, _, index = name.partition("/")
+    if parameter not in views:
+        return False
+    view = views[parameter][int(index)] if index else views[parameter]
+    return tensor.data_ptr() == view.data_ptr()
+
+
+def _stacked(experts: Sequence[Tensor]) -> Tensor | None:
+    """Returns one view of equally large matrices; None where they do not lie equally far apart."""
+    first, storage = experts[0], experts[0].untyped_storage().data_ptr()
+    starts = [one.storage_offset() for one in experts]
+    distance = starts[1] - starts[0] if len(experts) > 1 else first.numel()
+    is_even = starts == [starts[0] + i * distance for i in range(len(experts))]
+    if not is_even or distance < first.numel():
+        return None
+    if any(one.untyped_storage().data_ptr() != storage for one in experts):
+        return None
+    return first.as_strided((len(experts), *first.shape), (distance, *first.stride()))
+
+
+def _place(name: str) -> tuple[str, int]:
+    stack, _, index = name.partition("/")
+    return stack, int(index or 0)
+
+
+def _contents(layout: RankLayout) -> dict[str, Content]:
+    regions: dict[str, list[tuple[str, Box, Box]]] = {}
+    for region in layout.regions:
+        regions.setdefault(region.local, []).append((region.hf, region.hf_box, region.local_box))
+    return {name: frozenset(parts) for name, parts in regions.items()}

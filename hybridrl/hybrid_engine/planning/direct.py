@@ -1,0 +1,162 @@
+"""Which operations need no staging: large blocks that are contiguous at both ends.
+
+Such a block is one message from the source tensor into the destination tensor, without packing and
+unpacking. Only the receiver knows whether a block is contiguous in the destination tensor, and only
+the sender whether it is in the source tensor. So they ask each other, once for a plan, or for many
+plans that are run in turn.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, Stream
+from hybridrl.hybrid_engine.transports.transport import Peers
+from hybridrl.models.boxes import Box, volume
+from hybridrl.models.hf.shards import box_view
+
+# Smaller ones go packed: NCCL moves messages of 16 MiB at 100 GB/s, of 32 MiB and more at 300, and
+# what is packed travels in messages of 64 MiB. Measured on H200.
+BLOCK_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class Direct:
+    """What goes without staging.
+
+    Args:
+        sends, receives: this rank's operations by peer, in the same order at both ends.
+        elements: of every stream of all ranks, how many go so.
+    """
+
+    sends: Mapping[int, list[CopyOp]] = field(default_factory=dict)
+    receives: Mapping[int, list[CopyOp]] = field(default_factory=dict)
+    elements: Mapping[Stream, int] = field(default_factory=dict)
+
+    @property
+    def ops(self) -> frozenset[CopyOp]:
+        """All of this rank's."""
+        return frozenset(chain(*self.sends.values(), *self.receives.values()))
+
+
+def agree_direct(
+    plan: Plan,
+    peers: Peers,
+    sources: Mapping[str, Tensor],
+    dests: Mapping[str, Tensor],
+    wire_dtype: torch.dtype,
+) -> Direct:
+    """Finds the operations that need no staging; collective.
+
+    Args: as of `PackedTransport`.
+    """
+    (found,) = agree_on_all([plan], peers, sources, [dests], wire_dtype)
+    return found
+
+
+def agree_on_all(
+    plans: Sequence[Plan],
+    peers: Peers,
+    sources: Mapping[str, Tensor],
+    dests: Sequence[Mapping[str, Tensor]],
+    wire_dtype: torch.dtype,
+) -> list[Direct]:
+    """Finds the operations of each plan that need no staging; collective, once for all plans.
+
+    Args:
+        plans: that are run one after another.
+        peers, sources, wire_dtype: as of `PackedTransport`.
+        dests: of each plan; tensors without memory (of device "meta") will do.
+    """
+    single_hops = [_SingleHops(plan, peers.rank, wire_dtype) for plan in plans]
+    pairs = list(zip(single_hops, dests, strict=True))
+    asked = peers.gather_objects([one.asked(own) for one, own in pairs])
+    granted = [
+        one.granted([of_rank[number] for of_rank in asked], sources)
+        for number, one in enumerate(single_hops)
+    ]
+    answers = peers.gather_objects(granted)
+    return [
+        one.direct(granted[number], [of_rank[number] for of_rank in answers])
+        for number, one in enumerate(single_hops)
+    ]
+
+
+class _SingleHops:
+    """The operations of one plan that go from this rank to another, or from there, without a rank
+    between: what this rank asks for, grants and gets of them.
+    """
+
+    def __init__(self, plan: Plan, rank: int, wire_dtype: torch.dtype) -> None:
+        self._rank, self._dtype = rank, wire_dtype
+        straight = [stream for stream in plan.streams if len(stream.route) == 1]
+        self._receives = {
+            s.source: plan.ops_between(s.source, rank) for s in straight if s.route[0] == rank
+        }
+        self._sends = {
+            s.route[0]: plan.ops_between(rank, s.route[0]) for s in straight if s.source == rank
+        }
+
+    def _is_block(self, tensor: Tensor, op: CopyOp, box: Box) -> bool:
+        size = volume(op.dest_box) * self._dtype.itemsize
+        is_large = size >= BLOCK_BYTES and op.route == (op.dest_rank,)
+        return is_large and tensor.dtype == self._dtype and box_view(tensor, box).is_contiguous()
+
+    def asked(self, dests: Mapping[str, Tensor]) -> dict[int, list[int]]:
+        """Returns which operations may go so for this rank as their receiver, by peer."""
+        return {
+            peer: [i for i, op in enumerate(ops) if self._is_block(dests[op.dest], op, op.dest_box)]
+            for peer, ops in self._receives.items()
+        }
+
+    def granted(
+        self, asked: Sequence[Mapping[int, Sequence[int]]], sources: Mapping[str, Tensor]
+    ) -> dict[int, tuple[list[int], int]]:
+        """Returns, by peer, which operations may for this rank as their sender too, and how many
+        elements these have.
+
+        Args:
+            asked: by each rank.
+            sources: of this rank.
+        """
+        found = {}
+        for peer, ops in self._sends.items():
+            numbers = [
+                i
+                for i in asked[peer].get(self._rank, [])
+                if self._is_block(sources[ops[i].source], ops[i], ops[i].source_box)
+            ]
+            if numbers:
+                found[peer] = numbers, sum(volume(ops[i].dest_box) for i in numbers)
+        return found
+
+    def direct(
+        self,
+        granted: Mapping[int, tuple[list[int], int]],
+        answers: Sequence[Mapping[int, tuple[list[int], int]]],
+    ) -> Direct:
+        """Returns what was agreed.
+
+        Args:
+            granted: by this rank.
+            answers: what each rank granted.
+        """
+        elements: Counter[Stream] = Counter()
+        for source, given in enumerate(answers):
+            for dest, (_, total) in given.items():
+                elements[Stream(source, (dest,))] += total
+        return Direct(
+            {peer: [self._sends[peer][i] for i in own] for peer, (own, _) in granted.items()},
+            {
+                peer: [ops[i] for i in answers[peer][self._rank][0]]
+                for peer, ops in self._receives.items()
+                if self._rank in answers[peer]
+            },
+            elements,
+        )

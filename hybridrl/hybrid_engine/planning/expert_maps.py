@@ -1,0 +1,347 @@
+"""Which experts lie on which rank of an engine replica that deals them whole. Pure, no torch.
+
+An engine needs every expert of a layer on one of its ranks, as many on each; which ones is free. So
+each replica has a map of its own, the same in all layers, in which its ranks keep as much as they
+can of what they train with. It is found from the linear map, by exchanges in a circle of ranks that
+leave more in place, until there is none: then no balanced map leaves more (cycle cancelling, Klein
+1967, "A primal method for minimal cost flows"). Of the rank that lacks most then some is taken by
+exchanges of two. Maps are used only where the rank that receives most then receives less than with
+linear ones, or as much while the one that sends most sends less. Invariant: all ranks find the same
+maps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hybridrl.hybrid_engine.planning.assign import (
+    Assignment,
+    Costs,
+    assign,
+    domain_of,
+    evaluate_parts,
+    missing_elements,
+    numbered,
+    part_patterns,
+)
+from hybridrl.models.boxes import volume
+from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.weights import NOTHING, RankLayout
+from hybridrl.parallel.layout import RolloutLayout
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Which rank generates with what.
+
+    Args:
+        best: the layout of the engines, with its costs in elements.
+        targets: what each rank of the world is to hold for its engine.
+        linear: the same with experts dealt in order.
+        costs: of every part for every rank, experts dealt in order.
+    """
+
+    best: Assignment
+    targets: list[RankLayout]
+    linear: Assignment
+    costs: Costs
+
+
+class ExpertTensors:
+    """The HF tensors of a model's experts, by name.
+
+    Args:
+        family, shape: of the model.
+
+    Attributes:
+        num_experts: of a layer.
+    """
+
+    def __init__(self, family: Family, shape: ModelShape) -> None:
+        self.num_experts = shape.moe.num_experts if shape.moe else 0
+        self._of: dict[str, tuple[int, int]] = {}
+        self._names: list[list[str]] = []
+        for row in family.rows(shape):
+            for layer in range(shape.num_layers) if row.num_experts else ():
+                if row.layers is not None and layer not in row.layers:
+                    continue
+                for part in row.parts:
+                    names = [part.format(L=layer, E=e) for e in range(row.num_experts)]
+                    self._of |= {name: (len(self._names), e) for e, name in enumerate(names)}
+                    self._names.append(names)
+
+    def expert(self, hf: str) -> int | None:
+        """Returns which expert a tensor is of; None: of none."""
+        found = self._of.get(hf)
+        return None if found is None else found[1]
+
+    def of_expert(self, hf: str, expert: int) -> str:
+        """Returns the name of the same tensor of another expert of its layer."""
+        return self._names[self._of[hf][0]][expert]
+
+
+def lay_out_engines(
+    sources: Sequence[RankLayout],
+    parts: Sequence[RankLayout],
+    tensors: ExpertTensors | None,
+    domain_size: int | None = None,
+    ranks: Sequence[int] | None = None,
+) -> Engines:
+    """Gives every rank its part of an engine replica, and its experts, so that few bytes move.
+
+    Args:
+        sources: what each rank trains with; nothing, for some.
+        parts: what each tensor-parallel rank of the engine holds, experts dealt in order.
+        tensors: of the experts, if each rank of a replica holds whole ones; None: it does not.
+        domain_size: ranks of one node, which are consecutive; None: all are of one.
+        ranks: that have engines, ascending; None: all.
+    """
+    costs = Costs.of(sources, parts)
+    linear = assign(sources, parts, domain_size, ranks=ranks, costs=costs)
+    tp_ranks = map(linear.layout.tp_rank, range(len(sources)))
+    of_ranks = [NOTHING if at is None else parts[at] for at in tp_ranks]
+    in_order = Engines(linear, of_ranks, linear, costs)
+    if tensors is None or linear.receive == 0:
+        return in_order
+    having = linear.layout.ranks
+    search = _Search(sources, parts, tensors, having)
+    places, maps = search.best(domain_of(having, domain_size or len(sources)))
+    layout = replace(places, experts=tuple(maps)).on(having, len(sources))
+    made: dict[tuple[int, tuple[int, ...]], RankLayout] = {}
+    held = []
+    for (_, tp_rank), experts in zip(map(layout.place, having), maps, strict=True):
+        if (tp_rank, experts) not in made:
+            made[tp_rank, experts] = with_experts(parts[tp_rank], tensors, experts)
+        held.append(made[tp_rank, experts])
+    dealt = evaluate_parts(sources, held, layout)
+    if dealt.cost >= linear.cost:
+        return in_order
+    targets = dict(zip(having, held, strict=True))
+    dealt_to = [targets.get(rank, NOTHING) for rank in range(len(sources))]
+    return Engines(dealt, dealt_to, linear, costs)
+
+
+class _Search:
+    """Looks for the parts and experts with which the rank that lacks most lacks least; of equal
+    ones, with which all lack least, then the first.
+
+    Args:
+        sources, parts, tensors: as of `lay_out_engines`.
+        ranks: that have engines.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[RankLayout],
+        parts: Sequence[RankLayout],
+        tensors: ExpertTensors,
+        ranks: Sequence[int],
+    ) -> None:
+        dense = [_without_experts(part, tensors) for part in parts]
+        self._missing = missing_elements(sources, dense)[list(ranks)]
+        self._num_experts = tensors.num_experts
+        found: dict[int, np.ndarray] = {}
+        for source in (sources[rank] for rank in ranks):
+            if id(source) not in found:
+                found[id(source)] = self._held(source, tensors)
+        self._held_by = np.array([found[id(sources[rank])] for rank in ranks])
+        numbers: dict[bytes, int] = {}
+        self._kinds = [numbers.setdefault(row.tobytes(), len(numbers)) for row in self._held_by]
+        of_part = [region for region in parts[0].regions if tensors.expert(region.hf) is not None]
+        self._share = sum(volume(region.hf_box) for region in of_part)
+        self._tp = len(parts)
+        self._maps: dict[tuple[int, ...], list[list[int]]] = {}
+
+    def _held(self, source: RankLayout, tensors: ExpertTensors) -> np.ndarray:
+        held = np.zeros(self._num_experts, np.int64)
+        for region in source.regions:
+            if (expert := tensors.expert(region.hf)) is not None:
+                held[expert] += volume(region.hf_box)
+        return held
+
+    def best(self, domain_size: int | None) -> tuple[RolloutLayout, list[tuple[int, ...]]]:
+        """Returns the parts of the ranks that have engines, and their experts."""
+        size = len(self._missing)
+        unit, patterns = part_patterns(size, self._tp, domain_size)
+        places: list[int] = []
+        maps: list[tuple[int, ...]] = []
+        known: dict[tuple[object, ...], tuple[list[int], list[tuple[int, ...]]]] = {}
+        for first in range(0, size, unit):
+            rows = slice(first, first + unit)
+            key = (*self._kinds[rows], self._missing[rows].tobytes())
+            if key not in known:
+                tried = [self._tried(first, pattern) for pattern in patterns]
+                _, number = min((cost, n) for n, (cost, _) in enumerate(tried))
+                known[key] = patterns[number].tolist(), tried[number][1]
+            places += known[key][0]
+            maps += known[key][1]
+        return numbered(places, unit, self._tp), maps
+
+    def _tried(
+        self, first: int, pattern: np.ndarray
+    ) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
+        """Returns what ranks from `first` on lack with this pattern, most and all, and the experts
+        of each.
+        """
+        members = [first + np.flatnonzero(pattern == place) for place in range(self._tp)]
+        maps: list[tuple[int, ...]] = [()] * len(pattern)
+        for replica in zip(*(ranks.tolist() for ranks in members), strict=True):
+            lacking = self._missing[list(replica), range(self._tp)]
+            key = (*(self._kinds[rank] for rank in replica), *lacking.tolist())
+            if key not in self._maps:
+                self._maps[key] = balanced_map(self._held_by[list(replica)], lacking)
+            for rank, experts in zip(replica, self._maps[key], strict=True):
+                maps[rank - first] = tuple(experts)
+        rows = np.arange(first, first + len(pattern))
+        pairs = zip(rows, maps, strict=True)
+        kept = [int(self._held_by[row, list(own)].sum()) for row, own in pairs]
+        lacked = (self._missing[rows, pattern] + self._share - np.array(kept)).tolist()
+        return (max(lacked), sum(lacked)), maps
+
+
+def _without_experts(part: RankLayout, tensors: ExpertTensors) -> RankLayout:
+    regions = tuple(region for region in part.regions if tensors.expert(region.hf) is None)
+    return replace(part, regions=regions)
+
+
+def with_experts(part: RankLayout, tensors: ExpertTensors, experts: Sequence[int]) -> RankLayout:
+    """Returns an engine rank's layout with other experts in its places.
+
+    Args:
+        part: of the rank, with as many whole experts, in ascending order.
+        tensors: of the model's experts.
+        experts: that it is to hold, ascending.
+    """
+    of_region = [tensors.expert(region.hf) for region in part.regions]
+    places = {
+        old: new
+        for old, new in zip(sorted({e for e in of_region if e is not None}), experts, strict=True)
+    }
+    regions = tuple(
+        region if old is None else replace(region, hf=tensors.of_expert(region.hf, places[old]))
+        for region, old in zip(part.regions, of_region, strict=True)
+    )
+    return replace(part, regions=regions)
+
+
+def balanced_map(held: np.ndarray, lacking: np.ndarray) -> list[list[int]]:
+    """Deals experts to ranks, as many to each: so that as much as possible is where it lies, then,
+    by exchanges between two ranks, so that the one that lacks most lacks less.
+
+    Args:
+        held: elements of each expert (inner) that each rank (outer) has.
+        lacking: elements that each rank lacks whatever its experts.
+
+    Returns:
+        The experts of each rank, ascending; the linear map where none is better.
+    """
+    columns, kind_of = np.unique(held, axis=1, return_inverse=True)
+    dealt = _Dealt(columns, kind_of.reshape(-1))  # of its shape numpy has changed its mind
+    while (circle := _gaining_circle(dealt.costs())) is not None:
+        dealt.give_on(circle)
+    while dealt.relieve(lacking):
+        pass
+    return [sorted(experts) for experts in dealt.experts]
+
+
+class _Dealt:
+    """Experts on ranks, at first in order.
+
+    Args:
+        columns: elements that each rank (outer) has of an expert of each kind (inner).
+        kind_of: the kind of each expert.
+    """
+
+    def __init__(self, columns: np.ndarray, kind_of: np.ndarray) -> None:
+        self._columns, self._kind_of = columns, kind_of
+        num_ranks, each = len(columns), len(kind_of) // len(columns)
+        self.experts = [list(range(rank * each, (rank + 1) * each)) for rank in range(num_ranks)]
+        self._loss = columns[:, None, :] - columns[None, :, :]  # where one gives to the other
+
+    def _kinds(self, rank: int) -> np.ndarray:
+        return np.unique(self._kind_of[self.experts[rank]])
+
+    def costs(self) -> np.ndarray:
+        """Returns what it costs each rank (outer) to give each other one an expert, at least."""
+        return np.array(
+            [self._loss[rank][:, self._kinds(rank)].min(1) for rank in range(len(self.experts))]
+        )
+
+    def give_on(self, circle: Sequence[int]) -> None:
+        """Lets each rank give the next as many experts, of what costs least, as all of them can."""
+        pairs = list(zip(circle, (*circle[1:], circle[0]), strict=True))
+        moved = []
+        for giver, taker in pairs:
+            kinds = self._kinds(giver)
+            moved.append((giver, int(kinds[self._loss[giver, taker, kinds].argmin()]), taker))
+        count = min(len(self._of_kind(giver, kind)) for giver, kind, _ in moved)
+        self._move(moved, count)
+
+    def _of_kind(self, rank: int, kind: int) -> list[int]:
+        return [expert for expert in self.experts[rank] if self._kind_of[expert] == kind]
+
+    def _move(self, moved: Sequence[tuple[int, int, int]], count: int = 1) -> None:
+        given = [self._of_kind(giver, kind)[-count:] for giver, kind, _ in moved]
+        for (giver, _, taker), experts in zip(moved, given, strict=True):
+            self.experts[giver] = [e for e in self.experts[giver] if e not in experts]
+            self.experts[taker] += experts
+
+    def relieve(self, lacking: np.ndarray) -> bool:
+        """Exchanges an expert of the rank that lacks most for one of another, so that the larger of
+        both falls most; returns whether that is possible.
+
+        Args:
+            lacking: as of `balanced_map`.
+        """
+        columns = self._columns
+        kept = [
+            columns[rank, self._kind_of[experts]].sum() for rank, experts in enumerate(self.experts)
+        ]
+        lacks = lacking - np.array(kept)  # but for what all lack alike
+        worst = int(lacks.argmax())
+        found: list[tuple[tuple[int, int], tuple[tuple[int, int, int], ...]]] = []
+        for other in range(len(columns)):
+            if other == worst:
+                continue
+            mine, theirs = self._kinds(worst), self._kinds(other)
+            # Outer: the kind that `worst` gives, inner: the one that it takes.
+            own = lacks[worst] + columns[worst, mine, None] - columns[worst, theirs]
+            its = lacks[other] + columns[other, theirs] - columns[other, mine, None]
+            larger, both = np.maximum(own, its), own + its
+            best = np.lexsort((both.ravel(), larger.ravel()))[0]
+            give, take = divmod(int(best), len(theirs))
+            exchange = (worst, int(mine[give]), other), (other, int(theirs[take]), worst)
+            found.append(((int(larger[give, take]), int(both[give, take])), exchange))
+        if not found:
+            return False
+        (larger_after, _), moved = min(found, key=lambda one: one[0])
+        if larger_after >= lacks[worst]:
+            return False
+        self._move(moved)
+        return True
+
+
+def _gaining_circle(costs: np.ndarray) -> list[int] | None:
+    """Returns ranks of which each gives the next an expert, at a cost below 0; None: there are
+    none. By Bellman and Ford, from everywhere at once.
+    """
+    num_ranks = len(costs)
+    least, before, changed = np.zeros(num_ranks, np.int64), [0] * num_ranks, -1
+    for _ in range(num_ranks):
+        changed = -1
+        for giver in range(num_ranks):
+            for taker in range(num_ranks):
+                if giver != taker and least[giver] + costs[giver, taker] < least[taker]:
+                    least[taker] = least[giver] + costs[giver, taker]
+                    before[taker], changed = giver, taker
+        if changed < 0:
+            return None
+    for _ in range(num_ranks):  # back onto the circle itself
+        changed = before[changed]
+    circle = [changed]
+    while before[circle[-1]] != changed:
+        circle.append(before[circle[-1]])
+    return circle[::-1]

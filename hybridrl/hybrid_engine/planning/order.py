@@ -1,0 +1,84 @@
+"""The order in which training lays its parallel axes over the ranks. No torch.
+
+It is the configured one, or with `train.order=auto` the one in which engines receive the fewest
+bytes. Pure: every rank finds the same order before there is a model, and so does `hybridrl plan`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hybridrl.config.rules_placement import AUTO_ORDER
+from hybridrl.config.schema import TrainConfig
+from hybridrl.hybrid_engine.planning.assign import OrderChoice, choose_order, ranks_moved
+from hybridrl.hybrid_engine.planning.owned import equal_shares
+from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.weights import RankLayout, fused_layouts, megatron_layouts
+from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A training layout, and what another order would cost.
+
+    Args:
+        layout: of training.
+        whole: layout of each rank's training tensors.
+        sources: layout of the elements on each rank that engines are written from.
+        choice: the order that 'auto' finds. None where all orders cost the same, since an engine of
+            one rank needs all weights.
+    """
+
+    layout: TrainLayout
+    whole: list[RankLayout]
+    sources: list[RankLayout]
+    choice: OrderChoice | None
+
+
+def is_settled(train: TrainConfig, rollout_tp: int) -> bool:
+    """Returns whether the order is known without the model's shape."""
+    return train.order != AUTO_ORDER or rollout_tp == 1
+
+
+def lay_out(train: TrainConfig, world_size: int) -> TrainLayout:
+    """Returns the layout in the configured order, in Megatron's own where that is 'auto'."""
+    order = DEFAULT_ORDER if train.order == AUTO_ORDER else train.order
+    sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
+    return TrainLayout(world_size, *sizes, order, train.etp)
+
+
+def order_layout(
+    train: TrainConfig,
+    family: Family,
+    shape: ModelShape,
+    world_size: int,
+    rollout_tp: int,
+    ranks_per_node: int,
+) -> Ordered:
+    """Returns the training layout, its order chosen if the configuration says 'auto': of a dense
+    model; one with experts, which lie on a grid of their own, keeps Megatron's.
+
+    Args:
+        train: sizes and order.
+        family, shape: of the model.
+        world_size: number of ranks.
+        rollout_tp: tensor-parallel size of the engine.
+        ranks_per_node: ranks of one node, which are consecutive.
+    """
+    if shape.moe is not None:
+        layout = lay_out(train, world_size)
+        whole = megatron_layouts(family, shape, layout)
+        sources = equal_shares(layout, whole) if train.fuse_param_gather else whole
+        return Ordered(layout, whole, sources, None)
+    own = replace(lay_out(train, world_size), order=DEFAULT_ORDER)
+    whole = megatron_layouts(family, shape, own)
+    sources = equal_shares(own, whole) if train.fuse_param_gather else whole
+    layout, choice = lay_out(train, world_size), None
+    if rollout_tp > 1:
+        parts = fused_layouts(family, shape, rollout_tp)
+        choice = choose_order(own, sources, parts, ranks_per_node)
+        if train.order == AUTO_ORDER:
+            layout = replace(layout, order=choice.order)
+    ranks = ranks_moved(own, layout)
+    whole, sources = [whole[rank] for rank in ranks], [sources[rank] for rank in ranks]
+    return Ordered(layout, whole, sources, choice)

@@ -1,0 +1,437 @@
+"""Runs a plan through bounded staging buffers and grouped exchanges (gloo or NCCL).
+
+Who waits for whom: `run` is collective. In every exchange a rank packs what it
+sends, exchanges with its peers of that exchange alone, and unpacks. All ranks go through the same
+exchanges in the same order (chunks.py), so between two ranks there is at most one message each way
+and both know its content. What came from another node for several ranks of this one goes on in the
+exchange after, out of the receive buffer before that is written again.
+
+Blocks of some megabytes that lie in one piece at both ends are sent as they are, all in one group
+of messages, which is on its way all the time beside the exchanges (direct.py).
+
+There are two send and two receive buffers. On GPUs packing, exchanging and unpacking are on streams
+of their own: while one exchange travels, the next is packed and the last unpacked. What stays on
+the rank is copied beside them. What a run queues is always the same, so from the second run on it
+is one CUDA graph, made anew if tensors move: nothing is allocated and the host does nothing for
+single tensors or messages.
+
+Elements travel in one type, the narrower of what the sources and the destinations hold, and are
+cast while they are packed or unpacked. What an engine holds as block FP8 is unpacked into a scratch
+and quantized there in the exchange that brings the last of it (quantized.py).
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybridrl import ops
+from hybridrl.hybrid_engine.planning.chunks import Part, schedule_exchanges
+from hybridrl.hybrid_engine.planning.direct import Direct, agree_direct
+from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, Stream
+from hybridrl.hybrid_engine.planning.wire import kept_tensors
+from hybridrl.hybrid_engine.transports.quantized import FP8, SENT_AS, Arrivals, Fill, Quantization
+from hybridrl.hybrid_engine.transports.repeated import Repeated
+from hybridrl.hybrid_engine.transports.transport import (
+    Pair,
+    Peers,
+    Traffic,
+    addresses,
+    is_same_memory,
+)
+from hybridrl.models.boxes import sizes, volume
+from hybridrl.models.hf.shards import box_view
+from hybridrl.models.weights import RankLayout
+
+# Programs of a kernel that packs, unpacks or copies: NCCL's kernels wait for room if others fill
+# the device. These move 2 TB/s, five times what comes over NVLink.
+PROGRAMS = 64
+SLOTS = 2  # buffers each way: one is on its way while the other is filled or emptied
+
+Messages = Mapping[int, Sequence[Part]]
+"""By peer, the parts of a message in order."""
+
+Staged = Mapping[int, Sequence[tuple[Part, Tensor]]]
+"""The same, each part with its place in a staging buffer, next to the one before."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One exchange of this rank, ready to be queued.
+
+    Args:
+        pack: fills the send buffer; `reads_last`: out of the receive buffer of the step before too.
+        transfers: messages of both directions.
+        unpack: empties the receive buffer, then quantizes what is complete.
+    """
+
+    pack: ops.Copies
+    reads_last: bool
+    transfers: Sequence[dist.P2POp]
+    unpack: Sequence[ops.Copies]
+
+
+class PackedTransport:
+    """Moves the plan's slices between the ranks' tensors.
+
+    Args:
+        plan: the same on every rank; its itemsize is `wire_dtype`'s.
+        peers: the ranks that the plan is for.
+        sources: this rank's source tensors by name.
+        dests: this rank's destination tensors by name; written in place. Source and destination may
+            be the same memory where they hold the same (alias.py); then nothing is copied.
+        staging_bytes: bound of all staging buffers together.
+        wire_dtype: the type that elements travel in, the same on every rank (`agree_wire_dtype`).
+        scales: of this rank's block-quantized destinations; written in place.
+        block_group: of all ranks, for large blocks; without it they wait for the exchanges, since
+            messages of one communicator do.
+        direct: what needs no staging; None: the ranks agree on that here.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        peers: Peers,
+        sources: Mapping[str, Tensor],
+        dests: Mapping[str, Tensor],
+        staging_bytes: int,
+        wire_dtype: torch.dtype,
+        scales: Mapping[str, Tensor] | None = None,
+        block_group: dist.ProcessGroup | None = None,
+        direct: Direct | None = None,
+    ) -> None:
+        if plan.itemsize != wire_dtype.itemsize:
+            raise ValueError(f"plan of {plan.itemsize}-byte elements, but {wire_dtype} on the wire")
+        self._rank, self._dtype = peers.rank, wire_dtype
+        self._sources, self._dests, self._scales = sources, dests, scales or {}
+        self._domain_size = plan.domain_size
+        self._programs = PROGRAMS if plan.streams else None
+        self._local_ops = [op for op in plan.ops[self._rank] if op.source_rank == self._rank]
+        if direct is None:  # the same on all ranks, which agree here
+            direct = agree_direct(plan, peers, sources, dests, wire_dtype)
+        self._direct = direct
+        capacity = staging_bytes // (2 * SLOTS)
+        self._exchanges = schedule_exchanges(
+            plan, self._rank, capacity, direct.ops, direct.elements
+        )
+        self._device = _one_device(sources, dests)
+        self._buffers: tuple[list[Tensor], list[Tensor]] | None = None
+        self._addresses: tuple[int, ...] | None = None
+        self._work = Repeated(self._queue, self._device)
+        self._block_group = block_group
+        self._copying: torch.cuda.Stream | None = None
+        self._directing: torch.cuda.Stream | None = None
+        self._unpacking: torch.cuda.Stream | None = None
+        if self._device.type == "cuda":
+            self._copying, self._directing, self._unpacking = (
+                torch.cuda.Stream(self._device) for _ in range(3)
+            )
+            self._unpacked = [torch.cuda.Event() for _ in range(SLOTS)]
+
+    @property
+    def launches(self) -> int:
+        """Kernels and collectives that a run starts, be it one by one or as a graph."""
+        exchanges = sum(bool(step.transfers) for step in self._steps) + bool(self._blocks)
+        return sum(copy.num_launches for copy in self._all_copies()) + exchanges
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device memory of buffers, tables, and scratches where parameters are quantized."""
+        tables = sum(copy.table_bytes for copy in self._all_copies())
+        return tables + self._traffic.staging_bytes + self._arrivals.extra_bytes
+
+    def _all_copies(self) -> Iterator[ops.Copies]:
+        yield from (self._local, self._local_quantized)
+        for step in self._steps:
+            yield from (step.pack, *step.unpack)
+
+    @torch.no_grad()
+    def run(self) -> Traffic:
+        """Fills the destination tensors; collective."""
+        self.prepare()
+        if self._steps or self._blocks:
+            self._work.run()
+        else:
+            self._queue()
+        return self._traffic
+
+    def close(self) -> None:
+        """Gives the graph up: NCCL cannot end while a graph holds its work."""
+        self._work.close()
+
+    def prepare(self) -> None:
+        """Makes buffers, tables and messages, again only if a tensor has moved since."""
+        # All of them: any source may have been replaced by another tensor of its name.
+        found = addresses(self._sources) + addresses(self._dests) + addresses(self._scales)
+        if found == self._addresses:
+            return
+        self._addresses = found
+        self._work = Repeated(self._queue, self._device)
+        self._prepare_local()
+        self._steps = []
+        self._blocks = list(self._block_transfers())
+        sent: Counter[bool] = Counter()  # bytes, by whether to another node
+        received: Counter[bool] = Counter()
+        send, receive = self._staging()
+        held: Mapping[Stream, Tensor] = {}
+        for number, exchange in enumerate(self._exchanges):
+            slot = number % SLOTS
+            outgoing = _staged(exchange.sends, send[slot])
+            incoming = _staged(exchange.receives, receive[slot])
+            completed = self._arrivals.complete(number)
+            self._steps.append(self._step(outgoing, incoming, held, completed))
+            held = {part.stream: place for part, place in chain(*incoming.values())}
+        for transfer in chain(self._blocks, *(step.transfers for step in self._steps)):
+            counter = sent if transfer.op is dist.isend else received
+            counter[self._is_far(transfer.group_peer)] += transfer.tensor.nbytes
+        self._traffic = Traffic(
+            sent_bytes=sent.total(),
+            received_bytes=received.total(),
+            node_sent_bytes=sent[True],
+            node_received_bytes=received[True],
+            messages=sum(len(exchange.sends) for exchange in self._exchanges)
+            + sum(map(len, self._direct.sends.values())),
+            num_exchanges=len(self._exchanges),
+            staging_bytes=sum(buffer.nbytes for buffer in (*send, *receive)),
+        )
+
+    def _prepare_local(self) -> None:
+        """Makes the copies of what stays on the rank, but for parameters that arrivals complete."""
+        args = self._dests, self._scales, self._dtype, self._device
+        self._arrivals = arrivals = Arrivals(self._exchanges, *args)
+        plain = {name: t for name, t in self._dests.items() if name not in self._scales}
+        self._local = self._copies(self._local_pairs(plain))
+        fills: dict[str, list[Fill]] = {}
+        for op in self._local_ops:
+            if op.dest in self._scales and op.dest not in arrivals.landings:
+                source = box_view(self._sources[op.source], op.source_box)
+                fills.setdefault(op.dest, []).append(Fill(source, op.dest_box, self._rank))
+        self._local_quantized = Quantization(fills, *args, programs=self._programs)
+
+    def _queue(self) -> None:
+        """Queues everything; on CPU each part is through before the next begins."""
+        if self._blocks:
+            with self._aside(self._directing):
+                self._wait(dist.batch_isend_irecv(self._blocks))
+        with self._aside(self._copying):
+            self._local.run()
+            self._local_quantized.run()
+        works: list[Sequence[dist.Work]] = []
+        for number, step in enumerate(self._steps):
+            slot = number % SLOTS
+            if number >= SLOTS:  # both buffers of this slot must be free again
+                self._wait(works[number - SLOTS])
+                self._wait_unpacked(slot)
+            if step.reads_last:
+                self._wait(works[number - 1])
+            step.pack.run()
+            works.append(dist.batch_isend_irecv(list(step.transfers)) if step.transfers else ())
+            with self._aside(self._unpacking):
+                self._wait(works[number])
+                for copies in step.unpack:
+                    copies.run()
+                if self._device.type == "cuda":
+                    self._unpacked[slot].record()
+            if self._device.type == "cpu":
+                works[number] = ()  # gloo's work is waited for once
+        beside = [self._copying]
+        beside += [self._directing] if self._blocks else []
+        beside += [self._unpacking] if self._steps else []
+        for stream in beside:
+            if stream is not None:
+                torch.cuda.current_stream().wait_stream(stream)
+
+    def _wait(self, works: Sequence[dist.Work]) -> None:
+        """Makes what is queued next wait for messages; on CPU waits for them itself."""
+        for work in works:
+            work.wait()
+
+    def _wait_unpacked(self, slot: int) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().wait_event(self._unpacked[slot])
+
+    def _aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+        """Queues what follows on another stream, after what this one has queued so far."""
+        if stream is None:
+            return nullcontext()
+        stream.wait_stream(torch.cuda.current_stream())
+        return torch.cuda.stream(stream)
+
+    def _staging(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns send and receive buffers; made once."""
+        if self._buffers is None:
+            send = max((_elements(x.sends) for x in self._exchanges), default=0)
+            receive = max((_elements(x.receives) for x in self._exchanges), default=0)
+            slots = min(SLOTS, len(self._exchanges))
+            self._buffers = (
+                [self._buffer(send) for _ in range(slots)],
+                [self._buffer(receive) for _ in range(slots)],
+            )
+        return self._buffers
+
+    def _buffer(self, elements: int) -> Tensor:
+        return torch.empty(elements, dtype=self._dtype, device=self._device)
+
+    def _step(
+        self,
+        outgoing: Staged,
+        incoming: Staged,
+        held: Mapping[Stream, Tensor],
+        completed: Mapping[str, Tensor],
+    ) -> _Step:
+        sends = [self._transfer(dist.isend, parts, peer) for peer, parts in outgoing.items()]
+        receives = [self._transfer(dist.irecv, parts, peer) for peer, parts in incoming.items()]
+        sources = {part.stream.source for part, _ in chain(*outgoing.values())}
+        return _Step(
+            self._copies(self._pack_pairs(outgoing, held)),
+            bool(sources - {self._rank}),
+            sends + receives,
+            (
+                self._copies(chain(self._unpack_pairs(incoming), self._local_pairs(completed))),
+                self._arrivals.quantizing(completed, self._programs),
+            ),
+        )
+
+    def _copies(self, pairs: Iterator[Pair]) -> ops.Copies:
+        return ops.rectangle_copies(list(pairs), self._device, programs=self._programs)
+
+    def _is_far(self, peer: int) -> bool:
+        return peer // self._domain_size != self._rank // self._domain_size
+
+    def _transfer(self, kind: Any, parts: Sequence[tuple[Part, Tensor]], peer: int) -> dist.P2POp:
+        message = parts[0][1].as_strided((sum(len(place) for _, place in parts),), (1,))
+        # As bytes, so that every backend carries every type.
+        return dist.P2POp(kind, message.view(torch.uint8), group_peer=peer)
+
+    def _block_transfers(self) -> Iterator[dist.P2POp]:
+        """Yields the messages of the blocks that need no staging."""
+        group = self._block_group
+        for is_send, by_peer in ((True, self._direct.sends), (False, self._direct.receives)):
+            for peer, op in ((peer, op) for peer, blocks in by_peer.items() for op in blocks):
+                tensor = self._sources[op.source] if is_send else self._dests[op.dest]
+                block = box_view(tensor, op.source_box if is_send else op.dest_box)
+                message = block.reshape(-1).view(torch.uint8)
+                kind = dist.isend if is_send else dist.irecv
+                yield dist.P2POp(kind, message, group=group, group_peer=peer)
+
+    def _local_pairs(self, dests: Mapping[str, Tensor]) -> Iterator[Pair]:
+        for op in self._local_ops:
+            if op.dest in dests:
+                source = box_view(self._sources[op.source], op.source_box)
+                dest = box_view(dests[op.dest], op.dest_box)
+                if not is_same_memory(source, dest):
+                    yield source, dest
+
+    def _pack_pairs(self, messages: Staged, held: Mapping[Stream, Tensor]) -> Iterator[Pair]:
+        for part, place in chain(*messages.values()):
+            if part.stream.source != self._rank:
+                yield held[part.stream], place
+            for op, staged in _shaped(part, place):
+                yield box_view(self._sources[op.source], op.source_box), staged
+
+    def _unpack_pairs(self, messages: Staged) -> Iterator[Pair]:
+        written = {**self._dests, **self._arrivals.landings}
+        for part, place in chain(*messages.values()):
+            for op, staged in _shaped(part, place):
+                yield staged, box_view(written[op.dest], op.dest_box)
+
+
+def _one_device(sources: Mapping[str, Tensor], dests: Mapping[str, Tensor]) -> torch.device:
+    """Returns the device of all tensors; kernels read them by address, so that one elsewhere would
+    be read as other memory.
+    """
+    found: torch.device | None = None
+    for side, tensors in (("the trainer", sources), ("the engine", dests)):
+        for name, tensor in tensors.items():
+            found = found or tensor.device
+            if tensor.device != found:
+                raise ValueError(
+                    f"{name} of {side} is on {tensor.device}, the other tensors on {found}"
+                )
+    return found or torch.device("cpu")
+
+
+def make_block_group(peers: Peers, timeout_s: float) -> dist.ProcessGroup | None:
+    """Makes the process group over which large blocks travel beside the exchanges; collective.
+
+    Args:
+        peers: the ranks that need it.
+        timeout_s: of its collectives, seconds.
+
+    Returns:
+        None where there is none to make: on CPU and on one rank.
+    """
+    if not torch.cuda.is_available() or peers.size == 1:
+        return None
+    made = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    # All ranks take part in a group's first use; messages are between some.
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=made)
+    return made
+
+
+def agree_wire_dtype(
+    sources: Mapping[str, Tensor],
+    dests: Mapping[str, Tensor],
+    peers: Peers,
+    layouts: tuple[RankLayout, RankLayout],
+) -> torch.dtype:
+    """Returns the type in which all ranks send elements: the narrower of the widest types.
+
+    The widest type among all sources, or among all destinations if that is narrower, so that no
+    value loses more than its destination's type makes it lose. What is quantized counts as
+    bfloat16, and what is kept in fp32 not at all. Collective.
+
+    Args:
+        sources, dests: of this rank.
+        peers: all ranks.
+        layouts: of this rank's sources and destinations.
+    """
+    widest = (
+        _widest([tensors[name] for name in tensors.keys() - kept_tensors(layout)])
+        for tensors, layout in zip((sources, dests), layouts, strict=True)
+    )
+    gathered = peers.gather_objects(tuple(widest))
+    held = [source for source, _ in gathered if source is not None]
+    wanted = [dest for _, dest in gathered if dest is not None]
+    source, dest = _promoted(held), _promoted(wanted)
+    return dest if dest.itemsize < source.itemsize else source
+
+
+def _staged(messages: Messages, buffer: Tensor) -> Staged:
+    """Lays the messages' parts into a buffer, one after the other."""
+    counts = [part.elements for part in chain(*messages.values())]
+    places = iter(buffer[: sum(counts)].split(counts))
+    return {peer: [(part, next(places)) for part in parts] for peer, parts in messages.items()}
+
+
+def _shaped(part: Part, place: Tensor) -> Iterator[tuple[CopyOp, Tensor]]:
+    """Yields a part's pieces, each with where it lies in a buffer as a tensor of its shape."""
+    if part.pieces:
+        counts = [volume(op.dest_box) for op in part.pieces]
+        for op, staged in zip(part.pieces, place.split(counts), strict=True):
+            yield op, staged.view(sizes(op.dest_box))
+
+
+def _elements(messages: Messages) -> int:
+    return sum(part.elements for parts in messages.values() for part in parts)
+
+
+def _widest(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    dtypes = [SENT_AS if t.dtype == FP8 else t.dtype for t in tensors]
+    return _promoted(dtypes) if dtypes else None
+
+
+def _promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    widest = dtypes[0]
+    for dtype in dtypes[1:]:
+        widest = torch.promote_types(widest, dtype)
+    return widest

@@ -1,0 +1,257 @@
+"""Runs a plan by reading other ranks' training parameters where they lie: no message, no staging.
+
+Who waits for whom: making one and `run` are collective. A barrier comes before the copies, so that
+all parameters are final, and one after, so that nobody changes them while they are read. In between
+a rank only reads the others' memory and writes its own. One kernel reads small and cut-up
+rectangles from all peers in turn; meanwhile the host queues the copy engines' work, which begins
+when the kernel ends: both at once would slow each other down (docs/adr/0003). Copy engines bring
+whatever is large and contiguous at its source. What is strided at its destination is staged in a
+destination whose own content comes last (staging.py), and a kernel copies it from there while the
+engines go on. The same kernel copies what stays on the rank. Where few ranks hold most blocks, the
+first kernel reads a part of these too (kernel_share.py). From the second run on the first barrier
+and the copying kernels are CUDA graphs (repeated.py), which are made before that barrier.
+
+Elements are cast on their way from the source's type to the destination's, and quantized where that
+is block FP8 (quantized.py): straight out of the peers' memory where rectangles are of whole blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hybridrl import ops
+from hybridrl.hybrid_engine.planning.kernel_share import kernel_shares, split_blocks
+from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, PlanError
+from hybridrl.hybrid_engine.transports.quantized import SENT_AS, Fill, Quantization
+from hybridrl.hybrid_engine.transports.repeated import Repeated
+from hybridrl.hybrid_engine.transports.staging import stage_copies
+from hybridrl.hybrid_engine.transports.transport import (
+    AddressWatch,
+    Pair,
+    Peers,
+    Traffic,
+    is_same_memory,
+)
+from hybridrl.models.hf.shards import box_view
+from hybridrl.parallel.peer_memory import PeerMemory
+
+# From here on a copy engine is faster than the kernel: 370 against 330 GB/s from 2 MiB, and below
+# 1 MiB its time a copy begins to show. Measured on H200.
+BLOCK_BYTES = 2 << 20
+
+# Programs of the kernel that copies beside the copy engines: all would take the memory's bandwidth
+# away from them.
+LOCAL_PROGRAMS = 48
+
+Place = tuple[int, tuple[int, ...], torch.dtype]
+"""Where a tensor lies in its rank's piece of memory: offset in bytes, shape, type; contiguous."""
+
+
+class PeerTransport:
+    """Moves the plan's slices out of the ranks' peer memory.
+
+    Args:
+        plan: the same on every rank.
+        peers: the ranks that the plan is for.
+        sources: this rank's source tensors by name, all in its piece of `memory`.
+        dests: this rank's destination tensors by name; written in place. One may be the same
+            memory as a source where they hold the same (alias.py); then nothing is copied.
+        memory: over the same ranks.
+        scales: of this rank's block-quantized destinations; written in place.
+        wire_dtype: what these are quantized from; other elements do not pass through it.
+
+    Raises:
+        PlanError: a source of some rank is not in `memory`; on every rank.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        peers: Peers,
+        sources: Mapping[str, Tensor],
+        dests: Mapping[str, Tensor],
+        memory: PeerMemory,
+        scales: Mapping[str, Tensor] | None = None,
+        wire_dtype: torch.dtype = SENT_AS,
+    ) -> None:
+        rank = peers.rank
+        self._plan, self._rank, self._dests, self._memory = plan, rank, dests, memory
+        self._scales, self._wire_dtype = scales or {}, wire_dtype
+        own = memory.of(rank)
+        self._device = own.device
+        self._sources: list[dict[str, Place | None]] = peers.gather_objects(
+            {name: _place(tensor, own) for name, tensor in sources.items()}
+        )
+        for other, places in enumerate(self._sources):
+            outside = sorted(name for name, place in places.items() if place is None)
+            if outside:
+                raise PlanError(f"rank {other}: {outside[0]} does not lie in peer memory")
+        self._kernel_bytes = self._agree_on_kernel(peers)
+        self._engines = torch.cuda.Stream(self._device) if own.is_cuda else None
+        self._beside = torch.cuda.Stream(self._device) if own.is_cuda else None
+        self._watch = AddressWatch(self._dests, self._scales)
+        self._repeated: list[Repeated] = []
+        self._traffic = Traffic(
+            sent_bytes=plan.send_bytes[rank],
+            received_bytes=plan.receive_bytes[rank],
+            node_sent_bytes=0,
+            node_received_bytes=0,
+            messages=0,
+            num_exchanges=0,
+            staging_bytes=0,
+        )
+
+    @property
+    def launches(self) -> int:
+        """Kernels and batches of copies that a run starts, barriers included."""
+        batches = sum(batch.num_launches for batch in self._batches)
+        kernels = sum(kernel.num_launches for kernel in self._kernels)
+        return kernels + batches + 2 * bool(self._plan.streams)
+
+    @property
+    def extra_bytes(self) -> int:
+        """Device memory held beside parameters and peer memory."""
+        return sum(kernel.table_bytes for kernel in self._kernels)
+
+    @torch.no_grad()
+    def run(self) -> Traffic:
+        """Fills the destination tensors; collective."""
+        self.prepare()
+        for work in self._repeated:  # all before the barrier, at which a lost rank would not come
+            work.capture()
+        self._cut_up()
+        self._run_blocks()
+        self._quantized.run()
+        if self._plan.streams:
+            self._memory.barrier()
+        return self._traffic
+
+    def close(self) -> None:
+        """Nothing of it outlives the process group: its graphs have kernels alone, no messages. To
+        wait for the device here would be to wait for a lost rank at a barrier.
+        """
+
+    def prepare(self) -> None:
+        """Makes the tables of the copies, again only if a destination has moved since."""
+        if not self._watch.look_again():
+            return
+        local: list[Pair] = []
+        remote: list[tuple[int, Pair]] = []
+        of_peer: dict[int, list[Pair]] = {}
+        fills: dict[str, list[Fill]] = {}
+        size = self._plan.world_size
+        for op, source, dest in self._copies():
+            if op.dest in self._scales:
+                fill = Fill(source, op.dest_box, (op.source_rank - self._rank) % size)
+                fills.setdefault(op.dest, []).append(fill)
+            elif op.source_rank == self._rank:
+                if not is_same_memory(source, dest):
+                    local.append((source, dest))
+            elif self._is_block(source, dest):
+                of_peer.setdefault(op.source_rank, []).append((source, dest))
+            else:
+                remote.append((op.source_rank, (source, dest)))
+        # One peer after the other, and each rank starts with another: if two read from the same
+        # rank, each gets half of its link. On more than one stream it is no faster.
+        large: list[tuple[int, Pair]] = []
+        for peer in sorted(of_peer, key=lambda peer: (peer - self._rank) % size):
+            taken, left = split_blocks(of_peer[peer], self._kernel_bytes[peer], BLOCK_BYTES)
+            remote += [(peer, pair) for pair in taken]
+            large += [(peer, pair) for pair in left]
+        staged = stage_copies([pair for _, pair in large])
+        self._batches = [
+            ops.block_copies(pairs, self._device)
+            for pairs in (staged.to_staging, staged.direct, staged.last)
+        ]
+        remote += [large[index] for index in staged.unstaged]
+        lanes = [(peer - self._rank) % size for peer, _ in remote]
+        programs = LOCAL_PROGRAMS if large else None
+        on_rank = ops.rectangle_copies(local, self._device, programs=programs)
+        unpack = ops.rectangle_copies(staged.from_staging, self._device, programs=programs)
+        written = self._dests, self._scales
+        self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
+        self._quantized = Quantization(fills, *written, self._wire_dtype, self._device)
+        self._kernels = on_rank, self._remote, unpack, self._quantized
+        self._repeated = []
+        has_cut_up = bool(self._plan.streams or self._remote.num_launches)
+        self._cut_up = self._repeat(self._read_cut_up, has_cut_up)
+        self._local = self._repeat(on_rank.run, on_rank.num_launches > 0)
+        self._unpack = self._repeat(unpack.run, unpack.num_launches > 0)
+
+    def _agree_on_kernel(self, peers: Peers) -> list[int]:
+        """Returns how many bytes of each peer's blocks the kernel reads; collective."""
+        own = np.zeros((2, self._plan.world_size), np.int64)
+        for op, source, dest in self._copies():
+            if op.source_rank != self._rank and op.dest not in self._scales:
+                own[int(self._is_block(source, dest)), op.source_rank] += dest.nbytes
+        cut_up, blocks = np.stack(peers.gather_objects(own), axis=-1)
+        shares: list[int] = kernel_shares(cut_up, blocks)[:, self._rank].tolist()
+        return shares
+
+    def _copies(self) -> Iterator[tuple[CopyOp, Tensor, Tensor]]:
+        """Yields this rank's operations with views of their sources and destinations."""
+        pieces = [self._memory.of(peer) for peer in range(self._plan.world_size)]
+        for op in self._plan.ops[self._rank]:
+            place = self._sources[op.source_rank][op.source]
+            assert place is not None  # else the constructor has raised
+            source = box_view(_view(pieces[op.source_rank], place), op.source_box)
+            yield op, source, box_view(self._dests[op.dest], op.dest_box)
+
+    def _is_block(self, source: Tensor, dest: Tensor) -> bool:
+        """Whether a copy engine is faster."""
+        same_type = source.dtype == dest.dtype
+        is_large = same_type and dest.nbytes >= BLOCK_BYTES and source.is_contiguous()
+        return is_large and ops.has_copy_engine(self._device)
+
+    def _repeat(self, queue: Callable[[], None], has_work: bool) -> Callable[[], None]:
+        """Returns what queues kernels, as one graph from the second time on; on CPU what copies."""
+        if self._device.type == "cuda" and not has_work:
+            return _nothing
+        self._repeated.append(Repeated(queue, self._device))
+        return self._repeated[-1].run
+
+    def _read_cut_up(self) -> None:
+        """Reads what the copy engines would not, once all ranks' parameters are final."""
+        if self._plan.streams:
+            self._memory.barrier()
+        self._remote.run()
+
+    def _run_blocks(self) -> None:
+        """Copies blocks and what stays on the rank, each on its own stream."""
+        if not any(batch.num_launches for batch in self._batches):
+            self._local()
+            return
+        to_staging, direct, last = self._batches
+        engines, beside = self._engines, self._beside
+        current = None if engines is None else torch.cuda.current_stream()
+        # Only what is staged is awaited by the current stream, nothing that is queued from here on.
+        to_staging.run(engines, [(engines, current), (beside, current)], [(current, engines)])
+        direct.run(engines)
+        with nullcontext() if beside is None else torch.cuda.stream(beside):
+            self._local()
+        self._unpack()
+        last.run(engines, [(engines, current)], [(current, engines), (current, beside)])
+
+
+def _nothing() -> None:
+    """Queues nothing."""
+
+
+def _place(tensor: Tensor, piece: Tensor) -> Place | None:
+    """Returns where a tensor lies in a rank's piece; None if it does not, or has gaps."""
+    offset = tensor.data_ptr() - piece.data_ptr()
+    is_inside = offset >= 0 and offset + tensor.nbytes <= piece.nbytes
+    if not (is_inside and tensor.is_contiguous()):
+        return None
+    return offset, tuple(tensor.shape), tensor.dtype
+
+
+def _view(piece: Tensor, place: Place) -> Tensor:
+    offset, shape, dtype = place
+    size = dtype.itemsize * torch.Size(shape).numel()
+    return piece[offset : offset + size].view(dtype).view(shape)

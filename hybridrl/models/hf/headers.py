@@ -1,0 +1,243 @@
+"""What an HF directory says that it holds: the names, shapes and types in its safetensors headers.
+
+Owns the errors of a directory that is incomplete, damaged or of another model. Reads headers only
+and imports no torch, so that the command line can refuse a bad directory before any rank starts.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import re
+import shlex
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors import SafetensorError, safe_open
+
+from hybridrl.config.files import FETCH_AGAIN, plain, read_json_object, regular_file_bytes, shown
+from hybridrl.errors import CheckpointError
+from hybridrl.models.boxes import Shape
+from hybridrl.models.hf.directory import CONFIG_FILE
+from hybridrl.models.weights import VALUE_HEAD
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+OTHER_WEIGHTS = (
+    ".bin",
+    ".gguf",
+    ".pt",
+    ".pth",
+)  # that are not read; the first that is there counts
+TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
+# A layer after the last one that predicts further tokens has a tensor of this name.
+MTP_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight$")
+# Buffers that old checkpoints carry, and the head of a model that has none: a copy of the
+# embedding, or of no use to a value model.
+NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
+LM_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+COMPARED_BYTES = 64 << 20  # that are in memory at a time
+
+
+@contextmanager
+def open_shard(file: Path, framework: Literal["pt", "numpy"]) -> Iterator[Any]:
+    """Opens one safetensors file; damage becomes CheckpointError."""
+    if file.exists():  # else it is missing, below
+        regular_file_bytes(file, CheckpointError, "a safetensors file")
+    try:
+        with safe_open(file, framework=framework) as opened:
+            yield opened
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            str(file), "nothing", "a safetensors file", "Fetch the missing file."
+        ) from error
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            str(file),
+            f"a damaged file ({' '.join(str(error).split())[:160]})",
+            "a complete safetensors file",
+            "Fetch or export the file again.",
+        ) from error
+
+
+class HfHeaders:
+    """The tensors of an HF directory, known by name, shape and type.
+
+    Attributes: `shapes`, `dtype_names` (as torch calls them) and `files`, each by tensor name;
+    `stored_names`, what the files call a tensor that `check` has found under another name.
+
+    Raises:
+        CheckpointError: weights are missing, a shard is missing or damaged, an index is wrong.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self.directory = Path(directory)
+        self.shapes: dict[str, Shape] = {}
+        self.dtype_names: dict[str, str] = {}
+        self.files: dict[str, Path] = {}
+        self.stored_names: dict[str, str] = {}
+        index = self._index()
+        for file in sorted(set(index.values())) if index is not None else [SINGLE_FILE]:
+            self._read_header(self.directory / file)
+        for name, file in (index or {}).items():
+            if self.files.get(name) != self.directory / file:
+                raise CheckpointError(
+                    f"tensor {plain(name, 160)}",
+                    f"nothing in {self.directory / file}",
+                    f"the tensor that {INDEX_FILE} says is there",
+                    "Fetch or export the model again.",
+                )
+
+    def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
+        """Raises CheckpointError unless the directory holds exactly the tensors of `shapes`.
+
+        Rotary buffers, the `lm_head.weight` of a model that has none (a value model; with tied
+        embeddings one that is equal to the embedding) and layers that predict further tokens
+        (DeepSeek-V3's MTP) are passed over. A value head may have any name: where `score.weight` is
+        missing, the one further tensor of its shape is it.
+        """
+        if VALUE_HEAD in shapes and VALUE_HEAD not in self.shapes:
+            self._find_value_head(shapes)
+        for name, shape in shapes.items():
+            if name not in self.shapes and name not in missing_ok:
+                raise self._error(name, "nothing", f"a tensor of shape {shape}")
+            if name in self.shapes and self.shapes[name] != shape:
+                raise self._error(name, f"shape {self.shapes[name]}", f"shape {shape}")
+        further = tuple(match[1] for name in self.shapes if (match := MTP_LAYER.match(name)))
+        layers = tuple(one for one in further if not any(name.startswith(one) for name in shapes))
+        for name in self.shapes:
+            if name not in shapes and not NOT_WEIGHTS.search(name) and not name.startswith(layers):
+                raise self._error(name, f"shape {self.shapes[name]}", "no tensor of this name")
+        is_tied = LM_HEAD not in shapes and VALUE_HEAD not in shapes and HF_EMBEDDING in shapes
+        if is_tied and LM_HEAD in self.shapes and not self._are_equal(LM_HEAD, HF_EMBEDDING):
+            raise CheckpointError(
+                f"{LM_HEAD} in {self.directory}",
+                f"other numbers than {HF_EMBEDDING}",
+                f"equal ones, or none, with tie_word_embeddings in {CONFIG_FILE}",
+                f"Set tie_word_embeddings to false in {CONFIG_FILE} to keep this head, as "
+                f"transformers does; or remove {LM_HEAD} from the files to use the embedding.",
+            )
+
+    def _are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same numbers, read a part at a time."""
+        if self.shapes[one] != self.shapes[other]:
+            return False
+        if self.dtype_names[one] != self.dtype_names[other]:
+            return False  # of equal numbers in two types nobody has seen a model
+        views = [self._bytes_of(name) for name in (one, other)]
+        return all(
+            # Views are compared an element at a time, bytes at once.
+            bytes(views[0][at : at + COMPARED_BYTES]) == bytes(views[1][at : at + COMPARED_BYTES])
+            for at in range(0, len(views[0]), COMPARED_BYTES)
+        )
+
+    def _bytes_of(self, name: str) -> memoryview:
+        """Returns the bytes of a tensor, mapped: NumPy, which safetensors would give, has no
+        bfloat16.
+        """
+        file = self.files[name]
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            start, end = json.loads(opened.read(size))[name]["data_offsets"]
+            mapped = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
+        return memoryview(mapped)[8 + size + start : 8 + size + end]
+
+    def _find_value_head(self, shapes: Mapping[str, Shape]) -> None:
+        """Enters the only further tensor of a value head's shape under the name of one; raises
+        CheckpointError if there are several.
+        """
+        found = [
+            name
+            for name, shape in self.shapes.items()
+            if name not in shapes and shape == shapes[VALUE_HEAD]
+        ]
+        if len(found) > 1:
+            named = ", ".join(plain(name, 80) for name in found[:8])
+            raise self._error(VALUE_HEAD, "nothing", f"a value head; {named} have its shape")
+        if found:
+            (stored,) = found
+            self.stored_names[VALUE_HEAD] = stored
+            self.shapes[VALUE_HEAD] = self.shapes.pop(stored)
+            self.dtype_names[VALUE_HEAD] = self.dtype_names.pop(stored)
+            self.files[VALUE_HEAD] = self.files.pop(stored)
+
+    def _index(self) -> dict[str, str] | None:
+        """Returns the file of each tensor; None where one file holds them all."""
+        single = self.directory / SINGLE_FILE
+        if single.exists() or single.is_symlink():
+            return None
+        file = self.directory / INDEX_FILE
+        if not (file.exists() or file.is_symlink()):
+            found, remedy = _other_weights(self.directory)
+            allowed = f"{SINGLE_FILE} or {INDEX_FILE} with its shards"
+            raise CheckpointError(str(self.directory), found, allowed, remedy)
+        try:
+            weight_map = read_json_object(file, CheckpointError).get("weight_map")
+        except CheckpointError as error:
+            raise CheckpointError(
+                error.name, f"unreadable ({error.value})", "JSON with a weight_map", FETCH_AGAIN
+            ) from None
+        if not isinstance(weight_map, dict) or not weight_map:
+            what = "nothing" if weight_map is None else shown(weight_map)
+            allowed = "JSON with a weight_map of tensors and their files"
+            found = f"unreadable (weight_map is {what})"
+            raise CheckpointError(str(file), found, allowed, FETCH_AGAIN)
+        for name, shard in weight_map.items():
+            # Nothing outside the directory is read, whoever wrote the index. The files themselves
+            # may be links: those of the hub's cache are.
+            if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
+                raise CheckpointError(
+                    f"{file}: weight_map: {shown(name)}",
+                    shown(shard),
+                    "the name of a safetensors file in the same directory",
+                    FETCH_AGAIN,
+                )
+        return weight_map
+
+    def _read_header(self, file: Path) -> None:
+        with open_shard(file, "numpy") as opened:
+            for name in opened.keys():  # noqa: SIM118 - a safe_open is not iterable
+                part = opened.get_slice(name)
+                if name in self.files:
+                    where = f"both {self.files[name].name} and {file.name}"
+                    raise self._error(name, where, "a tensor in one file")
+                self.files[name] = file
+                self.shapes[name] = tuple(part.get_shape())
+                if part.get_dtype() not in TORCH_NAMES:
+                    raise self._error(name, part.get_dtype(), ", ".join(TORCH_NAMES))
+                self.dtype_names[name] = TORCH_NAMES[part.get_dtype()]
+
+    def _error(self, name: str, found: str, allowed: str) -> CheckpointError:
+        return CheckpointError(
+            f"tensor {plain(name, 160)} in {self.directory}",
+            found,
+            allowed,
+            "The weights do not fit this config.json and family; check that they belong together.",
+        )
+
+
+def _other_weights(directory: Path) -> tuple[str, str]:
+    """Returns what a directory without safetensors has in their place, and what to do about it."""
+    files = sorted(file for end in OTHER_WEIGHTS for file in directory.glob(f"*{end}"))
+    if not files:
+        return "no weights", "Point model.path at an HF directory with safetensors weights."
+    begin = f'import transformers as t; d = {shown(str(directory), 999)}; o = d + "-safetensors"; '
+    given, dtype, model = "d", ', dtype="auto"', "m"
+    if files[0].suffix == ".gguf":
+        # What is made of GGUF is saved only as another object, which is not called quantized.
+        given += f", gguf_file={shown(files[0].name, 999)}"
+        model = "n"
+    copy = (
+        'c = m.config; c.__dict__.pop("quantization_config", None); '
+        "n = t.AutoModelForCausalLM.from_config(c, dtype=m.dtype); "
+        "n.load_state_dict(m.state_dict()); "
+    )
+    command = (
+        f"{begin}m = t.AutoModelForCausalLM.from_pretrained({given}{dtype}); "
+        f"{copy if model == 'n' else ''}{model}.save_pretrained(o); "
+        f"t.AutoTokenizer.from_pretrained({given}).save_pretrained(o)"
+    )
+    return f"weights in {shown(files[0].name)}", f"Convert them: python -c {shlex.quote(command)}"

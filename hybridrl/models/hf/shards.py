@@ -1,0 +1,311 @@
+"""HF directories of safetensors: rectangles of tensors read into a rank's shards, and written out.
+
+Invariant: neither way is more in memory than one tensor, or the rectangle of it, besides the
+destination. Every rank reads every file's header (headers.py, which names what is wrong), so that
+all ranks refuse a bad directory alike.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybridrl.errors import CheckpointError
+from hybridrl.models.boxes import Box, Shape
+from hybridrl.models.family import is_kept_in_fp32
+from hybridrl.models.hf.directory import read_config, write_side_files
+from hybridrl.models.hf.headers import INDEX_FILE, SINGLE_FILE, TORCH_NAMES, HfHeaders, open_shard
+from hybridrl.models.weights import RankLayout, Region, check_tensors
+
+__all__ = [
+    "HfCheckpoint",
+    "HfPlaces",
+    "HfWriter",
+    "allocate",
+    "box_view",
+    "load_hf",
+    "read_config",
+]
+
+MAX_SHARD_BYTES = 5 * 10**9
+CARD = "README.md"  # as the hub calls a model card
+_KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
+
+
+def box_view(tensor: Tensor, box: Box) -> Tensor:
+    """Returns the view of `tensor` that holds the elements of `box`."""
+    return tensor[tuple(slice(start, stop) for start, stop in box)]
+
+
+def allocate(layout: RankLayout, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns a zero-filled CPU tensor for each local tensor of a layout; `dtype` but for what is
+    kept in fp32.
+    """
+    types = {region.local: stored_as(region.hf, dtype) for region in layout.regions}
+    return {n: torch.zeros(s, dtype=types.get(n, dtype)) for n, s in layout.shapes.items()}
+
+
+def stored_as(hf_name: str, dtype: torch.dtype) -> torch.dtype:
+    """Returns the type of an HF tensor of a model of this type."""
+    return torch.float32 if is_kept_in_fp32(hf_name) else dtype
+
+
+class HfCheckpoint(HfHeaders):
+    """The tensors of an HF directory, read by rectangle; refuses what `HfHeaders` refuses."""
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The type of each tensor by its name."""
+        return {name: getattr(torch, dtype) for name, dtype in self.dtype_names.items()}
+
+
+def load_hf(
+    directory: str | Path,
+    layout: RankLayout,
+    tensors: Mapping[str, Tensor],
+    shapes: Mapping[str, Shape],
+    *,
+    missing_ok: Collection[str] = (),
+) -> frozenset[str]:
+    """Reads a rank's part of an HF checkpoint into its tensors, casting to their types.
+
+    Args:
+        directory: the HF directory.
+        layout: what the rank holds.
+        tensors: the local tensors by the layout's names; written in place, padding zeroed.
+        shapes: every HF tensor of the model, as from `hf_shapes`; the directory holds just these.
+        missing_ok: HF tensors that may be absent (a critic's `score.weight`); left untouched then.
+
+    Returns:
+        The names among `missing_ok` that were absent.
+
+    Raises:
+        CheckpointError: a file or tensor is missing, extra, misshaped or damaged; names it.
+        ModelError: `tensors` are not those of the layout; names the first that differs.
+    """
+    check_tensors(layout, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    checkpoint = HfCheckpoint(directory)
+    checkpoint.check(shapes, missing_ok)
+    absent = frozenset(name for name in shapes if name not in checkpoint.shapes)
+    with torch.no_grad():
+        for name, box in layout.padding:
+            box_view(tensors[name], box).zero_()
+        for file in sorted(set(checkpoint.files.values())):
+            regions = [r for r in layout.regions if checkpoint.files.get(r.hf) == file]
+            if not regions:
+                continue
+            with open_shard(file, "pt") as opened:
+                for region in regions:
+                    part = opened.get_slice(checkpoint.stored_names.get(region.hf, region.hf))
+                    read = part[tuple(slice(start, stop) for start, stop in region.hf_box)]
+                    box_view(tensors[region.local], region.local_box).copy_(read)
+            _refuse_non_finite(file, regions, tensors)
+    return absent
+
+
+def _refuse_non_finite(
+    file: Path, regions: Sequence[Region], tensors: Mapping[str, Tensor]
+) -> None:
+    """Refuses what was read of a file if a NaN or an infinity is among it.
+
+    A sum of finite elements may overflow, a sum of others is never finite: so sums, the cheapest
+    look at every element, say where to look closely. They are fetched at once, for a device.
+    """
+    views = [box_view(tensors[region.local], region.local_box) for region in regions]
+    sums = torch.stack([view.sum() for view in views]).tolist()
+    for region, view, total in zip(regions, views, sums, strict=True):
+        if math.isfinite(total) or bool(view.isfinite().all()):
+            continue
+        places = (~view.isfinite()).nonzero()
+        index = places[0].tolist()
+        at = [i + start for i, (start, _) in zip(index, region.hf_box, strict=True)]
+        raise CheckpointError(
+            f"tensor {region.hf} in {file}",
+            f"{float(view[tuple(index)])} at {at}, one of {len(places)} such elements",
+            f"numbers that are finite in {str(view.dtype).removeprefix('torch.')}",
+            "Get or export the weights again.",
+        )
+
+
+class HfPlaces:
+    """Where the bytes of each tensor of an HF directory stand, which follows from their shapes.
+
+    Args:
+        shapes: every HF tensor of the directory, in the order in which they are laid out.
+        dtype: the type that they are stored in, but for what is kept in fp32.
+        max_shard_bytes: a file grows no larger, unless a single tensor is.
+    """
+
+    def __init__(
+        self, shapes: Mapping[str, Shape], dtype: torch.dtype, max_shard_bytes: int
+    ) -> None:
+        self._shapes, self._dtype = dict(shapes), dtype
+        shards: list[list[str]] = [[]]
+        filled = 0
+        for name, shape in shapes.items():
+            num_bytes = torch.Size(shape).numel() * stored_as(name, dtype).itemsize
+            if shards[-1] and filled + num_bytes > max_shard_bytes:
+                shards.append([])
+                filled = 0
+            shards[-1].append(name)
+            filled += num_bytes
+        total = len(shards)
+        files = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
+        files = [SINGLE_FILE] if total == 1 else files
+        self._headers: dict[str, tuple[bytes, int]] = {}  # by file, with the bytes of its tensors
+        self._offsets: dict[str, tuple[str, int]] = {}
+        for file, names in zip(files, shards, strict=True):
+            self._lay_out(file, names)
+
+    def _lay_out(self, file: str, names: Sequence[str]) -> None:
+        """Makes the header of one file.
+
+        The safetensors library writes a file from tensors that are all in memory. So that only one
+        need be, the header (its length, then JSON) is made here and the tensors follow in place.
+        """
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        starts, end = {}, 0
+        for name in names:
+            starts[name] = end
+            dtype = stored_as(name, self._dtype)
+            end += torch.Size(self._shapes[name]).numel() * dtype.itemsize
+            header[name] = {
+                "dtype": _KINDS[_dtype_name(dtype)],
+                "shape": list(self._shapes[name]),
+                "data_offsets": [starts[name], end],
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        head = len(text).to_bytes(8, "little") + text
+        self._headers[file] = head, end
+        self._offsets.update({name: (file, len(head) + start) for name, start in starts.items()})
+
+    def create(self, directory: Path) -> None:
+        """Writes the header of every file, sized to its final length, and the index."""
+        for file, (head, num_bytes) in self._headers.items():
+            with (directory / file).open("wb") as opened:
+                opened.write(head)
+                opened.truncate(len(head) + num_bytes)
+        if len(self._headers) > 1:
+            weight_map = {name: file for name, (file, _) in self._offsets.items()}
+            size = sum(num_bytes for _, num_bytes in self._headers.values())
+            index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+            (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, directory: Path, name: str, tensor: Tensor) -> str:
+        """Stores one tensor where `create` was called, cast to its type; its shape must be the
+        announced one. Several processes may write different tensors at once. Returns `name`.
+        """
+        if tuple(tensor.shape) != self._shapes[name]:
+            raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")
+        file, offset = self._offsets[name]
+        data = tensor.detach().to(device="cpu", dtype=stored_as(name, self._dtype)).contiguous()
+        with (directory / file).open("r+b") as opened:
+            opened.seek(offset)
+            opened.write(data.reshape(-1).view(torch.uint8).numpy().data)
+        return name
+
+
+class HfWriter:
+    """Writes an HF directory one tensor at a time; it appears under its name only when complete.
+
+    Use it as a context manager: leaving it normally completes the directory, an exception removes
+    what was written. The tensors may come in any order, and other processes that see the `partial`
+    folder may write some of them by `HfPlaces.write`.
+
+    Args:
+        directory: must not exist, or be empty.
+        shapes: every HF tensor that will be written.
+        dtype: the type that they are stored in, but for what is kept in fp32.
+        config: content of config.json.
+        side_files: folder whose tokenizer files are copied, if any.
+        max_shard_bytes: a file grows no larger, unless a single tensor is.
+        card: text of README.md; None: there is none.
+
+    Raises:
+        CheckpointError: the directory exists and is not empty.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        shapes: Mapping[str, Shape],
+        dtype: torch.dtype,
+        config: Mapping[str, Any],
+        *,
+        side_files: Path | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        card: str | None = None,
+    ) -> None:
+        self.directory = Path(directory)
+        if self.directory.exists() and (
+            not self.directory.is_dir() or any(self.directory.iterdir())
+        ):
+            raise CheckpointError(
+                str(self.directory),
+                "something that exists",
+                "a new or empty directory",
+                "Choose another directory or remove this one.",
+            )
+        self._missing = set(shapes)
+        self._places = HfPlaces(shapes, dtype, max_shard_bytes)
+        self.partial = self.directory.with_name(f".{self.directory.name}.{os.getpid()}.partial")
+        self.partial.mkdir(parents=True)
+        try:
+            write_side_files(self.partial, config, _dtype_name(dtype), side_files)
+            if card is not None:
+                (self.partial / CARD).write_text(card, encoding="utf-8")
+            self._places.create(self.partial)
+        except BaseException:
+            shutil.rmtree(self.partial)
+            raise
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Stores one tensor, as `HfPlaces.write`."""
+        self._places.write(self.partial, name, tensor)
+        self._missing.discard(name)
+
+    def wrote(self, names: Collection[str]) -> None:
+        """Takes in which tensors other processes have written."""
+        self._missing.difference_update(names)
+
+    def complete(self) -> None:
+        """Gives the directory its name; every tensor must have been written."""
+        if self._missing:
+            raise ValueError(f"never written: {sorted(self._missing)[:3]}")
+        for file in self.partial.iterdir():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+        self.partial.rename(self.directory)
+
+    def discard(self) -> None:
+        """Removes what was written, unless it was completed."""
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def __enter__(self) -> HfWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self.complete()
+        finally:
+            self.discard()
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

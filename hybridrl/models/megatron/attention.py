@@ -1,0 +1,485 @@
+"""Causal attention over packed sequences as a ModuleSpec piece for hosts without
+transformer-engine.
+
+Megatron's own local attention refuses packed sequences and context parallel. `PackedAttention`
+takes both. Sequences of one micro-batch are brought to rows of equal length, a bucket for each
+power of two, so that padding at most doubles the work and one `scaled_dot_product_attention` call
+serves a whole bucket. Rows are padded at their end, where causal attention never looks.
+
+Samples of one prompt may share its positions (MicroBatch.prefix_sequences): a sequence then
+attends to the one that it goes on from, and causally to itself, by keys and values that are
+gathered for it.
+
+Context parallel: rank r of n holds the chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's
+order, which balances causal work). Keys and values are gathered over the context-parallel group;
+queries stay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
+from torch.utils.checkpoint import checkpoint
+
+from hybridrl.errors import ModelError
+from hybridrl.models.megatron.router_replay import RoutedExperts
+
+# Products of queries and keys that are in memory at once where they have a soft cap: 0.5 GB, fp32.
+CAPPED_PRODUCTS = 1 << 27
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length as rows of one batch; indices point into the packed tokens.
+
+    query_index_NQ: local query positions; key_index_NK: positions in the gathered keys, as pairs
+    with context parallel; query_position_NQ: last key that each query attends to (None where query
+    and key rows coincide).
+    """
+
+    query_index_NQ: torch.Tensor
+    key_index_NK: torch.Tensor
+    query_position_NQ: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class SharedPrompts:
+    """Sequences of which some go on from others, each of them an interval of positions.
+
+    Args:
+        cu_seqlens: where each sequence starts, and at last the number of positions.
+        prefix_sequences: of each sequence, the one that it goes on from, -1 for none.
+        positions_S: of each token, from its prompt's start; on the model's device.
+    """
+
+    cu_seqlens: tuple[int, ...]
+    prefix_sequences: tuple[int, ...]
+    positions_S: torch.Tensor
+
+    @cached_property
+    def sequences(self) -> list[tuple[int, int, int, int]]:
+        """Start and length of what each sequence goes on from, and its own."""
+        own = list(zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False))
+        found = []
+        for (start, end), number in zip(own, self.prefix_sequences, strict=True):
+            first, last = own[number] if number >= 0 else (start, start)
+            found.append((first, last - first, start, end - start))
+        return found
+
+    @cached_property
+    def keys(self) -> KeyRows:
+        """The keys that each sequence attends to, one sequence after the other."""
+        parts, counts = [], [0]
+        for first, shared, start, length in self.sequences:
+            parts += [torch.arange(first, first + shared), torch.arange(start, start + length)]
+            counts.append(counts[-1] + shared + length)
+        device, index_K = self.positions_S.device, torch.cat(parts)
+        return KeyRows(
+            index_K.to(device),
+            Readers.of(index_K, self.cu_seqlens[-1]).to(device),
+            torch.tensor(self.cu_seqlens, dtype=torch.int32).to(device),
+            torch.tensor(counts, dtype=torch.int32).to(device),
+            max(length for _, _, _, length in self.sequences),
+            max(shared + length for _, shared, _, length in self.sequences),
+        )
+
+
+class Readers(NamedTuple):
+    """Which rows of a gather are copies of which packed token.
+
+    order_K: the rows, by token and ascending; start_T: where each token's begin in `order_K`.
+    """
+
+    order_K: torch.Tensor
+    start_T: torch.Tensor
+
+    @staticmethod
+    def of(index_K: torch.Tensor, num_tokens: int) -> Readers:
+        """Returns the rows that `index_K` gathers from each of `num_tokens` tokens."""
+        sorted_K, order_K = index_K.sort(stable=True)
+        token_T = torch.arange(num_tokens, device=index_K.device)
+        return Readers(order_K, torch.searchsorted(sorted_K, token_T))
+
+    def to(self, device: torch.device) -> Readers:
+        """Returns the same on a device."""
+        return Readers(self.order_K.to(device), self.start_T.to(device))
+
+
+class KeyRows(NamedTuple):
+    """What an attention kernel for packed sequences of unequal queries and keys takes.
+
+    index_K: position of each key; readers: the keys of each position; cu_seqlens_q, cu_seqlens_k:
+    int32; all on the model's device.
+    """
+
+    index_K: torch.Tensor
+    readers: Readers
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_k: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+@dataclass
+class PackedSequences(PackedSeqParams):
+    """PackedSeqParams that remembers its buckets, which are the same in every layer.
+
+    cu_seqlens count padded tokens of the whole sequences, before context parallel cuts them. Where
+    prompts are shared they are of one sequence of all positions, whose rotary angles `heads.py`
+    takes by position: Megatron gives them no other meaning than that. `routed` are the experts that
+    the engine chose: every layer gets these parameters, also one that is computed anew.
+    """
+
+    shared: SharedPrompts | None = None
+    routed: RoutedExperts | None = None
+    _buckets: dict[tuple[int, int], tuple[list[Bucket], torch.Tensor]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        cu_seqlens: torch.Tensor,
+        max_seqlen: int,
+        shared: SharedPrompts | None = None,
+        routed: RoutedExperts | None = None,
+    ) -> PackedSequences:
+        """Builds the parameters of sequences that start at `cu_seqlens` (int32, one more than
+        sequences).
+        """
+        bounds = cu_seqlens if shared is None else cu_seqlens[[0, -1]]
+        return PackedSequences(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            shared=shared,
+            routed=routed,
+        )
+
+    def buckets(self, cp_size: int, cp_rank: int) -> tuple[list[Bucket], torch.Tensor]:
+        """Returns the buckets and, for each local token, its place in their concatenated rows."""
+        key = (cp_size, cp_rank)
+        if key not in self._buckets:
+            if self.shared is not None:
+                self._buckets[key] = _shared_buckets(self.shared)
+            else:
+                self._buckets[key] = _make_buckets(self.cu_seqlens_q.tolist(), cp_size, cp_rank)
+        return self._buckets[key]
+
+
+def _shared_buckets(shared: SharedPrompts) -> tuple[list[Bucket], torch.Tensor]:
+    by_size: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+    for sequence in shared.sequences:
+        _, before, _, length = sequence
+        if length:
+            size = length.bit_length(), (before + length).bit_length()
+            by_size.setdefault(size, []).append(sequence)
+    buckets, place = [], torch.empty(shared.cu_seqlens[-1], dtype=torch.int64)
+    row_start = 0
+    for sequences in by_size.values():
+        first, before, start, length = torch.tensor(sequences).T[..., None]
+        column_Q = torch.arange(int(length.max()))[None]
+        within_NQ = torch.minimum(column_Q, length - 1)
+        valid = (column_Q < length).flatten()
+        flat = torch.arange(valid.numel()) + row_start
+        place[(start + within_NQ).flatten()[valid]] = flat[valid]
+        row_start += valid.numel()
+        column_K = torch.arange(int((before + length).max()))[None]
+        own_NK = start + torch.minimum(column_K - before, length - 1)
+        key_index = torch.where(column_K < before, first + column_K, own_NK)
+        position = before + within_NQ if bool(before.any()) else None
+        buckets.append(Bucket(start + within_NQ, key_index, position))
+    return buckets, place
+
+
+def _make_buckets(
+    cu_seqlens: list[int], cp_size: int, cp_rank: int
+) -> tuple[list[Bucket], torch.Tensor]:
+    by_size: dict[int, list[tuple[int, int]]] = {}
+    for start, end in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True):
+        if end > start:
+            by_size.setdefault((end - start - 1).bit_length(), []).append((start, end - start))
+    buckets, place = [], torch.empty(cu_seqlens[-1] // cp_size, dtype=torch.int64)
+    row_start = 0
+    for sequences in by_size.values():
+        starts = torch.tensor([start for start, _ in sequences])[:, None]
+        lengths = torch.tensor([length for _, length in sequences])[:, None]
+        longest = int(lengths.max())
+        column_Q = torch.arange(longest // cp_size)[None]
+        local_length = lengths // cp_size
+        query_index = starts // cp_size + torch.minimum(column_Q, local_length - 1)
+        valid = (column_Q < local_length).flatten()
+        flat = torch.arange(valid.numel()) + row_start
+        place[query_index.flatten()[valid]] = flat[valid]
+        row_start += valid.numel()
+        column_K = torch.minimum(torch.arange(longest)[None], lengths - 1)
+        if cp_size == 1:
+            buckets.append(Bucket(query_index, starts + column_K, None))
+            continue
+        half = local_length // 2
+        clamped = torch.minimum(column_Q, local_length - 1)
+        second = (2 * cp_size - 1 - cp_rank) * half + clamped - half
+        position = torch.where(clamped < half, cp_rank * half + clamped, second)
+        buckets.append(
+            Bucket(query_index, _gathered_index(column_K, starts, half, cp_size), position)
+        )
+    return buckets, place
+
+
+def _gathered_index(
+    column_K: torch.Tensor, starts: torch.Tensor, half: torch.Tensor, cp_size: int
+) -> torch.Tensor:
+    """Returns where each sequence position lies in keys gathered rank by rank, as (rank, local
+    index) packed as a pair.
+
+    The gathered tensor is viewed as (cp_size, local tokens); the caller knows the number of local
+    tokens.
+    """
+    chunk = column_K // half
+    rank = torch.where(chunk < cp_size, chunk, 2 * cp_size - 1 - chunk)
+    within = column_K % half + torch.where(chunk < cp_size, torch.zeros_like(chunk), half)
+    return torch.stack((rank, starts // cp_size + within), dim=-1)
+
+
+class PackedAttention(MegatronModule):
+    """Causal `core_attention` on torch's scaled_dot_product_attention, within the window that
+    Megatron's `window_size` gives the layer, if any.
+
+    Takes packed sequences (thd) with `PackedSequences`, with or without context parallel, and plain
+    [s, b, h, d] batches. Grouped-query heads are shared by torch, not repeated in memory.
+    """
+
+    takes_shared_prompts = True
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+    ) -> None:
+        """Arguments as of Megatron's `core_attention`; sizes of heads are those of what comes."""
+        super().__init__(config=config)
+        if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
+            raise ValueError(f"attn_mask_type={attn_mask_type}: PackedAttention is causal")
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        if config.softmax_type != "vanilla":
+            raise ModelError(
+                "softmax_type of the family's transformer_config",
+                config.softmax_type,
+                "vanilla with layers of torch",
+                "Give the family a layer_spec whose attention has it.",
+            )
+        is_windowed = is_layer_window_attention(
+            config.window_size, config.window_attn_skip_freq, layer_number
+        )
+        # How many positions before its own a query attends to; None: all.
+        self.num_before = int(config.window_size[0]) if is_windowed else None
+        if self.num_before is not None and self.num_before < 0:  # Megatron's "no bound"
+            self.num_before = None
+        self.soft_cap = 0.0  # build.py has the model's
+        self.cp_group: dist.ProcessGroup | None = (
+            pg_collection.cp
+            if pg_collection is not None and config.context_parallel_size > 1
+            else None
+        )
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> torch.Tensor:
+        """Attends within each sequence.
+
+        Args:
+            query: [t, heads, d] packed local tokens, or [s, b, heads, d].
+            key, value: the same with KV heads; values may have another d.
+            attention_mask, attn_mask_type, attention_bias: Megatron passes them; causal masking is
+                all that is done here.
+            packed_seq_params: sequence boundaries of packed tokens.
+
+        Returns:
+            [t, heads * d], or [s, b, heads * d], with the d of values.
+        """
+        if packed_seq_params is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+            return self._attend(q, k, v, None).permute(2, 0, 1, 3).flatten(2)
+        cp_size, cp_rank = 1, 0
+        width = query.size(-2) * value.size(-1)
+        if self.cp_group is not None:
+            cp_size, cp_rank = self.cp_group.size(), self.cp_group.rank()
+            key, value = (
+                gather_from_sequence_parallel_region(x.contiguous(), group=self.cp_group)
+                for x in (key, value)
+            )
+        buckets, place = packed_seq_params.buckets(cp_size, cp_rank)
+        rows = []
+        for bucket in buckets:
+            key_index = bucket.key_index_NK
+            if key_index.dim() == 3:  # of context parallel
+                key_index = key_index[..., 0] * query.size(0) + key_index[..., 1]
+            attended = self._attend(
+                _rows(query, bucket.query_index_NQ),
+                _rows(key, key_index),
+                _rows(value, key_index),
+                bucket.query_position_NQ,
+            )
+            rows.append(attended.transpose(1, 2).reshape(-1, width))
+        return torch.cat(rows).index_select(0, place.to(query.device))
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        query_position_NQ: torch.Tensor | None,
+    ) -> torch.Tensor:
+        mask = None
+        if query_position_NQ is not None or self.num_before is not None or self.soft_cap:
+            column_K = torch.arange(key.size(2))
+            # Without positions of their own queries and keys coincide.
+            position_NQ = column_K[None] if query_position_NQ is None else query_position_NQ
+            position_N1Q1 = position_NQ[:, None, :, None]
+            mask = position_N1Q1 >= column_K
+            if self.num_before is not None:
+                mask &= position_N1Q1 - self.num_before <= column_K
+            mask = mask.to(query.device)
+        dropout = self.dropout if self.training else 0.0
+        if self.soft_cap and mask is not None:  # as it is with a cap
+            return capped_attention(query, key, value, mask, self.scale, self.soft_cap, dropout)
+        return F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            dropout_p=dropout,
+            scale=self.scale,
+            enable_gqa=query.size(1) != key.size(1),
+        )
+
+
+def set_soft_cap(model: torch.nn.Module, cap: float) -> None:
+    """Gives attention of a model its bound of products; raises ModelError if it knows of none."""
+    for part in model.modules():
+        attention = getattr(part, "core_attention", None)
+        if isinstance(attention, PackedAttention):
+            attention.soft_cap = cap
+        elif attention is not None:
+            raise ModelError(
+                "attention_cap of the family's shape",
+                cap,
+                f"0 with {type(attention).__name__}",
+                "Give the family's layers hybridrl's PackedAttention.",
+            )
+
+
+def capped_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    cap: float,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Attends with scaled products p of queries and keys bounded to cap * tanh(p / cap), fp32.
+
+    Some queries at a time, whose products are made anew in the backward pass, so that those of long
+    sequences are never all in memory.
+
+    Args:
+        query: [n, heads, q, d].
+        key, value: [n, KV heads, k, d].
+        mask: whether a query attends to a key; bool, broadcast to [n, 1, q, k].
+        scale, cap: of products.
+        dropout: share of the weights that is dropped.
+
+    Returns:
+        [n, heads, q, d], with the d of values.
+    """
+    num_kv, num_queries = key.size(1), query.size(2)
+    grouped = query.unflatten(1, (num_kv, -1))
+    mask = mask[:, :, None].expand(-1, -1, -1, num_queries, -1)
+
+    def attend(some: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        products = (some @ key[:, :, None].transpose(-1, -2)).float() * scale
+        products = (cap * torch.tanh(products / cap)).masked_fill(~mask, float("-inf"))
+        weights = F.dropout(products.softmax(-1), dropout) if dropout else products.softmax(-1)
+        return weights.to(value.dtype) @ value[:, :, None]
+
+    rows = query.size(0) * query.size(1) * key.size(2)
+    step = max(CAPPED_PRODUCTS // max(rows, 1), 1)
+    if step >= num_queries:
+        return attend(grouped, mask).flatten(1, 2)
+    parts = [
+        checkpoint(
+            attend,
+            grouped[..., at : at + step, :],
+            mask[..., at : at + step, :],
+            use_reentrant=False,
+        )
+        for at in range(0, num_queries, step)
+    ]
+    return torch.cat(parts, -2).flatten(1, 2)
+
+
+class GatherKeys(torch.autograd.Function):
+    """Gathers rows of packed keys or values.
+
+    The gradients of a row that is taken often are summed in fp32 and in the order of its readers,
+    in one kernel. `index_add_` would sum them in the order in which a GPU's atomic additions
+    arrive, so that two equal backward passes could differ.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, tokens_THD: torch.Tensor, index_K: torch.Tensor, readers: Readers | None = None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(index_K)
+        ctx.readers, ctx.num_tokens = readers, tokens_THD.size(0)
+        return tokens_THD.index_select(0, index_K)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_KHD: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        (index_K,) = ctx.saved_tensors
+        readers = ctx.readers
+        if readers is None:
+            readers = Readers.of(index_K, ctx.num_tokens)
+        # A sum over bags of rows: the kernel adds up each bag in order, and in fp32.
+        total_TD = F.embedding_bag(
+            readers.order_K, grad_KHD.flatten(1).contiguous(), readers.start_T, mode="sum"
+        )
+        return total_TD.view(ctx.num_tokens, *grad_KHD.shape[1:]), None, None
+
+
+def _rows(tokens_THD: torch.Tensor, index_NL: torch.Tensor) -> torch.Tensor:
+    """Gathers packed tokens [t, heads, d] into rows [n, heads, l, d]."""
+    rows = GatherKeys.apply(tokens_THD, index_NL.flatten().to(tokens_THD.device))
+    return rows.view(*index_NL.shape, *tokens_THD.shape[1:]).transpose(1, 2)

@@ -1,0 +1,311 @@
+"""The only maker of a Megatron model.
+
+A family says in keywords what its models are; this module adds what the layout and the host ask
+for, chooses the ModuleSpec pieces and builds this rank's chunks. Megatron's own initial weights are
+never used: weights are written through the weight table, from an HF directory (`hf.py`) or from a
+seed (`init.py`), so they do not depend on the layout.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import (
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from hybridrl.models.family import Family, ModelShape, Scales
+from hybridrl.models.megatron.attention import set_soft_cap
+from hybridrl.models.megatron.dispatch import gather_tokens
+from hybridrl.models.megatron.heads import LanguageModel, ValueModel
+from hybridrl.models.megatron.layers import KEYWORDS, LayerKind, layer_specs
+from hybridrl.models.megatron.norm import narrowing, scaled_add, wide_residual_add
+from hybridrl.models.megatron.rotary_positions import set_rotary
+from hybridrl.models.weights import EXPERTS, Head
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.parallel.schedule import finalize_summed_gradients
+from hybridrl.platform import Platform
+
+ROUTER_BIAS = ".mlp.router.expert_bias"
+
+Recompute = Literal["none", "selective", "full"]
+
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
+}
+
+FIXED_KEYWORDS: dict[str, Any] = {
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    # Megatron marks parameters as tensor-parallel while it initialises them; the gradient norm
+    # counts on the marks.
+    "perform_initialization": True,
+    # Micro-batches of packed sequences differ in length; Megatron asks for the all-to-all
+    # dispatcher with that. Ranks of one micro-batch have another one (dispatch.py).
+    "variable_seq_lengths": True,
+    "moe_token_dispatcher_type": "alltoall",
+    # The loss carries the global denominator, so gradients are summed, never averaged.
+    "calculate_per_token_loss": True,
+    "finalize_model_grads_func": finalize_summed_gradients,
+    # Fusions that need apex; layers.py says which transformer-engine's layers have.
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_dropout_fusion": False,
+    "persist_layer_norm": False,
+}
+
+
+def transformer_config(
+    family: Family,
+    hf_config: Mapping[str, Any],
+    layout: TrainLayout,
+    dtype: torch.dtype,
+    platform: Platform,
+    recompute: Recompute = "none",
+    fp32_residual: bool = False,
+    layers: LayerKind = "torch",
+    fp8: Literal["none", "hybrid"] = "none",
+) -> TransformerConfig:
+    """Builds Megatron's configuration from the family's keywords, the layout and the host.
+
+    Args:
+        family: source of the model's own keywords.
+        hf_config: the model's config.json.
+        layout: parallel sizes; sequence parallel is on whenever tp > 1, since it saves memory for
+            the same traffic.
+        dtype: of parameters and activations.
+        platform: gloo and NCCL keep sent tensors differently.
+        recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass;
+            'selective' is of the layers' modules (`layer_specs`), but for grouped experts.
+        fp32_residual: whether the stream between the layers is fp32, also from stage to stage.
+        layers: what they are made of.
+        fp8: 'hybrid' multiplies in FP8 (forward E4M3, backward E5M2), scaled by each tensor's own
+            largest element; parameters stay in `dtype`.
+    """
+    shape = family.shape(hf_config)
+    has_experts = shape.moe is not None
+    keywords: dict[str, Any] = {
+        **FIXED_KEYWORDS,
+        "activation_func": ACTIVATIONS[shape.activation],
+        "layernorm_zero_centered_gamma": shape.centered_norms,
+        **KEYWORDS[layers],
+        **(_expert_keywords(layout, layers) if has_experts else {}),
+        **_layout_keywords(layout, shape.num_layers, platform),
+        "params_dtype": dtype,
+        "pipeline_dtype": torch.float32 if fp32_residual else dtype,
+        "fp32_residual_connection": fp32_residual,
+        "bf16": dtype == torch.bfloat16,
+    }
+    if fp8 != "none":
+        keywords |= {"fp8": fp8, "fp8_recipe": "tensorwise"}
+    if recompute == "full":
+        keywords |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    elif recompute == "selective" and has_experts and layers == "transformer_engine":
+        # Of experts one by one, which Megatron refuses it for, and of dense layers: LeanMlp.
+        keywords |= {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    keywords |= family.transformer_config(hf_config)
+    is_latent = "kv_lora_rank" in keywords
+    return (MLATransformerConfig if is_latent else TransformerConfig)(**keywords)
+
+
+def _expert_keywords(layout: TrainLayout, layers: LayerKind) -> dict[str, Any]:
+    return {
+        "expert_model_parallel_size": layout.ep,
+        "expert_tensor_parallel_size": layout.etp,
+        # transformer-engine multiplies all experts of a rank at once, Megatron one by one.
+        "moe_grouped_gemm": layers == "transformer_engine",
+        # One kernel sorts tokens by expert in place of torch's gathers, scatters and copies: an
+        # update takes 889 instead of 1,139 ms (benchmarks/results/train_moe_h100.json).
+        "moe_permute_fusion": layers == "transformer_engine",
+        "moe_expert_capacity_factor": None,  # no token is dropped
+    }
+
+
+def _layout_keywords(layout: TrainLayout, num_layers: int, platform: Platform) -> dict[str, Any]:
+    interleaved = layout.vpp > 1
+    chunks = [["decoder"] * size for size in layout.chunk_sizes(num_layers)]
+    chunks[0].insert(0, "embedding")
+    chunks[-1].append("loss")
+    return {
+        "tensor_model_parallel_size": layout.tp,
+        "pipeline_model_parallel_size": layout.pp,
+        "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
+        # Megatron deals layers itself where chunks have as many each.
+        "pipeline_model_parallel_layout": chunks if num_layers % len(chunks) else None,
+        "context_parallel_size": layout.cp,
+        "sequence_parallel": layout.tp > 1,
+        # With two stages the previous rank is the next rank and batched sends of the interleaved
+        # schedule cross.
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+        # Would wait for all of the device after each exchange: older versions of PyTorch need it.
+        "batch_p2p_sync": False,
+        # gloo reads a tensor after isend returns; freeing it early corrupts what is sent.
+        "deallocate_pipeline_outputs": not platform.is_cpu,
+    }
+
+
+def build_chunks(
+    family: Family,
+    hf_config: Mapping[str, Any],
+    config: TransformerConfig,
+    head: Head = "lm",
+    layers: LayerKind = "torch",
+    recompute: Recompute = "none",
+) -> list[torch.nn.Module]:
+    """Builds this rank's model chunks, one a virtual pipeline stage; their weights come later.
+
+    Args:
+        family: source of GPTModel keywords and, for a user's own family, of the layer's ModuleSpec.
+        hf_config: the model's config.json.
+        config: from `transformer_config`; Megatron's process groups must exist.
+        head: 'lm' gives log-probabilities of targets, 'value' one value a token.
+        layers: what they are made of, as in `config`.
+        recompute: 'selective' keeps no output of the feed-forward layers' activations.
+    """
+    shape = family.shape(hf_config)
+    num_chunks = config.virtual_pipeline_model_parallel_size
+    spec = layer_specs(layers, family, config, recompute, shape)
+    of_family = family.model_keywords(hf_config)
+    rotary = of_family.pop("rotary", None)  # Megatron computes a family's that has none
+    scales = _in_type(of_family.pop("scales", Scales()), config.params_dtype)
+    chunks: list[torch.nn.Module] = []
+    for vp_stage in range(num_chunks) if num_chunks else [None]:
+        keywords = {
+            "config": config,
+            "transformer_layer_spec": _block_spec(config, scales, *spec, vp_stage),
+            "vocab_size": shape.padded_vocab(config.tensor_model_parallel_size),
+            "max_sequence_length": int(hf_config.get("max_position_embeddings", 1 << 20)),
+            "pre_process": parallel_state.is_pipeline_first_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
+            "post_process": parallel_state.is_pipeline_last_stage(
+                ignore_virtual=False, vp_stage=vp_stage
+            ),
+            "position_embedding_type": "rope",
+            "vp_stage": vp_stage,
+            **of_family,
+        }
+        if head == "value":
+            chunks.append(ValueModel(share_embeddings_and_output_weights=False, **keywords))
+        else:
+            chunks.append(
+                LanguageModel(
+                    num_tokens=shape.vocab_size,
+                    logits_cap=shape.logits_cap,
+                    share_embeddings_and_output_weights=shape.tied_embeddings,
+                    **keywords,
+                )
+            )
+        if rotary is not None:
+            set_rotary(chunks[-1], rotary)
+        chunks[-1].scales = scales  # type: ignore[assignment]  # a plain attribute
+        if shape.attention_cap:
+            set_soft_cap(chunks[-1], shape.attention_cap)
+    _reduce_apart(chunks, config, shape)
+    gather_tokens(chunks, shape)
+    return chunks
+
+
+def _in_type(scales: Scales, dtype: torch.dtype) -> Scales:
+    """Returns what the model multiplies by, rounded where it rounds."""
+    if not scales.is_rounded:
+        return scales
+    return replace(scales, embedding=float(torch.tensor(scales.embedding).to(dtype)))
+
+
+def _reduce_apart(
+    chunks: Sequence[torch.nn.Module], config: TransformerConfig, shape: ModelShape
+) -> None:
+    """Says which gradients Megatron must not sum over the ranks that it would.
+
+    Experts' are summed over ranks of their own. Megatron marks them with ep > 1 only (0.16.1,
+    tensor_parallel/layers.py), and would else sum them over the data-parallel ranks: wrong where
+    etp is not tp. Those of norms of queries and keys it sums over tensor-parallel ranks where
+    `qk_layernorm` is set (finalize_model_grads.py): wrong where each rank has its own part.
+    """
+    if shape.whole_qk_norm:
+        config.qk_layernorm = False
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if EXPERTS in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron's attribute
+
+
+def _block_spec(
+    config: TransformerConfig,
+    scales: Scales,
+    dense: ModuleSpec,
+    with_experts: ModuleSpec | None,
+    final_norm: type,
+    vp_stage: int | None,
+) -> TransformerBlockSubmodules:
+    if config.fp32_residual_connection:
+        dense = _with_wide_residual(dense)
+        with_experts = with_experts and _with_wide_residual(with_experts)
+        final_norm = narrowing(final_norm)
+    if scales.residual != 1:
+        dense = _with_scaled_residual(dense, scales.residual)
+        with_experts = with_experts and _with_scaled_residual(with_experts, scales.residual)
+    count = get_num_layers_to_build(config, vp_stage=vp_stage)
+    layers = [dense] * count
+    if with_experts is not None:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        kinds = config.moe_layer_freq[first : first + count]  # type: ignore[index]  # a list
+        layers = [with_experts if has_experts else dense for has_experts in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm)
+
+
+def _with_wide_residual(layer: ModuleSpec) -> ModuleSpec:
+    layer = copy.deepcopy(layer)
+    parts = layer.submodules
+    parts.input_layernorm = narrowing(parts.input_layernorm)
+    parts.pre_mlp_layernorm = narrowing(parts.pre_mlp_layernorm)
+    parts.self_attn_bda = parts.mlp_bda = wide_residual_add
+    return layer
+
+
+def _with_scaled_residual(layer: ModuleSpec, scale: float) -> ModuleSpec:
+    layer = copy.deepcopy(layer)
+    parts = layer.submodules
+    parts.self_attn_bda = parts.mlp_bda = scaled_add(scale, parts.mlp_bda)
+    return layer
+
+
+def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns this rank's weights under the weight table's local names, "<chunk>/<megatron name>":
+    its parameters, and the buffers that are weights too.
+    """
+    parameters = {
+        f"{index}/{name}": parameter.data
+        for index, chunk in enumerate(chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+    return parameters | weight_buffers(chunks)
+
+
+def weight_buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Returns, under such names, the biases of routers, fp32: buffers, since no gradient changes
+    them.
+    """
+    return {
+        f"{index}/{name}": buffer
+        for index, chunk in enumerate(chunks)
+        for name, buffer in chunk.named_buffers()
+        if name.endswith(ROUTER_BIAS)
+    }

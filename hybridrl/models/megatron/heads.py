@@ -1,0 +1,357 @@
+"""What the last pipeline stage does with hidden states: per-token log-probabilities, or values.
+
+The rest of the trainer never sees logits. Vocabulary padding, vocabulary parallel and temperature
+end here: padded columns take no part in the softmax, statistics are combined over the
+tensor-parallel group, and logits are recomputed a chunk at a time in the backward pass instead of
+being kept. Only positions whose statistics are read, those that predict a response token, go
+through the head's products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from hybridrl import ops
+from hybridrl.models.family import Scales
+from hybridrl.models.megatron.attention import PackedSequences
+
+
+@dataclass(frozen=True)
+class HeadInput:
+    """What the vocabulary head is to compute for the S positions of a micro-batch.
+
+    Args:
+        tokens: whose log-probabilities are wanted at each position: the target, (S,), or beside it
+            K further ones, (S, 1 + K), int64.
+        rows_N: the positions, ascending, that are wanted; the head computes no others.
+        temperature: divides the logits.
+    """
+
+    tokens: torch.Tensor
+    rows_N: torch.Tensor
+    temperature: float
+
+
+class TokenStats(NamedTuple):
+    """Of each packed position: log-probability of its target and entropy of its distribution, nats,
+    (S,) fp32; zero, and without a gradient, where the head was not computed.
+
+    Where further tokens were given, or the likeliest asked for, `chosen_logp_SK` are their
+    log-probabilities, and `chosen_SK` the tokens.
+    """
+
+    logp_S: torch.Tensor
+    entropy_S: torch.Tensor
+    chosen_logp_SK: torch.Tensor | None = None
+    chosen_SK: torch.Tensor | None = None
+
+    @property
+    def device(self) -> torch.device:
+        """Of the statistics; Megatron's schedule asks any output of a model with experts for it."""
+        return self.logp_S.device
+
+
+class _TokenStatsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        target_N: torch.Tensor,
+        rows_N: torch.Tensor,
+        temperature: float,
+        cap: float,
+        num_columns: int,
+        group: dist.ProcessGroup,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
+        local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature, cap)
+        largest = local.max_T.clone()
+        is_shared = group.size() > 1 and rows_N.numel() > 0  # all of the group have the same rows
+        if is_shared:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shift = local.max_T - largest
+        scale = shift.exp()
+        combined = torch.stack(
+            (local.sum_T * scale, (local.weighted_T + local.sum_T * shift) * scale, local.target_T)
+        )
+        if is_shared:
+            dist.all_reduce(combined, group=group)
+        total, weighted, target_logit = combined
+        log_sum = total.log()
+        entropy = log_sum - weighted / total
+        ctx.save_for_backward(hidden_ND, weight_VD, target_N, rows_N, largest, log_sum, entropy)
+        ctx.temperature, ctx.cap, ctx.num_columns = temperature, cap, num_columns
+        ctx.num_positions = hidden_SD.size(0)
+        ctx.set_materialize_grads(False)
+        logp = target_logit - largest - log_sum
+        return _at_rows(logp, rows_N, len(hidden_SD)), _at_rows(entropy, rows_N, len(hidden_SD))
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_logp_S: torch.Tensor | None, grad_entropy_S: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_ND, weight_VD, target_N, rows_N, largest, log_sum, entropy = ctx.saved_tensors
+        main_grad_VD = _main_grad(weight_VD)
+        grad_logp, grad_entropy = (
+            None if grad_S is None else grad_S.index_select(0, rows_N)
+            for grad_S in (grad_logp_S, grad_entropy_S)
+        )
+        grad_hidden, grad_shard = ops.vocab_backward(
+            hidden_ND,
+            weight_VD[: ctx.num_columns],
+            target_N,
+            ctx.temperature,
+            largest,
+            log_sum,
+            entropy,
+            torch.zeros_like(entropy) if grad_logp is None else grad_logp,
+            grad_entropy,
+            None if main_grad_VD is None else main_grad_VD[: ctx.num_columns],
+            ctx.cap,
+        )
+        is_added = main_grad_VD is not None
+        grad_weight = _placeholder(weight_VD) if is_added else _padded(grad_shard, weight_VD)
+        grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+class _ChosenLogits(torch.autograd.Function):
+    """Logits of K columns at each computed position, (N, K) fp32, summed over the shards that hold
+    them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SD: torch.Tensor,
+        weight_VD: torch.Tensor,
+        columns_NK: torch.Tensor,
+        rows_N: torch.Tensor,
+        temperature: float,
+        cap: float,
+        num_columns: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
+        logits_NK = ops.vocab_chosen(hidden_ND, shard_VD, columns_NK, temperature, cap)
+        if group.size() > 1 and rows_N.numel() > 0:
+            dist.all_reduce(logits_NK, group=group)
+        ctx.save_for_backward(hidden_ND, weight_VD, columns_NK, rows_N)
+        ctx.temperature, ctx.cap, ctx.num_columns = temperature, cap, num_columns
+        ctx.num_positions = hidden_SD.size(0)
+        return logits_NK
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: Any, grad_NK: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        hidden_ND, weight_VD, columns_NK, rows_N = ctx.saved_tensors
+        main_grad_VD = _main_grad(weight_VD)
+        grad_hidden, grad_shard = ops.vocab_chosen_backward(
+            hidden_ND,
+            weight_VD[: ctx.num_columns],
+            columns_NK,
+            ctx.temperature,
+            grad_NK,
+            None if main_grad_VD is None else main_grad_VD[: ctx.num_columns],
+            ctx.cap,
+        )
+        grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
+        # Of a gradient that is in the main one, autograd hears from the targets' statistics alone.
+        grad_weight = None if main_grad_VD is not None else _padded(grad_shard, weight_VD)
+        return grad_hidden, grad_weight, None, None, None, None, None, None
+
+
+def _padded(grad_shard: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+    """Returns the gradient with zeros for the vocabulary's padding."""
+    missing = weight_VD.size(0) - grad_shard.size(0)
+    return torch.nn.functional.pad(grad_shard, (0, 0, 0, missing)) if missing else grad_shard
+
+
+def _at_rows(part: torch.Tensor, rows_N: torch.Tensor, num_positions: int) -> torch.Tensor:
+    """Returns the rows of `part` at their positions, zeros elsewhere."""
+    return part.new_zeros(num_positions, *part.shape[1:]).index_copy_(0, rows_N, part)
+
+
+def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
+    """Returns where Megatron's data-parallel wrapper accumulates the weight's gradient in fp32."""
+    if not hasattr(weight, "grad_added_to_main_grad"):  # not wrapped
+        return None
+    main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]  # Megatron's
+    return main_grad if main_grad.dtype == torch.float32 else None
+
+
+def _placeholder(weight: torch.Tensor) -> torch.Tensor:
+    """Returns what autograd gets for a gradient that its main gradient has, and marks it so.
+
+    Megatron's hook on the weight runs only where a gradient comes, and passes over a marked one,
+    whose numbers do not matter then: the weight itself stands in for it, which autograd takes as it
+    is and the hook lets go, so that it needs no memory. Embeddings that are tied on one stage are
+    `zero_out_wgrad`: autograd adds the lookup's gradient to this one, and the hook takes the sum.
+    """
+    weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    if getattr(weight, "zero_out_wgrad", False):
+        return weight.new_zeros(()).expand(weight.shape)
+    return weight.detach()
+
+
+class PackedModel(GPTModel):
+    """Megatron's GPTModel, whose rotary angles follow positions where sequences share a prompt, and
+    whose padding mask (1, S) is cut for sequence parallelism on every pipeline stage, not the first
+    alone.
+
+    Attributes: `scales`, what the model multiplies by beside its weights.
+    """
+
+    scales = Scales()
+
+    def _preprocess(  # type: ignore[override]
+        self,
+        *args: Any,
+        packed_seq_params: PackedSequences | None = None,
+        padding_mask: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
+        if self.scales.embedding != 1 and found[0] is not None:
+            found = (found[0] * self.scales.embedding, *found[1:])
+        if padding_mask is not None:
+            group = self.pg_collection.tp
+            if self.config.sequence_parallel:
+                padding_mask = padding_mask.chunk(group.size(), dim=1)[group.rank()]
+            found = (*found[:5], padding_mask, *found[6:])
+        if packed_seq_params is None or packed_seq_params.shared is None:
+            return found
+        embedded, angles_LD, *rest = found
+        return (embedded, angles_LD.index_select(0, packed_seq_params.shared.positions_S), *rest)
+
+
+class LanguageModel(PackedModel):
+    """Megatron's GPTModel whose output is TokenStats of given targets.
+
+    Args:
+        num_tokens: size of the real vocabulary; the padded columns beyond it are left out of the
+            softmax.
+        logits_cap: as of `ModelShape`.
+        **kwargs: of GPTModel.
+
+    Attributes: `num_top`, how many of the likeliest tokens of each position to find.
+    """
+
+    def __init__(self, *, num_tokens: int, logits_cap: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.num_tokens, self.logits_cap = num_tokens, logits_cap
+        self.num_top = 0
+
+    def output_weight(self) -> torch.Tensor:
+        """Returns this rank's rows of the output weight, padding included; last stage only."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+    def _postprocess(  # type: ignore[override]  # of GPTModel's arguments only these matter here
+        self,
+        hidden_states: torch.Tensor,
+        labels: HeadInput,
+        **_: Any,
+    ) -> torch.Tensor | TokenStats:
+        if not self.post_process:
+            return hidden_states
+        rows_N = labels.rows_N
+        group, weight = self.pg_collection.tp, self.output_weight()
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, group=group)
+        else:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        start = group.rank() * weight.size(0)
+        num_columns = min(max(self.num_tokens - start, 0), weight.size(0))
+        temperature = labels.temperature * self.scales.logits
+        hidden_SD, head = (
+            hidden_states.flatten(0, 1),
+            (temperature, self.logits_cap, num_columns, group),
+        )
+        tokens_NC = labels.tokens.view(hidden_SD.size(0), -1).index_select(0, rows_N)
+        if self.num_top:
+            top_NK = self._likeliest(hidden_SD.detach()[rows_N], weight.detach()[:num_columns])
+            tokens_NC = torch.cat((tokens_NC[:, :1], top_NK), 1)
+        columns_NC = tokens_NC - start
+        columns_NC = columns_NC.masked_fill((columns_NC < 0) | (columns_NC >= num_columns), -1)
+        target_N = columns_NC[:, 0].contiguous()  # as kernels take it
+        stats = _TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head)
+        if tokens_NC.size(1) == 1:
+            return TokenStats(*stats)
+        logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head)
+        # Of all columns the softmax has the same denominator.
+        logp_N = stats[0].index_select(0, rows_N)
+        chosen_NK = logits_NC[:, 1:] - logits_NC[:, :1] + logp_N[:, None]
+        chosen = (
+            _at_rows(part, rows_N, hidden_SD.size(0)) for part in (chosen_NK, tokens_NC[:, 1:])
+        )
+        return TokenStats(*stats, *chosen)
+
+    def _likeliest(self, hidden_ND: torch.Tensor, shard_VD: torch.Tensor) -> torch.Tensor:
+        """Returns the `num_top` likeliest tokens of all shards, (N, num_top) int64."""
+        group = self.pg_collection.tp
+        start = group.rank() * self.output_weight().size(0)
+        logits_NK, columns_NK = ops.vocab_top(hidden_ND, shard_VD, self.num_top)
+        if group.size() == 1 or hidden_ND.size(0) == 0:
+            return columns_NK
+        found = []
+        for part_NK in (logits_NK, columns_NK + start):
+            parts = [torch.empty_like(part_NK) for _ in range(group.size())]
+            dist.all_gather(parts, part_NK.contiguous(), group=group)
+            found.append(torch.cat(parts, 1))
+        return found[1].gather(1, found[0].topk(self.num_top).indices)
+
+
+class ValueHead(MegatronModule):
+    """One linear output per token, the same on every tensor-parallel rank."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config=config)
+        self.weight = torch.nn.Parameter(
+            torch.zeros(
+                1,
+                config.hidden_size,
+                dtype=config.params_dtype,
+                device=torch.cuda.current_device(),
+            )
+        )
+
+    def forward(self, hidden_SD: torch.Tensor) -> torch.Tensor:
+        """Returns the value of each position, (S,) fp32."""
+        return (hidden_SD @ self.weight.T).flatten().float()
+
+
+class ValueModel(PackedModel):
+    """Megatron's GPTModel with a value head in place of the vocabulary."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        if self.post_process:
+            self.output_layer = ValueHead(self.config)
+
+    def _postprocess(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            # Every rank computes the same head on the same tokens, so its slice of the gradient is
+            # already whole.
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        return self.output_layer(hidden_states.flatten(0, 1))

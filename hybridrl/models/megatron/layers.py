@@ -1,0 +1,469 @@
+"""What a decoder layer is made of: transformer-engine's modules where they work, else torch's.
+
+Owns the choice and the layers' ModuleSpecs. transformer-engine's layers normalise inside the linear
+layer that follows, attend over packed sequences by cuDNN, rotate by a kernel of their own, and add
+weight gradients to Megatron's fp32 ones in the matrix product. They are taken on CUDA in bf16 for
+families without a `layer_spec` of their own. Both kinds keep the same checkpoints: Megatron calls a
+torch layer's norms by transformer-engine's names in them (`sharded_state_dict_keys_map`).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+from megatron.core.tensor_parallel import CheckpointWithoutOutput
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from hybridrl.errors import UserError
+from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.megatron.attention import GatherKeys, PackedAttention
+from hybridrl.models.megatron.latent_attention import LatentAttention, LatentSubmodules
+from hybridrl.models.megatron.norm import TorchNorm
+from hybridrl.models.megatron.post_norm import norm_after
+from hybridrl.models.megatron.router import Router
+from hybridrl.models.megatron.router_replay import ReplayingLayer
+from hybridrl.models.megatron.specs import module_of, submodules_of, with_module
+from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
+
+LayerKind = Literal["torch", "transformer_engine"]
+
+# Only what differs between the kinds; build.py has the rest. Without dropout and, mostly, biases
+# there is nothing for Megatron's fused dropout to fuse.
+KEYWORDS: dict[LayerKind, dict[str, Any]] = {
+    "torch": {"bias_activation_fusion": False, "apply_rope_fusion": False},
+    "transformer_engine": {"bias_activation_fusion": True, "apply_rope_fusion": True},
+}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The choice for one model, the same on all ranks.
+
+    Args:
+        kind: whose modules.
+        fuses_norms: whether norms are parameters of the linear layers that follow them.
+        said: the choice and its reason in words.
+    """
+
+    kind: LayerKind
+    fuses_norms: bool
+    said: str
+
+
+def choose_layers(
+    wanted: Literal["auto", "torch", "transformer_engine"],
+    family: Family,
+    dtype: torch.dtype,
+    platform: Platform,
+    fp32_residual: bool,
+    fp8: str = "none",
+    torch_only: str = "",
+) -> Layers:
+    """Chooses what this host's layers are made of.
+
+    Args:
+        wanted: `train.layers`.
+        family: may bring layers of its own.
+        dtype: of parameters and activations.
+        platform: where the model runs.
+        fp32_residual: the stream between the layers is wider than a fused norm takes.
+        fp8: `train.fp8`, which transformer-engine's matrix products have.
+        torch_only: what of the model only torch's layers compute (`ModelShape.torch_only`).
+
+    Raises:
+        UserError: transformer-engine, or FP8, is wanted but cannot be used.
+    """
+    found = _choose(wanted, family, dtype, platform, fp32_residual, torch_only)
+    if fp8 != "none" and found.kind == "torch":
+        why = found.said.removeprefix("layers: torch, ")
+        raise UserError(
+            "train.fp8",
+            fp8,
+            "none with layers of torch",
+            f"Set train.fp8=none. Layers are torch's here, {why}.",
+        )
+    return found
+
+
+def _choose(
+    wanted: Literal["auto", "torch", "transformer_engine"],
+    family: Family,
+    dtype: torch.dtype,
+    platform: Platform,
+    fp32_residual: bool,
+    torch_only: str,
+) -> Layers:
+    if wanted == "torch":
+        return Layers("torch", False, "layers: torch, as train.layers says")
+    if family.layer_spec is not None:
+        fault: str | None = f"family {family.name} brings layers of its own"
+    elif torch_only:
+        fault = f"{torch_only}, which is not verified with transformer-engine"
+    elif dtype != torch.bfloat16:
+        fault = f"the model is in {str(dtype).removeprefix('torch.')}, cuDNN's attention in bf16"
+    else:
+        fault = platform.transformer_engine_fault()
+    if fault is None:
+        return Layers("transformer_engine", not fp32_residual, "layers: transformer-engine")
+    if wanted == "transformer_engine":
+        raise UserError(
+            "train.layers",
+            wanted,
+            "auto or torch here",
+            f"Set train.layers=auto: {fault}. They take a family without layers of its own in "
+            f"bfloat16, a GPU such as H100, and transformer-engine{TRANSFORMER_ENGINE_VERSIONS}.",
+        )
+    return Layers("torch", False, f"layers: torch, since {fault}")
+
+
+def layer_specs(
+    kind: LayerKind,
+    family: Family,
+    config: TransformerConfig,
+    recompute: str,
+    shape: ModelShape,
+) -> tuple[ModuleSpec, ModuleSpec | None, type]:
+    """Returns a decoder layer, one with a mixture of experts if the model has such, and the norm
+    after the last one.
+
+    Args:
+        kind: as chosen.
+        family: its own layers go first.
+        config: says what is normalised and how wide the residual stream is.
+        recompute: 'selective' does not keep the output of the feed-forward layer's activation, nor
+            of experts', shared ones too; grouped ones make it anew themselves if `config` says so.
+        shape: says where norms are.
+
+    Raises:
+        UserError: 'selective', of a feed-forward layer that LeanMlp is not the same as.
+    """
+    layer, final_norm = _layer_spec(kind, family, config)
+    if shape.torch_only:  # else nothing differs
+        norm_after(layer, shape)
+    with_experts = None
+    if config.num_moe_experts is not None:
+        # A user's own layer is taken for all layers: it knows its config.
+        own = family.layer_spec is not None
+        with_experts = layer if own else expert_layer_spec(kind, config, layer)
+    if recompute == "selective":
+        mlp = layer.submodules.mlp
+        is_own = with_experts is not None and family.layer_spec is not None
+        if module_of(mlp) is not MLP or is_own or not _is_swiglu(config):
+            raise UserError(
+                "train.recompute",
+                "selective",
+                f"none or full with family {family.name}, whose feed-forward layers are not "
+                "all Megatron's MLP with SwiGLU",
+                "Set train.recompute=full, or none.",
+            )
+        layer.submodules.mlp = lean_mlp(submodules_of(mlp))
+        if with_experts is not None:
+            parts = submodules_of(with_experts.submodules.mlp)
+            parts.shared_experts = with_module(parts.shared_experts, LeanSharedExperts)
+            if not config.moe_grouped_gemm:
+                parts.experts = with_module(parts.experts, LeanExperts)
+    return layer, with_experts, final_norm
+
+
+def _layer_spec(
+    kind: LayerKind, family: Family, config: TransformerConfig
+) -> tuple[ModuleSpec, type]:
+    if family.layer_spec is not None:
+        layer, final_norm = family.layer_spec(config)
+        return copy.deepcopy(layer), final_norm  # a user's spec may serve other models too
+    is_te = kind == "transformer_engine"
+    layer, norm = (transformer_engine_layer_spec if is_te else torch_layer_spec)(config)
+    if isinstance(config, MLATransformerConfig):
+        _attend_over_latents(kind, layer, norm)
+    return layer, norm
+
+
+def _attend_over_latents(kind: LayerKind, layer: ModuleSpec, norm: type) -> None:
+    """Puts latent attention into a layer, its first norm before it."""
+    pieces = LatentSubmodules()
+    if kind == "transformer_engine":
+        from megatron.core.extensions.transformer_engine import (
+            TEColumnParallelLinear,
+            TENorm,
+            TERowParallelLinear,
+        )
+
+        linears = TEColumnParallelLinear, TERowParallelLinear
+        pieces = LatentSubmodules(transformer_engine_attention(), *linears, TENorm)
+    parts = layer.submodules
+    causal = {"attn_mask_type": AttnMaskType.causal}
+    parts.self_attention = ModuleSpec(LatentAttention, params=causal, submodules=pieces)
+    parts.input_layernorm = norm
+    _keep_name(layer, "input_layernorm.")
+
+
+def _keep_name(layer: ModuleSpec, name: str) -> None:
+    """Lets a norm that stands alone keep its own name in checkpoints."""
+    names = layer.submodules.sharded_state_dict_keys_map
+    layer.submodules.sharded_state_dict_keys_map = {
+        own: fused for own, fused in names.items() if own != name
+    }
+
+
+def _is_swiglu(config: TransformerConfig) -> bool:
+    is_plain = config.activation_func_clamp_value is None and config.glu_linear_offset == 0
+    is_silu = config.activation_func is torch.nn.functional.silu
+    return bool(config.gated_linear_unit and is_silu and is_plain)
+
+
+def torch_layer_spec(config: TransformerConfig, norm: type = TorchNorm) -> tuple[ModuleSpec, type]:
+    """Returns a layer of Megatron's own linears, `norm` and packed attention, and the final norm.
+
+    Args:
+        config: says whether queries and keys are normalised.
+        norm: built as `norm(config=..., hidden_size=..., eps=...)`.
+    """
+    spec = copy.deepcopy(
+        get_gpt_layer_local_spec(
+            qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
+    )
+    layer, attention = spec.submodules, spec.submodules.self_attention.submodules
+    replaced = dataclasses.replace(
+        attention,
+        core_attention=PackedAttention,
+        **({"q_layernorm": norm, "k_layernorm": norm} if config.qk_layernorm else {}),
+    )
+    layer.self_attention.submodules = replaced
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    return spec, norm
+
+
+def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec, type]:
+    """Returns transformer-engine's layer and the final norm.
+
+    With a residual stream in fp32 the norms are torch's and stand alone: transformer-engine's take
+    inputs of their weights' type only (module/base.py, set_activation_dtype, 2.11).
+    """
+    from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
+
+    spec = copy.deepcopy(
+        get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+    )
+    spec.submodules.self_attention.submodules.core_attention = transformer_engine_attention()
+    if not config.fp32_residual_connection:
+        return spec, TENorm
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = TorchNorm
+    layer.self_attention.submodules.linear_qkv = TEColumnParallelLinear
+    submodules_of(layer.mlp).linear_fc1 = TEColumnParallelLinear
+    layer.sharded_state_dict_keys_map = get_gpt_layer_local_spec(
+        normalization=config.normalization
+    ).submodules.sharded_state_dict_keys_map
+    return spec, TorchNorm
+
+
+def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleSpec) -> ModuleSpec:
+    """Returns a layer like `dense`, with a mixture of experts for its feed-forward layer.
+
+    The norm before it stands alone, since the router reads its output too.
+    """
+    spec = copy.deepcopy(dense)
+    layer = spec.submodules
+    layer.mlp = get_moe_module_spec(
+        use_te=kind == "transformer_engine",
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+    )
+    parts = submodules_of(layer.mlp)
+    parts.router = Router
+    if module_of(parts.experts) is TEGroupedMLP:
+        parts.experts = with_module(parts.experts, GroupedExperts)
+    spec.module = ReplayingLayer
+    _keep_name(spec, "pre_mlp_layernorm.")
+    if kind == "transformer_engine":
+        multiply_experts_at_once()
+    if kind == "transformer_engine" and not config.fp32_residual_connection:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer.pre_mlp_layernorm = TENorm
+    return spec
+
+
+def multiply_experts_at_once() -> None:
+    """Lets transformer-engine take one CUTLASS kernel for the products of all experts of a rank, on
+    Hopper, in place of one of cuBLAS for each: the host, which starts them, is what limits many
+    small experts (benchmarks/results/train_moe_h200.json).
+
+    It looks at the variable in every call. Weight gradients, summed in fp32, stay cuBLAS's. A
+    user's own setting stays.
+    """
+    os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
+
+
+def transformer_engine_attention() -> type:
+    """Returns Megatron's attention of transformer-engine, which also knows shared prompts."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    attend = TEDotProductAttention.__base__.forward  # transformer-engine's own
+
+    class Attention(TEDotProductAttention):  # type: ignore[misc, valid-type]
+        takes_shared_prompts = True
+
+        def forward(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            packed = kwargs.get("packed_seq_params")
+            if packed is None or packed.shared is None:
+                return super().forward(query, key, value, *args, **kwargs)
+            keys = packed.shared.keys
+            return attend(
+                self,
+                query,
+                GatherKeys.apply(key, keys.index_K, keys.readers),
+                GatherKeys.apply(value, keys.index_K, keys.readers),
+                None,
+                qkv_format="thd",
+                cu_seqlens_q=keys.cu_seqlens_q,
+                cu_seqlens_kv=keys.cu_seqlens_k,
+                max_seqlen_q=keys.max_seqlen_q,
+                max_seqlen_kv=keys.max_seqlen_k,
+                attn_mask_type="padding_causal_bottom_right",
+            )
+
+    return Attention
+
+
+def shares_prompts(
+    wanted: bool | None, cp: int, kind: LayerKind, is_cpu: bool, modules: Iterable[torch.nn.Module]
+) -> bool:
+    """Returns whether samples of one prompt share its tokens in these modules' micro-batches.
+
+    Args:
+        wanted: None: wherever it can be and is known to pay; torch's attention would make its mask
+            on the host, for a GPU too.
+        cp: context parallel size, which cuts every sequence.
+        kind, is_cpu: what the layers are, and where.
+        modules: of the model.
+
+    Raises:
+        UserError: it is wanted, but an attention does not know of it, as a user's own layers may
+            not; names its class.
+    """
+    if wanted is None and (cp > 1 or not (is_cpu or kind == "transformer_engine")):
+        return False
+    parts = [part for module in modules for part in module.modules()]
+    found = [a for part in parts if (a := getattr(part, "core_attention", None)) is not None]
+    others = [type(a).__name__ for a in found if not getattr(a, "takes_shared_prompts", False)]
+    if wanted and others:
+        raise UserError(
+            "train.share_prompts",
+            "true",
+            f"false with {others[0]}, which attends within a sequence only",
+            "Set train.share_prompts=false, or build layers with hybridrl's PackedAttention.",
+        )
+    # By default not where nothing is known that attends: such layers may carry a state along.
+    return bool(wanted) or (wanted is None and bool(found) and not others)
+
+
+def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
+    """Lets transformer-engine's linear layers add to the `main_grad` of Megatron's wrapper.
+
+    Megatron's own switch for it, `gradient_accumulation_fusion`, would also ask for apex, since
+    GPTModel makes an output layer of its own (tensor_parallel/layers.py, 0.16.1).
+    """
+    for part in module.modules():
+        if hasattr(part, "fuse_wgrad_accumulation"):
+            part.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # a plain attribute
+
+
+def lean_mlp(submodules: MLPSubmodules) -> type:
+    """Returns a ModuleSpec piece that builds a LeanMlp of these linear layers."""
+
+    class Lean:
+        def __new__(  # type: ignore[misc]  # as TorchNorm
+            cls, config: TransformerConfig, **_: object
+        ) -> LeanMlp:
+            return LeanMlp(config, submodules, ffn_hidden_size=config.ffn_hidden_size)
+
+    return Lean
+
+
+class LeanMlp(MLP):
+    """Megatron's gated feed-forward layer, which makes the activation's output anew in the backward
+    pass: it is a third of what a layer keeps, and costs two reads and a write of memory.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the output and the bias that is to be added to it."""
+        widened, bias = self.linear_fc1(hidden_states)
+        kept = CheckpointWithoutOutput(fp8=self.config.fp8)  # type: ignore[arg-type]  # None: none
+        activated = kept.checkpoint(self._activated, widened, bias, per_token_scale)
+        output, output_bias = self.linear_fc2(activated)
+        kept.discard_output_and_register_recompute(output)
+        return output, output_bias
+
+    def _activated(
+        self, widened: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Returns the product of the two halves; of an expert times the router's weights, (T,)."""
+        if self.config.bias_activation_fusion:
+            if scale is not None:
+                return weighted_bias_swiglu_impl(widened, bias, scale[:, None])
+            return bias_swiglu_impl(widened, bias)
+        gate, up = (widened if bias is None else widened + bias).chunk(2, dim=-1)
+        product = self.config.activation_func(gate) * up
+        return product if scale is None else (product * scale[:, None]).to(product.dtype)
+
+
+class LeanSharedExperts(SharedExpertMLP, LeanMlp):
+    """Megatron's experts that compute with every token, whose forward pass is LeanMlp's."""
+
+
+class LeanExperts(SequentialMLP):
+    """Megatron's experts one by one, each of which makes its activation's output anew."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for expert in self.local_experts:  # SequentialMLP makes them MLPs whatever its spec says
+            expert.__class__ = LeanMlp
+
+
+class GroupedExperts(TEGroupedMLP):
+    """Megatron's experts whose products transformer-engine computes at once, of which none may have
+    a token.
+
+    transformer-engine (2.11) ends the process by a segmentation fault where no expert has a row. So
+    the first one gets a row of zeros, whose output nothing reads and whose gradients are zeros.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns what experts make of their tokens, (T, D), and their bias.
+
+        Args:
+            hidden_states: (T, D), in the order of their experts.
+            tokens_per_expert: (E,), how many each has, on the CPU.
+            probs: (T,), the weights of the tokens' experts.
+        """
+        if len(hidden_states):
+            return super().forward(hidden_states, tokens_per_expert, probs)  # type: ignore[no-any-return]
+        counts_E = tokens_per_expert.clone()
+        counts_E[0] = 1
+        pad = torch.nn.functional.pad
+        row, weight = pad(hidden_states, (0, 0, 0, 1)), pad(probs, (0, 1))
+        output, bias = super().forward(row, counts_E, weight)
+        return output[:0], bias

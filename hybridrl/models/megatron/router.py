@@ -1,0 +1,223 @@
+"""Megatron's router of a mixture of experts, with losses and counts of real tokens alone.
+
+Megatron scales its auxiliary losses for a division that is not made here (calculate_per_token_loss
+with summed gradients, parallel/schedule.py), so this module has its own. A loss is a mean over all
+tokens of an update: a rank adds what its tokens give to it, divided by `num_step_tokens`, and the
+reduction of gradients sums. So neither micro-batches nor ranks scale it. Padding counts nowhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+from hybridrl.models.megatron.router_replay import (
+    COUNTS,
+    Counted,
+    Replay,
+    RoutedExperts,
+    expert_layer_index,
+    replay_of,
+)
+
+
+class Router(TopKRouter):
+    """Megatron's router, computed in fp32 (`moe_router_dtype`), that drops no token.
+
+    Attributes:
+        aux_loss, z_loss: coefficients; 0: no such loss.
+        num_step_tokens: tokens of the update over all ranks, the denominator of both.
+        tokens_E: how many tokens each expert got since `clear`, on this rank.
+        entropy: sum of the entropy of the router's shares over these tokens, nats.
+        routed: the experts that the engine chose for the micro-batch under way; None: the router
+            chooses (models/megatron/router_replay.py).
+        replayed: what was counted of these since `clear`, as `Counted`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Megatron (0.16.1) makes the weight on the CPU and moves it in the first forward pass:
+        # too late for what reads it before, as an export does.
+        self.weight.data = self.weight.data.to(torch.cuda.current_device())
+        self.aux_loss = self.z_loss = 0.0
+        self.num_step_tokens = 1
+        self.tokens_E: Tensor | None = None
+        self.entropy: Tensor | None = None
+        self.routed: RoutedExperts | None = None
+        self.replayed: Tensor | None = None
+
+    def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
+        """Counts nothing: Megatron's own count (0.16.1) takes no padding mask of its shape, and
+        `tokens_E` has what the bias is updated by.
+        """
+
+    def clear(self) -> None:
+        """Forgets what was counted."""
+        self.tokens_E = self.entropy = self.replayed = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Returns the weight of each expert for each token, 0 where it is not chosen, and which are
+        chosen: (T, E) both. In training it counts them, and attaches the losses to the weights.
+
+        Args:
+            logits: (S, 1, E).
+            padding_mask: (S, 1) bool, which positions hold no token; None: none.
+        """
+        replay, predicts_T = self._replay(logits.size(0) * logits.size(1))
+        self.router_replay = replay
+        probs_TE, chosen_TE = super().routing(logits, padding_mask)
+        self.router_replay = None
+        if not (self.training and torch.is_grad_enabled()):  # nor a pass that is made anew later
+            return probs_TE, chosen_TE
+        logits_TE = logits.view(-1, logits.size(-1))
+        is_token_T = torch.ones_like(chosen_TE[:, 0])
+        if padding_mask is not None:
+            is_token_T = ~padding_mask.reshape(-1)
+        tokens_E = (chosen_TE & is_token_T[:, None]).sum(0)
+        self._count(logits_TE.detach(), is_token_T, tokens_E)
+        if replay is not None and predicts_T is not None:
+            counted = torch.stack(Counted.of(replay, predicts_T, is_token_T))
+            self.replayed = counted if self.replayed is None else self.replayed + counted
+        loss = self._loss(logits_TE, is_token_T, tokens_E)
+        if loss is not None:
+            probs_TE = _WithLoss.apply(probs_TE, loss)
+        return probs_TE, chosen_TE
+
+    def _replay(self, num_tokens: int) -> tuple[Replay | None, Tensor | None]:
+        """Returns the choices for this rank's tokens, and which predict response tokens."""
+        if self.routed is None:
+            return None, None
+        layer = expert_layer_index(self.config.moe_layer_freq, self.layer_number)
+        return replay_of(self.routed, num_tokens, layer, self.tp_group)
+
+    @torch.no_grad()
+    def _count(self, logits_TE: Tensor, is_token_T: Tensor, tokens_E: Tensor) -> None:
+        p_TE = self._shares(logits_TE)
+        entropy = -(torch.xlogy(p_TE, p_TE).sum(-1) * is_token_T).sum()
+        if self.tokens_E is None or self.entropy is None:
+            self.tokens_E, self.entropy = tokens_E, entropy
+        else:
+            self.tokens_E, self.entropy = self.tokens_E + tokens_E, self.entropy + entropy
+
+    def _shares(self, logits_TE: Tensor) -> Tensor:
+        """Returns the shares of the experts' scores, (T, E) fp32: the softmax, or sigmoids divided
+        by their sum.
+        """
+        if self.score_function == "softmax":
+            return logits_TE.float().softmax(-1)
+        scores_TE = logits_TE.float().sigmoid()
+        return scores_TE / scores_TE.sum(-1, keepdim=True)
+
+    def _loss(self, logits_TE: Tensor, is_token_T: Tensor, tokens_E: Tensor) -> Tensor | None:
+        """Returns what this rank's tokens of the micro-batch add to the losses; None: nothing."""
+        loss: Tensor | None = None
+        if self.aux_loss:
+            # Fedus et al. 2022, "Switch Transformers", eq. 4, for several experts a token: E * the
+            # sum over experts of (share of the choices) * (mean probability), over the tokens of
+            # the micro-batch, weighted with how many they are.
+            whole_E = tokens_E.to(torch.float32, copy=True)
+            dist.all_reduce(whole_E, group=self.tp_cp_group)
+            share_E = whole_E / whole_E.sum().clamp(min=1)
+            mass_E = (self._shares(logits_TE) * is_token_T[:, None]).sum(0)
+            loss = self.aux_loss * len(share_E) * (share_E * mass_E).sum()
+        if self.z_loss:
+            # Zoph et al. 2022, "ST-MoE", eq. 5.
+            z = (logits_TE.float().logsumexp(-1).square() * is_token_T).sum() * self.z_loss
+            loss = z if loss is None else loss + z
+        return None if loss is None else loss / self.num_step_tokens
+
+
+class _WithLoss(torch.autograd.Function):
+    """Passes a tensor on; in the backward pass gives a loss beside it the gradient 1."""
+
+    @staticmethod
+    def forward(ctx: Any, passed: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss_of = loss.dtype, loss.device
+        return passed.view_as(passed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        dtype, device = ctx.loss_of
+        return grad, torch.ones((), dtype=dtype, device=device)
+
+
+def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
+    """Yields the routers of a model's chunks on this rank."""
+    for chunk in chunks:
+        yield from (part for part in chunk.modules() if isinstance(part, Router))
+
+
+def load_of(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int) -> Tensor:
+    """Returns what this rank's routers have counted, (L, E + 1) float64 on the CPU: of each layer
+    the tokens of each expert, and the sum of entropies. Adding up over all ranks gives the whole.
+    """
+    found = torch.zeros(num_layers, num_experts + 1, dtype=torch.float64)
+    for router in routers(chunks):
+        if router.tokens_E is None or router.entropy is None:
+            continue
+        row = found[router.layer_number - 1]  # Megatron counts layers from 1
+        # A sync point, once an update.
+        row += torch.cat((router.tokens_E.double(), router.entropy.double()[None])).cpu()
+    return found
+
+
+@torch.no_grad()
+def balance(chunks: Iterable[torch.nn.Module], load: Tensor, rate: float) -> None:
+    """Moves the bias of every expert by `rate` towards even use: down where it got more tokens than
+    the mean of its layer, up where fewer (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
+
+    Args:
+        chunks: of a model on this rank, whose routers have biases.
+        load: as from `load_of`, of all ranks.
+        rate: of the step.
+    """
+    for router in routers(chunks):
+        tokens_E = load[router.layer_number - 1, :-1]
+        router.expert_bias.add_(rate * (tokens_E.mean() - tokens_E).sign().to(router.expert_bias))
+
+
+def replayed_of(chunks: Iterable[torch.nn.Module], num_layers: int) -> Tensor:
+    """Returns what this rank's routers have counted of replays, (L, COUNTS) float64 on the CPU."""
+    found = torch.zeros(num_layers, COUNTS, dtype=torch.float64)
+    for router in routers(chunks):
+        if router.replayed is not None:
+            found[router.layer_number - 1] += router.replayed.double().cpu()  # as in load_of
+    return found
+
+
+def load_metrics(load: Tensor, experts_per_token: int) -> dict[str, float]:
+    """Returns how evenly the experts of a model are used.
+
+    Args:
+        load: from `load_of`, of all ranks.
+        experts_per_token: experts that compute with a token.
+
+    Returns:
+        `max_load`: tokens of the busiest expert of any layer, as a multiple of the mean over its
+        layer; 1 is even. `unused_experts`: how many of all layers got no token.
+        `routing_entropy`: of the router's shares, mean over tokens and layers, nats. The first and
+        the last of each layer too: `max_load/layer_3`, layers from 0.
+    """
+    is_used_L = load[:, :-1].sum(1) > 0  # dense layers have no counts
+    used = load[is_used_L]
+    if not len(used):
+        return {}
+    tokens_LE, entropy_L = used[:, :-1], used[:, -1]
+    totals_L = tokens_LE.sum(1)
+    busiest_L = tokens_LE.amax(1) * tokens_LE.size(1) / totals_L
+    mean_entropy_L = entropy_L * experts_per_token / totals_L
+    found = {
+        "max_load": float(busiest_L.max()),
+        "unused_experts": float((tokens_LE == 0).sum()),
+        "routing_entropy": float(mean_entropy_L.mean()),
+    }
+    layers = is_used_L.nonzero()[:, 0].tolist()
+    for name, value_L in (("max_load", busiest_L), ("routing_entropy", mean_entropy_L)):
+        pairs = zip(layers, value_L.tolist(), strict=True)
+        found |= {f"{name}/layer_{layer}": value for layer, value in pairs}
+    return found

@@ -1,0 +1,95 @@
+"""What ranks hold where all models share all ranks, counted without listing tensors. No torch.
+
+Owns the sizes that a search and the remedies of a verdict ask for many layouts. Invariant: the
+peaks are those of `hybridrl plan` for the same layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.placement import Place
+from hybridrl.config.schema import Config
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.services.planner.hardware import Assumptions
+from hybridrl.services.planner.phase_memory import (
+    Held,
+    HeldEngine,
+    HeldModel,
+    Memory,
+    RoleModel,
+    estimate_memory,
+    itemsize_of,
+)
+from hybridrl.services.planner.sizes import engine_elements, fullest_stage, shared_elements
+
+
+@dataclass(frozen=True)
+class HeldAlike:
+    """What the fullest of the ranks holds.
+
+    Args:
+        models: Parts of the models, the policy's first.
+        layout: Training layout of all of them.
+        engine: Elements of the engine's parameters.
+        shared: Elements of these that are the trainer's own memory.
+    """
+
+    models: Sequence[HeldModel]
+    layout: TrainLayout
+    engine: int
+    shared: int
+
+
+def layout_of(config: Config, world_size: int) -> TrainLayout:
+    """Returns the training layout over all ranks."""
+    train = config.train
+    sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
+    return TrainLayout(world_size, *sizes, etp=train.etp)
+
+
+def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed", "peer"]:
+    """Returns what `rollout.transport` becomes on GPUs that can read each other's memory within a
+    node.
+    """
+    far = assumed is None or assumed.cluster.nodes > 1 or config.train.release_weights_in_rollout
+    return "packed" if far or config.rollout.transport == "packed" else "peer"
+
+
+def held_alike(config: Config, models: Sequence[RoleModel], world_size: int) -> HeldAlike:
+    """Returns what ranks hold.
+
+    Args:
+        config: Configuration of the run.
+        models: Its models, the policy first.
+        world_size: Number of ranks.
+
+    Raises:
+        ModelError: A tensor cannot be cut so.
+    """
+    family, shape = models[0].family, models[0].shape
+    layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
+    traits = ENGINES[rollout.engine]
+    tp, ep = (rollout.tp, rollout.ep) if traits.has_fused_parameters else (1, 1)
+    engine, shared = engine_elements(family, shape, tp, ep), 0
+    if traits.shares_memory and not train.release_weights_in_rollout:
+        shared = shared_elements(family, shape, layout, tp, ep, not train.fuse_param_gather)
+    place = Place(tuple(range(world_size)), train.tp, train.pp, train.cp, train.ep, train.vpp)
+    held = [
+        HeldModel(
+            model, place, layout, *fullest_stage(model.family, model.shape, layout, model.head)
+        )
+        for model in models
+    ]
+    return HeldAlike(held, layout, engine, shared)
+
+
+def memory_alike(config: Config, held: HeldAlike, world_size: int, assumed: Assumptions) -> Memory:
+    """Returns the estimated peaks of what ranks hold, on GPUs."""
+    itemsize = itemsize_of(config, on_gpu=True)
+    ranks = Held(held.models, HeldEngine(itemsize * (held.engine - held.shared), world_size))
+    shape, transport = held.models[0].model.shape, transport_of(config, assumed)
+    return estimate_memory(config, shape, world_size, ranks, transport, on_gpu=True)

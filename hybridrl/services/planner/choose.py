@@ -1,0 +1,140 @@
+"""Resolves `layout: auto` once, before ranks start. No torch.
+
+Owns that a run keeps the layout that was chosen for it as long as it has as many ranks, and how the
+choice reaches the ranks: as overrides of the configuration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.identity import saved_config
+from hybridrl.config.layout import CHOSEN_KEYS
+from hybridrl.config.placement import Machines
+from hybridrl.config.rules_placement import placed
+from hybridrl.config.schema import Config
+from hybridrl.config.source import read_model_config
+from hybridrl.errors import ConfigError, UserError
+from hybridrl.models.family import read_model
+from hybridrl.services.planner.fit import Changes, changed, with_margin
+from hybridrl.services.planner.hardware import GIB, Assumptions, ClusterFile, Host, assume, merged
+from hybridrl.services.planner.phase_memory import role_models
+from hybridrl.services.planner.planned_models import planned_models
+from hybridrl.services.planner.search import Result, Search, pinned_keys
+from hybridrl.services.planner.text import memory_size
+
+NO_BOUND_GIB = 2.0**20  # of memory, on a host without GPUs
+
+
+def is_wanted(config: Config, world_size: int) -> bool:
+    """Whether a layout is still to be chosen for so many ranks."""
+    return config.layout.choose == "auto" and config.layout.chosen_for != world_size
+
+
+def with_layout(
+    config: Config, world_size: int, host: Host, given: ClusterFile | None = None
+) -> Config:
+    """Returns a configuration with its layout: the run folder's, if it was chosen for as many
+    ranks, else that of the shortest predicted step that fits. Called once of a run.
+
+    Args:
+        config: of the run.
+        world_size: number of ranks.
+        host: this one.
+        given: keys of a cluster file.
+
+    Raises:
+        ConfigError: the configuration breaks a rule in every layout, or none fits.
+    """
+    if not is_wanted(config, world_size):
+        return config
+    free = [key for key in CHOSEN_KEYS if key not in pinned_keys(config)]
+    saved = saved_config(config)
+    if saved is not None and saved.layout.chosen_for == world_size:
+        values = saved.model_dump()
+        kept = {key: _value(values, key) for key in free if key in saved.layout.chosen_keys}
+        if len(kept) == len(free):
+            return _with(config, kept, free, world_size)
+    result, assumed = search(config, world_size, host, given)
+    if not result.best:
+        raise ConfigError(_nothing(config, result, assumed))
+    best = result.best[0].changes
+    return _with(config, {key: best[key] for key in free}, free, world_size)
+
+
+def chosen_values(config: Config) -> Changes:
+    """Returns what of a configuration `with_layout` has set, by key."""
+    values = config.model_dump()
+    keys = (*config.layout.chosen_keys, "layout.chosen_for", "layout.chosen_keys")
+    return {key: _value(values, key) for key in keys}
+
+
+def overrides_of(config: Config) -> list[str]:
+    """Returns what of a configuration `with_layout` has set, as overrides; for the ranks."""
+    return [f"{key}={json.dumps(value)}" for key, value in chosen_values(config).items()]
+
+
+def search(
+    config: Config, world_size: int, host: Host, given: ClusterFile | None = None
+) -> tuple[Result, Assumptions]:
+    """Judges all layouts; arguments as of `with_layout`.
+
+    Raises:
+        ConfigError: the model or the cluster is not known, or roles have ranks of their own.
+    """
+    section = merged(config.cluster, given)
+    asks_for_gpus = section is not None or ENGINES[config.rollout.engine].runs_on_gpus
+    section = section or ClusterFile()
+    if not asks_for_gpus and host.num_gpus == 0:
+        section = ClusterFile(nodes=1, gpus_per_node=world_size, gpu_memory_gib=NO_BOUND_GIB)
+    assumed, errors = assume(section, world_size, host)
+    if assumed is None:
+        raise ConfigError(errors)
+    placement, misplaced = placed(config, Machines(world_size, assumed.cluster.gpus_per_node))
+    if misplaced or not placement.is_shared:
+        allowed = "config where the section placement gives roles ranks or sizes of their own"
+        remedy = "Write train and rollout sizes, or remove the section placement."
+        raise ConfigError(misplaced or [UserError("layout.choose", "auto", allowed, remedy)])
+    models, unknown = planned_models(config)
+    if models is None or unknown:
+        raise ConfigError(unknown)
+    try:
+        hf_config = read_model_config(config.model)
+        family, shape = read_model(config.model.family, hf_config)
+    except UserError as error:
+        raise ConfigError([error]) from None
+    roles = role_models(config, models, family, shape)
+    return Search(config, roles, hf_config, world_size, assumed).run(), assumed
+
+
+def _with(config: Config, values: Changes, keys: list[str], world_size: int) -> Config:
+    chosen = {"layout.chosen_for": world_size, "layout.chosen_keys": tuple(keys)}
+    return changed(config, {**values, **chosen})
+
+
+def _value(values: Mapping[str, Any], key: str) -> Any:
+    section, _, name = key.partition(".")
+    return values[section][name]
+
+
+def _nothing(config: Config, result: Result, assumed: Assumptions) -> list[UserError]:
+    """Returns why no layout can be taken."""
+    nearest = result.nearest
+    if nearest is None:
+        return list(result.refusals.values())
+    needed = with_margin(nearest.found.most_bytes)
+    said = " ".join(f"{key}={value}" for key, value in nearest.changes.items())
+    pinned = sorted(pinned_keys(config))
+    free = f", or leave out {', '.join(pinned)}" if pinned else ""
+    return [
+        UserError(
+            "layout.choose",
+            f"auto, of which the nearest, {said}, needs {memory_size(needed)} a GPU",
+            f"a layout that fits into {assumed.gpu_memory_bytes / GIB:.1f} GiB",
+            "Start more ranks, or lower rollout.max_new_tokens, data.max_prompt_tokens or "
+            f"rollout.max_batch{free}.",
+        )
+    ]

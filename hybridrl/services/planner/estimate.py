@@ -1,0 +1,97 @@
+"""Memory and time of one configuration in which all models share all ranks. No torch.
+
+Owns what a search asks for each candidate. Sizes are those of the fullest rank; what crosses the
+links at a reshard is counted by shares of the whole, not by pieces, as `hybridrl plan` does for the
+layout that is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.schema import Config
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.services.planner.alike import held_alike, memory_alike
+from hybridrl.services.planner.fit import num_requests, with_margin
+from hybridrl.services.planner.hardware import Assumptions
+from hybridrl.services.planner.phase_memory import (
+    MAIN_GRAD_BYTES,
+    HeldModel,
+    Memory,
+    RoleModel,
+    itemsize_of,
+)
+from hybridrl.services.planner.times import Times, giving_back_s, step_times
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a configuration takes.
+
+    Args:
+        memory: of the fullest rank.
+        times: of a step's phases.
+        most_bytes: of the phase that takes most, the KV cache with what there is room for.
+        spare_bytes: of a GPU, the margin taken off; below 0: it does not fit.
+    """
+
+    memory: Memory
+    times: Times
+    most_bytes: int
+    spare_bytes: int
+
+
+def estimate(
+    config: Config, models: Sequence[RoleModel], world_size: int, assumed: Assumptions
+) -> Estimate:
+    """Estimates a configuration whose rules hold.
+
+    Args:
+        config: of the run.
+        models: of it, the policy first.
+        world_size: number of ranks.
+        assumed: of the cluster.
+
+    Raises:
+        ModelError: a tensor cannot be cut so.
+    """
+    train, rollout = config.train, config.rollout
+    itemsize = itemsize_of(config, on_gpu=True)
+    is_fused = ENGINES[rollout.engine].has_fused_parameters
+    ranks = held_alike(config, models, world_size)
+    held, layout, engine, shared = ranks.models, ranks.layout, ranks.engine, ranks.shared
+    memory = memory_alike(config, ranks, world_size, assumed)
+    requests = num_requests(memory, assumed.gpu_memory_bytes)
+    most = max(memory.train, memory.rollout_with(requests))
+    crossing = max(
+        0, engine - shared - _own_elements(layout, held[0], rollout.tp if is_fused else 1)
+    )
+    times = step_times(
+        config,
+        models,
+        layout,
+        assumed,
+        (held[0].num_params, held[0].num_updated),
+        itemsize * engine,
+        itemsize * crossing,
+        requests * rollout.tp if is_fused else requests,
+    )
+    if memory.has_engine and ENGINES[rollout.engine].sleeps:
+        cache = memory.rollout_with(requests) - memory.rollout_with(0)
+        asleep = itemsize * (engine - shared) + cache
+        trained = sum(one.num_params for one in held if one.model.is_trained)
+        # Gradients lie in memory of the engine.
+        both = memory.train + asleep - min(asleep, MAIN_GRAD_BYTES * trained)
+        always = train.offload_optimizer or train.release_weights_in_rollout
+        changes_s = giving_back_s(1.0 if always else both / assumed.gpu_memory_bytes)
+        times = replace(times, reshard=times.reshard + changes_s)
+    return Estimate(memory, times, most, assumed.gpu_memory_bytes - with_margin(most))
+
+
+def _own_elements(layout: TrainLayout, held: HeldModel, tp: int) -> int:
+    """Returns about how much of its engine a rank trains with: all that it holds, or of it the part
+    that an engine cut further needs.
+    """
+    return held.num_params * layout.tp // max(tp, layout.tp)

@@ -1,0 +1,300 @@
+"""Whether a planned run fits into its GPUs, by how much, and what to change otherwise. No torch.
+
+The estimates of services/planner/phase_memory.py were compared with 7 runs on H200 (benchmarks/results/
+step_h200.json): a phase took between 0.86 and 1.18 of its estimate, and never more than 2.3 GiB
+beyond it, but for one run with NCCL groups that are not made any more. The estimates leave the CUDA
+context out, 0.6 GiB. So a run fits if its estimate with 5% and 2 GiB on top does: 5% for what the
+allocator cannot use of its own blocks, 2 GiB for the context and libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Any
+
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.lag import requests_under_way
+from hybridrl.config.placement import Machines, shown
+from hybridrl.config.rules import check
+from hybridrl.config.rules_placement import placed
+from hybridrl.config.schema import Config
+from hybridrl.errors import ModelError
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.services.planner.alike import held_alike, memory_alike
+from hybridrl.services.planner.hardware import GIB, Assumptions
+from hybridrl.services.planner.phase_memory import (
+    ADAM_BYTES,
+    MAIN_GRAD_BYTES,
+    MASTER_BYTES,
+    Memory,
+    RankMemory,
+    RoleModel,
+    itemsize_of,
+)
+from hybridrl.services.planner.sizes import fullest_stage
+from hybridrl.services.planner.text import memory_size
+
+MARGIN_SHARE, MARGIN_BYTES = 0.05, 2 * GIB
+MAX_REMEDIES = 3
+MOST_NAMED = 16  # ranks in the verdict
+SIZES = (1, 2, 4, 8, 16)  # that other layouts are tried with
+MULTIPLES = (*SIZES, 32, 64, 128)  # of the ranks
+Changes = dict[str, Any]
+
+
+def with_margin(estimate_bytes: int) -> int:
+    """Returns what a GPU must have for an estimate to be trusted to fit."""
+    return int(estimate_bytes * (1 + MARGIN_SHARE)) + MARGIN_BYTES
+
+
+def gpu_verdict(
+    config: Config,
+    models: Sequence[RoleModel],
+    hf_config: Mapping[str, Any],
+    found: Sequence[RankMemory],
+    assumed: Assumptions,
+    may_change: bool = True,
+) -> dict[str, Any]:
+    """Judges the fullest GPU.
+
+    Args:
+        config, hf_config, assumed: of the run, its policy and the cluster.
+        models: of the run, the policy first.
+        found: the estimates of all ranks.
+        may_change: looks for changes with which it fits, where it does not.
+
+    Returns:
+        `fits`, a sentence about it (`summary`), the phase that takes most, its estimate whatever
+        the lengths of samples and with usual ones, what it needs with the margin and what the GPU
+        has to spare then, all in bytes; how many of the requests that are decoded together the KV
+        cache holds; and changes that fit (`remedies`).
+    """
+    gpu, phases = assumed.gpu_memory_bytes, list[tuple[int, int, str, RankMemory]]()
+    for one in found:
+        rollout = one.memory.rollout_with(num_requests(one.memory, gpu))
+        phases.append((one.memory.train, one.memory.usual_train, "training", one))
+        phases.append((rollout, rollout, "rollout", one))
+    most, usual, phase, fullest = max(phases, key=lambda judged: judged[0])
+    caches = [one.memory for one in found if one.memory.has_engine]
+    cache, room = caches[0], min(num_requests(memory, gpu) for memory in caches)
+    spare = gpu - with_margin(most)
+    where = _on_ranks(fullest.fullest if phase == "training" else fullest.ranks, found)
+    may_fit = max(judged[1] for judged in phases) <= gpu
+    outcome = "fits" if spare >= 0 else "may not fit" if may_fit else "does not fit"
+    at_most = memory_size(most)
+    bound = "" if memory_size(usual) == at_most else f" and at most {at_most}"
+    summary = (
+        f"{outcome}: {phase}{where} takes about {memory_size(usual)}{bound}, "
+        f"{memory_size(with_margin(most))} with a margin of {MARGIN_SHARE:.0%} and "
+        f"{MARGIN_BYTES // GIB} GiB, of a GPU's {memory_size(gpu)} "
+        f"({assumed.values['gpu_memory_gib'].source}): "
+        f"{memory_size(abs(spare))} {'to spare' if spare >= 0 else 'too much'}"
+    )
+    remedies: list[str] = []
+    if spare < 0 and may_change:
+        search = _Search(config, models, hf_config, assumed)
+        remedies = search.remedies(sum(len(one.ranks) for one in found))
+        summary += f"; it fits with {remedies[0]}" if remedies else "; no larger layout tried fits"
+    elif spare >= 0:
+        num_ranks = sum(len(one.ranks) for one in found if one.memory.has_engine)
+        summary += _waiting(config, cache, room, num_ranks)
+    return {
+        "fits": spare >= 0,
+        "summary": summary,
+        "phase": phase,
+        "estimate_bytes": most,
+        "usual_bytes": usual,
+        "needed_bytes": with_margin(most),
+        "spare_bytes": spare,
+        "kv_cache_bytes": cache.kv_cache,
+        "max_requests": cache.num_requests,
+        "kv_cache_requests": room,
+        "remedies": remedies,
+    }
+
+
+def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
+    """Names ranks, some where there are many; nothing where they are all."""
+    if len(ranks) == sum(len(one.ranks) for one in found):
+        return ""
+    others = " and others" if len(ranks) > MOST_NAMED else ""
+    return f" on ranks {shown(ranks[:MOST_NAMED])}{others}"
+
+
+def _waiting(config: Config, cache: Memory, room: int, num_ranks: int) -> str:
+    """Says which requests wait, if any do: those that the KV cache has no room for, and with a lag
+    those that a replica has under way beyond what it decodes together.
+
+    Args:
+        config: of the run.
+        cache: of a rank with an engine.
+        room: requests that it holds.
+        num_ranks: with an engine.
+    """
+    said, lag, most = "", config.steps.max_policy_lag, config.rollout.max_batch
+    if room < cache.num_requests:
+        said = (
+            f"; the KV cache holds {room} of the {cache.num_requests} longest requests of "
+            "rollout.max_batch, others wait"
+        )
+    requests = requests_under_way(config, num_ranks // config.rollout.tp)
+    if lag and requests > most:
+        said += (
+            f"; of {requests} requests that a replica has under way with "
+            f"steps.max_policy_lag={lag} rollout.max_batch={most} are decoded together, others wait"
+        )
+    return said
+
+
+def num_requests(memory: Memory, gpu: int) -> int:
+    """Returns for how many requests the KV cache of a GPU of so many bytes has room."""
+    room = int((gpu - MARGIN_BYTES) / (1 + MARGIN_SHARE)) - memory.rollout_with(0)
+    per_request = max(1, memory.kv_cache // memory.num_requests)
+    return min(memory.num_requests, max(memory.least_requests, room // per_request))
+
+
+def cpu_verdict(found: Sequence[RankMemory]) -> dict[str, Any]:
+    """Says why there is no verdict on CPU, and what is known."""
+    peaks = [max(one.memory.train, one.memory.rollout) for one in found]
+    memory, most = found[peaks.index(max(peaks))].memory, max(peaks)
+    usual = memory.usual_train if memory.train >= memory.rollout else memory.rollout
+    cache = next(one.memory for one in found if one.memory.has_engine)
+    world_size = sum(len(one.ranks) for one in found)
+    total = sum(len(one.ranks) * peak for one, peak in zip(found, peaks, strict=True))
+    ranks = f"{world_size} ranks take" if world_size > 1 else "1 rank takes"
+    summary = (
+        f"no verdict on CPU, where ranks share the host's memory: {ranks} about "
+        f"{memory_size(total)}, beside what Python's libraries take"
+    )
+    phase = "training" if memory.train >= memory.rollout else "rollout"
+    return {
+        "fits": None,
+        "summary": summary,
+        "phase": phase,
+        "estimate_bytes": most,
+        "usual_bytes": usual,
+        "needed_bytes": None,
+        "spare_bytes": None,
+        "kv_cache_bytes": cache.kv_cache,
+        "max_requests": cache.num_requests,
+        "kv_cache_requests": cache.num_requests,
+        "remedies": [],
+    }
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Looks for changes of a configuration with which it fits.
+
+    Args:
+        config: that does not.
+        models: of the run, the policy first; no change adds or removes one.
+        hf_config: the policy's config.json.
+        assumed: of the cluster; other numbers of ranks have nodes of the same size.
+    """
+
+    config: Config
+    models: Sequence[RoleModel]
+    hf_config: Mapping[str, Any]
+    assumed: Assumptions
+
+    def remedies(self, world_size: int) -> list[str]:
+        """Returns some changes that fit, on as few ranks as they can, the smallest changes first;
+        none where none does that is tried.
+        """
+        for factor in MULTIPLES:
+            if found := list(islice(self._fitting(world_size, factor), MAX_REMEDIES)):
+                return found
+        return []
+
+    def _fitting(self, world_size: int, factor: int) -> Iterator[str]:
+        world, found = world_size * factor, list[Changes]()
+        if with_margin(self._least() // world) > self.assumed.gpu_memory_bytes:
+            return
+        for changes in sorted(self._candidates(), key=len):
+            if any(one.keys() <= changes.keys() for one in found):
+                continue  # what fits already needs none of the rest
+            config = changed(self.config, changes)
+            if check(config, world, self.hf_config):
+                continue
+            placement, _ = placed(config, Machines(world))
+            if not placement.is_shared:  # any more, of those that are named
+                continue
+            try:
+                held = held_alike(config, self.models, world)
+                memory = memory_alike(config, held, world, self.assumed)
+            except ModelError:  # a tensor that cannot be cut so, which the rules do not know
+                continue
+            most = max(memory.train, memory.rollout_with(memory.least_requests))
+            if with_margin(most) <= self.assumed.gpu_memory_bytes:
+                found.append(changes)
+                said = [f"{key}={_yaml(value)}" for key, value in changes.items()]
+                said += [f"--world {world}"] if factor > 1 else []
+                yield f"{' '.join(said)} (about {memory_size(most)})"
+
+    def _least(self) -> int:
+        """Returns the bytes of weights, gradients and optimizer over all ranks, each held once."""
+        itemsize = itemsize_of(self.config, on_gpu=True)
+        optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
+        policy = self.models[0]
+        elements, _ = fullest_stage(policy.family, policy.shape, TrainLayout(1))
+        return elements * (itemsize + MAIN_GRAD_BYTES + optimizer)
+
+    def _candidates(self) -> Iterator[Changes]:
+        """Yields changes of the layout, of what saves memory, and of both."""
+        train, rollout = self.config.train, self.config.rollout
+        per_node = self.assumed.max_gpus_per_node
+        wanted: dict[str, list[Any]] = {
+            "train.tp": [size for size in SIZES if train.tp < size <= per_node],
+            "train.pp": [size for size in SIZES if train.pp < size],
+            "rollout.tp": [size for size in SIZES if rollout.tp < size <= per_node],
+        }
+        if not ENGINES[rollout.engine].is_tensor_parallel:
+            del wanted["rollout.tp"]
+        if self.models[0].shape.moe is not None:
+            wanted["train.ep"] = [size for size in SIZES if train.ep < size]
+        layouts: list[Changes] = [{}]
+        for key, sizes in wanted.items():
+            layouts += [{**found, key: size} for found in layouts for size in sizes]
+        if rollout.ep > 1:  # as large as rollout.tp
+            for found in layouts:
+                if "rollout.tp" in found:
+                    found["rollout.ep"] = found["rollout.tp"]
+        longest = self.config.data.max_prompt_tokens + rollout.max_new_tokens
+        fewer = max(longest, train.micro_batch_tokens // 4)
+        # What takes memory off a rank and costs time, the least first.
+        savings: list[Changes] = [
+            {},
+            {"train.recompute": "selective"},
+            {"train.recompute": "full"},
+            {"train.offload_optimizer": True},
+            {"train.recompute": "full", "train.offload_optimizer": True},
+            {"train.recompute": "full", "train.micro_batch_tokens": fewer},
+            {
+                "train.recompute": "full",
+                "train.offload_optimizer": True,
+                "train.micro_batch_tokens": fewer,
+            },
+        ]
+        for layout, saving in product(layouts, savings):
+            yield {**layout, **saving}
+
+
+def changed(config: Config, changes: Changes) -> Config:
+    """Returns a configuration with other values of some dotted keys."""
+    sections: dict[str, Changes] = {}
+    for key, value in changes.items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    return config.model_copy(
+        update={
+            section: getattr(config, section).model_copy(update=values)
+            for section, values in sections.items()
+        }
+    )
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

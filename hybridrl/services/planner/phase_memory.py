@@ -1,0 +1,446 @@
+"""The memory part of `hybridrl plan`: what ranks that hold the same models hold in each phase. No
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from hybridrl.checkpoint.memory_folders import GENERATIONS
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.lag import requests_under_way
+from hybridrl.config.placement import REWARD, Place
+from hybridrl.config.roles import RunModels
+from hybridrl.config.schema import Config
+from hybridrl.config.source import read_model_config
+from hybridrl.config.teacher import read_teacher
+from hybridrl.models.family import Family, ModelShape, read_model
+from hybridrl.models.weights import EXPERTS, Head, RankLayout
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.services.planner.micro_batch_sizes import (
+    MicroBatchSize,
+    largest_micro_batch,
+    usual_micro_batches,
+)
+from hybridrl.services.planner.replayed_experts import ReplayBytes, replay_bytes
+
+MIB = 2**20
+# Of the head's logits, fp32 and their gradients in 16 bit, a chunk is held (token_logprobs.py).
+BYTES_PER_LOGIT = 6
+HEAD_CHUNKS = 8
+MOST_HEAD_BYTES = 1 << 30
+# Of a GPU, measured on H200: what NCCL takes for each group of ranks that it has connected (3
+# groups of 4 ranks: 1.9 to 2.8 GiB), and vLLM for CUDA graphs and workspace.
+GROUP_BYTES = 768 * MIB
+GRAPH_BYTES = 448 * MIB
+ADAM_BYTES = 8  # two fp32 moments
+MASTER_BYTES = 4  # fp32 copy of 16-bit parameters
+MAIN_GRAD_BYTES = 4
+FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The estimated peaks of the fullest rank, in bytes.
+
+    Args:
+        train: Most that training may take, whatever the lengths of samples.
+        count_usual_train: Returns `usual_train`. Packing the samples takes long, and a search asks
+            for thousands of layouts without it.
+        rollout: in generation, the KV cache with it.
+        kv_cache: with room for all requests that are decoded together, and with the experts that
+            are recorded of them.
+        num_requests: how many those are, each as long as it may be.
+        least_requests: for how many the cache must have room; others would wait.
+        staging: of the reshard, where weights travel as messages.
+        saved: what a checkpoint has of a rank.
+        replay: of it, what recorded experts take; None: they are not replayed.
+    """
+
+    train: int
+    count_usual_train: Callable[[], int] = field(repr=False, compare=False)
+    rollout: int
+    kv_cache: int
+    num_requests: int
+    least_requests: int
+    staging: int
+    saved: int = 0
+    replay: ReplayBytes | None = None
+
+    @cached_property
+    def usual_train(self) -> int:
+        """What training takes with samples of usual length, as they are packed."""
+        return self.count_usual_train()
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether there is an engine on these ranks."""
+        return self.kv_cache > 0
+
+    def rollout_with(self, num_requests: int) -> int:
+        """Returns the peak of generation with a KV cache for some of the requests."""
+        return self.rollout - self.kv_cache + self.kv_cache * num_requests // self.num_requests
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """The estimate for ranks that hold the same models.
+
+    Args:
+        ranks: ascending.
+        roles: of the models that they hold.
+        memory: of the fullest of them.
+        fullest: those that hold the most of the models, as the first or last stage of a pipeline.
+    """
+
+    ranks: tuple[int, ...]
+    roles: list[str]
+    memory: Memory
+    fullest: tuple[int, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns it as the report has it."""
+        return {
+            "ranks": list(self.ranks),
+            "fullest_ranks": list(self.fullest),
+            "roles": self.roles,
+            "train_peak_bytes": self.memory.train,
+            "usual_train_peak_bytes": self.memory.usual_train,
+            "rollout_peak_bytes": self.memory.rollout,
+        }
+
+
+@dataclass(frozen=True)
+class RoleModel:
+    """A model of a run.
+
+    Args:
+        role: of the run, as a placement names it.
+        family, shape: of the model.
+        is_trained: it has gradients and an optimizer.
+        head: with which its parameters are counted; a critic is taken to be as large as the policy.
+    """
+
+    role: str
+    family: Family
+    shape: ModelShape
+    is_trained: bool = False
+    head: Head = "lm"
+
+
+@dataclass(frozen=True)
+class HeldModel:
+    """A model of which ranks hold parts.
+
+    Args:
+        model: which.
+        place: where it lies; models of one place share process groups.
+        layout: how it is cut there.
+        num_params: parameters of that of the ranks which holds most.
+        num_expert_params: of those, parameters of experts, which have fewer replicas.
+    """
+
+    model: RoleModel
+    place: Place
+    layout: TrainLayout
+    num_params: int
+    num_expert_params: int = 0
+
+    @property
+    def num_updated(self) -> int:
+        """Parameters whose optimizer state is on a rank: ranks that hold the same share them."""
+        layout, experts = self.layout, self.num_expert_params
+        own = (self.num_params - experts) // (layout.dp * layout.cp)
+        return own + experts // layout.edp
+
+
+@dataclass(frozen=True)
+class HeldEngine:
+    """An engine's part on a rank.
+
+    Args:
+        num_bytes: of its weights that are not the trainer's own memory.
+        num_ranks: that have engines.
+    """
+
+    num_bytes: int
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class Held:
+    """What ranks hold that hold the same models.
+
+    Args:
+        models: of which they hold parts.
+        engine: their part of an engine; None: they have none.
+        peer_bytes: of memory for the policy's weights beyond their own, which peers ask of all.
+        fullest: the ranks that hold the most of the models.
+    """
+
+    models: Sequence[HeldModel]
+    engine: HeldEngine | None
+    peer_bytes: int = 0
+    fullest: tuple[int, ...] = ()
+
+    @property
+    def roles(self) -> list[str]:
+        """The roles of the models; an engine's is `rollout`, after the policy's."""
+        found = [held.model.role for held in self.models]
+        if self.engine is not None:
+            found.insert("policy" in found, "rollout")
+        return found
+
+
+def role_models(
+    config: Config, models: RunModels, family: Family, shape: ModelShape
+) -> list[RoleModel]:
+    """Returns the models of a run, the policy first.
+
+    Args:
+        config, models: of the run.
+        family, shape: of the policy.
+    """
+    found = [RoleModel("policy", family, shape, models.trains_policy)]
+    if models.has_reference:
+        found.append(RoleModel("reference", family, shape))
+    if models.has_critic:
+        found.append(RoleModel("critic", family, shape, is_trained=True))
+    if models.has_teacher and (hf_config := read_teacher(config)) is not None:
+        found.append(RoleModel("teacher", *read_model(None, hf_config)))
+    for name, section in models.reward_models.items():
+        served = read_model(section.family, read_model_config(section))
+        found.append(RoleModel(REWARD + name, *served, head="value"))
+    return found
+
+
+def estimate_memory(
+    config: Config,
+    shape: ModelShape,
+    world_size: int,
+    held: Held,
+    transport: str,
+    on_gpu: bool,
+) -> Memory:
+    """Estimates what ranks hold in each phase; `held` is all of it that the fullest holds.
+
+    Training holds parameters, fp32 gradients, the optimizer's share of a data-parallel rank, frozen
+    models, activations and logits, and weights of an engine that does not sleep. Generation holds
+    parameters, the optimizer's state unless it is offloaded, the engine's own weights and the KV
+    cache. On GPUs both hold NCCL's groups and the engine's graphs; the CUDA context is not counted.
+
+    Args:
+        config: of the run.
+        shape: of the policy.
+        world_size: number of ranks.
+        held, transport: what they hold, and how weights travel.
+        on_gpu: whether ranks hold this on GPUs.
+    """
+    itemsize = itemsize_of(config, on_gpu)
+    optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
+    frozen = trained = gradients = states = 0
+    for one in held.models:
+        if one.model.is_trained:
+            trained += one.num_params * itemsize
+            gradients += one.num_params * MAIN_GRAD_BYTES
+            states += optimizer * one.num_updated
+        else:
+            frozen += one.num_params * itemsize
+    engine, kv_cache = ENGINES[config.rollout.engine], 0
+    num_requests = _num_requests(config, held.engine.num_ranks if held.engine else world_size)
+    replay = replay_bytes(config, shape, num_requests)
+    if held.engine is not None:
+        kv_cache = _kv_cache_bytes(config, shape, itemsize, num_requests, replay)
+    engine_bytes = held.engine.num_bytes if held.engine else 0
+    always = held.peer_bytes + frozen
+    always += _gpu_bytes(config, world_size, held, transport) if on_gpu else 0
+    training = always + trained + gradients + states
+    training += replay.train if replay and "policy" in held.roles else 0
+    training += 0 if engine.sleeps else engine_bytes
+    most = _most_activation_bytes(config, held.models, itemsize)
+
+    def usual_train() -> int:
+        return training + min(most, _usual_activation_bytes(config, held.models, itemsize))
+
+    return Memory(
+        train=training + most,
+        count_usual_train=usual_train,
+        rollout=always
+        + (0 if config.train.release_weights_in_rollout else trained)
+        + (0 if config.train.offload_optimizer else states)
+        + engine_bytes
+        + kv_cache,
+        kv_cache=kv_cache,
+        num_requests=num_requests,
+        least_requests=1 if engine.has_fixed_kv_cache else num_requests,
+        staging=config.rollout.staging_mib * MIB,
+        saved=trained + states,
+        replay=replay,
+    )
+
+
+def copies_checkpoints(config: Config) -> bool:
+    """Whether checkpoints within a run are written from copies in host memory."""
+    section = config.checkpoint
+    is_saved = bool(section.every or section.every_s)
+    return is_saved and section.asynchronous and not section.export_hf
+
+
+def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) -> int:
+    """Returns what hosts hold of a rank's training state, so that a run goes on after a loss
+    (checkpoint/memory_copies.py): the copy that is taken, and of a rank's own files, and of those
+    of a rank of another host, GENERATIONS each.
+
+    Args:
+        config: of the run.
+        saved: what files of its state take.
+        copied: what its copy takes.
+        num_hosts: of the run.
+    """
+    if not config.run.max_restarts or config.checkpoint.copy_every == 0:
+        return 0
+    num_files = GENERATIONS * (2 if num_hosts > 1 else 1)
+    return copied + saved * num_files
+
+
+def _kv_cache_bytes(
+    config: Config, shape: ModelShape, itemsize: int, num_requests: int, replay: ReplayBytes | None
+) -> int:
+    """Returns what the longest requests take of a rank's KV cache, and of what is recorded."""
+    per_request = (
+        config.longest_request()
+        * shape.cached_elements(config.rollout.tp)
+        * shape.num_layers
+        * itemsize
+    )
+    return num_requests * per_request + (replay.rollout if replay else 0)
+
+
+def _num_requests(config: Config, num_ranks: int) -> int:
+    """Returns how many requests the KV cache is for: a fixed one is made for all that may be
+    decoded together, another grows with those that there are.
+    """
+    most = config.rollout.max_batch
+    if ENGINES[config.rollout.engine].has_fixed_kv_cache:
+        return most
+    return min(most, requests_under_way(config, num_ranks))
+
+
+def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> int:
+    """Returns what libraries hold of a GPU in both phases: groups of ranks, staging, graphs."""
+    sizes = [world_size]
+    for layout in {one.place: one.layout for one in held.models}.values():
+        sizes += [layout.tp, layout.pp, layout.cp, layout.dp]
+        sizes += [layout.dp * layout.cp, layout.tp * layout.pp]
+        if layout.ep * layout.etp > 1:
+            sizes += [layout.ep, layout.etp, layout.ep * layout.etp, layout.edp]
+    if held.engine is not None:
+        sizes += 2 * [config.rollout.tp]  # torch's group and vLLM's own communicator
+        sizes += [config.rollout.ep]
+    is_staged = transport == "packed" and world_size > 1
+    num_groups = sum(size > 1 for size in sizes) + is_staged  # blocks go over a group of their own
+    moves_weights = held.engine is not None or "policy" in held.roles
+    staging = config.rollout.staging_mib * MIB if is_staged and moves_weights else 0
+    captures = held.engine is not None and ENGINES[config.rollout.engine].captures_graphs
+    return GROUP_BYTES * num_groups + (GRAPH_BYTES if captures else 0) + staging
+
+
+def _most_activation_bytes(config: Config, models: Sequence[HeldModel], itemsize: int) -> int:
+    """Returns the most that passes may hold of a rank: those of the trained model that takes most,
+    which is what counts beside frozen ones, and of a frozen one where nothing is trained.
+    """
+    return max(
+        (
+            _pass_bytes(config, one, itemsize, largest_micro_batch(config, one.layout))
+            for one in _with_passes(models)
+        ),
+        default=0,
+    )
+
+
+def _usual_activation_bytes(config: Config, models: Sequence[HeldModel], itemsize: int) -> int:
+    """Returns what these passes hold with samples of usual length."""
+    return max(
+        (
+            _pass_bytes(config, one, itemsize, packed)
+            for one in _with_passes(models)
+            for packed in usual_micro_batches(config, one.model.shape, one.layout)
+        ),
+        default=0,
+    )
+
+
+def _with_passes(models: Sequence[HeldModel]) -> Sequence[HeldModel]:
+    return [one for one in models if one.model.is_trained] or models
+
+
+def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatchSize) -> int:
+    """Returns what one rank's passes over micro-batches of a size take: what forward passes keep
+    for backward passes, and the larger scratch, of the head or of gradients of copied keys.
+
+    Of a layer: its input, what follows each norm, and the input of the feed-forward half (4 hidden
+    sizes); queries, keys and values, the latents that they are made of, and what attention gives;
+    the feed-forward layer's two halves and their product. Where samples share prompts, attention
+    keeps the copies of keys and values. Tensor and sequence parallel cut all of it. Of a mixture of
+    experts the same of each of a token's experts, and their inputs and outputs, which ranks
+    exchange; tokens are taken to be spread evenly over the experts, and all layers to be mixtures.
+    A frozen model keeps nothing: one layer at a time is whole.
+    """
+    model, layout = held.model, held.layout
+    shape, parts = model.shape, layout.cp * layout.tp
+    key_size = shape.num_kv_heads * (shape.head_dim + shape.value_dim)
+    attention = shape.num_heads * (shape.head_dim + shape.value_dim)
+    if (latent := shape.latent) is not None:
+        attention += latent.query_rank + latent.cached_dim
+    product, exchanged = shape.ffn_size, 0
+    if (moe := shape.moe) is not None:
+        product = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
+        exchanged = 2 * moe.experts_per_token * shape.hidden_size * layout.etp
+    per_token = 4 * shape.hidden_size + attention + 3 * product + exchanged
+    layers, stages = -(-shape.num_layers // layout.pp), layout.pp
+    whole = micro.positions * per_token + micro.key_rows * key_size  # elements of a layer
+    if not model.is_trained:
+        kept, stages = whole, 1
+    elif config.train.recompute == "full":  # each layer keeps its input; one at a time is whole
+        kept = micro.positions * shape.hidden_size * layers + whole
+    elif config.train.recompute == "selective":  # not the product, of shared experts neither
+        kept = (whole - micro.positions * product) * layers
+    else:
+        kept = whole * layers
+    scratch = 0
+    if model.head == "lm":
+        logits = micro.positions * shape.padded_vocab(layout.tp) // parts
+        scratch = min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES)
+    if model.is_trained and micro.key_rows > micro.positions:
+        # GatherKeys.backward: gradients of copies, and of one of the two a sum, both in fp32.
+        widest = shape.num_kv_heads * max(shape.head_dim, shape.value_dim)
+        summed = FP32_BYTES * (micro.key_rows + micro.positions) * widest
+        scratch = max(scratch, (itemsize * micro.key_rows * key_size + summed) // parts)
+    return kept * itemsize * stages // parts + scratch
+
+
+def fullest(layouts: Sequence[RankLayout]) -> tuple[int, int]:
+    """Returns the elements of the rank that holds most, and how many of them are of experts."""
+    different = {id(layout): layout for layout in layouts}.values()
+    found = []
+    for layout in different:
+        elements = {name: prod(shape) for name, shape in layout.shapes.items()}
+        experts = sum(num for name, num in elements.items() if EXPERTS in name)
+        found.append((sum(elements.values()), experts))
+    return max(found)
+
+
+def most_elements(layouts: Sequence[RankLayout]) -> int:
+    """Returns the elements of the rank that holds most."""
+    return fullest(layouts)[0]
+
+
+def itemsize_of(config: Config, on_gpu: bool) -> int:
+    """Returns bytes of a parameter; 'auto' is float32 on CPU."""
+    if config.model.dtype == "auto":
+        return 2 if on_gpu else 4
+    return {"float32": 4, "bfloat16": 2}[config.model.dtype]

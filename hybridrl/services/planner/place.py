@@ -1,0 +1,219 @@
+"""Where `hybridrl plan` lays the models of a run, as the run will: who trains and who generates
+with what, and what ranks hold. No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.placement import Place, Placement
+from hybridrl.config.schema import Config
+from hybridrl.hybrid_engine.memory.alias import shared_names
+from hybridrl.hybrid_engine.planning.assign import Assignment, OrderChoice, assign, evaluate_layout
+from hybridrl.hybrid_engine.planning.expert_maps import Engines, ExpertTensors, lay_out_engines
+from hybridrl.hybrid_engine.planning.order import lay_out, order_layout
+from hybridrl.hybrid_engine.planning.owned import equal_shares
+from hybridrl.models.expert_stacks import stacks_are_even
+from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.weights import (
+    NOTHING,
+    RankLayout,
+    fused_layouts,
+    hf_layout,
+    hf_shapes,
+    megatron_layouts,
+)
+from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.services.planner.phase_memory import (
+    Held,
+    HeldEngine,
+    HeldModel,
+    RoleModel,
+    fullest,
+    most_elements,
+)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Who trains and who generates with what; ranks are those of the world.
+
+    Args:
+        placement: of all models.
+        layout: the policy's training layout over its ranks, its order chosen.
+        choice: of the order.
+        whole: what each rank trains with.
+        sources: what engines are written from.
+        parts: what each tensor-parallel rank of the engine holds.
+        engines: which part each rank generates with.
+        shared: elements of each rank's engine parameters that are the trainer's own memory.
+    """
+
+    placement: Placement
+    layout: TrainLayout
+    choice: OrderChoice | None
+    whole: list[RankLayout]
+    sources: list[RankLayout]
+    parts: list[RankLayout]
+    engines: Engines
+    shared: list[int]
+
+    @property
+    def best(self) -> Assignment:
+        """Which part each rank generates with."""
+        return self.engines.best
+
+    @property
+    def targets(self) -> list[RankLayout]:
+        """What each rank is to hold for its engine."""
+        return self.engines.targets
+
+
+def place_models(
+    config: Config, placement: Placement, family: Family, shape: ModelShape, node: int
+) -> Placed:
+    """Returns where policy and engines are, as `loop/setup.py` lays them.
+
+    Args:
+        config: of the run.
+        placement: of it; the rules hold.
+        family, shape: of the policy.
+        node: number of consecutive ranks of one node.
+    """
+    train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
+    if ENGINES[config.rollout.engine].has_fused_parameters:
+        parts = fused_layouts(family, shape, tp, config.rollout.ep)
+    else:
+        parts = [hf_layout(hf_shapes(family, shape))]
+    choice = None
+    if placement.is_shared:
+        ordered = order_layout(train, family, shape, len(ranks), tp, node)
+        layout, choice = ordered.layout, ordered.choice
+        whole, sources = ordered.whole, ordered.sources
+    else:
+        layout = lay_out(train, len(ranks))
+        whole = megatron_layouts(family, shape, layout)
+        sources = equal_shares(layout, whole) if train.fuse_param_gather else whole
+    world_size = placement.num_ranks
+    whole, sources = (_spread(found, ranks, world_size) for found in (whole, sources))
+    takes_maps = config.rollout.ep > 1 and ENGINES[config.rollout.engine].takes_expert_maps
+    tensors = ExpertTensors(family, shape) if takes_maps else None
+    engines = lay_out_engines(sources, parts, tensors, node, placement.rollout)
+    shared = _shared(config, layout, whole, engines.targets)
+    return Placed(placement, layout, choice, whole, sources, parts, engines, shared)
+
+
+def _spread(
+    layouts: Sequence[RankLayout], ranks: Sequence[int], world_size: int
+) -> list[RankLayout]:
+    """Returns what each rank of the world holds of what these ranks do, in their order."""
+    held = dict(zip(ranks, layouts, strict=True))
+    return [held.get(rank, NOTHING) for rank in range(world_size)]
+
+
+def _shared(
+    config: Config, layout: TrainLayout, whole: list[RankLayout], targets: list[RankLayout]
+) -> list[int]:
+    """Returns, for each rank, the elements of engine parameters that are the trainer's memory."""
+    shares_memory = ENGINES[config.rollout.engine].shares_memory
+    if not shares_memory or config.train.release_weights_in_rollout:
+        return [0] * len(whole)
+    found: dict[tuple[int, int], int] = {}
+    for source, target in zip(whole, targets, strict=True):
+        if (id(source), id(target)) not in found:
+            is_even = stacks_are_even(source.shapes, layout, not config.train.fuse_param_gather)
+            names = shared_names(source, target, is_even)
+            found[id(source), id(target)] = sum(prod(target.shapes[name]) for name in names)
+    return [found[id(s), id(t)] for s, t in zip(whole, targets, strict=True)]
+
+
+def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, Any]:
+    """Returns what the chosen assignment costs, and what others on the same ranks would."""
+    sources, parts, placement = placed.sources, placed.parts, placed.placement
+    in_turn = RolloutLayout.consecutive(len(placement.rollout), len(parts))
+    in_turn, known = in_turn.on(placement.rollout, len(sources)), placed.engines.costs
+    consecutive = evaluate_layout(sources, parts, in_turn, known)
+    free = assign(sources, parts, node, is_ascending=False, ranks=placement.rollout, costs=known)
+    choice, remedy = placed.choice, None
+    if choice is not None and choice.receive < placed.best.receive:
+        remedy = f"Set train.order=auto, which chooses {choice.order}, in place of {order}."
+    named = {"used": placed.best, "consecutive": consecutive, "any_order": free}
+    if placed.best.layout.experts is not None:
+        named["experts_in_order"] = placed.engines.linear
+    costs = {
+        name: {
+            "tp_ranks": [found.layout.tp_rank(rank) for rank in range(len(sources))],
+            "max_receive_bytes": itemsize * found.receive,
+            "max_send_bytes": itemsize * found.send,
+        }
+        for name, found in named.items()
+    }
+    return {**costs, "remedy": remedy}
+
+
+def held_by_ranks(
+    models: Sequence[RoleModel], placed: Placed, itemsize: int, transport: str
+) -> list[tuple[tuple[int, ...], Held]]:
+    """Returns the ranks that hold the same models, and what the fullest of them holds of each.
+
+    Args:
+        models: of the run, the policy first.
+        placed: where it and the engines are.
+        itemsize: bytes of a parameter.
+        transport: how weights travel.
+    """
+    placement, sizes = placed.placement, _Sizes(models[0], placed)
+    parts = [sizes.of(model) for model in models]
+    peers_bytes = 0  # of the piece that each rank has for the weights
+    if transport == "peer" and models[0].is_trained:
+        peers_bytes = itemsize * most_elements(placed.whole)
+    sets: dict[tuple[bool, ...], list[int]] = {}
+    for rank in range(placement.num_ranks):
+        holds = [rank in elements for _, _, elements in parts]
+        sets.setdefault((*holds, rank in placement.rollout), []).append(rank)
+    found = []
+    for ranks in sets.values():
+        held = [
+            HeldModel(model, place, layout, *max(elements[rank] for rank in ranks))
+            for model, (place, layout, elements) in zip(models, parts, strict=True)
+            if ranks[0] in elements
+        ]
+        engine = None
+        if ranks[0] in placement.rollout:
+            own = (most_elements([placed.targets[r]]) - placed.shared[r] for r in ranks)
+            engine = HeldEngine(itemsize * max(own), len(placement.rollout))
+        own_bytes = sum(itemsize * h.num_params for h in held if h.model.role == "policy")
+        sums = [sum(of[rank][0] for _, _, of in parts if rank in of) for rank in ranks]
+        most = max(sums)
+        fullest = tuple(rank for rank, one in zip(ranks, sums, strict=True) if one == most)
+        found.append((tuple(ranks), Held(held, engine, max(0, peers_bytes - own_bytes), fullest)))
+    return found
+
+
+class _Sizes:
+    """How much of a model each rank holds; what is cut alike is looked at once."""
+
+    def __init__(self, policy: RoleModel, placed: Placed) -> None:
+        self._placed = placed
+        key = policy.family, policy.shape, placed.layout, policy.head
+        self._found = {key: [placed.whole[rank] for rank in placed.placement.policy.ranks]}
+
+    def of(self, model: RoleModel) -> tuple[Place, TrainLayout, dict[int, tuple[int, int]]]:
+        """Returns where a model lies, how it is cut there, and the elements on each of these
+        ranks, all and those of experts.
+        """
+        place, layout = self._placed.placement.of(model.role), self._placed.layout
+        if place != self._placed.placement.policy:
+            sizes = place.tp, place.pp, place.cp, place.ep, place.vpp
+            layout = TrainLayout(len(place.ranks), *sizes, etp=place.etp)
+        key = model.family, model.shape, layout, model.head
+        if key not in self._found:
+            self._found[key] = megatron_layouts(*key)
+        parts = self._found[key]
+        elements = {id(part): fullest([part]) for part in parts}
+        held = (elements[id(part)] for part in parts)
+        return place, layout, dict(zip(place.ranks, held, strict=True))

@@ -1,0 +1,195 @@
+"""The words of `hybridrl plan`: its report as lines for people. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from hybridrl.config.placement import shown
+from hybridrl.config.rules_placement import AUTO_ORDER
+from hybridrl.hybrid_engine.planning.assign import OrderChoice
+from hybridrl.parallel.layout import DEFAULT_ORDER
+from hybridrl.services.planner.text import memory_size, traffic
+
+MAX_ROWS = 16  # ranks that the table has; of more --json tells
+
+
+def order_reason(
+    configured: str,
+    used: str,
+    choice: OrderChoice | None,
+    itemsize: int,
+    is_shared: bool = True,
+    has_experts: bool = False,
+) -> str:
+    """Returns why the training axes are in this order.
+
+    Args:
+        configured: `train.order`.
+        used: the order.
+        choice: what 'auto' finds; None where the engine's ranks need everything in any order.
+        itemsize: bytes of an element.
+        is_shared: whether all models and engines share all ranks.
+        has_experts: whether the policy is a mixture of experts.
+    """
+    own = "Megatron's own" if used == DEFAULT_ORDER else "as configured"
+    if not is_shared:
+        return f"{own}; another is chosen only where all models and engines share all ranks"
+    if has_experts:
+        return f"{own}; another is chosen only for models without experts"
+    if choice is None:
+        return f"{own}; with rollout.tp=1 ranks receive as much in any"
+    best, default = (traffic(itemsize * n) for n in (choice.receive, choice.default_receive))
+    if configured != AUTO_ORDER:
+        if used == choice.order:
+            return f"{own}, which train.order=auto chooses too"
+        return f"{own}; a rank receives at most {best} in {choice.order}, which auto would choose"
+    if used == DEFAULT_ORDER:
+        return f"{own}; a rank receives at most {best}, no less where groups stay on their nodes"
+    return f"a rank receives at most {best}, in Megatron's own order {default}"
+
+
+def plan_text(report: dict[str, Any], is_full: bool = True) -> str:
+    """Returns the report as lines for people, the verdict first; what is assumed and each rank only
+    where it is to be full.
+    """
+    return "\n".join(_lines(report, is_full))
+
+
+def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
+    train, rollout, verdict = report["train"], report["rollout"], report["verdict"]
+    yield verdict["summary"]
+    for remedy in verdict["remedies"][1:]:
+        yield f"         or with {remedy}"
+    yield "train    " + " ".join(f"{axis}{size}" for axis, size in train.items())
+    if report["positions"]:
+        yield f"position {report['positions']}"
+    yield f"order    {report['order']['axes']}: {report['order']['reason']}"
+    replicas = rollout["replicas"]
+    yield (
+        f"rollout  {rollout['engine']}: {replicas} {'replicas' if replicas > 1 else 'replica'} "
+        f"at tp {rollout['tp']}" + (f" ep {rollout['ep']}" if "ep" in rollout else "")
+    )
+    if rollout.get("experts"):
+        used, in_order = (
+            traffic(rollout["choices"][name]["max_receive_bytes"])
+            for name in ("used", "experts_in_order")
+        )
+        yield (
+            "         experts are dealt to each replica's ranks as they lie in training: a rank "
+            f"receives at most {used}, dealt in order {in_order}"
+        )
+    yield from _memory_lines(report)
+    yield from _rank_lines(report["ranks"])
+    if step := report["step"]:
+        phases = ", ".join(f"{name} {s:.1f}" for name, s in step["phases_s"].items())
+        whole = f"{step['predicted_s']:.1f} s, predicted, with the longest responses"
+        yield f"step     {whole}: {phases}"
+        if step["note"]:
+            yield f"         {step['note']}"
+    yield from _reshard_lines(report)
+    if not is_full:
+        yield "ranks    --all lists each, and what is assumed of the cluster"
+        return
+    if report["assumptions"]:
+        yield "assumed  (--cluster FILE with these keys sets others)"
+        for key in _used_assumptions(report):
+            found = report["assumptions"][key]
+            yield f"         {key} {found['value']:g}: {found['source']}"
+    yield from _table(report)
+
+
+def _used_assumptions(report: dict[str, Any]) -> Iterator[str]:
+    """Yields the keys that a number of the report depends on."""
+    has_network = report["assumptions"]["nodes"]["value"] > 1
+    for key in report["assumptions"]:
+        if has_network or key not in ("nic_gb_per_s", "nics_per_node", "latency_us"):
+            yield key
+
+
+def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
+    memory, verdict = report["memory"], report["verdict"]
+    yield (
+        f"memory   a rank takes {_train_peaks(memory)} in training, "
+        f"{memory_size(memory['rollout_peak_bytes'])} in rollout, of which "
+        f"{memory_size(verdict['kv_cache_bytes'])} are the KV cache of {verdict['max_requests']} "
+        "longest requests"
+    )
+    if copied := memory["checkpoint_copy_bytes"]:
+        yield (
+            f"         checkpoints are written from copies: {memory_size(copied)} of host memory a "
+            "rank at most (checkpoint.asynchronous)"
+        )
+    if copied := memory["state_copy_bytes"]:
+        yield (
+            f"         the state is copied, for starts after a loss: {memory_size(copied)} of host "
+            "memory a rank at most (checkpoint.copy_every)"
+        )
+    if (replay := memory["router_replay"]) is not None:
+        yield (
+            f"         replayed experts: {replay['token_bytes']} B a token, at most "
+            f"{memory_size(replay['step_bytes'])} a step on the hosts; a rank's device holds "
+            f"{memory_size(replay['train_bytes'])} in training, "
+            f"{memory_size(replay['rollout_bytes'])} in rollout"
+        )
+
+
+def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields what ranks hold, where they do not all hold the same."""
+    if len(found) == 1:
+        return
+    for one in found:
+        yield (
+            f"         ranks {shown(one['ranks'])}: {', '.join(one['roles'])}; "
+            f"{_train_peaks(one)} in training, {memory_size(one['rollout_peak_bytes'])} in rollout"
+        )
+
+
+def _train_peaks(memory: Mapping[str, Any]) -> str:
+    """Says what training takes with samples of usual length, and at most where that is more."""
+    keys = "usual_train_peak_bytes", "train_peak_bytes"
+    usual, most = (memory_size(memory[key]) for key in keys)
+    return f"about {usual}" if usual == most else f"about {usual} (at most {most})"
+
+
+def _reshard_lines(report: dict[str, Any]) -> Iterator[str]:
+    reshard, cluster = report["reshard"], report["cluster"]
+    where = "over gloo and loopback"
+    if cluster is not None:
+        nodes = int(report["assumptions"]["nodes"]["value"])
+        where = f"over {nodes} nodes" if nodes > 1 else "on one node"
+    yield f"reshard  about {_ms(reshard['predicted_ms'])} {where}"
+    if cluster is not None and nodes > 1:
+        yield f"         no less than {_ms(cluster['bound_ms'])} by any schedule"
+    parts = (
+        ("receives", "receive_bytes"),
+        ("sends", "send_bytes"),
+        ("copies of its own", "local_bytes"),
+        ("shares with its engine", "alias_bytes"),
+    )
+    yield "         a rank " + ", ".join(f"{what} {_range(reshard[key])}" for what, key in parts)
+
+
+def _ms(duration: float) -> str:
+    return f"{duration:.0f} ms" if duration >= 100 else f"{duration:.2g} ms"
+
+
+def _range(sizes: Sequence[int]) -> str:
+    least, most = traffic(min(sizes)), traffic(max(sizes))
+    return most if least == most else f"{least} to {most}"
+
+
+def _table(report: dict[str, Any]) -> Iterator[str]:
+    reshard, assignment = report["reshard"], report["rollout"]["assignment"]
+    if len(assignment) > MAX_ROWS:
+        yield f"ranks    {len(assignment)}; --json lists each"
+        return
+    yield "rank  replica  tp_rank  receives_MB  sends_MB  copies_MB  shares_MB  messages"
+    for rank, place in enumerate(assignment):
+        replica, tp_rank = place or "--"
+        keys = ("receive_bytes", "send_bytes", "local_bytes", "alias_bytes")
+        received, sent, copied, shared = (reshard[key][rank] / 1e6 for key in keys)
+        yield (
+            f"{rank:4}  {replica:>7}  {tp_rank:>7}  {received:11.1f}  {sent:8.1f}  {copied:9.1f}  "
+            f"{shared:9.1f}  {reshard['messages'][rank]:8}"
+        )

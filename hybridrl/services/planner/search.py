@@ -1,0 +1,243 @@
+"""Looks through layouts for the shortest step that fits. No torch.
+
+Owns which values are tried, and why each layout that is not taken was not: a rule (divisibility),
+memory or time. Keys that a configuration writes are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any
+
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.layout import CHOSEN_KEYS
+from hybridrl.config.placement import Machines
+from hybridrl.config.rules import check
+from hybridrl.config.rules_placement import num_experts
+from hybridrl.config.schema import Config
+from hybridrl.errors import ModelError, UserError
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.services.planner.estimate import Estimate, estimate
+from hybridrl.services.planner.fit import Changes, changed, with_margin
+from hybridrl.services.planner.hardware import Assumptions
+from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
+from hybridrl.services.planner.phase_memory import RoleModel
+
+POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+BUDGETS = (4096, 8192, 16384, 32768, 65536)
+MOST_BUDGET, ROUND = 2**17, 64  # budgets are multiples of the second, for padding
+RECOMPUTE = ("none", "selective", "full")
+# Sequences at least this long are cut over ranks, into parts of no less than the second.
+LONG_SEQUENCE, LEAST_PART = 8192, 2048
+MOST_NODES_OF_ENGINE, MOST_STAGES = 4, 64
+LAYOUT_KEYS = tuple(
+    key for key in CHOSEN_KEYS if key.rpartition(".")[2] in ("tp", "pp", "cp", "ep")
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that was judged.
+
+    Args:
+        changes: its value of each key that may be chosen.
+        found: memory and times.
+    """
+
+    changes: Changes
+    found: Estimate
+
+    @property
+    def step_s(self) -> float:
+        """Predicted time of a step, seconds."""
+        return self.found.times.step
+
+
+@dataclass
+class Result:
+    """What a search came to.
+
+    Args:
+        best: that fit, the fastest of each layout, in order of the step's time.
+        num_refused: layouts that break a rule.
+        refusals: of the rules, each by its key, once.
+        num_large: layouts that fit with no way to save memory.
+        nearest: of those, the one that lacks least.
+    """
+
+    best: list[Candidate] = field(default_factory=list)
+    num_refused: int = 0
+    refusals: dict[str, UserError] = field(default_factory=dict)
+    num_large: int = 0
+    nearest: Candidate | None = None
+
+
+def pinned_keys(config: Config) -> set[str]:
+    """Returns the keys that a configuration writes, of those that may be chosen."""
+    found = set()
+    for key in CHOSEN_KEYS:
+        section, _, name = key.partition(".")
+        if name in getattr(config, section).model_fields_set:
+            found.add(key)
+    return found - set(config.layout.chosen_keys if config.layout.chosen_for else ())
+
+
+@dataclass(frozen=True)
+class Search:
+    """Looks for layouts of a run whose models share all ranks.
+
+    Args:
+        config: of the run; keys that it does not write may change.
+        models: of the run, the policy first.
+        hf_config: the policy's config.json.
+        world_size: number of ranks.
+        assumed: of the cluster.
+    """
+
+    config: Config
+    models: Sequence[RoleModel]
+    hf_config: Mapping[str, Any]
+    world_size: int
+    assumed: Assumptions
+
+    def run(self) -> Result:
+        """Judges every layout."""
+        result, known = Result(), dict[tuple[Any, ...], list[UserError]]()
+        for layout in self._layouts():
+            errors = self._violations(layout, known)
+            if errors:
+                result.num_refused += 1
+                for error in errors:
+                    result.refusals.setdefault(error.name, error)
+                continue
+            try:
+                self._judge(layout, result)
+            except ModelError as error:  # a tensor that cannot be cut so
+                result.num_refused += 1
+                result.refusals.setdefault(error.name, error)
+        result.best.sort(key=lambda one: (round(one.step_s, 4), one.found.most_bytes))
+        return result
+
+    def _layouts(self) -> Iterator[Changes]:
+        """Yields the sizes of all layouts over the ranks, whatever the rules say."""
+        config, world, node = self.config, self.world_size, self.assumed.cluster.gpus_per_node
+        experts, engine = num_experts(self.hf_config), ENGINES[config.rollout.engine]
+        longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+        most_cp = longest // LEAST_PART if longest >= LONG_SEQUENCE else 1
+        layers = self.models[0].shape.num_layers
+        most_engine = node * MOST_NODES_OF_ENGINE if engine.is_tensor_parallel else 1
+        sizes = {
+            "train.tp": [n for n in POWERS if n <= node],
+            "train.pp": [n for n in range(1, min(layers, MOST_STAGES) + 1) if world % n == 0],
+            "train.cp": [n for n in POWERS if n <= most_cp],
+            "train.ep": [n for n in POWERS if n == 1 or (experts and experts % n == 0)],
+            "rollout.tp": [n for n in POWERS if n <= most_engine],
+            "rollout.ep": [1, 0] if experts and engine.is_expert_parallel else [1],
+        }
+        pinned = pinned_keys(config)
+        values = [[_value(config, key)] if key in pinned else sizes[key] for key in LAYOUT_KEYS]
+        for chosen in product(*values):
+            layout = dict(zip(LAYOUT_KEYS, chosen, strict=True))
+            if layout["rollout.ep"] == 0:  # stands for whole experts by rank
+                if layout["rollout.tp"] == 1:
+                    continue
+                layout["rollout.ep"] = layout["rollout.tp"]
+            if all(world % layout[key] == 0 for key in ("train.ep", "rollout.tp")):
+                yield layout
+
+    def _violations(
+        self, layout: Changes, known: dict[tuple[Any, ...], list[UserError]]
+    ) -> list[UserError]:
+        """Returns the rules that a layout breaks; those of training and engines once each."""
+        found: list[UserError] = []
+        for section in ("train", "rollout"):
+            part = {key: size for key, size in layout.items() if key.startswith(section)}
+            at = (section, *part.values())
+            if at not in known:
+                plain = {key: 1 for key in layout if key not in part}
+                if section == "rollout":
+                    plain["train.vpp"] = 1
+                roomy = {"train.micro_batch_tokens": max(self._budgets(1))}
+                config = changed(self.config, {**plain, **part, **roomy})
+                known[at] = check(
+                    config,
+                    self.world_size,
+                    self.hf_config,
+                    machines=Machines(self.world_size, self.assumed.cluster.gpus_per_node),
+                )
+            found += known[at]
+        return found
+
+    def _judge(self, layout: Changes, result: Result) -> None:
+        """Adds the fastest way of a layout that fits, or counts it as too large."""
+        train = changed(self.config, layout).train
+        sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
+        dp = TrainLayout(self.world_size, *sizes, etp=train.etp).dp
+        judged = [
+            Candidate(changes, found)
+            for budget in self._budgets(dp)
+            for changes, found in self._savings({**layout, "train.micro_batch_tokens": budget})
+        ]
+        fitting = [one for one in judged if one.found.spare_bytes >= 0]
+        if fitting:
+            result.best.append(min(fitting, key=lambda one: (one.step_s, one.found.most_bytes)))
+            return
+        result.num_large += 1
+        nearest = max(judged, key=lambda one: one.found.spare_bytes)
+        known = result.nearest
+        if known is None or nearest.found.spare_bytes > known.found.spare_bytes:
+            result.nearest = nearest
+
+    def _savings(self, changes: Changes) -> Iterator[tuple[Changes, Estimate]]:
+        """Yields the least saving of memory that fits, and where engines have more room with the
+        optimizer's state in host memory that too; what saves most where nothing fits.
+        """
+        pinned, train = pinned_keys(self.config), self.config.train
+        offloads = (False, True)
+        if "train.offload_optimizer" in pinned:
+            offloads = (train.offload_optimizer,)  # type: ignore[assignment]
+        recomputes: Sequence[str] = RECOMPUTE
+        if "train.recompute" in pinned:
+            recomputes = (train.recompute,)
+        for offload in offloads:
+            for recompute in recomputes:
+                saving = {"train.recompute": recompute, "train.offload_optimizer": offload}
+                tried = {**changes, **saving}
+                config = changed(self.config, tried)
+                found = estimate(config, self.models, self.world_size, self.assumed)
+                if found.spare_bytes >= 0 or recompute == recomputes[-1]:
+                    yield tried, found
+                    break
+                memory = found.memory
+                if with_margin(memory.train) <= self.assumed.gpu_memory_bytes:
+                    break  # the rollout is too large: to compute again does not help
+
+    def _budgets(self, dp: int) -> list[int]:
+        """Returns the micro-batch budgets that are tried, ascending."""
+        config, lengths = self.config, Lengths.of(self.config)
+        if "train.micro_batch_tokens" in pinned_keys(config):
+            return [config.train.micro_batch_tokens]
+        longest = config.data.max_prompt_tokens + lengths.longest
+        samples = config.steps.samples_per_prompt
+        # Of a shared prompt each sample has the last token again.
+        group = config.data.max_prompt_tokens + samples * (lengths.longest + 1)
+        unit = group if shares_prompts(config, 1) and samples > 1 else longest
+        steps = config.steps
+        per_replica = -(-steps.prompts_per_step * samples // steps.updates_per_step // dp)
+        whole = per_replica * (longest + 1)
+        wanted = {longest, *BUDGETS, *(unit * n for n in (1, 2, 4, 8, 16))}
+        found = sorted(
+            {
+                -(-max(longest, min(n, whole)) // ROUND) * ROUND
+                for n in wanted
+                if longest <= n <= MOST_BUDGET
+            }
+        )
+        return found or [longest]
+
+
+def _value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)

@@ -1,0 +1,421 @@
+"""How long the phases of a step take, predicted from the model, the layout, the cluster and the
+lengths. No torch.
+
+A model on paper of what a rank computes, copies and sends, with rates of the cluster and the
+constants below. Those were fitted to steps and passes on H200 (benchmarks/results/step_h200.json,
+step_h200_lag.json, layouts_h200.json, layouts_moe_h200.json, train_h200.json, train_moe_h200.json,
+rollout_h200.json, and the mixture of step_4gpu_h200.json; tests/unit/test_plan_times.py says how
+far each is from its prediction). Other GPUs differ by their rates alone; steps on H100 were
+compared, none on others and nothing between nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import ceil
+
+from hybridrl.config.engines import ENGINES
+from hybridrl.config.schema import Config
+from hybridrl.hybrid_engine.planning.nodes import transfer_ms
+from hybridrl.metrics.flops import matmul_params
+from hybridrl.models.family import ModelShape
+from hybridrl.parallel.layout import TrainLayout
+from hybridrl.services.planner.hardware import Assumptions
+from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
+from hybridrl.services.planner.phase_memory import ADAM_BYTES, MASTER_BYTES, RoleModel, itemsize_of
+
+# Bytes that a forward pass reads and writes beside matrix products, in elements of 2 bytes: of a
+# token and layer, in hidden sizes and in sizes of the feed-forward product; of an expert's token,
+# which is copied to its expert and back, in hidden sizes.
+HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
+LOGIT_BYTES = 8  # of fp32 logits, read and written in chunks
+# Of a gathered token and an expert: its fp32 weight and whether it was chosen (models/megatron/dispatch.py).
+ROUTER_BYTES = 4 + 1
+# Matrix products of a micro-batch take as long as if it had so many tokens more, at full rate.
+LOST_TOKENS = 850.0
+# Share of the rate of large matrix products at which grouped ones of experts run.
+EXPERTS_SHARE = 0.6
+# What a backward pass costs in forward passes, and of experts.
+BACKWARD, BACKWARD_EXPERTS = 2.1, 2.2
+# Of the link's rate, that collectives of tensor-parallel layers and of experts get: of two ranks,
+# of more in a node, and over nodes, where nothing was measured.
+PAIR_SHARE, COLLECTIVE_SHARE, FAR_SHARE = 0.68, 0.95, 0.72
+# What the host takes to compute a layer again beside a forward pass: checkpoints keep and restore
+# the state of random numbers.
+HOST_AGAIN_S = 3.5e-3
+# The host's time to start a layer's kernels, seconds: forward, backward; of a layer of experts.
+HOST_FORWARD_S, HOST_BACKWARD_S = 2.2e-3, 3.4e-3
+HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S = 4.9e-3, 10.8e-3
+SMOOTH = 4  # by which norm the host's time and the GPU's come to that of both
+# An update beside its passes and a pass beside its micro-batches, seconds, for batches and losses.
+UPDATE_S, PASS_S = 0.03, 0.015
+# Bytes that a micro-batch's gradient of a parameter is added to, read and written: fp32.
+GRADIENT_TRAFFIC = 2 * 4
+# Bytes of an Adam step a parameter: gradient, moments and master, read and written.
+ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
+# Seconds that a step gets longer by when training and engine do not fit on a GPU together and free
+# their memory in turn: of 7B on H200 0.25 to 0.65, without lent memory; of 1.5B with it 0.2. Both
+# fit in the second share of the GPU's memory (hybrid_engine/memory/headroom.py), of which the third says
+# how exact a prediction is: with 0.87 and 0.89 predicted 7B kept both phases' memory, with 0.90
+# 1.5B gave it back, and with 0.92 a mixture kept it.
+GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025
+# An engine's step beside reading weights and cache, seconds: launches and sampling on the GPU, and
+# what a layer's kernels take however little they do; what the host does for a request beside it;
+# an all-reduce of few tokens.
+ENGINE_STEP_S, LAYER_STEP_S = 1.2e-3, 25e-6
+REQUEST_S, ALL_REDUCE_S = 17e-6, 15e-6
+PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # of the matrix rate
+STEP_S = 0.06  # rewards and advantages
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of the phases of a step.
+
+    Args:
+        generation: of responses.
+        scoring: forward passes of frozen models, old log-probabilities and values.
+        update: passes of what is trained, and the optimizer.
+        reshard: of weights to the engines.
+        offload: of the optimizer's state to host memory and back.
+        rest: rewards, advantages.
+    """
+
+    generation: float
+    scoring: float
+    update: float
+    reshard: float
+    offload: float
+    rest: float = STEP_S
+
+    @property
+    def step(self) -> float:
+        """Of the whole step."""
+        return sum(getattr(self, one.name) for one in fields(self))
+
+
+@dataclass(frozen=True)
+class Packs:
+    """What a data-parallel replica computes with in one update, in micro-batches.
+
+    Args:
+        num_micro: of them.
+        tokens: of all, a prompt that samples share counted once in each.
+        pairs: of tokens that attend one to the other.
+        head_tokens: that the head is computed for.
+    """
+
+    num_micro: int
+    tokens: float
+    pairs: float
+    head_tokens: float
+
+
+def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Packs:
+    """Returns how the samples of an update are packed, all of them of usual length."""
+    steps, per_prompt = config.steps, config.steps.samples_per_prompt
+    updates = steps.updates_per_step
+    samples = max(1, ceil(steps.prompts_per_step * per_prompt / updates / dp))
+    prompt, response = lengths.prompt, lengths.response
+    group = min(per_prompt, samples) if shares_prompts(config, cp) else 1
+    pieces = ceil(group / max(1, (budget - prompt) // (response + 1)))
+    each = ceil(group / pieces)  # samples of a unit; each but the first has a prompt's token again
+    unit = prompt + each * response + each - 1
+    num_units = ceil(samples / group) * pieces
+    num_micro = ceil(num_units / max(1, budget // unit))
+    pairs = num_units * prompt**2 / 2 + samples * response * (prompt + response / 2)
+    tokens = num_units * prompt + samples * response
+    return Packs(num_micro, tokens, pairs, samples * response)
+
+
+def _beside(gpu_s: float, host_s: float) -> float:
+    """Returns the time of work that the host starts and the GPU does: a little more than the longer
+    of the two.
+    """
+    return float((gpu_s**SMOOTH + host_s**SMOOTH) ** (1 / SMOOTH))
+
+
+def giving_back_s(share: float) -> float:
+    """Returns the seconds that a step is expected to get longer by, since both phases' memory is
+    freed in turn.
+
+    Args:
+        share: of a GPU's memory that training and engine are predicted to hold together.
+    """
+    chance = (share - ROOM_SHARE) / (2 * MEMORY_DOUBT) + 0.5
+    return GIVING_BACK_S * min(1.0, max(0.0, chance))
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Predicts passes over packed micro-batches.
+
+    Args:
+        shape: of the model.
+        layout: how it is cut.
+        assumed: of the cluster.
+        head_size: outputs of its head.
+    """
+
+    shape: ModelShape
+    layout: TrainLayout
+    assumed: Assumptions
+    head_size: int
+
+    def forward_s(self, found: Packs) -> float:
+        """Returns the time of a forward pass over all micro-batches."""
+        return PASS_S + self._passes_s(found, 1.0, self._host_s()[0])
+
+    def update_s(self, found: Packs, recompute: str, num_params: int) -> float:
+        """Returns the time of forward and backward passes over all of them.
+
+        Args:
+            found: micro-batches.
+            recompute: as `train.recompute`.
+            num_params: that a rank holds.
+        """
+        forward, backward = self._host_s()
+        factor = 1 + self._backward()
+        if recompute == "full":
+            factor, backward = factor + 1, backward + forward + HOST_AGAIN_S
+        elif recompute == "selective":
+            factor += 0.03
+        added_s = found.num_micro * num_params * GRADIENT_TRAFFIC / self._memory_rate
+        return PASS_S + self._passes_s(found, factor, forward + backward) + added_s
+
+    def optimizer_s(self, num_params: int, num_updated: int) -> float:
+        """Returns the time of gradients' reduction, the optimizer and the parameters' gather.
+
+        Args:
+            num_params: that a rank holds.
+            num_updated: of which it holds the optimizer's state.
+        """
+        layout = self.layout
+        replicas = layout.dp * layout.cp
+        moved = num_params * (4 + 2) * (replicas - 1) / replicas
+        spread = layout.tp * replicas
+        rate = self._rate(spread)
+        adam = num_updated * ADAM_TRAFFIC / self._memory_rate
+        return UPDATE_S + adam + moved / rate
+
+    def _passes_s(self, found: Packs, factor: float, host_s: float) -> float:
+        layout, stages = self.layout, self.layout.pp
+        layers, head = self._layers_s(found), self._head_s(found)
+        largest = ceil(self.shape.num_layers / stages) / self.shape.num_layers  # of the stages
+        per_micro = (layers * largest + head) * factor / found.num_micro
+        host = host_s * self.shape.num_layers * largest
+        each = _beside(per_micro, host)
+        if self.shape.moe is not None and stages > 1:
+            # Empirical: five measured steps with two stages of 3 layers took this much longer, most
+            # of them on slow hosts. The cause was not separated: a host waits for its device in
+            # each layer of experts, and a stage for the other. More stages were not measured.
+            each += self._host_s()[0] * self.shape.num_layers * largest
+        return each * (found.num_micro + (stages - 1) / layout.vpp)
+
+    def _layers_s(self, found: Packs) -> float:
+        """Returns the GPU's time of all layers of a forward pass."""
+        shape, layout = self.shape, self.layout
+        cut, tokens = layout.tp * layout.cp, found.tokens
+        flops = 2.0 * matmul_params(shape) * tokens
+        of_experts, product, copies = 0.0, shape.ffn_size, 0.0
+        if (moe := shape.moe) is not None:
+            product = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
+            mixed = shape.num_layers - len(moe.dense_layers)
+            width = moe.experts_per_token * moe.expert_ffn_size
+            of_experts = 2.0 * mixed * 3 * shape.hidden_size * width * tokens
+            copies = EXPERT_COPIES * moe.experts_per_token * shape.hidden_size
+        per_head = shape.head_dim + shape.value_dim
+        flops += shape.num_layers * 2.0 * shape.num_heads * per_head * found.pairs
+        elements = HIDDEN_COPIES * shape.hidden_size + PRODUCT_COPIES * product + copies
+        traffic = 2.0 * elements * shape.num_layers * tokens
+        matrix_s = (flops - of_experts + of_experts / EXPERTS_SHARE) / self._matrix_rate
+        matrix_s *= 1 + LOST_TOKENS * found.num_micro * layout.cp / tokens
+        return (matrix_s + traffic / self._memory_rate) / cut + self._sent_s(found)
+
+    def _sent_s(self, found: Packs) -> float:
+        """Returns the time of what layers send to other ranks in a forward pass."""
+        shape, layout = self.shape, self.layout
+        tokens, total = found.tokens / layout.cp, 0.0
+        if layout.tp > 1:  # two gathers and two scatters of all tokens
+            sent = 4 * 2.0 * tokens * shape.hidden_size * (layout.tp - 1) / layout.tp
+            total += sent / self._collective_rate(layout.tp)
+        if layout.cp > 1:  # keys and values go round, half of it beside attention
+            size = shape.num_kv_heads * (shape.head_dim + shape.value_dim) / layout.tp
+            sent = 2.0 * tokens * size * (layout.cp - 1)
+            total += 0.5 * sent / self._rate(layout.tp * layout.cp)
+        if shape.moe is not None and layout.ep * layout.etp > 1:
+            parts, each = layout.ep * layout.etp, shape.moe.experts_per_token
+            copies, of_router = each * layout.etp / parts, 0
+            if layout.gathers_tokens(each):
+                copies, of_router = 1.0, ROUTER_BYTES * shape.moe.num_experts
+            of_token = 2 * 2 * copies * shape.hidden_size + of_router  # there and back
+            sent = tokens / layout.tp * of_token * (parts - 1)
+            total += sent / self._collective_rate(parts)
+        return total * shape.num_layers
+
+    def _head_s(self, found: Packs) -> float:
+        layout, outputs = self.layout, self.head_size
+        flops = 2.0 * self.shape.hidden_size * outputs * found.head_tokens
+        traffic = LOGIT_BYTES * outputs * found.head_tokens
+        cut = layout.tp * layout.cp
+        return (flops / self._matrix_rate + traffic / self._memory_rate) / cut
+
+    def _backward(self) -> float:
+        return BACKWARD if self.shape.moe is None else BACKWARD_EXPERTS
+
+    def _host_s(self) -> tuple[float, float]:
+        if self.shape.moe is None:
+            return HOST_FORWARD_S, HOST_BACKWARD_S
+        return HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S
+
+    def _rate(self, group: int) -> float:
+        """Returns bytes a second of a rank in a group of so many consecutive ranks."""
+        cluster = self.assumed.cluster
+        within = cluster.link_rate
+        return within if group <= self._node else cluster.node_rate / cluster.gpus_per_node
+
+    def _collective_rate(self, group: int) -> float:
+        """Returns what a collective of so many consecutive ranks gets of it."""
+        if group > self._node:
+            return FAR_SHARE * self._rate(group)
+        return (PAIR_SHARE if group == 2 else COLLECTIVE_SHARE) * self._rate(group)
+
+    @property
+    def _node(self) -> int:
+        return self.assumed.cluster.gpus_per_node
+
+    @property
+    def _matrix_rate(self) -> float:
+        return self.assumed.values["matrix_tflops"].value * 1e12
+
+    @property
+    def _memory_rate(self) -> float:
+        return self.assumed.values["memory_gb_per_s"].value * 1e9
+
+
+def generation_s(
+    config: Config,
+    shape: ModelShape,
+    lengths: Lengths,
+    assumed: Assumptions,
+    num_ranks: int,
+    engine_bytes: int,
+    max_requests: int | None = None,
+) -> float:
+    """Predicts generation: each step of decoding reads the weights and the cache once.
+
+    Args:
+        config, shape, lengths, assumed: of the run.
+        num_ranks: that have engines.
+        engine_bytes: of a rank's weights.
+        max_requests: that a replica decodes together, of those that it may.
+    """
+    tp, steps = config.rollout.tp, config.steps
+    replicas = max(1, num_ranks // tp)
+    requests = ceil(steps.prompts_per_step * steps.samples_per_prompt / replicas)
+    together = max(1, min(requests, max_requests or config.rollout.max_batch))
+    num_steps = max(lengths.longest, ceil(requests / together * lengths.response))
+    if requests > together:  # the last ones come to their end alone
+        num_steps = max(num_steps, ceil(requests / together) * lengths.response)
+    memory = assumed.values["memory_gb_per_s"].value * 1e9
+    matrix = assumed.values["matrix_tflops"].value * 1e12
+    cached = 2.0 * shape.cached_elements(tp) * shape.num_layers
+    usual = lengths.prompt + lengths.response / 2
+    # Token by token, all requests together, so that short ones' steps cost less.
+    cache_s = requests * lengths.response * usual * cached / memory
+    compute = 2.0 * (matmul_params(shape) + shape.hidden_size * shape.vocab_size)
+    compute_s = requests * lengths.response * compute / tp / (DECODE_SHARE * matrix)
+    cluster, reduced_s = assumed.cluster, 0.0
+    step_s = ENGINE_STEP_S + LAYER_STEP_S * shape.num_layers
+    if tp > 1:  # two all-reduces of a token's hidden state in each layer
+        is_far, rate = tp > cluster.gpus_per_node, cluster.link_rate
+        rate = cluster.node_rate / cluster.gpus_per_node if is_far else rate
+        sent = 2 * shape.num_layers * 2 * 2.0 * shape.hidden_size * (tp - 1) / tp
+        reduced_s = requests * lengths.response * sent / rate
+        least_s = ALL_REDUCE_S + (2e-6 * cluster.latency_us if is_far else 0.0)
+        step_s += 2 * shape.num_layers * least_s
+    prompts = ceil(steps.prompts_per_step / replicas) * lengths.prompt
+    prefill_s = 2.0 * matmul_params(shape) * prompts / tp / (PREFILL_SHARE * matrix)
+    # Of an embedding a step reads its tokens' rows alone, unless that is the output layer too.
+    itemsize = itemsize_of(config, on_gpu=True)
+    unread = 0 if shape.tied_embeddings else itemsize * shape.vocab_size * shape.hidden_size // tp
+    weights_s = num_steps * (engine_bytes - unread) / memory
+    gpu_s = max(weights_s, compute_s) + cache_s + reduced_s + num_steps * step_s
+    # The host prepares a step while the GPU computes the one before.
+    decode_s = _beside(gpu_s, requests * lengths.response * REQUEST_S)
+    return decode_s + prefill_s
+
+
+def step_times(
+    config: Config,
+    models: Sequence[RoleModel],
+    layout: TrainLayout,
+    assumed: Assumptions,
+    held: tuple[int, int],
+    engine_bytes: int,
+    crossing_bytes: int,
+    max_requests: int | None = None,
+) -> Times:
+    """Predicts the phases of a step in which all models share all ranks.
+
+    Args:
+        config: of the run.
+        models: of it, the policy first.
+        layout: of training.
+        assumed: of the cluster.
+        held: parameters of the fullest rank's policy, and of which it has the optimizer's state.
+        engine_bytes: of a rank's engine.
+        crossing_bytes: of it, what a rank receives from others.
+        max_requests: that a replica decodes together.
+    """
+    lengths, train, steps = Lengths.of(config), config.train, config.steps
+    found = packs(config, lengths, layout.dp, layout.cp, train.micro_batch_tokens)
+    updates, scoring, update = steps.updates_per_step, 0.0, 0.0
+    has_rollouts = _has_rollouts(config)
+    for model in models:
+        outputs = model.shape.vocab_size if model.head == "lm" else 1
+        passes = PassTimes(model.shape, layout, assumed, outputs)
+        if not model.is_trained:
+            scoring += updates * passes.forward_s(found)
+            continue
+        if has_rollouts and (updates > 1 or model.role == "critic"):
+            scoring += updates * passes.forward_s(found)
+        taken = passes.update_s(found, train.recompute, held[0]) + passes.optimizer_s(*held)
+        update += updates * taken
+    generation = reshard = 0.0
+    if has_rollouts:
+        shape = models[0].shape
+        generation = generation_s(
+            config, shape, lengths, assumed, layout.world_size, engine_bytes, max_requests
+        )
+        reshard = _reshard_s(assumed, engine_bytes, crossing_bytes)
+    offload = 0.0
+    if train.offload_optimizer and has_rollouts:
+        state = held[1] * (ADAM_BYTES + MASTER_BYTES)
+        offload = 2 * state / (assumed.values["host_gb_per_s"].value * 1e9)
+    return Times(generation, scoring, update, reshard, offload)
+
+
+def engine_note(config: Config) -> str | None:
+    """Returns what is to be known of the predicted generation where no constant was fitted to the
+    run's engine; None where some were, or nothing is generated.
+    """
+    engine = config.rollout.engine
+    if ENGINES[engine].has_fitted_times or not _has_rollouts(config):
+        return None
+    fitted = " and ".join(name for name, traits in ENGINES.items() if traits.has_fitted_times)
+    return f"generation is predicted as with {fitted}; nothing was fitted to steps with {engine}"
+
+
+def _has_rollouts(config: Config) -> bool:
+    return config.algorithm.needs is None or config.algorithm.needs.rollouts
+
+
+def _reshard_s(assumed: Assumptions, engine_bytes: int, crossing_bytes: int) -> float:
+    cluster = assumed.cluster
+    if cluster.nodes == 1:
+        local = engine_bytes - crossing_bytes
+        return transfer_ms("packed", crossing_bytes, local, cluster.link_gb_per_s) / 1e3
+    rate = cluster.node_rate / cluster.gpus_per_node
+    return transfer_ms("packed", 0, engine_bytes) / 1e3 + crossing_bytes / rate

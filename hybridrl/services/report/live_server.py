@@ -1,0 +1,133 @@
+"""The report's page, served on this machine's loopback and following runs that go on.
+
+Each request reads the run folders anew where a file of theirs has changed. Invariants: the server
+listens on loopback and nowhere else; it answers requests for a loopback name only, so that no page
+of another site reads it through a name that it makes point here; it takes no input but the path.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import DataError, UserError
+from hybridrl.services.report.html_page import content_security_policy, embedded, page, page_data
+from hybridrl.services.report.page_data import RUN_FILE
+
+LOOPBACK = "127.0.0.1"
+NAMES = (LOOPBACK, "localhost")
+FOLLOWED = ("metrics.jsonl", "summary.json", "config.yaml", RUN_FILE)
+FOLLOWED_PATTERNS = ("rollouts/step_*.jsonl", "traces/*.phases.json")
+
+
+class LiveReport:
+    """What the server answers with, made once for every state of the folders.
+
+    Args:
+        folders: of runs.
+        planned_gib: as of `write_report`.
+
+    Raises:
+        DataError: a folder holds no metrics.
+    """
+
+    def __init__(
+        self, folders: Sequence[Path], planned_gib: Sequence[Mapping[str, float]] = ()
+    ) -> None:
+        self._folders, self._planned_gib = folders, planned_gib
+        self._lock = threading.Lock()
+        self._tag, self._data = "", dict[str, Any]()
+        self.newest()
+
+    def newest(self) -> tuple[str, dict[str, Any]]:
+        """Returns the state of the folders, as an ETag, and the page's data of it."""
+        with self._lock:
+            tag = self._state()
+            if tag != self._tag:
+                self._data = page_data(self._folders, self._planned_gib)
+                self._tag = tag
+            return self._tag, self._data
+
+    def _state(self) -> str:
+        found = []
+        for folder in self._folders:
+            paths = [folder / name for name in FOLLOWED]
+            paths += [path for pattern in FOLLOWED_PATTERNS for path in folder.glob(pattern)]
+            for path in sorted(paths):
+                try:
+                    about = path.stat()
+                except OSError:  # not there, or no longer
+                    continue
+                found.append((str(path), about.st_size, about.st_mtime_ns))
+        return f'"{hashlib.sha256(repr(found).encode()).hexdigest()[:32]}"'
+
+
+def make_server(report: LiveReport, port: int) -> ThreadingHTTPServer:
+    """Returns a server of the page, which listens already.
+
+    Args:
+        report: what it serves.
+        port: of loopback; 0: one that is free.
+
+    Raises:
+        UserError: the port cannot be listened on.
+    """
+
+    class Handler(_Handler):
+        live = report
+
+    try:
+        return ThreadingHTTPServer((LOOPBACK, port), Handler)
+    except (OSError, OverflowError) as error:
+        raise UserError(
+            "--port", f"{port} ({error})", "a free port", "Choose another, or 0 for any free one."
+        ) from error
+
+
+class _Handler(BaseHTTPRequestHandler):
+    live: LiveReport
+    server_version, sys_version = "hybridrl", ""
+
+    def do_GET(self) -> None:
+        """Answers with the page, or with its data if that has changed."""
+        host = self.headers.get("Host", "")
+        if host.partition(":")[0] not in NAMES:
+            self._answer(403, "text/plain", b"Ask for a name of this machine's loopback.\n")
+        elif self.path not in ("/", "/data.json"):
+            self._answer(404, "text/plain", b"There is the page, /, and its data, /data.json.\n")
+        else:
+            try:
+                tag, data = self.live.newest()
+            except DataError as error:  # a folder went away, or is being started anew
+                self._answer(503, "text/plain", str(error).encode("utf-8", errors="replace"))
+                return
+            self._answer_with(tag, data)
+
+    def _answer_with(self, tag: str, data: Mapping[str, Any]) -> None:
+        if self.path == "/":
+            self._answer(200, "text/html", page(data, tag))
+        elif self.headers.get("If-None-Match") == tag:
+            self._answer(304, "application/json", b"", tag)
+        else:
+            text = embedded(data).encode("utf-8", errors="backslashreplace")
+            self._answer(200, "application/json", text, tag)
+
+    def _answer(self, code: int, kind: str, body: bytes, tag: str = "") -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cross-Origin-Resource-Policy", "same-origin")
+        self.send_header("Content-Security-Policy", content_security_policy(is_live=True))
+        if tag:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Says nothing of a request: the page asks every few seconds."""

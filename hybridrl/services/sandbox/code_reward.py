@@ -1,0 +1,330 @@
+"""The reward of responses that are programs: they run, apart from everything, against tests.
+
+Owns what a program is given and how its outcome becomes a score; contain.py keeps it apart: own
+process, limits of time, memory, files, processes, and no network. A program that fails, hangs or
+runs into a limit scores 0, and the latter is counted as `limits`; a failure of the sandbox itself
+is one of the scorer. No torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import itertools
+import marshal
+import os
+import py_compile
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybridrl.errors import DataError, UserError
+from hybridrl.rewards.outcome import Noted
+from hybridrl.services.sandbox import verdict
+from hybridrl.services.sandbox.syscalls import system_call_filter
+from hybridrl.services.sandbox.visible import visible_files
+
+MOST_OUTPUT = 1 << 20
+LIMITS, UNJUDGED = "limits", "unjudged"
+START = """
+import os, sys
+sys.path.insert(0, {folder!r})
+try:
+    from hybridrl.services.sandbox.contain import main
+except BaseException as error:  # the folder is gone, or the interpreter's
+    os.write(2, f"not contained: {{error}}\\n".encode())
+    os._exit({code})
+del sys.path[0]
+main()
+"""
+CONTAINED = ("contain", "judge", "program", "rpc", "values", "verdict")
+_BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+_NUMBERS = itertools.count()
+_MAKING = threading.Lock()
+
+
+class SandboxError(Exception):
+    """The sandbox could not be made; the program did not run."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended: exit code (128 + signal), output, and whether a limit stopped it."""
+
+    code: int
+    output: str
+    error: str
+    is_limited: bool
+
+
+class Code:
+    """The share of a row's tests that the response's program passes.
+
+    The program is the last ``` block of the response, else all of it. The row's tests are a text of
+    asserts, a list of such texts, or a list of `{"input", "output"}` for standard input and output
+    (compared without white space at line ends and at the end). Asserts run in a process of their
+    own (judge.py). A program that ends before its asserts have run has not passed them.
+
+    Args:
+        tests_key: the column of the tests.
+        partial: score the share of tests passed; False: 1 if all are, else 0.
+        time_s: wall-clock limit of one run, whole seconds.
+        memory_mib, disk_mib, processes: further limits; memory is of each process.
+        readable: absolute paths of files and folders that programs and tests may read beside
+            Python, its packages and the system's libraries.
+
+    Raises:
+        UserError: programs cannot be contained on this host, or an option is wrong.
+    """
+
+    runs = "thread"
+    notes = (LIMITS, UNJUDGED)
+
+    def __init__(
+        self,
+        tests_key: str = "tests",
+        partial: bool = False,
+        time_s: int = 10,
+        memory_mib: int = 512,
+        disk_mib: int = 16,
+        processes: int = 8,
+        readable: Sequence[str] = (),
+    ) -> None:
+        self._key, self._partial, self._readable = tests_key, partial, readable
+        self._limits = {
+            "time_s": time_s,
+            "memory_mib": memory_mib,
+            "disk_mib": disk_mib,
+            "processes": processes,
+        }
+        for name, value in self._limits.items():
+            if not isinstance(value, int) or value < 1:
+                raise UserError(
+                    f"reward.options.{name}", repr(value), "a whole number from 1", f"Set {name}."
+                )
+        if isinstance(readable, str) or not all(
+            isinstance(path, str) and path.startswith("/") and Path(path).exists()
+            for path in readable
+        ):
+            raise UserError(
+                "reward.options.readable",
+                repr(readable),
+                "a list of absolute paths that exist",
+                "Set readable, or leave it out.",
+            )
+        _check_host()
+
+    def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
+        """Returns a share from 0 to 1, with a note where a run met a limit (`limits`), or where
+        tests failed that do what the judge cannot (`unjudged`).
+
+        Raises:
+            DataError: the row has no tests.
+            SandboxError: the sandbox failed.
+        """
+        tests = _tests(columns.get(self._key), self._key, prompt)
+        blocks = _BLOCK.findall(response)
+        program = blocks[-1] if blocks else response
+        passed, notes = 0, set()
+        for test in tests:
+            is_right, note = self._passes(program, test)
+            passed += is_right
+            notes.add(note)
+            if not is_right and not self._partial:
+                break
+        score = passed / len(tests) if self._partial else float(passed == len(tests))
+        note = next((one for one in self.notes if one in notes), None)
+        return score if note is None else Noted(score, note)
+
+    def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
+        """Raises DataError for a row without tests."""
+        _tests(columns.get(self._key), self._key, prompt)
+
+    def _passes(self, program: str, test: str | Mapping[str, Any]) -> tuple[bool, str | None]:
+        if isinstance(test, str):
+            ended = run_program(program, "", self._limits, test, self._readable)
+            is_right = ended.code == verdict.PASSED
+            is_unjudged = ended.code == verdict.UNJUDGED
+        else:
+            given, expected = str(test["input"]), str(test["output"])
+            ended = run_program(program, given, self._limits, readable=self._readable)
+            is_right = ended.code == 0 and _lines(ended.output) == _lines(expected)
+            is_unjudged = False
+        note = LIMITS if ended.is_limited else UNJUDGED if is_unjudged else None
+        return is_right and not ended.is_limited, note
+
+
+def run_program(
+    program: str,
+    given: str,
+    limits: Mapping[str, int],
+    tests: str | None = None,
+    readable: Sequence[str] = (),
+) -> Ended:
+    """Runs a Python program in the sandbox, alone or against tests.
+
+    Args:
+        program: its text.
+        given: its standard input.
+        limits: `time_s`, `memory_mib`, `disk_mib`, `processes`.
+        tests: a text of asserts that use the program's names; the code says how they ended.
+        readable: what it can read beside Python, as `Code` has it.
+
+    Raises:
+        SandboxError: it could not be contained, and did not run.
+    """
+    with _MAKING:  # threads share the folder
+        if not os.path.isdir(_code_folder().name):  # hosts remove old temporary folders
+            _code_folder.cache_clear()
+        folder = os.path.realpath(_code_folder().name)
+        visible = visible_files(tuple(readable))
+    start = START.format(folder=folder, code=verdict.NOT_CONTAINED)
+    plan = {
+        "code": folder,
+        "program": program.encode("utf-8", "replace").decode(),
+        "limits": {**limits, "number": (os.getpid() * 1024 + next(_NUMBERS) % 1024) % (1 << 29)},
+        "visible": visible,
+        "filter": system_call_filter(os.uname().machine).hex(),
+    }
+    texts = [text.encode("utf-8", "replace") for text in (given, tests) if text is not None]
+    contents = [texts[0], marshal.dumps(plan), *texts[1:]]
+    with contextlib.ExitStack() as stack:
+        stdin, *files = [_sealed(content, stack) for content in contents]
+        numbers = [*map(str, files), *(["-1"] if tests is None else [])]
+        process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", start, *numbers],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            pass_fds=files,
+            env={},
+            cwd="/",
+            start_new_session=True,
+        )
+        try:
+            # The sandbox stops itself in time; this limit is for that.
+            output, error, is_cut = _read(process, time.monotonic() + limits["time_s"] + 5)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+            for pipe in filter(None, (process.stdout, process.stderr)):
+                pipe.close()
+    if code == verdict.NOT_CONTAINED:
+        raise SandboxError(error.strip())
+    return Ended(code, output, error, is_cut or _is_limited(code, error))
+
+
+def _is_limited(code: int, error: str) -> bool:
+    stopped = (signal.SIGALRM, signal.SIGXCPU, signal.SIGXFSZ, signal.SIGKILL)
+    met = ("MemoryError", "Errno 28]", "Errno 27]", "Errno 11]", "can't start new thread")
+    if code < 0 or code - 128 in stopped:
+        return True
+    return code != 0 and any(text in error[-2000:] for text in met)
+
+
+@functools.cache
+def _code_folder() -> tempfile.TemporaryDirectory[str]:
+    """Returns a folder, for this process's time, with what runs in the sandbox: compiled, since
+    nothing can be kept there, and apart from the package, which need not be readable there.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="hybridrl-")
+    os.chmod(folder.name, 0o755)  # a program of root is another user
+    package = Path(folder.name, "hybridrl")
+    (package / "rewards").mkdir(parents=True)
+    for part in (package, package / "rewards"):
+        (part / "__init__.py").touch()
+        os.chmod(part, 0o755)
+        os.chmod(part / "__init__.py", 0o644)
+    for name in CONTAINED:
+        file = package / "rewards" / f"{name}.pyc"
+        source = Path(__file__).with_name(f"{name}.py")
+        unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
+        py_compile.compile(str(source), str(file), invalidation_mode=unchecked, doraise=True)
+        os.chmod(file, 0o644)
+    return folder
+
+
+def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
+    """Returns a file in memory that nobody can change, open until the stack is left."""
+    number = os.memfd_create("hybridrl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    stack.callback(os.close, number)
+    with os.fdopen(os.dup(number), "wb") as file:
+        file.write(content)
+    os.lseek(number, 0, os.SEEK_SET)
+    seals = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(number, fcntl.F_ADD_SEALS, seals)
+    return number
+
+
+def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str, bool]:
+    """Returns what a process writes until it ends, and whether it was too much or took too long."""
+    assert process.stdout is not None and process.stderr is not None
+    found = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
+    out, err = found
+    poll = select.poll()
+    for file in found:
+        poll.register(file, select.POLLIN)
+    waiting, is_cut = set(found), False
+    while waiting and not is_cut:
+        ready = poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        is_cut = not ready
+        for file, _ in ready:
+            part = os.read(file, 1 << 16)
+            found[file] += part
+            is_cut |= len(found[file]) > MOST_OUTPUT
+            if not part:
+                poll.unregister(file)
+                waiting.discard(file)
+    if not is_cut:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+    return found[out].decode("utf-8", "replace"), found[err].decode("utf-8", "replace"), is_cut
+
+
+def _tests(given: object, key: str, prompt: str) -> Sequence[str | Mapping[str, Any]]:
+    tests = [given] if isinstance(given, str) else given
+    is_right = isinstance(tests, Sequence) and all(
+        isinstance(test, str) or (isinstance(test, Mapping) and {"input", "output"} <= set(test))
+        for test in tests
+    )
+    if not is_right or not tests:
+        raise DataError(
+            f"column {key!r} of {prompt[:40]!r}",
+            "nothing" if given is None else f"{str(given)[:60]!r}",
+            'a text of asserts, or a list of them or of {"input", "output"}',
+            "Mend that row, or set reward.options.tests_key.",
+        )
+    return tests  # type: ignore[return-value]
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _check_host() -> None:
+    """Raises UserError unless programs can be contained here."""
+    limits = {"time_s": 10, "memory_mib": 256, "disk_mib": 1, "processes": 4}
+    try:
+        if not sys.platform.startswith("linux"):
+            raise SandboxError(f"no namespaces on {sys.platform}")
+        ended = run_program("import json; print(json.dumps(1))", "", limits)
+        if ended.output.strip() != "1":
+            raise SandboxError(ended.error.strip()[-200:] or f"exit code {ended.code}")
+    except (SandboxError, OSError) as error:
+        raise UserError(
+            "reward.function",
+            "code",
+            "code only where the kernel lets this user make namespaces (user, mount, network)",
+            f"Allow them (docker: --cap-add SYS_ADMIN), or score elsewhere by remote. {error}.",
+        ) from None

@@ -1,0 +1,386 @@
+"""Runs one untrusted program so that nothing of it lasts; a process of its own, which sandbox.py
+starts.
+
+The outer process enters new namespaces (mounts, network, IPC, host name; without root also a user
+namespace) and builds a root of its own: empty, but for the interpreter, the system's libraries and
+a few devices, all read-only, and FOLDER, a small file system in memory. In it run one or two
+roles, each in a process namespace of its own, within its limits, without privileges and with the
+system calls of syscalls.py alone:
+
+- the program,
+- where it has tests, those (judge.py), which call the program through two pipes (program.py).
+
+A process namespace ends with its process 1, that with the outer process, and that with its
+starter, so neither daemons nor fork bombs outlive it.
+
+Why not bubblewrap, which does much of this: it is a system package that GPU images and clusters
+rarely have. It leaves the program of a root trainer with root's user id outside, or needs user
+namespaces, which docker's root with SYS_ADMIN need not be allowed; here such a program gets a user
+of its own, which no file belongs to. The limits, the filter of calls, the two roles, and telling
+its own failure from the program's would stay to be written around it. What it would take over is
+`_build_root` and `_enter_namespaces`, some 90 lines. Linux only: 5.12, without root 5.14.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import marshal
+import os
+import resource
+import select
+import signal
+import struct
+import sys
+import time
+from collections.abc import Callable
+from importlib import import_module
+
+from hybridrl.services.sandbox.verdict import ENDED, FAILED, NOT_CONTAINED
+
+TYPE_CHECKING = False  # that of typing takes long to import
+if TYPE_CHECKING:
+    from typing import Any
+
+NEWNS, NEWUSER, NEWPID, NEWNET, NEWIPC, NEWUTS = (
+    0x00020000,
+    0x10000000,
+    0x20000000,
+    0x40000000,
+    0x08000000,
+    0x04000000,
+)
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+MNT_DETACH = 2
+SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100, 0x8000, 1, 2
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+SECCOMP_MODE_FILTER = 2
+CAPABILITIES = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
+RLIMIT_MSGQUEUE = 12  # bytes of POSIX message queues; not in the module resource
+FIRST_UID = 0x20000000  # of processes that root starts: nobody else's
+USER = 1000  # what a user who is not root is called inside
+OWN_PROCESSES = 5  # beside a program's that count as that user's
+
+FOLDER = "/program"  # where the program may write
+CODE = "/hybridrl"  # where the two roles find theirs
+START_PROGRAM = (
+    f"import sys; sys.path.insert(0, {CODE!r})\n"
+    "from hybridrl.services.sandbox.program import main\n"
+    "del sys.path[0]\n"
+    "main()"
+)
+DEVICES = ("null", "zero", "full", "random", "urandom")
+LINKS = {
+    "fd": "/proc/self/fd",
+    "stdin": "/proc/self/fd/0",
+    "stdout": "/proc/self/fd/1",
+    "stderr": "/proc/self/fd/2",
+    "shm": FOLDER,  # semaphores of multiprocessing
+}
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def main() -> None:
+    """Runs the plan of the file descriptor argv[1], with the tests of argv[2] (-1: none); exits
+    like the program (128 + the signal that ended it), or with a code of judge.py.
+    """
+    tests = int(sys.argv[2])
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    with os.fdopen(int(sys.argv[1]), "rb") as file:
+        plan = marshal.load(file)
+    try:
+        own_user = _enter_namespaces()
+        # Its files in /proc belong to nobody, and who has the same user id cannot look into it.
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        _build_root(plan)
+        until = time.monotonic() + plan["limits"]["time_s"]
+        if tests < 0:
+            program = _start(lambda: _first_process(plan, own_user, []), [], [], with_proc=True)
+            os._exit(_wait(program, until))
+        from_program, to_judge = os.pipe()
+        from_judge, to_program = os.pipe()
+        judges, programs = [tests, from_program, to_program], [from_judge, to_judge]
+        judging = _start(lambda: _judge(plan, own_user, *judges), judges, programs)
+        program = _start(
+            lambda: _first_process(plan, own_user, programs), programs, judges, with_proc=True
+        )
+        for file_no in judges + programs:
+            os.close(file_no)
+    except Exception as error:  # no role has begun
+        _give_up(error)
+    code = _wait(judging, until)
+    if code == ENDED:  # why?
+        ended = _wait(program, until)
+        code = ended if ended == NOT_CONTAINED or ended > 128 else FAILED
+    os._exit(code)
+
+
+def _start(
+    role: Callable[[], None], own: list[int], others: list[int], with_proc: bool = False
+) -> int:
+    """Starts a role as process 1 of a namespace, and returns the process that waits for it.
+
+    Args:
+        role: what that process does.
+        own, others: files of this role, and of the other one, which then sees no end while they are
+            open here.
+        with_proc: /proc shows the namespace.
+    """
+    waiting = os.fork()
+    if waiting:
+        return waiting
+    try:
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _check(libc.unshare(NEWPID | NEWNS), "unshare")
+        first = os.fork()
+        for file_no in others + own * (first != 0):
+            os.close(file_no)
+        if not first:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if with_proc:
+                _mount_proc()
+            _close_root()
+            role()
+    except Exception as error:  # a role handles its own: whatever fails, it has not begun
+        _give_up(error)
+    os._exit(_code(os.waitpid(first, 0)[1]))
+
+
+def _enter_namespaces() -> bool:
+    """Returns whether the program can have a user of its own."""
+    spaces = NEWNS | NEWNET | NEWIPC | NEWUTS
+    uid, gid = os.geteuid(), os.getegid()
+    own_user = uid == 0 and _has_users()
+    _check(libc.unshare(spaces if own_user else spaces | NEWUSER), "unshare")
+    if not own_user:
+        for name, text in (
+            ("setgroups", "deny"),
+            ("uid_map", f"{USER} {uid} 1"),
+            ("gid_map", f"{USER} {gid} 1"),
+        ):
+            _text(f"/proc/self/{name}", text)
+    libc.sethostname(b"program", 7)
+    return own_user
+
+
+def _has_users() -> bool:
+    """Whether this root may become any user, as that of a container with few may not."""
+    lines = _text("/proc/self/uid_map").splitlines()
+    ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
+    return any(first <= FIRST_UID and first + count >= FIRST_UID << 2 for first, count in ranges)
+
+
+def _build_root(plan: dict[str, Any]) -> None:
+    """Makes an empty root this process's own, and places in it what can be seen.
+
+    The host's root stays this process's current folder until _close_root: what is placed is found
+    from there.
+    """
+    _mount("none", "/", None, MS_REC | MS_PRIVATE)
+    somewhere = os.path.dirname(__file__)  # a folder that exists; it is covered for a moment
+    host = os.open("/", os.O_PATH | os.O_DIRECTORY)
+    _mount("tmpfs", somewhere, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    os.chdir(somewhere)
+    _check(libc.pivot_root(b".", b"."), "pivot_root")
+    os.fchdir(host)
+    os.close(host)
+    _place(plan["visible"]["real"], plan["visible"]["links"])
+    os.mkdir("/dev")
+    for name in DEVICES:
+        _bind(f"/dev/{name}")
+    for name, target in LINKS.items():
+        os.symlink(target, f"/dev/{name}")
+    os.makedirs("/etc", exist_ok=True)
+    uid = FIRST_UID + 2 * plan["limits"]["number"] if os.geteuid() == 0 else USER
+    _text("/etc/passwd", f"program:x:{uid}:{uid}::{FOLDER}:/bin/sh\n")
+    _text("/etc/group", f"program:x:{uid}:\n")
+    _bind(plan["code"], CODE)
+    os.mkdir("/proc")
+    os.mkdir(FOLDER)
+    options = f"size={plan['limits']['disk_mib']}m,nr_inodes=1024,mode=1777"
+    _mount("tmpfs", FOLDER, "tmpfs", MS_NOSUID | MS_NODEV, options)
+    _text(f"{FOLDER}/main.py", plan["program"])
+    if not os.path.lexists("/tmp"):
+        os.symlink(FOLDER, "/tmp")
+
+
+def _place(real: list[str], links: dict[str, str]) -> None:
+    """Places files and folders of the host at the same paths, and links that lead there."""
+    for path in real:
+        _bind(path)
+    for link, target in links.items():
+        if not os.path.lexists(link):
+            os.makedirs(os.path.dirname(link), exist_ok=True)
+            os.symlink(target, link)
+
+
+def _bind(path: str, place: str | None = None) -> None:
+    source, place = "." + path, place or path  # of the host's root
+    if os.path.isdir(source):
+        os.makedirs(place, exist_ok=True)
+    else:
+        os.makedirs(os.path.dirname(place), exist_ok=True)
+        os.close(os.open(place, os.O_CREAT | os.O_WRONLY, 0o644))
+    _mount(source, place, None, MS_BIND | MS_REC)
+
+
+def _mount_proc() -> None:
+    """Shows the processes of this namespace, but not process 1."""
+    flags = MS_NOSUID | MS_NODEV
+    try:
+        _mount("proc", "/proc", "proc", flags, "hidepid=2")
+    except OSError:  # where /proc has covered parts, as in containers
+        _mount("tmpfs", "/proc", "tmpfs", flags, "size=4k")
+
+
+def _close_root() -> None:
+    """Takes the host's root away and makes the rest read-only, /proc too, but for the program's
+    folder.
+    """
+    _check(libc.umount2(b".", MNT_DETACH), "umount")
+    os.chdir("/")
+    _set_attributes("/", AT_RECURSIVE, ATTR_RDONLY | ATTR_NOSUID, 0)
+    _set_attributes(FOLDER, 0, 0, ATTR_RDONLY)
+    os.chdir(FOLDER)
+
+
+def _set_attributes(path: str, flags: int, those: int, not_those: int) -> None:
+    attributes = (ctypes.c_uint64 * 4)(those, not_those, 0, 0)
+    size = ctypes.sizeof(attributes)
+    done = libc.syscall(
+        SYS_MOUNT_SETATTR, AT_FDCWD, path.encode(), flags, ctypes.byref(attributes), size
+    )
+    _check(done, f"mount_setattr {path}")
+
+
+def _first_process(plan: dict[str, Any], own_user: bool, pipes: list[int]) -> None:
+    """Starts the program and exits like it. Process 1 also takes over orphans, which are none of
+    its business.
+    """
+    failed, failing = os.pipe()  # closed when the program begins
+    running = os.fork()
+    if not running:
+        try:
+            _restrict(plan, own_user, 0)
+            for pipe in pipes:
+                os.set_inheritable(pipe, True)
+            script = ["-c", START_PROGRAM, *map(str, pipes)] if pipes else ["main.py"]
+            os.execve(sys.executable, [sys.executable, "-I", *script], _environment())
+        except Exception as error:  # the program has not begun
+            os.write(failing, b"failed")
+            _give_up(error)
+    for file_no in [*pipes, failing]:
+        os.close(file_no)
+    while True:
+        pid, status = os.wait()
+        if pid == running:
+            code = _code(status)
+            if code == NOT_CONTAINED and not os.read(failed, 1):
+                code = 1  # that one is not the program's to give
+            os._exit(code)
+
+
+def _judge(
+    plan: dict[str, Any], own_user: bool, tests: int, from_program: int, to_program: int
+) -> None:
+    with os.fdopen(tests, encoding="utf-8") as file:
+        text = file.read()
+    _restrict(plan, own_user, 1)
+    os.environ.clear()
+    os.environ.update(_environment())
+    for name in [name for name in sys.modules if name.partition(".")[0] == "hybridrl"]:
+        del sys.modules[name]  # they are of the host's folder, which is gone
+    sys.path[:] = [CODE, *plan["visible"]["path"]]
+    judge = import_module("hybridrl.services.sandbox.judge")
+    del sys.path[0]
+    judge.main(text, from_program, to_program)
+
+
+def _environment() -> dict[str, str]:
+    return {
+        "PATH": "/usr/bin:/bin",
+        "HOME": FOLDER,
+        "TMPDIR": FOLDER,
+        "LANG": "C.UTF-8",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+def _restrict(plan: dict[str, Any], own_user: bool, role: int) -> None:
+    """Takes privileges from this process and sets its limits."""
+    limits, num_processes = plan["limits"], plan["limits"]["processes"]
+    if own_user:
+        # Each its own user, so that the limit on processes counts only this program's.
+        uid = FIRST_UID + 2 * limits["number"] + role
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    else:
+        num_processes += OWN_PROCESSES
+    header = struct.pack("=Ii", CAPABILITIES, 0)
+    _check(libc.capset(header, bytes(24)), "capset")
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another user's is forgotten
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    mib = 1 << 20
+    for kind, most in (
+        (resource.RLIMIT_CPU, limits["time_s"] + 1),
+        (resource.RLIMIT_AS, limits["memory_mib"] * mib),
+        (resource.RLIMIT_FSIZE, limits["disk_mib"] * mib),
+        (resource.RLIMIT_NPROC, num_processes),
+        (resource.RLIMIT_NOFILE, 64),
+        (resource.RLIMIT_SIGPENDING, 64),
+        (RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        resource.setrlimit(kind, (most, most))
+    code = bytes.fromhex(plan["filter"])
+    if not code:
+        return
+    buffer = ctypes.create_string_buffer(code, len(code))
+    header = struct.pack("@HP", len(code) // 8, ctypes.addressof(buffer))
+    _check(libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0), "seccomp")
+
+
+def _wait(pid: int, until: float) -> int:
+    """Returns how a role ended, as SIGALRM if it has not by then."""
+    watched = select.poll()
+    watched.register(os.pidfd_open(pid), select.POLLIN)
+    if not watched.poll(max(0.0, until - time.monotonic()) * 1000):
+        return 128 + signal.SIGALRM
+    return _code(os.waitpid(pid, 0)[1])
+
+
+def _text(path: str, new: str | None = None) -> str:
+    """Returns the text of a file, or gives it a new one."""
+    with open(path, "r" if new is None else "w", encoding="utf-8") as file:
+        return file.read() if new is None else str(file.write(new))
+
+
+def _code(status: int) -> int:
+    return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _mount(source: str, target: str, kind: str | None, flags: int, options: str = "") -> None:
+    done = libc.mount(
+        source.encode(),
+        target.encode(),
+        kind.encode() if kind else None,
+        ctypes.c_ulong(flags),
+        options.encode(),
+    )
+    _check(done, f"mount {target}")
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def _give_up(error: Exception) -> None:
+    said = error.strerror if isinstance(error, OSError) else None
+    reason = said or f"{type(error).__name__}: {error}"
+    os.write(2, f"not contained: {reason}\n".encode())
+    os._exit(NOT_CONTAINED)

@@ -1,0 +1,152 @@
+"""Which data-parallel rank trains on which samples, in which micro-batches. No torch.
+
+Every rank computes the same schedule from the same lengths, so nothing is communicated.
+Invariants: every sample once, every micro-batch within the token budget, the same number of
+micro-batches on every rank (Megatron's pipeline schedule and the gradient reduction count on it).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+from collections.abc import Sequence
+
+from hybridrl.training.batches.packing import check_lengths, pack, round_up
+
+Schedule = list[list[tuple[int, ...]]]
+"""`[dp_rank][micro_batch]` -> indices of its samples, ascending; empty: only padding."""
+
+# Swaps that even out the ranks: at most this many, and none between ranks this near each other.
+SWAPS_A_RANK = 4
+EVEN_ENOUGH = 1e-3
+
+DEFAULT_ATTENTION_LENGTH = 24_576
+"""Sequence length at which attention costs as much as all matrix products of a layer.
+
+A layer of width D does about 24 D^2 operations a token in its matrix products (12 D^2 weights) and
+2 D L in causal attention over L tokens: equal at L = 12 D. This is the value at D = 2048.
+"""
+
+
+def schedule(
+    lengths: Sequence[int],
+    num_ranks: int,
+    token_budget: int,
+    multiple: int = 1,
+    *,
+    attended: Sequence[int] | None = None,
+    attention_length: int = DEFAULT_ATTENTION_LENGTH,
+) -> Schedule:
+    """Deals samples, or units of several, to ranks and micro-batches so that all take about the
+    same time.
+
+    Args:
+        lengths: tokens of each.
+        num_ranks: data-parallel size.
+        token_budget: most tokens in one micro-batch, padding not counted.
+        multiple: the number of micro-batches of a rank is a multiple of this (interleaved
+            pipelines need a multiple of the pipeline size).
+        attended: of each, twice the pairs of tokens that attend one to the other; None: samples,
+            the squares of their lengths.
+        attention_length: see DEFAULT_ATTENTION_LENGTH.
+
+    Returns:
+        `[dp_rank][micro_batch]` -> sample indices. The fewest micro-batches that best-fit packing
+        finds; some are empty only when there are fewer samples than micro-batches.
+
+    Raises:
+        DataError: a sample is longer than the budget.
+    """
+    check_lengths(lengths, token_budget)
+    squares = [length * length for length in lengths] if attended is None else attended
+    pairs = zip(lengths, squares, strict=True)
+    costs = [length * attention_length + square for length, square in pairs]
+    packs = pack(lengths, token_budget)
+    per_rank = round_up(max(-(-len(packs) // num_ranks), 1), multiple)
+    num_packs = per_rank * num_ranks
+    balanced = _deal_within_budget(lengths, costs, token_budget, num_packs)
+    packs = balanced if balanced is not None else _spread(packs, costs, num_packs)
+    dealt = _deal_evenly([sum(costs[i] for i in members) for members in packs], num_ranks, per_rank)
+    return [[packs[number] for number in numbers] for numbers in dealt]
+
+
+def schedule_hash(found: Schedule) -> str:
+    """Returns a short text that two ranks share exactly when they computed the same schedule."""
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+
+
+def _deal_within_budget(
+    lengths: Sequence[int], costs: Sequence[int], budget: int, num_packs: int
+) -> list[tuple[int, ...]] | None:
+    """Gives the costliest sample left to the cheapest pack with room; None when none has room.
+
+    Longest processing time first: at most 4/3 of the best makespan (Graham 1969, SIAM J. Appl.
+    Math. 17(2), 416-429) where the budget does not bind.
+    """
+    packs: list[list[int]] = [[] for _ in range(num_packs)]
+    free = [budget] * num_packs
+    cheapest = [(0, number) for number in range(num_packs)]
+    for sample in sorted(range(len(lengths)), key=lambda i: (-costs[i], i)):
+        passed = []
+        while cheapest and free[cheapest[0][1]] < lengths[sample]:
+            passed.append(heapq.heappop(cheapest))
+        if not cheapest:
+            return None
+        cost, number = heapq.heappop(cheapest)
+        packs[number].append(sample)
+        free[number] -= lengths[sample]
+        for entry in [*passed, (cost + costs[sample], number)]:
+            heapq.heappush(cheapest, entry)
+    return [tuple(sorted(members)) for members in packs]
+
+
+def _spread(
+    packs: list[tuple[int, ...]], costs: Sequence[int], num_packs: int
+) -> list[tuple[int, ...]]:
+    """Splits the costliest packs in two until there are `num_packs`, as far as samples go."""
+    single = [members for members in packs if len(members) == 1]
+    several = [(-sum(costs[i] for i in members), members) for members in packs if len(members) > 1]
+    heapq.heapify(several)
+    while several and len(single) + len(several) < num_packs:
+        members = heapq.heappop(several)[1]
+        halves: tuple[list[int], list[int]] = ([], [])
+        weights = [0, 0]
+        for sample in sorted(members, key=lambda i: (-costs[i], i)):
+            lighter = int(weights[1] < weights[0])
+            halves[lighter].append(sample)
+            weights[lighter] += costs[sample]
+        for half, weight in zip(halves, weights, strict=True):
+            if len(half) == 1:
+                single.append((half[0],))
+            else:
+                heapq.heappush(several, (-weight, tuple(sorted(half))))
+    filled = single + [members for _, members in several]
+    return filled + [()] * (num_packs - len(filled))
+
+
+def _deal_evenly(costs: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int]]:
+    """Gives each rank `per_rank` items, the costliest left to the cheapest rank with a place, and
+    then swaps items of the dearest and the cheapest rank while that brings these two nearer.
+    """
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    cheapest = [(0, rank) for rank in range(num_ranks)]
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        cost, rank = heapq.heappop(cheapest)
+        ranks[rank].append(item)
+        if len(ranks[rank]) < per_rank:
+            heapq.heappush(cheapest, (cost + costs[item], rank))
+    loads = [sum(costs[item] for item in items) for items in ranks]
+    for _ in range(SWAPS_A_RANK * num_ranks):
+        high, low = loads.index(max(loads)), loads.index(min(loads))
+        gap = loads[high] - loads[low]
+        if gap <= EVEN_ENOUGH * loads[high]:
+            break
+        pairs = ((one, other) for one in ranks[high] for other in ranks[low])
+        left, one, other = min((abs(gap - 2 * (costs[a] - costs[b])), a, b) for a, b in pairs)
+        if left >= gap:
+            break
+        moved = costs[one] - costs[other]
+        ranks[high][ranks[high].index(one)], ranks[low][ranks[low].index(other)] = other, one
+        loads[high], loads[low] = loads[high] - moved, loads[low] + moved
+    return ranks

@@ -1,0 +1,237 @@
+"""From a batch to the micro-batches of a rank, and from their results back to a column of it.
+
+Owns which rank computes with which samples: it follows from lengths and the model's shape, so that
+all ranks know it of all. Collective over the world; what a rank lacks is brought to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from hybridrl.config.schema import TrainConfig
+from hybridrl.contracts.batch import TrainBatch
+from hybridrl.contracts.micro_batch import MicroBatch
+from hybridrl.metrics.flops import attention_length
+from hybridrl.models.family import ModelShape
+from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts
+from hybridrl.models.megatron.heads import HeadInput
+from hybridrl.models.megatron.layers import LayerKind
+from hybridrl.models.megatron.router_replay import RoutedExperts, check_numbers
+from hybridrl.parallel.exchange import Route, bring
+from hybridrl.parallel.groups import same_on_all_ranks
+from hybridrl.parallel.mesh import Mesh
+from hybridrl.training.batches.balance import Schedule, schedule_hash
+from hybridrl.training.batches.collation import context_positions, micro_batch, unpack
+from hybridrl.training.batches.packing import FP8_TOKENS, round_up
+from hybridrl.training.batches.prompt_sharing import (
+    ScheduleInputs,
+    schedule_lookups,
+    schedule_samples,
+    shared_tokens,
+)
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """One micro-batch as this rank's part of a model takes it in.
+
+    Args:
+        whole: with all its positions.
+        local: the positions that this context-parallel rank computes, on its device.
+        held_S: which of the whole's they are.
+        head: what the vocabulary head computes: log-probabilities of response tokens.
+        packed: where sequences begin, for attention.
+    """
+
+    whole: MicroBatch
+    local: MicroBatch
+    held_S: Tensor
+    head: HeadInput
+    packed: PackedSequences
+
+    def expand(self, local_S: Tensor) -> Tensor:
+        """Returns this rank's results at their places in the whole micro-batch, zero elsewhere."""
+        whole_S = torch.zeros(self.whole.num_positions, *local_S.shape[1:])
+        whole_S[self.held_S] = local_S.detach().float().cpu()
+        return whole_S
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """A batch, cut into the micro-batches of this rank.
+
+    Args:
+        batch: that was planned.
+        here: the same, with the tokens that this rank's micro-batches are made of.
+        inputs: the micro-batches, none outside of the mesh.
+        mesh: that computes with them.
+        result_ranks_BW: (B, W) bool, which rank has the results of a sample in the end.
+    """
+
+    batch: TrainBatch
+    here: TrainBatch
+    inputs: list[ModelInput]
+    mesh: Mesh
+    result_ranks_BW: Tensor
+
+    def column(self, outputs: Sequence[Tensor], *width: int) -> Tensor:
+        """Puts per-position results of the last stage together into a column of the batch, on each
+        rank of the samples whose tokens it has; collective.
+
+        Args:
+            outputs: one (S_local,) tensor a micro-batch on last-stage ranks, empty elsewhere.
+            width: K of tensors (S_local, K), which make a (T, K) column.
+        """
+        here, mesh = self.here, self.mesh
+        column_T = torch.zeros(here.num_tokens, *width)
+        if mesh.reports:
+            pairs = zip(self.inputs, outputs, strict=True)
+            wholes = [one.expand(output) for one, output in pairs]
+            column_T = unpack([one.whole for one in self.inputs], wholes, here)
+        if self.batch.holders is None:
+            return mesh.sum_over_world(column_T)
+        if mesh.reports and mesh.layout.cp > 1:
+            column_T = mesh.sum_over_context(column_T)
+        ways = self.result_ranks_BW, self.batch.holders.by_rank_BW
+        return Route(here.lengths_B, *ways, mesh.world, here.rows_H)(column_T)
+
+
+class BatchPlanner:
+    """Cuts batches for a model.
+
+    Args:
+        mesh: that the model is cut over.
+        shape: of the model.
+        train: micro-batch budget and number format.
+        layers: what its layers are made of.
+        shares_prompts: whether samples of one prompt that follow each other hold it once.
+
+    Attributes:
+        replays: whether the model takes the experts that the engine chose; of other models they are
+            no input, and move nowhere.
+        at_own_token: whether the model's results are about the token of their own position, as a
+            reward model's scores are, in place of the next one.
+    """
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        shape: ModelShape,
+        train: TrainConfig,
+        layers: LayerKind,
+        shares_prompts: bool,
+    ) -> None:
+        self.mesh, self.shares_prompts = mesh, shares_prompts
+        self._shape, self._train, self._layers = shape, train, layers
+        self.replays = False
+        self.at_own_token = False
+        self._pad_each = 2 * mesh.layout.cp if mesh.layout.cp > 1 else 1
+
+    def training_ranks(self, batch: TrainBatch, num_parts: int = 1) -> Tensor:
+        """Returns which ranks compute with which samples where the batch is cut into `num_parts`
+        mini-batches: (B, W) bool.
+        """
+        return self._on_ranks(self._schedule(batch, num_parts))
+
+    def shared_tokens(self, batch: TrainBatch, is_lookup: bool = False) -> list[int]:
+        """Returns the leading tokens of each sample of a batch that are computed with another's, in
+        an update or, with `is_lookup`, in a lookup.
+        """
+        if not self.shares_prompts:
+            return [0] * len(batch.lengths_B)
+        num_parts = 1 if batch.holders is None else batch.holders.num_parts
+        dealt = self._schedule(batch, num_parts, is_lookup)
+        return shared_tokens(dealt, batch.group_B.tolist(), batch.prompt_lengths_B.tolist())
+
+    def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
+        """Cuts a batch into the micro-batches of this rank's replica, and brings it the tokens that
+        it lacks. All ranks compute the same schedule; its hash is compared before any pass.
+
+        Args:
+            batch: the same samples on all ranks, their tokens anywhere.
+            temperature: of log-probabilities.
+
+        Raises:
+            RuntimeError: ranks have different schedules.
+            DataError: a sample is longer than a micro-batch.
+        """
+        if not self.replays:
+            batch = batch.without_experts()
+        holders, world = batch.holders, self.mesh.world
+        # Of one mini-batch both schedules are the same.
+        dealt = self._schedule(batch, 1 if holders is None else holders.num_parts, is_lookup=True)
+        same_on_all_ranks(world, "the micro-batch schedule", schedule_hash(dealt))
+        wanted_BW, here = self._on_ranks(dealt), batch
+        if holders is not None and bool((wanted_BW & ~holders.by_rank_BW).any()):
+            here = bring(batch, wanted_BW, world)
+        where = self.mesh.where
+        mine = [] if where is None else dealt[where.dp]
+        inputs = [self._input(here, indices, temperature) for indices in mine]
+        return BatchPlan(batch, here, inputs, self.mesh, self._on_ranks(dealt, reports=True))
+
+    def _input(self, batch: TrainBatch, indices: Sequence[int], temperature: float) -> ModelInput:
+        layout, where = self.mesh.layout, self.mesh.place
+        pad_total = layout.tp * self._pad_each * (1 if self._train.fp8 == "none" else FP8_TOKENS)
+        whole = micro_batch(
+            batch, indices, self._pad_each, pad_total, self.shares_prompts, self.at_own_token
+        )
+        if self._shape.moe is not None:
+            check_numbers(whole, self._shape.moe.num_experts)
+        index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)
+        local = whole if layout.cp == 1 else whole.take_positions(index_S)
+        device = self.mesh.platform.device
+        # Counted on the host: on a GPU it would be a sync point.
+        rows_N = local.loss_mask_S.nonzero()[:, 0].to(device, non_blocking=True)
+        local = local.to(device)
+        # transformer-engine reads the bounds on the device, torch's layers on the host.
+        bounds = local if self._layers == "transformer_engine" else whole
+        packed = PackedSequences.of(
+            bounds.cu_seqlens,
+            whole.max_seqlen,
+            shared_prompts(whole, local.positions_S),
+            RoutedExperts.of(local, self._shape),
+        )
+        head = HeadInput(local.labels, rows_N, temperature)
+        return ModelInput(whole, local, index_S, head, packed)
+
+    def _schedule(self, batch: TrainBatch, num_parts: int, is_lookup: bool = False) -> Schedule:
+        """Returns the micro-batches of all ranks; where the batch is cut into several mini-batches,
+        of each one, or as a lookup takes them.
+        """
+        layout, schedule = self.mesh.layout, schedule_lookups if is_lookup else schedule_samples
+        prompt_lengths = tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None
+        inputs = ScheduleInputs(
+            lengths=tuple(round_up(n, self._pad_each) for n in batch.lengths_B.tolist()),
+            groups=tuple(batch.group_B.tolist()),
+            prompt_lengths=prompt_lengths,
+            num_parts=num_parts,
+            num_ranks=layout.dp,
+            token_budget=self._train.micro_batch_tokens,
+            multiple=layout.pp if layout.vpp > 1 else 1,
+            attention_length=attention_length(self._shape),
+        )
+        return schedule(inputs)
+
+    def _on_ranks(self, dealt: Schedule, reports: bool = False) -> Tensor:
+        """Returns which ranks of the mesh compute with which samples, or have the results in the
+        end, one of each replica: (B, W) bool.
+        """
+        mesh, num_samples = self.mesh, sum(len(micro) for micros in dealt for micro in micros)
+        found_BW = torch.zeros(num_samples, mesh.world.size, dtype=torch.bool)
+        for place, rank in enumerate(mesh.ranks):
+            at = mesh.layout.coordinates(place)
+            if not reports or (at.tp, at.cp, at.pp) == (0, 0, mesh.layout.pp - 1):
+                found_BW[list(chain.from_iterable(dealt[at.dp])), rank] = True
+        return found_BW
+
+
+def shared_prompts(micro: MicroBatch, positions_S: Tensor) -> SharedPrompts | None:
+    """Returns which sequences of a whole micro-batch go on from others; None if none does."""
+    if micro.prefix_sequences is None:
+        return None
+    return SharedPrompts(tuple(micro.cu_seqlens.tolist()), micro.prefix_sequences, positions_S)

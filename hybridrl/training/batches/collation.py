@@ -1,0 +1,231 @@
+"""Between a batch's token alignment and a micro-batch's predictor alignment, both ways.
+
+Owns the shift by one: what a batch says about token t of a sample, a micro-batch holds at the
+position of token t - 1. Nothing else in hybridrl shifts. There are two exceptions. The experts that
+the engine chose are about the hidden state of token t itself, and stand at its own position. A
+reward model reads its score at token t itself (`at_own_token`), so that all columns of its
+micro-batches do. Runs on the CPU; `MicroBatch.to` moves the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hybridrl.contracts.batch import MicroBatch, RolloutBatch
+from hybridrl.contracts.micro_batch import LOSS_COLUMNS
+from hybridrl.training.batches.packing import packed_bounds
+from hybridrl.training.batches.prompt_sharing import shared_prefix
+
+
+def micro_batch(
+    batch: RolloutBatch,
+    indices: Sequence[int],
+    pad_each: int,
+    pad_total: int,
+    shares_prompts: bool = False,
+    at_own_token: bool = False,
+) -> MicroBatch:
+    """Packs samples of a batch one after the other.
+
+    Args:
+        batch: of any stage; columns that it does not carry are None.
+        indices: the samples, in order of packing; none gives a micro-batch of padding only.
+        pad_each: each sample is padded to a multiple of this (2 cp when cp > 1, else 1).
+        pad_total: and the whole to a multiple of this (tp x 2 cp), by a trailing sequence.
+        shares_prompts: whether samples of one prompt that follow each other hold it once; asks for
+            a `pad_each` of 1.
+        at_own_token: whether what the batch says about a token stands at its own position, in place
+            of that of the token before it.
+    """
+    index_B = torch.tensor(list(indices), dtype=torch.int64)
+    laid = _lay_out(batch, index_B, pad_each, pad_total, shares_prompts)
+    source_N, place_N, total = laid.source_N, laid.place_N, len(laid.positions_S)
+    tokens_S = torch.zeros(total, dtype=torch.int64)
+    tokens_S[place_N] = batch.tokens_T[source_N]
+    sequence_index_S = torch.full((total,), -1)
+    sequence_index_S[place_N] = laid.sample_N
+    # Within padding the "next" token is padding, 0, as is the target that stands for none.
+    has_next_S = torch.zeros(total, dtype=torch.bool)
+    has_next_S[:-1] = sequence_index_S[:-1] == sequence_index_S[1:]
+    response_N = batch.response_mask_T[source_N]
+    shift = 0 if at_own_token else 1
+    source_R, place_R = source_N[response_N], place_N[response_N] - shift
+    loss_mask_S = torch.zeros(total, dtype=torch.bool)
+    loss_mask_S[place_R] = True
+    carried = batch.columns()
+    columns: dict[str, Tensor | None] = {}
+    for name in LOSS_COLUMNS:
+        column_T, columns[name] = carried.get(name.replace("_S", "_T")), None
+        if column_T is not None:
+            column_S = torch.zeros(total, *column_T.shape[1:], dtype=column_T.dtype)
+            column_S[place_R] = column_T[source_R]
+            columns[name] = column_S
+    columns |= _routed(batch, laid, total)
+    return MicroBatch(
+        tokens_S=tokens_S,
+        positions_S=laid.positions_S,
+        targets_S=tokens_S.roll(-1) * has_next_S,
+        loss_mask_S=loss_mask_S,
+        sequence_index_S=sequence_index_S,
+        cu_seqlens=laid.cu_seqlens,
+        max_seqlen=laid.max_seqlen,
+        sample_indices=tuple(index_B.tolist()),
+        prefix_sequences=laid.prefix_sequences,
+        **columns,
+    )
+
+
+def _routed(batch: RolloutBatch, laid: _Layout, total: int) -> dict[str, Tensor]:
+    """Returns the micro-batch's columns of the experts that the engine chose, if it told any."""
+    experts_TK = batch.routed_experts_TK
+    if experts_TK is None:
+        return {}
+    experts_SK = torch.zeros(total, experts_TK.shape[1], dtype=experts_TK.dtype)
+    experts_SK[laid.place_N] = experts_TK[laid.source_N]
+    is_last_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    is_last_T[batch.offsets[1:] - 1] = True
+    is_routed_S = torch.zeros(total, dtype=torch.bool)
+    is_routed_S[laid.place_N] = ~is_last_T[laid.source_N]
+    return {"routed_experts_SK": experts_SK, "is_routed_S": is_routed_S}
+
+
+def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: RolloutBatch) -> Tensor:
+    """Puts per-position results back into one token-aligned column.
+
+    Args:
+        micros: whole micro-batches of `batch`, as `micro_batch` made them.
+        columns: for each of them a tensor (S,) or (S, K) in the micro-batch's alignment, on any
+            device; what stands outside `loss_mask_S` is ignored.
+        batch: where the samples come from.
+
+    Returns:
+        (T,) or (T, K) float32 on the CPU, of the tokens that `batch` has; zero on prompt tokens and
+        on samples that no micro-batch holds.
+    """
+    column_T = torch.zeros(batch.num_tokens, *columns[0].shape[1:])
+    for micro, column_S in zip(micros, columns, strict=True):
+        if column_S.shape[:1] != micro.loss_mask_S.shape:
+            raise ValueError(f"{tuple(column_S.shape)} results for {micro.num_positions} positions")
+        index_B = torch.tensor(micro.sample_indices, dtype=torch.int64)
+        # Sync point: the batch lives on the CPU, once a step and column.
+        found_S = column_S.detach().to("cpu", torch.float32)
+        source_N = _tokens_of(batch, index_B)[0]
+        response_N = batch.response_mask_T[source_N]
+        column_T[source_N[response_N]] = found_S[micro.loss_mask_S.to("cpu")]
+    return column_T
+
+
+class _Layout(NamedTuple):
+    """Where N tokens lie in a micro-batch.
+
+    source_N, sample_N: index in the batch, and of the sample in the micro-batch; place_N: position;
+    the others as of MicroBatch.
+    """
+
+    source_N: Tensor
+    sample_N: Tensor
+    place_N: Tensor
+    positions_S: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    prefix_sequences: tuple[int, ...] | None
+
+
+def _lay_out(
+    batch: RolloutBatch, index_B: Tensor, pad_each: int, pad_total: int, shares_prompts: bool
+) -> _Layout:
+    lengths = batch.lengths_B[index_B].tolist()
+    prefixes, leads = _shared(batch, index_B.tolist(), shares_prompts)
+    segments, own_B, prefix_B, prefix_sequences = _segments(lengths, prefixes, leads)
+    bounds = packed_bounds(segments, pad_each, pad_total)
+    source_N, within_N, sample_N = _tokens_of(batch, index_B)
+    starts = torch.tensor(bounds.starts, dtype=torch.int64)
+    shared_N = torch.tensor(prefixes, dtype=torch.int64)[sample_N]
+    is_own_N = within_N >= shared_N
+    own_N = starts[own_B][sample_N] + within_N - shared_N
+    place_N = torch.where(is_own_N, own_N, starts[prefix_B][sample_N] + within_N)
+    held_N = is_own_N | torch.tensor(leads, dtype=torch.bool)[sample_N]
+    cu_seqlens = torch.tensor(bounds.cu_seqlens, dtype=torch.int32)
+    counts = cu_seqlens.diff().long()
+    read = torch.zeros(len(counts), dtype=torch.int64)  # tokens of the sequence that one goes on
+    read[own_B] = torch.tensor(prefixes, dtype=torch.int64)
+    first_S = torch.repeat_interleave(cu_seqlens[:-1].long() - read, counts)
+    is_shared, num_padding = any(prefixes), len(counts) - len(prefix_sequences)
+    return _Layout(
+        source_N[held_N],
+        sample_N[held_N],
+        place_N[held_N],
+        torch.arange(bounds.total) - first_S,
+        cu_seqlens,
+        max(bounds.max_seqlen, *lengths) if is_shared else bounds.max_seqlen,
+        (*prefix_sequences, *[-1] * num_padding) if is_shared else None,
+    )
+
+
+def _tokens_of(batch: RolloutBatch, index_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns, for the N tokens of these samples, index in the batch, place in the sample and
+    sample.
+    """
+    places = batch.places_of(index_B)
+    if bool((places < 0).any()):
+        raise ValueError(f"the tokens of samples {index_B[places < 0].tolist()} are on other ranks")
+    lengths_B = batch.lengths_B[index_B]
+    sample_N = torch.repeat_interleave(lengths_B)
+    within_N = torch.arange(len(sample_N)) - (lengths_B.cumsum(0) - lengths_B)[sample_N]
+    return batch.token_places(places), within_N, sample_N
+
+
+def _shared(
+    batch: RolloutBatch, indices: Sequence[int], shares_prompts: bool
+) -> tuple[list[int], list[bool]]:
+    """Returns of each sample how many leading tokens it shares, and whether it holds them."""
+    groups = batch.group_B[list(indices)].tolist() if shares_prompts else list(range(len(indices)))
+    prefixes, leads = [], []
+    for group, run in groupby(range(len(indices)), key=groups.__getitem__):
+        del group
+        samples = list(run)
+        prompt_length = int(batch.prompt_lengths_B[indices[samples[0]]])
+        prefixes += [shared_prefix(prompt_length, len(samples))] * len(samples)
+        leads += [True] + [False] * (len(samples) - 1)
+    return prefixes, leads
+
+
+def _segments(
+    lengths: Sequence[int], prefixes: Sequence[int], leads: Sequence[bool]
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Returns the sequences' lengths; of each sample its own sequence and the one that it goes on
+    from (its own, if it shares nothing); and of each sequence the latter, -1 for none.
+    """
+    segments: list[int] = []
+    own, prefix_of, prefix_sequences = [], [], []
+    for length, prefix, leads_run in zip(lengths, prefixes, leads, strict=True):
+        if prefix and leads_run:
+            first = len(segments)
+            segments.append(prefix)
+            prefix_sequences.append(-1)
+        own.append(len(segments))
+        prefix_of.append(first if prefix else len(segments))
+        prefix_sequences.append(first if prefix else -1)
+        segments.append(length - prefix)
+    return segments, own, prefix_of, prefix_sequences
+
+
+def context_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
+    """Returns which packed positions one context-parallel rank holds, int64.
+
+    Each sequence is cut into 2 * cp_size chunks; rank r holds chunk r and chunk 2 * cp_size - 1 -
+    r, so that all ranks have the same causal work (Megatron's order).
+    """
+    if cp_size == 1:
+        return torch.arange(int(cu_seqlens[-1]))
+    held = []
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        chunk = (end - start) // (2 * cp_size)
+        for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            held.append(torch.arange(start + index * chunk, start + (index + 1) * chunk))
+    return torch.cat(held)
