@@ -148,7 +148,7 @@ setup(
     package_dir={"hybridrl.kernels": "kernels", "hybridrl.examples": "examples"},
     package_data={
         "hybridrl": ["py.typed"],
-        "hybridrl.metrics": ["page/*"],  # scripts, styles and a licence of the report
+        "hybridrl.services.report": ["page/*"],  # scripts, styles and a licence of the report
         "hybridrl.examples": ["**/*"],  # configurations, data and scripts, for `hybridrl examples`
     },
     exclude_package_data={"hybridrl.examples": ["**/__pycache__/*", "**/*.pyc"]},

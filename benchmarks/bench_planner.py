@@ -2,7 +2,7 @@
 
 Each case is planned as a start of training does it: ranks assigned, sources chosen, digest made,
 one rank's operations written out; some ranks' operations are proven first, and a plan that is not
-proven is not timed. Then the reshard is predicted for the cluster (hybrid_engine/planning/nodes.py).
+proven is not timed. Then the reshard is predicted for the cluster (nodes.py).
 
     python benchmarks/bench_planner.py
 

@@ -11,9 +11,9 @@ from hybridrl.config.load import load_config
 from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.parallel.host_gpus import local_host
+from hybridrl.parallel.host_gpus import Host, local_host
 from hybridrl.services.planner.choose import search, with_layout
-from hybridrl.services.planner.hardware import ClusterFile, Host, load_cluster, merged
+from hybridrl.services.planner.hardware import ClusterFile, load_cluster, merged
 from hybridrl.services.planner.plan_report import empty_report, plan_report
 from hybridrl.services.planner.plan_text import plan_text
 from hybridrl.services.planner.search import pinned_keys

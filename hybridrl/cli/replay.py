@@ -1,4 +1,4 @@
-"""`hybridrl train CONFIG --replay FILE`: what it prints. No torch; debug/step_replay.py computes."""
+"""`hybridrl train CONFIG --replay FILE`: what it prints. No torch; step_replay.py computes."""
 
 from __future__ import annotations
 

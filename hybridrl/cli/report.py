@@ -10,7 +10,7 @@ from pathlib import Path
 from hybridrl.config.files import parse_json
 from hybridrl.config.load import load_config
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.services.planner.hardware import Host
+from hybridrl.parallel.host_gpus import Host
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.services.report.html_page import write_report
 from hybridrl.services.report.live_server import LOOPBACK, LiveReport, make_server

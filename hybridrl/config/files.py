@@ -18,6 +18,8 @@ from typing import Any
 
 from hybridrl.errors import UserError, short
 
+RUN_FILE = "run.json"
+"""In a run folder: when, by how many ranks and on what a run started, and how each start ended."""
 FETCH_AGAIN = "Fetch or export the file again."
 # The largest of known models are 1.1 MB (tokenizer_config.json) and 20 MB (an index of weights).
 MAX_BYTES = 64 << 20

@@ -235,6 +235,12 @@ class CheckpointConfig(Section):
         description="Write an HF directory of each checkpoint too, in RUN_DIR/exports/step_N, with a model card. False: `hybridrl convert` makes one when it is wanted.",
     )
 
+    @property
+    def is_written_from_copies(self) -> bool:
+        """Whether checkpoints within a run are written from copies in host memory."""
+        is_saved = bool(self.every or self.every_s)
+        return is_saved and self.asynchronous and not self.export_hf
+
 
 class Config(Section):
     """A whole configuration: one file, sixteen sections."""

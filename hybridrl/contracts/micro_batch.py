@@ -1,6 +1,6 @@
 """The last stage of the data contract: what one forward pass sees.
 
-Owns the meaning of a `MicroBatch`'s fields; `training/batches/collation.py` makes them from a `TrainBatch`.
+Owns the meaning of a `MicroBatch`'s fields; `collation.py` makes them from a `TrainBatch`.
 Invariant: all per-position columns are of one length, and in one alignment.
 """
 
@@ -41,7 +41,7 @@ class MicroBatch:
     `is_routed_S` (S,) bool, whether it chose any: not on padding, nor on a sample's last token.
     Both are None where choices are not replayed.
 
-    Where samples share their prompt (training/batches/prompt_sharing.py), `prefix_sequences` has for each sequence the
+    Where samples share their prompt, `prefix_sequences` has for each sequence the
     index of the one that it goes on from, -1 for none: the prompt without its last token is a
     sequence of its own, and each sample's begins with that last token. Positions count from the
     prompt's start, and `max_seqlen` is the longest prompt and response together. None: nothing is

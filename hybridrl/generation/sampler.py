@@ -3,7 +3,7 @@ all must know of them told.
 
 Collective: every rank calls with the same prompts. A replica generates the samples of whole
 prompts, so a reward that looks at a group sees all of it; which, follows from how long responses
-were so far (generation/spread.py). Afterwards every rank has the same batch, in the order of the sample
+were so far (spread.py). Afterwards every rank has the same batch, in the order of the sample
 numbers, with the tokens of the samples that it has scored: each rank of a replica scores its share.
 
 Where an algorithm compares with it, the greedy response to each prompt is generated and scored as

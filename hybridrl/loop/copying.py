@@ -18,7 +18,6 @@ from hybridrl.checkpoint.writing import Content, ModelFiles
 from hybridrl.config.identity import run_folder
 from hybridrl.config.schema import Config
 from hybridrl.metrics.timing import PhaseTimer
-from hybridrl.services.planner.phase_memory import copies_checkpoints
 
 COST = 0.03  # of the time, which copies may take
 # Of the time, what training may wait for copies where a GPU trains: steps beside the threads that
@@ -47,7 +46,7 @@ class Copies:
         trains: bool = True,
     ) -> None:
         self._every, self._store, self._notify = config.checkpoint.copy_every, store, notify
-        self._saves_beside = copies_checkpoints(config)
+        self._saves_beside = config.checkpoint.is_written_from_copies
         is_wanted = trains and config.run.max_restarts > 0 and self._every != 0
         made = MemoryCopies(run_folder(config), store.world, notify) if is_wanted else None
         self._copies: MemoryCopies | None = made

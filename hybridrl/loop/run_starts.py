@@ -21,9 +21,8 @@ from typing import Any
 import psutil
 
 from hybridrl import __version__
-from hybridrl.config.files import parse_json, replace_text
+from hybridrl.config.files import RUN_FILE, parse_json, replace_text
 from hybridrl.parallel.failure import is_launched
-from hybridrl.services.report.page_data import RUN_FILE
 
 GIT_TIMEOUT_S = 10
 FINISHED = "finished"  # how a start ended that took the last step

@@ -26,13 +26,14 @@ from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.planning.order import is_settled, lay_out, order_layout
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.parallel.groups import World, same_on_all_ranks
+from hybridrl.parallel.host_gpus import Host, LocalGpu
 from hybridrl.parallel.joining import from_rank_0
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
 from hybridrl.services.planner.choose import chosen_values, is_wanted, with_layout
 from hybridrl.services.planner.fit import changed
-from hybridrl.services.planner.hardware import ClusterFile, Host, LocalGpu
+from hybridrl.services.planner.hardware import ClusterFile
 
 
 def pinned_on_all_ranks(config: Config) -> Config:

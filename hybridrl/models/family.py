@@ -86,7 +86,7 @@ class LatentShape:
 
 @dataclass(frozen=True)
 class Rotary:
-    """How a model's rotary positions turn (models/megatron/rotary_positions.py has the mathematics).
+    """How a model's rotary positions turn (rotary_positions.py has the mathematics).
 
     Args:
         base: of the frequencies.

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 import os
 import subprocess
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
-from hybridrl.services.planner.hardware import Host, LocalGpu
+
+@dataclass(frozen=True)
+class LocalGpu:
+    """A GPU of this host: its name, and the bytes that CUDA can use of it."""
+
+    name: str
+    memory_bytes: int
+
+
+class Host(NamedTuple):
+    """The GPUs of this host: how many, the one with the least memory, and the names of all, None
+    where they are not known.
+    """
+
+    num_gpus: int = 0
+    gpu: LocalGpu | None = None
+    names: tuple[str, ...] | None = None
 
 
 def num_local_gpus() -> int:

@@ -27,7 +27,6 @@ from hybridrl.rewards.instructions import Instructions
 from hybridrl.rewards.remote import Remote
 from hybridrl.rewards.shaping import Format, Length, Regex
 from hybridrl.rewards.traits import traits_of
-from hybridrl.services.sandbox.code_reward import Code
 
 __all__ = ["REWARDS", "ExactMatch", "RewardFunction", "check_rewards", "find_reward", "where"]
 
@@ -76,7 +75,7 @@ def no_reward(prompt: str, response: str, columns: Mapping[str, object]) -> floa
     return 0.0
 
 
-REWARDS: dict[str, Callable[..., RewardFunction]] = {
+REWARDS: dict[str, Callable[..., RewardFunction] | str] = {
     "exact_match": ExactMatch,
     "gsm8k": Gsm8k,
     "math": Math,
@@ -85,12 +84,18 @@ REWARDS: dict[str, Callable[..., RewardFunction]] = {
     "regex": Regex,
     "format": Format,
     "length": Length,
-    "code": Code,
+    "code": "hybridrl.services.sandbox.code_reward:Code",  # imported when it is named
     "remote": Remote,
     SERVED: ServedModel,
     TURNS: OfTurns,
 }
 NEEDS_ANSWER = ("exact_match", "gsm8k", "math", "choice")
+
+
+def _class_of(name: str) -> Callable[..., RewardFunction]:
+    """Returns what the table has under a name."""
+    entry = REWARDS[name]
+    return imported(entry) if isinstance(entry, str) else entry
 
 
 def find_reward(config: ScorerConfig) -> RewardFunction:
@@ -105,8 +110,9 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
         options = dict(config.options)
         if name == "exact_match" and config.extract is not None:
             options["extract"] = config.extract
-        _check_options(name, REWARDS[name], options)
-        made = REWARDS[name](**options)
+        reward_class = _class_of(name)
+        _check_options(name, reward_class, options)
+        made = reward_class(**options)
         _check_run(config, made)
         return made
     if ":" not in name:
@@ -134,14 +140,18 @@ class RowCheck:
 
     def __init__(self, config: RewardConfig) -> None:
         scorers = config.scorers().values()
-        self._scorers = [one for one in scorers if hasattr(REWARDS.get(one.function), "check_row")]
+        self._scorers = [
+            one
+            for one in scorers
+            if one.function in REWARDS and hasattr(_class_of(one.function), "check_row")
+        ]
 
     def identity(self) -> list[object]:
         """Returns, for JSON, what decides which rows are right."""
         return [
             [one.function, one.options, hashlib.sha256(file.read_bytes()).hexdigest()]
             for one in self._scorers
-            for file in [Path(inspect.getfile(REWARDS[one.function]))]
+            for file in [Path(inspect.getfile(_class_of(one.function)))]
         ]
 
     def __call__(self, prompt: str, columns: Mapping[str, object]) -> None:

@@ -316,7 +316,7 @@ class ParallelModel:
         into the same cleared gradients; returns the losses' extras.
 
         Of each micro-batch in turn Megatron's schedule calls the chunks (`_forward`), whose last
-        one ends in a head (models/megatron/heads.py), then `loss` with the head's output, then backward.
+        one ends in a head (heads.py), then `loss` with the head's output, then backward.
         """
         if not self.mesh.is_member:
             return []

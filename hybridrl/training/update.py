@@ -72,8 +72,8 @@ class Gradients:
         model: holds the gradients.
         loss_parts: of the mini-batch, and of further terms of the loss.
         metrics: the same on all ranks, `NAME/loss`, `NAME/grad_norm` and `NAME/learning_rate`
-            among them, and of a mixture of experts `moe/max_load` and the like (models/megatron/router.py,
-            load_metrics) and `router/replayed_share` and the like (models/megatron/router_replay.py,
+            among them, and of a mixture of experts `moe/max_load` and the like (router.py,
+            load_metrics) and `router/replayed_share` and the like (router_replay.py,
             replay_metrics).
         rate: learning rate to apply them with.
     """

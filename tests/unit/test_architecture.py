@@ -24,6 +24,7 @@ PACKAGE = ROOT / "hybridrl"
 # A part may import parts of a lower number and itself, and what EXTRA grants.
 LEVELS = {
     "cli": 9,
+    "services": 8,
     "debug": 8,
     "loop": 7,
     "generation": 6,
@@ -31,7 +32,6 @@ LEVELS = {
     "training": 5,
     "rollout": 5,
     "rewards": 5,
-    "planning": 5,
     "environments": 5,
     "hybrid_engine": 4,
     "checkpoint": 4,
@@ -56,6 +56,8 @@ EXTRA = {
     ("environments", "hybridrl.rewards.pool"),
     ("environments", "hybridrl.rewards.worker"),
     ("", "hybridrl.loop.loop"),
+    ("loop", "hybridrl.services.planner"),
+    ("metrics", "hybridrl.services.report.html_page"),
 }
 REGISTRY = "config/engines.py"
 WALLS = {
@@ -103,7 +105,8 @@ TORCH_FREE = [
     "config/*.py",
     "environments/*.py",
     "cli/*.py",
-    "planning/*.py",
+    "services/planner/*.py",
+    "parallel/host_gpus.py",
     "parallel/layout.py",
     "parallel/stop_signals.py",
     "models/weights.py",
@@ -129,6 +132,7 @@ TORCH_FREE = [
     "training/batches/balance.py",
     "generation/spread.py",
     "metrics/flops.py",
+    "loop/preflight.py",
 ]
 
 
@@ -323,7 +327,7 @@ RESULTS = {
 MAY_PRINT = {
     *RESULTS,
     "console.py",
-    *(f"rewards/{one}.py" for one in ("contain", "program", "rpc")),
+    *(f"services/sandbox/{one}.py" for one in ("contain", "program", "rpc")),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 from hybridrl.cli.report import planned_gib, report_runs
 from hybridrl.config.load import load_config, to_yaml
 from hybridrl.errors import UserError
-from hybridrl.services.planner.hardware import Host
+from hybridrl.parallel.host_gpus import Host
 from hybridrl.services.planner.plan_report import plan_report
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,10 @@ from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.rules import check
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
+from hybridrl.parallel.host_gpus import Host
 from hybridrl.services.planner.choose import overrides_of, search, with_layout
 from hybridrl.services.planner.fit import changed
-from hybridrl.services.planner.hardware import ClusterFile, Host, load_cluster
+from hybridrl.services.planner.hardware import ClusterFile, load_cluster
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.services.planner.search import pinned_keys
 from hybridrl.services.planner.search_report import search_report, search_text

@@ -22,8 +22,8 @@ from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.hybrid_engine.planning.plan import plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.weights import RankLayout, hf_layout
-from hybridrl.parallel.host_gpus import LocalGpu
-from hybridrl.services.planner.hardware import GIB, ClusterFile, Host, load_cluster
+from hybridrl.parallel.host_gpus import Host, LocalGpu
+from hybridrl.services.planner.hardware import GIB, ClusterFile, load_cluster
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.services.planner.plan_text import plan_text
 

@@ -16,10 +16,10 @@ from hybridrl.config.rules import check
 from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.models.family import read_model
-from hybridrl.parallel.host_gpus import LocalGpu, smallest_local_gpu
+from hybridrl.parallel.host_gpus import Host, LocalGpu, smallest_local_gpu
 from hybridrl.services.planner.estimate import estimate
 from hybridrl.services.planner.fit import with_margin
-from hybridrl.services.planner.hardware import GIB, ClusterFile, Host, assume
+from hybridrl.services.planner.hardware import GIB, ClusterFile, assume
 from hybridrl.services.planner.phase_memory import role_models
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.services.planner.plan_text import plan_text

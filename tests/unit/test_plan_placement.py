@@ -13,9 +13,9 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.hybrid_engine.planning.plan import plan_reshard
 from hybridrl.models.families import llama
 from hybridrl.models.weights import NOTHING, hf_layout, hf_shapes, megatron_layouts
-from hybridrl.parallel.host_gpus import local_gpu_names
+from hybridrl.parallel.host_gpus import Host, local_gpu_names
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.services.planner.hardware import ClusterFile, Host
+from hybridrl.services.planner.hardware import ClusterFile
 from hybridrl.services.planner.phase_memory import GRAPH_BYTES, GROUP_BYTES
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.services.planner.plan_text import plan_text

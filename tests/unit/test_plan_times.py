@@ -15,10 +15,11 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.config.source import read_model_config
 from hybridrl.hybrid_engine.memory.headroom import SPARE_SHARE
 from hybridrl.models.family import read_model
+from hybridrl.parallel.host_gpus import Host
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner import estimate as estimate_module
 from hybridrl.services.planner.estimate import estimate
-from hybridrl.services.planner.hardware import ClusterFile, Host, assume
+from hybridrl.services.planner.hardware import ClusterFile, assume
 from hybridrl.services.planner.micro_batch_sizes import Lengths
 from hybridrl.services.planner.phase_memory import role_models
 from hybridrl.services.planner.planned_models import planned_models

@@ -31,7 +31,7 @@ def exported_config(
     A model with a value head is named as transformers' sequence classifier with 1 label, which
     scores the last token that is no padding. So its padding token must not be an end token, as it
     is in many tokenizers: transformers would read the score before the end. Another special token
-    takes its place then, in the tokenizer's files too (models/hf/directory.py). Where there is none,
+    takes its place then, in the tokenizer's files too (directory.py). Where there is none,
     no padding token is named, and transformers scores one text at a time only.
 
     Args:

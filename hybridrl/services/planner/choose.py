@@ -19,8 +19,9 @@ from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.family import read_model
+from hybridrl.parallel.host_gpus import Host
 from hybridrl.services.planner.fit import Changes, changed, with_margin
-from hybridrl.services.planner.hardware import GIB, Assumptions, ClusterFile, Host, assume, merged
+from hybridrl.services.planner.hardware import GIB, Assumptions, ClusterFile, assume, merged
 from hybridrl.services.planner.phase_memory import role_models
 from hybridrl.services.planner.planned_models import planned_models
 from hybridrl.services.planner.search import Result, Search, pinned_keys

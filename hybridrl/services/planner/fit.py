@@ -1,6 +1,6 @@
 """Whether a planned run fits into its GPUs, by how much, and what to change otherwise. No torch.
 
-The estimates of services/planner/phase_memory.py were compared with 7 runs on H200 (benchmarks/results/
+The estimates of phase_memory.py were compared with 7 runs on H200 (benchmarks/results/
 step_h200.json): a phase took between 0.86 and 1.18 of its estimate, and never more than 2.3 GiB
 beyond it, but for one run with NCCL groups that are not made any more. The estimates leave the CUDA
 context out, 0.6 GiB. So a run fits if its estimate with 5% and 2 GiB on top does: 5% for what the

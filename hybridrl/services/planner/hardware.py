@@ -24,6 +24,7 @@ from hybridrl.config.cluster import (
 from hybridrl.config.yaml_text import read_yaml
 from hybridrl.errors import ConfigError, UserError, said, short
 from hybridrl.hybrid_engine.planning.nodes import LINK_GB_PER_S, Cluster
+from hybridrl.parallel.host_gpus import Host
 
 GIB = 2**30
 DEFAULT_GPU = KNOWN_GPUS["H100"]
@@ -37,24 +38,6 @@ RATES = {
 
 ClusterFile = ClusterConfig
 """A cluster file has the keys of the section `cluster`, of which it overrides those it has."""
-
-
-@dataclass(frozen=True)
-class LocalGpu:
-    """A GPU of this host: its name, and the bytes that CUDA can use of it."""
-
-    name: str
-    memory_bytes: int
-
-
-class Host(NamedTuple):
-    """The GPUs of this host: how many, the one with the least memory, and the names of all, None
-    where they are not known.
-    """
-
-    num_gpus: int = 0
-    gpu: LocalGpu | None = None
-    names: tuple[str, ...] | None = None
 
 
 class Assumed(NamedTuple):

@@ -52,7 +52,7 @@ class MicroBatchSize:
     Args:
         positions: Tokens, a shared prompt's once, and padding.
         key_rows: Rows of keys and of values that attention keeps. One a position, but a shared
-            prompt's are copied for each sample that reads them (models/megatron/attention.py:GatherKeys).
+            prompt's are copied for each sample that reads them (attention.py:GatherKeys).
     """
 
     positions: int

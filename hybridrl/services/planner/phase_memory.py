@@ -283,13 +283,6 @@ def estimate_memory(
     )
 
 
-def copies_checkpoints(config: Config) -> bool:
-    """Whether checkpoints within a run are written from copies in host memory."""
-    section = config.checkpoint
-    is_saved = bool(section.every or section.every_s)
-    return is_saved and section.asynchronous and not section.export_hf
-
-
 def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) -> int:
     """Returns what hosts hold of a rank's training state, so that a run goes on after a loss
     (checkpoint/memory_copies.py): the copy that is taken, and of a rank's own files, and of those

@@ -27,15 +27,15 @@ from hybridrl.hybrid_engine.planning.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.loop.preflight import model_violations
 from hybridrl.models.families.by_length import said_of_length
 from hybridrl.models.family import read_model
+from hybridrl.parallel.host_gpus import Host
 from hybridrl.services.planner.alike import transport_of
 from hybridrl.services.planner.estimate import estimate
 from hybridrl.services.planner.fit import cpu_verdict, gpu_verdict
-from hybridrl.services.planner.hardware import Assumptions, ClusterFile, Host, assume, merged
+from hybridrl.services.planner.hardware import Assumptions, ClusterFile, assume, merged
 from hybridrl.services.planner.phase_memory import (
     Memory,
     RankMemory,
     RoleModel,
-    copies_checkpoints,
     estimate_memory,
     itemsize_of,
     role_models,
@@ -188,7 +188,7 @@ def _peaks(
         "usual_train_peak_bytes": max(memory.usual_train for memory in memories),
         "rollout_peak_bytes": max(memory.rollout for memory in memories),
         "staging_bytes": memories[0].staging,
-        "checkpoint_copy_bytes": copied if copies_checkpoints(config) else 0,
+        "checkpoint_copy_bytes": copied if config.checkpoint.is_written_from_copies else 0,
         "state_copy_bytes": state_copy_bytes(config, saved, copied, num_hosts),
         "router_replay": replay.as_json() if replay else None,
     }

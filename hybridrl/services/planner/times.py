@@ -30,7 +30,7 @@ from hybridrl.services.planner.phase_memory import ADAM_BYTES, MASTER_BYTES, Rol
 # which is copied to its expert and back, in hidden sizes.
 HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
 LOGIT_BYTES = 8  # of fp32 logits, read and written in chunks
-# Of a gathered token and an expert: its fp32 weight and whether it was chosen (models/megatron/dispatch.py).
+# Of a gathered token and an expert: its fp32 weight and whether it was chosen (dispatch.py).
 ROUTER_BYTES = 4 + 1
 # Matrix products of a micro-batch take as long as if it had so many tokens more, at full rate.
 LOST_TOKENS = 850.0
@@ -56,7 +56,7 @@ GRADIENT_TRAFFIC = 2 * 4
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
 # Seconds that a step gets longer by when training and engine do not fit on a GPU together and free
 # their memory in turn: of 7B on H200 0.25 to 0.65, without lent memory; of 1.5B with it 0.2. Both
-# fit in the second share of the GPU's memory (hybrid_engine/memory/headroom.py), of which the third says
+# fit in the second share of the GPU's memory (headroom.py), of which the third says
 # how exact a prediction is: with 0.87 and 0.89 predicted 7B kept both phases' memory, with 0.90
 # 1.5B gave it back, and with 0.92 a mixture kept it.
 GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025

@@ -14,9 +14,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from hybridrl.config.files import RUN_FILE
 from hybridrl.errors import DataError, UserError
 from hybridrl.services.report.html_page import content_security_policy, embedded, page, page_data
-from hybridrl.services.report.page_data import RUN_FILE
 
 LOOPBACK = "127.0.0.1"
 NAMES = (LOOPBACK, "localhost")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hybridrl.config.files import parse_json
+from hybridrl.config.files import RUN_FILE, parse_json
 from hybridrl.errors import DataError
 from hybridrl.metrics.sinks import read_records
 from hybridrl.metrics.values import VALIDATION, Record
@@ -22,8 +22,6 @@ MOST_SAMPLES, MOST_DUMPS = 2000, 40
 MOST_SAMPLE_BYTES = 12 << 20
 """Of all samples together, as they stand in their dumps."""
 DIGITS = 6
-RUN_FILE = "run.json"
-"""What a run notes of each of its starts: when, by how many ranks, on what, and how it ended."""
 
 
 @dataclass(frozen=True)

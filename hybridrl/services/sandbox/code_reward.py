@@ -241,13 +241,14 @@ def _code_folder() -> tempfile.TemporaryDirectory[str]:
     folder = tempfile.TemporaryDirectory(prefix="hybridrl-")
     os.chmod(folder.name, 0o755)  # a program of root is another user
     package = Path(folder.name, "hybridrl")
-    (package / "rewards").mkdir(parents=True)
-    for part in (package, package / "rewards"):
+    sandbox = package / "services" / "sandbox"
+    sandbox.mkdir(parents=True)
+    for part in (package, sandbox.parent, sandbox):
         (part / "__init__.py").touch()
         os.chmod(part, 0o755)
         os.chmod(part / "__init__.py", 0o644)
     for name in CONTAINED:
-        file = package / "rewards" / f"{name}.pyc"
+        file = sandbox / f"{name}.pyc"
         source = Path(__file__).with_name(f"{name}.py")
         unchecked = py_compile.PycInvalidationMode.UNCHECKED_HASH
         py_compile.compile(str(source), str(file), invalidation_mode=unchecked, doraise=True)
