@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
 
 def take_steps(arguments: argparse.Namespace) -> None:
     """Takes the steps of every way, as one of the ranks."""
-    from hybridrl.rollout import agreement
+    from hybridrl.rollout.common import agreement
 
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S))
     group, rank = dist.group.WORLD, dist.get_rank()

@@ -42,8 +42,8 @@ from phase_causes import causes
 from phase_pieces import Pieces, lent_gradients, medians, milliseconds, watch_adapter
 
 from hybridrl.parallel.device_mapping import DeviceMapping
-from hybridrl.rollout.engine_memory import EnginePiece
-from hybridrl.rollout.vllm_memory import allocations
+from hybridrl.rollout.common.engine_memory import EnginePiece
+from hybridrl.rollout.vllm.memory import allocations
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 1 << 30

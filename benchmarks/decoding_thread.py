@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hybridrl.rollout import vllm_start
+from hybridrl.rollout.common.process_state import replaced
 from hybridrl.rollout.engine import Request
-from hybridrl.rollout.process_state import replaced
+from hybridrl.rollout.vllm import start as vllm_start
 
 HIGH_PRIORITY = -1
 

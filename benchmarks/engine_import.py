@@ -27,13 +27,15 @@ def import_engine(engine: str, tp: int = 1) -> None:
     """
     is_cpu = not torch.cuda.is_available()
     if engine == "vllm":
-        from hybridrl.rollout import vllm_start, vllm_version
+        from hybridrl.rollout.vllm import start as vllm_start
+        from hybridrl.rollout.vllm import version as vllm_version
 
         vllm_start._import_vllm(vllm_version.installed_version(is_cpu), is_cpu)
         importlib.import_module("vllm.v1.engine.llm_engine")
         importlib.import_module("vllm.v1.worker.gpu_worker")
     elif engine == "sglang":
-        from hybridrl.rollout import sglang_start, sglang_version
+        from hybridrl.rollout.sglang import start as sglang_start
+        from hybridrl.rollout.sglang import version as sglang_version
 
         sglang_start._import_sglang(sglang_version.installed_version(is_cpu), is_cpu, tp)
 

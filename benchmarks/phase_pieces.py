@@ -12,9 +12,9 @@ import torch
 
 from hybridrl.hybrid_engine.memory.lending import LentMemory
 from hybridrl.parallel.device_mapping import DeviceMapping
-from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS, EngineMemory, blocks_in_use
-from hybridrl.rollout.vllm_memory import allocations
-from hybridrl.rollout.vllm_start import caches_of, runner_of
+from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS, EngineMemory, blocks_in_use
+from hybridrl.rollout.vllm.memory import allocations
+from hybridrl.rollout.vllm.start import caches_of, runner_of
 
 GIB = 1 << 30
 

@@ -73,7 +73,7 @@ def plain_sglang(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from hybridrl.rollout.sglang_scheduler import token_ids
+    from hybridrl.rollout.sglang.scheduler import token_ids
 
     sampling, scheduler = trainer.sampler.sampling, trainer.engine._scheduler
     runner = scheduler.tp_worker.model_runner

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from hybridrl.kernels import draws, reference
 
-from hybridrl.rollout.sampling import uniforms
+from hybridrl.rollout.common.sampling import uniforms
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Relative: a probability is an fp32 exponential of a difference of logits of some tens.

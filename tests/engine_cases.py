@@ -24,10 +24,10 @@ from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed
-from hybridrl.rollout.hf import HfEngine
+from hybridrl.rollout.hf.adapter import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
-from hybridrl.rollout.settings import EngineSettings
 
 VOCAB = 24
 STOP = 1

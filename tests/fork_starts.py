@@ -50,7 +50,7 @@ RANKS = (
 HAS_VLLM = find_spec("vllm") is not None
 RANKS_WITH_VLLM = (
     *RANKS,
-    "hybridrl.rollout.vllm",
+    "hybridrl.rollout.vllm.adapter",
     "vllm",
     "vllm.v1.engine.llm_engine",
     "vllm.v1.worker.gpu_worker",

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.config.engines import named
+from hybridrl.rollout.registry import named
 
 CLASSES = {
-    "vllm": "hybridrl.rollout.vllm:VllmEngine",
-    "sglang": "hybridrl.rollout.sglang:SglangEngine",
+    "vllm": "hybridrl.rollout.vllm.adapter:VllmEngine",
+    "sglang": "hybridrl.rollout.sglang.adapter:SglangEngine",
 }
 
 # Keys of models that an engine refuses, and that its variants of the tests' models leave out.

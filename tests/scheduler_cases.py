@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridrl.rollout.vllm_decoding import DecodingSteps
+from hybridrl.rollout.vllm.decoding import DecodingSteps
 
 STOP = 1
 VOCAB = 40  # so that one in 40 tokens is the stop token

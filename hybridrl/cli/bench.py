@@ -15,13 +15,13 @@ from importlib.metadata import version
 from typing import Any
 
 from hybridrl.cli.mismatch import leave_for_parent, refuse_without_rollouts, report_of_ranks
-from hybridrl.config.engines import engine_package, offered_engines
 from hybridrl.config.schema import Config
 from hybridrl.console import say
 from hybridrl.errors import UserError
 from hybridrl.loop.preflight import validate_training
 from hybridrl.parallel.failure import is_launched, rank_file
 from hybridrl.parallel.host_gpus import num_local_gpus
+from hybridrl.rollout.registry import engine_package, offered_engines
 from hybridrl.services.planner.text import memory_size
 
 Load = Callable[[Sequence[str]], tuple[Config, int]]

@@ -16,10 +16,10 @@ from typing import Any, Literal
 from packaging.specifiers import SpecifierSet
 
 from hybridrl.cli import gpu_links
-from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.packages import MEGATRON_CORE, PYTHON, REQUIRED
 from hybridrl.errors import UserError
 from hybridrl.parallel.host_gpus import num_local_gpus
+from hybridrl.rollout.registry import ENGINES, engine_package
 
 OPTIONAL = ("transformer-engine",)
 

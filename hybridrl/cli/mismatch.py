@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.cli.launch import launch
-from hybridrl.config.engines import ENGINES, offered_engines
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import is_launched, rank_file
+from hybridrl.rollout.registry import ENGINES, offered_engines
 
 CHECKS = ("weights", "tokens", "sampling", "numerics", "routing", "engines")
 REPORT = "mismatch.json"

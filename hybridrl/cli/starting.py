@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 
 import hybridrl
-from hybridrl.config.engines import ENGINES, offered_engines, usual_engine
 from hybridrl.config.starter import (
     Start,
     has_no_weights,
@@ -23,6 +22,7 @@ from hybridrl.config.starter import (
 )
 from hybridrl.errors import UserError
 from hybridrl.parallel.host_gpus import num_local_gpus
+from hybridrl.rollout.registry import ENGINES, offered_engines, usual_engine
 
 
 def init(

@@ -18,11 +18,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from hybridrl.config.engines import ENGINES, offered_engines
 from hybridrl.config.files import read_json_object, shown
 from hybridrl.config.schema import Config, ModelConfig, RolloutConfig
 from hybridrl.config.source import model_directory
 from hybridrl.errors import ModelError, UserError, said
+from hybridrl.rollout.registry import ENGINES, offered_engines
 
 GENERATION_CONFIG = "generation_config.json"
 # What is taken of it, by its names, which are those of the section too.

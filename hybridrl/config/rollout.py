@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from hybridrl.config.engines import known_engine, offered_engines
 from hybridrl.config.lists import Texts
 from hybridrl.config.section import Section
+from hybridrl.rollout.registry import known_engine, offered_engines
 
 
 class RolloutConfig(Section):

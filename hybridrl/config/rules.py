@@ -12,7 +12,6 @@ from math import lcm
 from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig
-from hybridrl.config.engines import ENGINES, offered_engines
 from hybridrl.config.environment import environment_rules
 from hybridrl.config.evaluation import evaluation_rules
 from hybridrl.config.generation import generation_rules
@@ -40,6 +39,7 @@ from hybridrl.config.schema import (
     TrainConfig,
 )
 from hybridrl.errors import UserError, short
+from hybridrl.rollout.registry import ENGINES, offered_engines
 
 MOST_BYTES = 255  # of a name, on every usual file system
 TRAINING_ONLY = ("steps.", "mix.")

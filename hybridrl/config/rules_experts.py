@@ -9,10 +9,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hybridrl.config.algorithm import PolicyGradientConfig
-from hybridrl.config.engines import ENGINES, offered_engines
 from hybridrl.config.rules_placement import num_experts
 from hybridrl.config.schema import Config, RolloutConfig
 from hybridrl.errors import UserError
+from hybridrl.rollout.registry import ENGINES, offered_engines
 
 
 def replay_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:

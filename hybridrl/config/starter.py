@@ -21,10 +21,10 @@ from hybridrl.config.algorithm import (
     GrpoConfig,
     nearest_algorithm,
 )
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.needs import Needs
 from hybridrl.errors import ConfigError, UserError
+from hybridrl.rollout.registry import ENGINES
 
 COMMENT_COLUMNS = 100
 ON_CPU = "Few, so that steps on a CPU take no minutes; raise it on GPUs."

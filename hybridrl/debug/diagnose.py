@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from hybridrl.config.algorithm import PolicyGradientConfig
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, PlacementConfig
 from hybridrl.config.source import read_model_config
@@ -46,10 +45,11 @@ from hybridrl.loop.loop import Trainer
 from hybridrl.models.family import read_model
 from hybridrl.models.megatron.heads import TokenStats
 from hybridrl.parallel.layout import RolloutLayout
-from hybridrl.rollout.agreement import TokensDifferError
 from hybridrl.rollout.build import ComputingEngine
+from hybridrl.rollout.common.agreement import TokensDifferError
+from hybridrl.rollout.common.sampling import log_distribution
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.rollout.sampling import log_distribution
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.training.mismatch import BOUNDS
 
 NUM_PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 256, 16

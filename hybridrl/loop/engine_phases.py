@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.schema import Config
 from hybridrl.generation.sampler import Sampler
 from hybridrl.hybrid_engine.engine import HybridEngine
@@ -16,6 +15,7 @@ from hybridrl.hybrid_engine.memory.phases import Phase
 from hybridrl.loop import probe
 from hybridrl.loop.journal import Journal
 from hybridrl.roles.policy import Policy
+from hybridrl.rollout.registry import ENGINES
 
 
 class EnginePhases:

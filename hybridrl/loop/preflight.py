@@ -23,7 +23,6 @@ from hybridrl.checkpoint.folders import (
     open_checkpoint,
 )
 from hybridrl.checkpoint.run_lock import check_free
-from hybridrl.config.engines import ENGINES, engine_package
 from hybridrl.config.generation import (
     declared_end_tokens,
     on_policy_rules,
@@ -55,6 +54,7 @@ from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.host_gpus import local_gpu_names, num_local_gpus
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rewards.functions import NEEDS_ANSWER, RowCheck, check_rewards
+from hybridrl.rollout.registry import ENGINES, engine_package
 
 
 def model_violations(

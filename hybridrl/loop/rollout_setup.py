@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerBase
 
 from hybridrl import ops
 from hybridrl.algorithms import needs_of
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.lag import generates_ahead, max_unfinished, no_lag, num_in_flight
 from hybridrl.config.placement import Placement
 from hybridrl.config.rules_experts import replays
@@ -41,8 +40,9 @@ from hybridrl.roles.reward_models import RewardModel
 from hybridrl.roles.roles import Roles
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.rollout.build import EngineAdapter, EngineInputs, SharingEngine, build
+from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import RolloutEngine, SamplingParams
-from hybridrl.rollout.stops import TokenTexts
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.training.memory import TrainedModelMemory, released
 from hybridrl.training.model import ModelSource, ParallelModel
 from hybridrl.training.trained_weights import TrainedWeights

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from hybridrl.models.weights import NOTHING, RankLayout
+from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import Completion, Holding, Request
-from hybridrl.rollout.stops import TokenTexts
 
 
 class AbsentEngine:

@@ -11,13 +11,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from hybridrl.config.engines import ENGINES, named
 from hybridrl.config.schema import RolloutConfig
 from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.hybrid_engine.target import WeightTarget
 from hybridrl.models.family import Family
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import RolloutEngine
+from hybridrl.rollout.registry import ENGINES, named
 
 
 @dataclass(frozen=True)

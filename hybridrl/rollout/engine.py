@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from hybridrl.contracts.routed_experts import Experts, experts_from_json
-from hybridrl.rollout.stops import TokenTexts
+from hybridrl.rollout.common.stops import TokenTexts
 
 FinishReason = Literal["stop", "length"]
 Versions = tuple[tuple[int, int], ...]

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes
 from hybridrl.rollout.build import EngineInputs
+from hybridrl.rollout.common.sampling import uniforms
+from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
-from hybridrl.rollout.sampling import uniforms
-from hybridrl.rollout.stops import TokenTexts
 
 Script = Callable[[Request], tuple[Sequence[int], Sequence[float]]]
 """Given a request, returns the tokens of its whole response and their log-probabilities; what comes

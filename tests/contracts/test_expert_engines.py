@@ -29,7 +29,6 @@ from engine_cases import (
 from packaged import CLASSES, engine_module, named, needs
 from tiny_models import chosen_by
 
-from hybridrl.config import engines as registry
 from hybridrl.errors import ModelError
 from hybridrl.generation.saved_rollouts import rollout_state
 from hybridrl.hybrid_engine.memory.alias import TrainingShard
@@ -46,9 +45,10 @@ from hybridrl.models.weights import (
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.platform import Platform
-from hybridrl.rollout.cpu_experts import experts_forward
+from hybridrl.rollout import registry
+from hybridrl.rollout.common.cpu_experts import experts_forward
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.hf_experts import ChosenExperts
+from hybridrl.rollout.hf.experts import ChosenExperts
 
 RECORDING = [
     name

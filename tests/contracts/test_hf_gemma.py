@@ -7,7 +7,7 @@ import torch
 from tiny_models import tiny_model
 
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.rollout.hf import HfEngine
+from hybridrl.rollout.hf.adapter import HfEngine
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3_text"])

@@ -29,8 +29,8 @@ from hybridrl.models.weights import RankLayout, Region, fused_layout
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
+from hybridrl.rollout.common.groups import ranks_by_place, replica_members
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.rollout.groups import ranks_by_place, replica_members
 
 
 @pytest.fixture(autouse=True)

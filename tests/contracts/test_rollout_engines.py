@@ -35,13 +35,14 @@ from engine_cases import (
 from packaged import CLASSES, needs
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.config import engines as registry
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.weights import check_layout
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
+from hybridrl.rollout import registry
 from hybridrl.rollout.build import ComputingEngine
+from hybridrl.rollout.common.sampling import uniforms
 from hybridrl.rollout.engine import (
     Completion,
     Request,
@@ -50,8 +51,7 @@ from hybridrl.rollout.engine import (
     generate,
     request_seed,
 )
-from hybridrl.rollout.hf import HfEngine
-from hybridrl.rollout.sampling import uniforms
+from hybridrl.rollout.hf.adapter import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine
 
 
@@ -361,9 +361,9 @@ def test_hf_engine_prefills_contexts_over_the_forward_limits(
 ) -> None:
     requests = make_requests(20, MIXED)
     expected = generate(make_engine("qwen3", max_batch=32), requests)
-    monkeypatch.setattr("hybridrl.rollout.hf.PREFILL_TOKENS", 10)
-    monkeypatch.setattr("hybridrl.rollout.hf.PREFILL_LOGITS", 4)
-    monkeypatch.setattr("hybridrl.rollout.hf.CACHE_BLOCK", 2)
+    monkeypatch.setattr("hybridrl.rollout.hf.adapter.PREFILL_TOKENS", 10)
+    monkeypatch.setattr("hybridrl.rollout.hf.adapter.PREFILL_LOGITS", 4)
+    monkeypatch.setattr("hybridrl.rollout.hf.adapter.CACHE_BLOCK", 2)
     found = generate(make_engine("qwen3", max_batch=32), requests)
     assert all(close(one, two) for one, two in zip(expected, found, strict=True))
 

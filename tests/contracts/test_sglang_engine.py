@@ -38,15 +38,17 @@ from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import resolve_family
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
-from hybridrl.rollout import sglang_routing, sglang_scheduler, sglang_start
+from hybridrl.rollout.common.settings import EngineSettings
+from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.sglang_arguments import SPARE_TOKENS, server_arguments
-from hybridrl.rollout.sglang_memory import EnginePools, SaverMemory, allocated_in
-from hybridrl.rollout.sglang_sampling import request_sampling
-from hybridrl.rollout.sglang_scheduler import token_ids
-from hybridrl.rollout.shared_prompts import SharedPrompts
-from hybridrl.rollout.stops import TokenTexts
+from hybridrl.rollout.sglang import routing as sglang_routing
+from hybridrl.rollout.sglang import scheduler as sglang_scheduler
+from hybridrl.rollout.sglang import start as sglang_start
+from hybridrl.rollout.sglang.arguments import SPARE_TOKENS, server_arguments
+from hybridrl.rollout.sglang.memory import EnginePools, SaverMemory, allocated_in
+from hybridrl.rollout.sglang.sampling import request_sampling
+from hybridrl.rollout.sglang.scheduler import token_ids
+from hybridrl.rollout.sglang.shared_prompts import SharedPrompts
 
 pytestmark = list(needs("sglang"))
 

@@ -31,10 +31,10 @@ from scheduler_cases import Kind, compare_schedulers
 from hybridrl.errors import UserError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.platform import Platform
+from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.stops import TokenTexts
-from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE
-from hybridrl.rollout.vllm_decoding import Drawn
+from hybridrl.rollout.vllm.arguments import CPU_BLOCK_SIZE
+from hybridrl.rollout.vllm.decoding import Drawn
 
 pytestmark = list(needs("vllm"))
 

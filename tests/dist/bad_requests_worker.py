@@ -19,7 +19,7 @@ from hybridrl.errors import UserError
 from hybridrl.loop.loop import Trainer
 from hybridrl.parallel.groups import PeerError
 from hybridrl.rollout.build import EngineInputs
-from hybridrl.rollout.settings import EngineSettings
+from hybridrl.rollout.common.settings import EngineSettings
 
 BLOCK = 32  # tokens
 # What the longest request may have beside what each engine keeps for itself.

@@ -25,7 +25,6 @@ from safetensors.torch import load_file
 from tiny_models import chosen_by
 from transformers import AutoModelForCausalLM
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.hybrid_engine.verify import VerifyError
@@ -37,10 +36,11 @@ from hybridrl.models.weights import RankLayout, megatron_layouts
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.platform import Platform
+from hybridrl.rollout.common.latent_copies import LatentCopies
+from hybridrl.rollout.common.process_state import replaced
+from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Request, SamplingParams, generate
-from hybridrl.rollout.latent_copies import LatentCopies
-from hybridrl.rollout.process_state import replaced
-from hybridrl.rollout.settings import EngineSettings
+from hybridrl.rollout.registry import ENGINES
 
 WORLD = 2
 IN_ORDER = None

@@ -36,7 +36,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.roles.policy import Policy
-from hybridrl.rollout.process_state import replaced
+from hybridrl.rollout.common.process_state import replaced
 from hybridrl.training.model import ModelSource, ParallelModel
 
 LAYOUTS = [  # tp, pp, cp, vpp

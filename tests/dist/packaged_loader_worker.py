@@ -32,7 +32,7 @@ from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.rollout.settings import EngineSettings
+from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.training.model import ModelSource, ParallelModel
 
 

@@ -33,11 +33,11 @@ from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
-from hybridrl.rollout.agreement import TokensDifferError
+from hybridrl.rollout.common.agreement import TokensDifferError
+from hybridrl.rollout.common.penalties import Said, penalized
+from hybridrl.rollout.common.sampling import log_distribution
+from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.penalties import Said, penalized
-from hybridrl.rollout.sampling import log_distribution
-from hybridrl.rollout.settings import EngineSettings
 from hybridrl.training.model import ModelSource, ParallelModel
 
 PAIRS = RolloutLayout.consecutive(4, 2)

@@ -30,8 +30,8 @@ from hybridrl.models.family import resolve_family
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
+from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.settings import EngineSettings
 
 IS_GPU = torch.cuda.is_available()  # without one the script only shows that it runs
 DTYPE = torch.bfloat16 if IS_GPU else torch.float32
@@ -131,8 +131,8 @@ def requests(count: int, seed: int = 0) -> list[Request]:
 
 def logps(model: Any, request: Request, done: Completion) -> torch.Tensor:
     """The reference's log-probabilities of a response by the request's own distribution."""
-    from hybridrl.rollout.penalties import Said, penalized
-    from hybridrl.rollout.sampling import log_distribution
+    from hybridrl.rollout.common.penalties import Said, penalized
+    from hybridrl.rollout.common.sampling import log_distribution
 
     ids = torch.tensor([request.prompt + done.tokens], device=model.device)
     with torch.no_grad():

@@ -37,8 +37,8 @@ from hybridrl.models.family import resolve_family
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
+from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
-from hybridrl.rollout.settings import EngineSettings
 
 VOCAB, TOKEN_BYTES = 2048, 4 * 2 * 4 * 128 * 2
 # bfloat16 swaps experts near a tie; another token's, layer's or version's choices would agree by

@@ -29,9 +29,9 @@ from hybridrl.models.family import resolve_family
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
+from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.vllm import VllmEngine
+from hybridrl.rollout.vllm.adapter import VllmEngine
 
 VOCAB, LONGEST, MAX_TOKENS = 2048, 20_000, 20_064
 LEAST_SHARE, MOST_LOST = 0.85, 0.02

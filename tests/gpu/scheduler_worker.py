@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests python tests/gpu/scheduler_worker.py
 
-For a version of vLLM to come into vllm_version.KNOWN_SCHEDULERS this has to end well with it, and
-on CPU contracts/test_vllm_engine.py. Live, both must draw the same tokens with the same
+For a version of vLLM to come into vllm/version.py:KNOWN_SCHEDULERS this has to end well with it,
+and on CPU contracts/test_vllm_engine.py. Live, both must draw the same tokens with the same
 log-probabilities: they decode the same batches.
 """
 
@@ -21,10 +21,10 @@ from hybridrl.models.family import resolve_family
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.platform import Platform
+from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
-from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.vllm import VllmEngine
-from hybridrl.rollout.vllm_version import installed_version, is_scheduler_known
+from hybridrl.rollout.vllm.adapter import VllmEngine
+from hybridrl.rollout.vllm.version import installed_version, is_scheduler_known
 
 CONFIG = {**PACKAGED_MODELS["vllm-qwen3"], "vocab_size": 4000, "head_dim": 64, "hidden_size": 256}
 MAX_BATCH, NUM_REQUESTS, MAX_TOKENS = 32, 96, 400

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.generation import (
     declared_end_tokens,
     generation_rules,
@@ -22,7 +21,8 @@ from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, ModelError
-from hybridrl.rollout.settings import EngineSettings, usable_bytes
+from hybridrl.rollout.common.settings import EngineSettings, usable_bytes
+from hybridrl.rollout.registry import ENGINES
 
 
 def config(algorithm: str = "grpo", model: str = "m", **rollout: Any) -> Config:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.rules import check, default_world_size
+from hybridrl.rollout.registry import ENGINES
 
 VALID: dict[str, Any] = {
     "run": {"name": "a"},

@@ -12,9 +12,10 @@ from engine_cases import EXPERT_MODELS
 
 from hybridrl.errors import ModelError
 from hybridrl.models.family import ModelShape, resolve_family
-from hybridrl.rollout import sglang_routing, vllm_routing
+from hybridrl.rollout.common.experts_by_slot import ExpertsBySlot
 from hybridrl.rollout.engine import Request, RunningRequest, SamplingParams
-from hybridrl.rollout.experts_by_slot import ExpertsBySlot
+from hybridrl.rollout.sglang import routing as sglang_routing
+from hybridrl.rollout.vllm import routing as vllm_routing
 
 CPU = torch.device("cpu")
 LAYERS = [0, 2, 3]  # of qwen3-moe here, whose second layer is dense

@@ -9,7 +9,7 @@ import torch
 
 from hybridrl.errors import UserError
 from hybridrl.models.weight_bounds import exploded
-from hybridrl.rollout.sampling import no_logprob
+from hybridrl.rollout.common.sampling import no_logprob
 
 GOOD = {
     "norm.weight": torch.tensor([9999.0, -9999.0]),

@@ -7,8 +7,9 @@ import torch
 
 from hybridrl.errors import ModelError
 from hybridrl.models.family import LatentShape
-from hybridrl.rollout import sglang, vllm
-from hybridrl.rollout.latent_copies import LatentCopies
+from hybridrl.rollout.common.latent_copies import LatentCopies
+from hybridrl.rollout.sglang import adapter as sglang
+from hybridrl.rollout.vllm import adapter as vllm
 
 OF_PACKAGES = {"vllm": vllm.COPIES, "sglang": sglang.COPIES}
 LATENT = LatentShape(6, 5, 3, 2, 4)

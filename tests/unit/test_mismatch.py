@@ -27,7 +27,7 @@ from hybridrl.debug.verdicts import (
 )
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, SamplingParams
-from hybridrl.rollout.hf import HfEngine
+from hybridrl.rollout.hf.adapter import HfEngine
 from hybridrl.training.mismatch import BOUNDS, MEAN, MismatchWarning, mismatch_metrics
 
 

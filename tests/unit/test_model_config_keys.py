@@ -14,7 +14,6 @@ from transformers import LlamaConfig, OlmoConfig, Qwen2Config, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from windowed_family import FAMILY as WINDOWED
 
-from hybridrl.config.engines import EnginePackage
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import ModelConfig
 from hybridrl.errors import ConfigError, ModelError
@@ -24,6 +23,7 @@ from hybridrl.models.families import FAMILIES
 from hybridrl.models.family import Scales, read_model, resolve_family
 from hybridrl.models.megatron.rotary_positions import rotary_frequencies
 from hybridrl.platform import Platform
+from hybridrl.rollout.registry import EnginePackage
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.training.from_config import model_source
 

@@ -12,9 +12,9 @@ import torch
 from fake_driver import FakeDriver
 
 from hybridrl.hybrid_engine.memory.lending import LentMemory
-from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS, EngineMemory, blocks_in_use
-from hybridrl.rollout.vllm_memory import Allocation
-from hybridrl.rollout.vllm_start import caches_of
+from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS, EngineMemory, blocks_in_use
+from hybridrl.rollout.vllm.memory import Allocation
+from hybridrl.rollout.vllm.start import caches_of
 
 MIB = 1 << 20
 BASE = 1 << 30

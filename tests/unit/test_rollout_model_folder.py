@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.rollout import model_folder as module
-from hybridrl.rollout.model_folder import MOST_AT_ONCE, model_folder
+from hybridrl.rollout.vllm import model_folder as module
+from hybridrl.rollout.vllm.model_folder import MOST_AT_ONCE, model_folder
 
 CONTENT = {"architectures": ["A"], "hidden_size": 8}
 

@@ -11,9 +11,9 @@ import torch
 from fake_driver import FakeDriver
 
 from hybridrl.errors import UserError
-from hybridrl.rollout import engine_memory
-from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS, SleepingMemory
-from hybridrl.rollout.sglang_memory import EnginePools, SaverMemory, caches_of, sleeping_memory
+from hybridrl.rollout.common import engine_memory
+from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS, SleepingMemory
+from hybridrl.rollout.sglang.memory import EnginePools, SaverMemory, caches_of, sleeping_memory
 
 MIB = 1 << 20
 

@@ -20,29 +20,30 @@ from hybridrl.cli import environment
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.family import read_model
 from hybridrl.parallel.layout import RolloutLayout
-from hybridrl.rollout import sglang_start, sglang_version
-from hybridrl.rollout.engine import SamplingParams
-from hybridrl.rollout.groups import over_layout
-from hybridrl.rollout.sampling import (
+from hybridrl.rollout.common.groups import over_layout
+from hybridrl.rollout.common.sampling import (
     RowSampling,
     log_distribution,
     sample,
     sample_rows,
     uniforms,
 )
-from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.sglang import layout_name
-from hybridrl.rollout.sglang_arguments import (
+from hybridrl.rollout.common.settings import EngineSettings
+from hybridrl.rollout.engine import SamplingParams
+from hybridrl.rollout.sglang import start as sglang_start
+from hybridrl.rollout.sglang import version as sglang_version
+from hybridrl.rollout.sglang.adapter import layout_name
+from hybridrl.rollout.sglang.arguments import (
     CPU_MAX_KV_CACHE_BYTES,
     SPARE_TOKENS,
     longest_request,
     server_arguments,
 )
-from hybridrl.rollout.sglang_longrope import settle_longrope
-from hybridrl.rollout.sglang_penalties import SaidTokens
-from hybridrl.rollout.sglang_sampling import IS_GREEDY, SeededSampler
-from hybridrl.rollout.sglang_scheduler import drawn_logps
-from hybridrl.rollout.sglang_version import (
+from hybridrl.rollout.sglang.longrope import settle_longrope
+from hybridrl.rollout.sglang.penalties import SaidTokens
+from hybridrl.rollout.sglang.sampling import IS_GREEDY, SeededSampler
+from hybridrl.rollout.sglang.scheduler import drawn_logps
+from hybridrl.rollout.sglang.version import (
     installed_version,
     model_rules,
     refusal,
@@ -258,7 +259,7 @@ def test_draws_invert_the_whole_cumulative_distribution(vocab: int) -> None:
 
 
 def batch_info(sampling: list[SamplingParams]) -> SimpleNamespace:
-    """What SGLang would have of these requests, as sglang_sampling.py hands them over."""
+    """What SGLang would have of these requests, as sglang/sampling.py hands them over."""
     greedy = [row.temperature == 0 for row in sampling]
     top_k = [1 if g else row.top_k or 1 << 30 for g, row in zip(greedy, sampling, strict=True)]
     top_p = torch.tensor([row.top_p for row in sampling])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from hybridrl.rollout.engine import Request, SamplingParams
-from hybridrl.rollout.shared_prompts import SharedPrompts
+from hybridrl.rollout.sglang.shared_prompts import SharedPrompts
 
 SAMPLING = SamplingParams(max_new_tokens=4)
 

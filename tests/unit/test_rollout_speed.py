@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from hybridrl.cli import bench
-from hybridrl.config.engines import EnginePackage
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
@@ -18,6 +17,7 @@ from hybridrl.errors import UserError
 from hybridrl.loop.rollout_speed import round_requests
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Request, SamplingParams
+from hybridrl.rollout.registry import EnginePackage
 
 CONTENT = {
     "run": {"name": "a"},

@@ -15,9 +15,9 @@ from hybridrl.errors import UserError
 from hybridrl.loop import rollout_setup
 from hybridrl.models.family import resolve_family
 from hybridrl.parallel.layout import RolloutLayout
-from hybridrl.rollout import vllm
-from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.vllm_arguments import CPU_BLOCK_SIZE, engine_arguments, prefill_tokens
+from hybridrl.rollout.common.settings import EngineSettings
+from hybridrl.rollout.vllm import adapter as vllm
+from hybridrl.rollout.vllm.arguments import CPU_BLOCK_SIZE, engine_arguments, prefill_tokens
 
 GIB = 1 << 30
 QWEN_7B: dict[str, Any] = json.loads(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.rollout.vllm_decoding import cache_fits
+from hybridrl.rollout.vllm.decoding import cache_fits
 
 
 def cache(kind: str, block_size: int = 64, spec_size: int = 64, hash_size: int = 64) -> Any:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from hybridrl.errors import ModelError
-from hybridrl.rollout.vllm_experts import deal_experts
-from hybridrl.rollout.vllm_start import (
+from hybridrl.rollout.vllm.experts import deal_experts
+from hybridrl.rollout.vllm.start import (
     SECOND_RUNNER_LIST,
     compute_on_current_stream,
     second_runner,

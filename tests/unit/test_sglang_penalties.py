@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hybridrl.rollout.engine import Request, SamplingParams
-from hybridrl.rollout.sglang_penalties import SaidTokens
+from hybridrl.rollout.sglang.penalties import SaidTokens
 
 VOCAB = 19
 KINDS = [

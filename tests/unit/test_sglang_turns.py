@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridrl.rollout.engine import Request, RunningRequest, SamplingParams
-from hybridrl.rollout.sglang import SglangEngine, _Running
+from hybridrl.rollout.sglang.adapter import SglangEngine, _Running
 
 SAMPLING = SamplingParams(max_new_tokens=2)
 

@@ -19,8 +19,8 @@ import pytest
 import torch.distributed as dist
 from thread_ranks import ThreadRank, on_ranks
 
-from hybridrl.rollout import agreement
-from hybridrl.rollout.agreement import TokenAgreement, TokensDifferError
+from hybridrl.rollout.common import agreement
+from hybridrl.rollout.common.agreement import TokenAgreement, TokensDifferError
 
 
 def on_threads(size: int, run: Callable[[int, Any], Any], timeout_s: float = 20.0) -> list[Any]:

@@ -21,7 +21,8 @@ from hybridrl.models.weights import RankLayout
 if TYPE_CHECKING:  # `hybridrl plan` asks for the names, where torch takes seconds
     from torch import Tensor
 
-# Ends of the names of engine parameters that generation reads as copies (rollout/latent_copies.py).
+# Ends of the names of engine parameters of which generation reads copies
+# (rollout/common/latent_copies.py).
 COPIED = (".kv_b_proj.weight",)
 Content = frozenset[tuple[str, Box, Box]]
 """What a tensor holds: (HF name, rectangle there, rectangle here) of each of its regions."""

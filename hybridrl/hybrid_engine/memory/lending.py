@@ -7,8 +7,8 @@ device needs room for the larger of the two, not for both.
 
 Invariant: no phase reads what the other wrote. Gradients are cleared before the first backward of
 every update; the engine's lent weights are all written by the next update, and its KV cache is
-cleared (rollout/engine_memory.py). What the lender cannot give is memory of training's own, mapped
-only while it trains.
+cleared (rollout/common/engine_memory.py). What the lender cannot give is memory of training's own,
+mapped only while it trains.
 """
 
 from __future__ import annotations

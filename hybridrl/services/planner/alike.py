@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import Place
 from hybridrl.config.schema import Config
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.phase_memory import (
     Held,

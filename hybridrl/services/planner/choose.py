@@ -10,7 +10,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.identity import saved_config
 from hybridrl.config.layout import CHOSEN_KEYS
 from hybridrl.config.placement import Machines
@@ -20,6 +19,7 @@ from hybridrl.config.source import read_model_config
 from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.family import read_model
 from hybridrl.parallel.host_gpus import Host
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.fit import Changes, changed, with_margin
 from hybridrl.services.planner.hardware import GIB, Assumptions, ClusterFile, assume, merged
 from hybridrl.services.planner.phase_memory import role_models

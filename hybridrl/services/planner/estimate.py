@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.schema import Config
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import held_alike, memory_alike
 from hybridrl.services.planner.fit import num_requests, with_margin
 from hybridrl.services.planner.hardware import Assumptions

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Any
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.lag import requests_under_way
 from hybridrl.config.placement import Machines, shown
 from hybridrl.config.rules import check
@@ -22,6 +21,7 @@ from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import held_alike, memory_alike
 from hybridrl.services.planner.hardware import GIB, Assumptions
 from hybridrl.services.planner.phase_memory import (

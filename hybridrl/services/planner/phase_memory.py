@@ -11,7 +11,6 @@ from math import prod
 from typing import Any
 
 from hybridrl.checkpoint.memory_folders import GENERATIONS
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.lag import requests_under_way
 from hybridrl.config.placement import REWARD, Place
 from hybridrl.config.roles import RunModels
@@ -21,6 +20,7 @@ from hybridrl.config.teacher import read_teacher
 from hybridrl.models.family import Family, ModelShape, read_model
 from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.micro_batch_sizes import (
     MicroBatchSize,
     largest_micro_batch,

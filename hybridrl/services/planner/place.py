@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import Place, Placement
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.memory.alias import shared_names
@@ -28,6 +27,7 @@ from hybridrl.models.weights import (
     megatron_layouts,
 )
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.phase_memory import (
     Held,
     HeldEngine,

@@ -15,7 +15,6 @@ from dataclasses import asdict
 from typing import Any
 
 from hybridrl.checkpoint.segments import locked_bytes
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.placement import Machines, Placement
 from hybridrl.config.roles import RunModels
 from hybridrl.config.rules_placement import placed
@@ -28,6 +27,7 @@ from hybridrl.loop.preflight import model_violations
 from hybridrl.models.families.by_length import said_of_length
 from hybridrl.models.family import read_model
 from hybridrl.parallel.host_gpus import Host
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import transport_of
 from hybridrl.services.planner.estimate import estimate
 from hybridrl.services.planner.fit import cpu_verdict, gpu_verdict

@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config
 from hybridrl.contracts.routed_experts import ONE_BYTE, experts_dtype
 from hybridrl.models.family import ModelShape
+from hybridrl.rollout.registry import ENGINES
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def replay_bytes(config: Config, shape: ModelShape, num_requests: int) -> Replay
     samples = config.steps.prompts_per_step * config.steps.samples_per_prompt
     kept = 0
     if ENGINES[config.rollout.engine].has_fixed_kv_cache:
-        # One number stands for no expert (rollout/experts_by_slot.py).
+        # One number stands for no expert (rollout/common/experts_by_slot.py).
         entry = choices * (1 if num_experts < ONE_BYTE else 2)
         kept = entry * config.longest_request() * num_requests
     micro_batch = token * config.train.micro_batch_tokens // config.train.cp

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.layout import CHOSEN_KEYS
 from hybridrl.config.placement import Machines
 from hybridrl.config.rules import check
@@ -19,6 +18,7 @@ from hybridrl.config.rules_placement import num_experts
 from hybridrl.config.schema import Config
 from hybridrl.errors import ModelError, UserError
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.estimate import Estimate, estimate
 from hybridrl.services.planner.fit import Changes, changed, with_margin
 from hybridrl.services.planner.hardware import Assumptions

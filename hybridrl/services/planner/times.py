@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import ceil
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.planning.nodes import transfer_ms
 from hybridrl.metrics.flops import matmul_params
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
 from hybridrl.services.planner.phase_memory import ADAM_BYTES, MASTER_BYTES, RoleModel, itemsize_of

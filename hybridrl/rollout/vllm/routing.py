@@ -2,8 +2,8 @@
 
 vLLM's own way to return them exists in newer versions only, and not with the model runner that CPUs
 have. Here each router writes what it chose for a token where the token's keys lie
-(experts_by_slot.py), and they are read before a request loses its place, because it ends or is
-preempted, and before the weights change.
+(common/experts_by_slot.py), and they are read before a request loses its place, because it ends or
+is preempted, and before the weights change.
 
 Owns the callbacks of routers.
 """
@@ -19,9 +19,9 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError
 from hybridrl.models.family import ModelShape
+from hybridrl.rollout.common.experts_by_slot import LAYER, ExpertsBySlot, unfit
 from hybridrl.rollout.engine import RunningRequest
-from hybridrl.rollout.experts_by_slot import LAYER, ExpertsBySlot, unfit
-from hybridrl.rollout.vllm_decoding import cache_fits
+from hybridrl.rollout.vllm.decoding import cache_fits
 
 
 class RecordedExperts:

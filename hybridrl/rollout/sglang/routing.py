@@ -3,8 +3,8 @@
 SGLang's routers hand what they chose to a recorder of the process, before a rank's own numbers take
 the place of the experts'. Its own recorder copies all choices of each step to the host, into pinned
 memory, which CPUs do not have. This one stands in its place: it keeps them on the device
-(experts_by_slot.py), and they are read before a request loses its place, because it ends or is
-taken back, and before the weights change.
+(common/experts_by_slot.py), and they are read before a request loses its place, because it ends or
+is taken back, and before the weights change.
 
 Owns the recorder, and what each version asks of one.
 """
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from hybridrl.contracts.routed_experts import Experts
 from hybridrl.models.family import ModelShape
+from hybridrl.rollout.common.experts_by_slot import LAYER, ExpertsBySlot
+from hybridrl.rollout.common.process_state import replaced
 from hybridrl.rollout.engine import RunningRequest
-from hybridrl.rollout.experts_by_slot import LAYER, ExpertsBySlot
-from hybridrl.rollout.process_state import replaced
 
 
 class RecordedExperts:

@@ -15,8 +15,8 @@ from torch import Tensor
 from hybridrl.hybrid_engine.memory.alias import TrainingShard, is_view, shared_views
 from hybridrl.models.boxes import Shape
 from hybridrl.models.weights import RankLayout
+from hybridrl.rollout.common.scheme import check_parameters, check_placement
 from hybridrl.rollout.engine import Holding
-from hybridrl.rollout.scheme import check_parameters, check_placement
 
 STACKS = ("w13_weight", "w2_weight")  # gate over up, and down, of all experts of a rank
 

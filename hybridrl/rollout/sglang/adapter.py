@@ -1,8 +1,8 @@
 """The `sglang` engine: SGLang's scheduler in this process, its live parameters written in place.
 
 Owns requests on their way through SGLang's continuous batching, and the order of an update (stop,
-write, forget the cache). Not owned: how SGLang is started (sglang_start.py), how its loop is driven
-(sglang_scheduler.py) and who sends weights.
+write, forget the cache). Not owned: how SGLang is started (sglang/start.py), how its loop is driven
+(sglang/scheduler.py) and who sends weights.
 
 Who waits for whom: `submit`, `step`, `begin_update` and `finish_update` are made by all
 tensor-parallel ranks of a replica alike; replicas are independent of each other. Invariant: a
@@ -28,12 +28,11 @@ from hybridrl.hybrid_engine.memory.lending import Piece
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
-from hybridrl.rollout.agreement import TokenAgreement
 from hybridrl.rollout.build import EngineInputs
-from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
-from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS, SleepingMemory
-from hybridrl.rollout.latent_copies import LatentCopies, set_epsilon
-from hybridrl.rollout.live_weights import (
+from hybridrl.rollout.common.agreement import TokenAgreement
+from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS, SleepingMemory
+from hybridrl.rollout.common.latent_copies import LatentCopies, set_epsilon
+from hybridrl.rollout.common.live_weights import (
     check_live,
     free_bytes,
     layout_bytes,
@@ -43,17 +42,18 @@ from hybridrl.rollout.live_weights import (
     weight_holdings,
     written_parameters,
 )
-from hybridrl.rollout.sampling import no_logprob
-from hybridrl.rollout.settings import EngineSettings, token_bytes, too_long
-from hybridrl.rollout.sglang_longrope import settle_longrope
-from hybridrl.rollout.sglang_memory import sleeping_memory
-from hybridrl.rollout.sglang_routing import RecordedExperts
-from hybridrl.rollout.sglang_sampling import request_sampling
-from hybridrl.rollout.sglang_scheduler import drawn_logps, end_soon, synchronize, token_ids
-from hybridrl.rollout.sglang_start import start, stop
-from hybridrl.rollout.sglang_version import model_rules
-from hybridrl.rollout.shared_prompts import SharedPrompts
-from hybridrl.rollout.stops import TokenTexts
+from hybridrl.rollout.common.sampling import no_logprob
+from hybridrl.rollout.common.settings import EngineSettings, token_bytes, too_long
+from hybridrl.rollout.common.stops import TokenTexts
+from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
+from hybridrl.rollout.sglang.longrope import settle_longrope
+from hybridrl.rollout.sglang.memory import sleeping_memory
+from hybridrl.rollout.sglang.routing import RecordedExperts
+from hybridrl.rollout.sglang.sampling import request_sampling
+from hybridrl.rollout.sglang.scheduler import drawn_logps, end_soon, synchronize, token_ids
+from hybridrl.rollout.sglang.shared_prompts import SharedPrompts
+from hybridrl.rollout.sglang.start import start, stop
+from hybridrl.rollout.sglang.version import model_rules
 
 # Turns of SGLang's loop without a batch after which it is taken to be stuck. One may pass where the
 # tokens of the batch before have to be known first.

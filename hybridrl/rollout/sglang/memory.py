@@ -2,8 +2,8 @@
 
 SGLang asks torch_memory_saver for that, which keeps the driver's handles to itself. Where csrc/ was
 compiled, SGLang's regions are memory pools of this engine over pieces of our own
-(csrc/engine_pool.cpp), and engine_memory.py gives them back. Elsewhere torch_memory_saver does, and
-nothing can be lent.
+(csrc/engine_pool.cpp), and common/engine_memory.py gives them back. Elsewhere torch_memory_saver
+does, and nothing can be lent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from hybridrl.hybrid_engine.memory.lending import Mapping, Piece
 from hybridrl.ops import compiled_library, compiled_operations
 from hybridrl.parallel.device_mapping import DeviceMapping
-from hybridrl.rollout.engine_memory import (
+from hybridrl.rollout.common.engine_memory import (
     KV_CACHE,
     WEIGHTS,
     EnginePiece,
@@ -33,8 +33,8 @@ from hybridrl.rollout.engine_memory import (
     give_back,
     own_memory,
 )
-from hybridrl.rollout.process_state import keep_generators, replaced
-from hybridrl.rollout.sglang_version import NAME
+from hybridrl.rollout.common.process_state import keep_generators, replaced
+from hybridrl.rollout.sglang.version import NAME
 
 BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of SGLang's pools, a tensor for each layer
 
@@ -196,7 +196,7 @@ def sleeping_memory(
     """Returns the memory of an engine that has started.
 
     Args:
-        live: of `sglang_start.start`.
+        live: of `start.start`.
         whole, in_part: of `live_weights.written_parameters`.
         cache_bytes: that its KV cache has at least.
 

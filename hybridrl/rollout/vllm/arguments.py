@@ -11,7 +11,12 @@ import torch
 
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
-from hybridrl.rollout.settings import EngineSettings, kv_cache_blocks, token_bytes, usable_bytes
+from hybridrl.rollout.common.settings import (
+    EngineSettings,
+    kv_cache_blocks,
+    token_bytes,
+    usable_bytes,
+)
 
 # Positions in one block of the CPU's KV cache; 128 if not told, longer than many whole responses.
 CPU_BLOCK_SIZE = 32
@@ -73,7 +78,7 @@ def engine_arguments(
         block_size = CPU_BLOCK_SIZE
         if shape.latent is not None:
             block_size = CPU_LATENT_BLOCK_SIZE
-            # The other one packs the projection up once and for all (latent_copies.py).
+            # The other one packs the projection up once and for all (common/latent_copies.py).
             arguments["attention_backend"] = "CPU_MLA"
         arguments |= {
             "block_size": block_size,

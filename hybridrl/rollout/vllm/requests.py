@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hybridrl.config.engines import ENGINES
 from hybridrl.models.hf.config_keys import end_tokens_of
+from hybridrl.rollout.common.sampling import draw_seeds
+from hybridrl.rollout.common.settings import EngineSettings, too_long
 from hybridrl.rollout.engine import Request
-from hybridrl.rollout.sampling import draw_seeds
-from hybridrl.rollout.settings import EngineSettings, too_long
+from hybridrl.rollout.registry import ENGINES
 
 LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
 MOST_STOP_TOKENS = 128  # that vLLM's second model runner keeps from being drawn too early

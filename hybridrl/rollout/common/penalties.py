@@ -1,7 +1,7 @@
 """Least lengths and penalties: logits that depend on what a request has said before.
 
 Owns their definition, for all rows of a batch at once where the logits are. Which tokens were said
-is given; an engine that keeps them on the device has its own way (sglang_penalties.py).
+is given; an engine that keeps them on the device has its own way (sglang/penalties.py).
 """
 
 from __future__ import annotations

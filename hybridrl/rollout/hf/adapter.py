@@ -24,11 +24,11 @@ from hybridrl.models.hf.transformers_model import transformers_model
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, hf_layout
 from hybridrl.rollout.build import EngineInputs
+from hybridrl.rollout.common.penalties import Said, penalized
+from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
+from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
-from hybridrl.rollout.hf_experts import ChosenExperts
-from hybridrl.rollout.penalties import Said, penalized
-from hybridrl.rollout.sampling import no_logprob, sample, uniforms
-from hybridrl.rollout.stops import TokenTexts
+from hybridrl.rollout.hf.experts import ChosenExperts
 
 # One prefill forward takes at most this many padded tokens, and computes logits of at most this
 # many (prompt, position) pairs: both bound its memory, and are large enough to hide its overhead.

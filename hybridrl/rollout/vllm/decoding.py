@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, NamedTuple
 
-from hybridrl.rollout.vllm_steady import SteadyRows
+from hybridrl.rollout.vllm.steady_rows import SteadyRows
 
 
 def scheduler_fits(scheduler: Any) -> bool:
@@ -91,7 +91,7 @@ class DecodingSteps:
         scheduler: of a live engine, whose requests ask for log-probabilities, and for no structure,
             images or check of repetition; its `schedule`, `update_from_output` and
             `finish_requests` are replaced.
-        is_known: whether this version's scheduler was compared (vllm_version.py); of another one
+        is_known: whether this version's scheduler was compared (vllm/version.py); of another one
             only log-probabilities are taken.
     """
 

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hybridrl.rollout.process_state import replaced
-from hybridrl.rollout.sglang_penalties import SaidTokens
-from hybridrl.rollout.sglang_routing import RecordedExperts, make_current
+from hybridrl.rollout.common.process_state import replaced
+from hybridrl.rollout.sglang.penalties import SaidTokens
+from hybridrl.rollout.sglang.routing import RecordedExperts, make_current
 
 
 class _TurnIsOverError(Exception):

@@ -23,14 +23,14 @@ from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import Place, RolloutLayout
 from hybridrl.parallel.view import View
-from hybridrl.rollout.groups import over_layout, replica_members
-from hybridrl.rollout.model_folder import model_folder
-from hybridrl.rollout.process_state import keep_generators, ranks_in_environment, replaced
-from hybridrl.rollout.sampling import uniforms
-from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.vllm_arguments import engine_arguments
-from hybridrl.rollout.vllm_experts import compute_with_live_experts
-from hybridrl.rollout.vllm_version import NAME, installed_version, refusal
+from hybridrl.rollout.common.groups import over_layout, replica_members
+from hybridrl.rollout.common.process_state import keep_generators, ranks_in_environment, replaced
+from hybridrl.rollout.common.sampling import uniforms
+from hybridrl.rollout.common.settings import EngineSettings
+from hybridrl.rollout.vllm.arguments import engine_arguments
+from hybridrl.rollout.vllm.experts import compute_with_live_experts
+from hybridrl.rollout.vllm.model_folder import model_folder
+from hybridrl.rollout.vllm.version import NAME, installed_version, refusal
 
 ENVIRONMENT = {
     # The engine core runs in this process: external_launcher asserts it.
@@ -218,7 +218,7 @@ def _compute_with_live_parameters() -> None:
 
     vLLM on CPU packs each linear layer's weight for oneDNN (bf16 on AMX machines: for its own
     kernels) and leaves an empty parameter, or for lm_head a stale one. F.linear reads the live one.
-    Experts are packed in place (vllm_experts.py).
+    Experts are packed in place (vllm/experts.py).
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils

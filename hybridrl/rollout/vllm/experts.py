@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridrl.errors import ModelError
-from hybridrl.rollout.cpu_experts import experts_forward
+from hybridrl.rollout.common.cpu_experts import experts_forward
 
 
 def deal_experts(model: torch.nn.Module, experts: Sequence[int]) -> None:

@@ -11,7 +11,12 @@ import torch
 
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
-from hybridrl.rollout.settings import EngineSettings, kv_cache_blocks, token_bytes, usable_bytes
+from hybridrl.rollout.common.settings import (
+    EngineSettings,
+    kv_cache_blocks,
+    token_bytes,
+    usable_bytes,
+)
 
 CPU_MAX_KV_CACHE_BYTES = 1 << 30
 CPU_ATTENTION = "torch_native"

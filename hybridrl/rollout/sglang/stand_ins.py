@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from hybridrl.rollout.process_state import replaced
+from hybridrl.rollout.common.process_state import replaced
 
 STOOD_IN = ("sgl_kernel", "torchvision")
 IMAGES = "AutoImageProcessor"

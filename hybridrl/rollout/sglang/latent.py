@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from hybridrl.rollout.process_state import replaced
-from hybridrl.rollout.sglang_arguments import CPU_ATTENTION
+from hybridrl.rollout.common.process_state import replaced
+from hybridrl.rollout.sglang.arguments import CPU_ATTENTION
 
 
 @contextlib.contextmanager

@@ -93,15 +93,15 @@ class EnginePackage:
 
 ENGINES = {
     "hf": EngineTraits(
-        builder="hybridrl.rollout.hf:build",
+        builder="hybridrl.rollout.hf.adapter:build",
         takes_experts=True,
         records_experts=True,
         ends_by_text=True,
         penalizes=True,
     ),
     "vllm": EngineTraits(
-        builder="hybridrl.rollout.vllm:build",
-        package="hybridrl.rollout.vllm_version:PACKAGE",
+        builder="hybridrl.rollout.vllm.adapter:build",
+        package="hybridrl.rollout.vllm.version:PACKAGE",
         is_tensor_parallel=True,
         is_expert_parallel=True,
         takes_experts=True,
@@ -120,8 +120,8 @@ ENGINES = {
         has_fitted_times=True,
     ),
     "sglang": EngineTraits(
-        builder="hybridrl.rollout.sglang:build",
-        package="hybridrl.rollout.sglang_version:PACKAGE",
+        builder="hybridrl.rollout.sglang.adapter:build",
+        package="hybridrl.rollout.sglang.version:PACKAGE",
         is_tensor_parallel=True,
         is_expert_parallel=True,
         takes_experts=True,

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.rollout.engine import SamplingParams
-from hybridrl.rollout.sampling import (
+from hybridrl.rollout.common.sampling import (
     KEEPS_ALL,
     RowSampling,
     draw_rows,
     draw_seeds,
 )
-from hybridrl.rollout.sglang_penalties import SaidTokens
+from hybridrl.rollout.engine import SamplingParams
+from hybridrl.rollout.sglang.penalties import SaidTokens
 
 IS_GREEDY = 1.0  # of `min_p`: keep the most probable token
 

@@ -4,7 +4,7 @@ Both lie in pieces of physical memory, each with addresses of its own that stay 
 parameters, caches and CUDA graphs are valid again once memory is mapped there. Owns when pieces are
 made, mapped and given back, in place of the engines' own sleep: that knows buffers of the model and
 what some versions make anew, and cannot leave out pieces that are lent to training
-(lending.py). Not owned: who made the pieces (vllm_memory.py, sglang_memory.py).
+(lending.py). Not owned: who made the pieces (vllm/memory.py, sglang/memory.py).
 
 Invariants: a lent piece stays mapped at the engine's address. What lies beside weights and caches
 in their pieces, as tables of addresses do, has its content whenever the engine is awake. What other

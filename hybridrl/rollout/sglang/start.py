@@ -2,7 +2,7 @@
 
 Owns everything that is about SGLang's start and not about generation: environment, process groups,
 and the few repairs of the installed version, each with its reason. Not owned: memory that can be
-given back (sglang_memory.py).
+given back (sglang/memory.py).
 Who waits for whom: `start` and `stop` are collective over the ranks that have an engine.
 """
 
@@ -28,18 +28,23 @@ from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.view import View
-from hybridrl.rollout.cpu_experts import experts_forward
-from hybridrl.rollout.groups import over_layout, replica_members
-from hybridrl.rollout.process_state import keep_generators, quiet, replaced, without_variables
-from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.sglang_arguments import longest_pass, longest_request, server_arguments
-from hybridrl.rollout.sglang_latent import latents_on_cpu
-from hybridrl.rollout.sglang_memory import EnginePools, allocated_in, engine_pools
-from hybridrl.rollout.sglang_routing import RecordedExperts, recorded_by
-from hybridrl.rollout.sglang_sampling import SeededSampler, keep_seeds
-from hybridrl.rollout.sglang_scheduler import make_scheduler, without_watchdog
-from hybridrl.rollout.sglang_stubs import known_models_kept, stand_in
-from hybridrl.rollout.sglang_version import NAME, installed_version, refusal, too_small_cache
+from hybridrl.rollout.common.cpu_experts import experts_forward
+from hybridrl.rollout.common.groups import over_layout, replica_members
+from hybridrl.rollout.common.process_state import (
+    keep_generators,
+    quiet,
+    replaced,
+    without_variables,
+)
+from hybridrl.rollout.common.settings import EngineSettings
+from hybridrl.rollout.sglang.arguments import longest_pass, longest_request, server_arguments
+from hybridrl.rollout.sglang.latent import latents_on_cpu
+from hybridrl.rollout.sglang.memory import EnginePools, allocated_in, engine_pools
+from hybridrl.rollout.sglang.routing import RecordedExperts, recorded_by
+from hybridrl.rollout.sglang.sampling import SeededSampler, keep_seeds
+from hybridrl.rollout.sglang.scheduler import make_scheduler, without_watchdog
+from hybridrl.rollout.sglang.stand_ins import known_models_kept, stand_in
+from hybridrl.rollout.sglang.version import NAME, installed_version, refusal, too_small_cache
 
 ENVIRONMENT = {
     # Requests end before the length that SGLang is told, which is above the longest request.
@@ -71,7 +76,7 @@ class LiveEngine:
     """A started SGLang engine.
 
     Args:
-        scheduler: SGLang's, of sglang_scheduler.py.
+        scheduler: SGLang's, of sglang/scheduler.py.
         model: this rank's module; its parameters are what generation reads.
         tp_group: gloo group of the replica's ranks.
         version: name and version, for messages.

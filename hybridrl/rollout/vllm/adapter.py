@@ -1,7 +1,7 @@
 """The `vllm` engine: vLLM inside this process, its live parameters written by the hybrid engine.
 
 Owns requests on their way through vLLM's continuous batching, and the order of an update (stop,
-write, forget the cache). Not owned: how vLLM is started (vllm_start.py) and who sends weights.
+write, forget the cache). Not owned: how vLLM is started (vllm/start.py) and who sends weights.
 
 Who waits for whom: `submit`, `step`, `begin_update` and `finish_update` are made by all
 tensor-parallel ranks of a replica alike; replicas are independent of each other. Invariant: between
@@ -27,24 +27,17 @@ from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_expe
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
-from hybridrl.rollout.agreement import TokenAgreement
 from hybridrl.rollout.build import EngineInputs
-from hybridrl.rollout.engine import (
-    Completion,
-    Holding,
-    Request,
-    RunningRequest,
-    new_rows,
-)
-from hybridrl.rollout.engine_memory import (
+from hybridrl.rollout.common.agreement import TokenAgreement
+from hybridrl.rollout.common.engine_memory import (
     KV_CACHE,
     WEIGHTS,
     SleepingMemory,
     check_caches,
     own_memory,
 )
-from hybridrl.rollout.latent_copies import LatentCopies, set_epsilon
-from hybridrl.rollout.live_weights import (
+from hybridrl.rollout.common.latent_copies import LatentCopies, set_epsilon
+from hybridrl.rollout.common.live_weights import (
     check_live,
     free_bytes,
     layout_bytes,
@@ -54,18 +47,25 @@ from hybridrl.rollout.live_weights import (
     weight_holdings,
     written_parameters,
 )
-from hybridrl.rollout.process_state import keep_generators
-from hybridrl.rollout.sampling import no_logprob
-from hybridrl.rollout.settings import EngineSettings
-from hybridrl.rollout.stops import TokenTexts
-from hybridrl.rollout.vllm_decoding import DecodingSteps, Drawn, DrawnSteps
-from hybridrl.rollout.vllm_experts import deal_experts
-from hybridrl.rollout.vllm_latent import rotate_with_torch
-from hybridrl.rollout.vllm_memory import allocations
-from hybridrl.rollout.vllm_requests import request_rules, sampling_params
-from hybridrl.rollout.vllm_routing import RecordedExperts
-from hybridrl.rollout.vllm_start import caches_of, runner_of, start, stop
-from hybridrl.rollout.vllm_version import NAME, is_scheduler_known, model_rules
+from hybridrl.rollout.common.process_state import keep_generators
+from hybridrl.rollout.common.sampling import no_logprob
+from hybridrl.rollout.common.settings import EngineSettings
+from hybridrl.rollout.common.stops import TokenTexts
+from hybridrl.rollout.engine import (
+    Completion,
+    Holding,
+    Request,
+    RunningRequest,
+    new_rows,
+)
+from hybridrl.rollout.vllm.decoding import DecodingSteps, Drawn, DrawnSteps
+from hybridrl.rollout.vllm.experts import deal_experts
+from hybridrl.rollout.vllm.latent import rotate_with_torch
+from hybridrl.rollout.vllm.memory import allocations
+from hybridrl.rollout.vllm.requests import request_rules, sampling_params
+from hybridrl.rollout.vllm.routing import RecordedExperts
+from hybridrl.rollout.vllm.start import caches_of, runner_of, start, stop
+from hybridrl.rollout.vllm.version import NAME, is_scheduler_known, model_rules
 
 COPIES = LatentCopies("W_UK_T", "W_UV", "num_heads")
 

@@ -1,4 +1,4 @@
-"""Where vLLM keeps the memory of weights and KV cache, piece by piece (engine_memory.py)."""
+"""Where vLLM keeps the memory of weights and KV cache, piece by piece (common/engine_memory.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
-from hybridrl.rollout.engine_memory import KV_CACHE, WEIGHTS
+from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hybridrl.rollout.engine import Request, SamplingParams
-from hybridrl.rollout.penalties import (
+from hybridrl.rollout.common.penalties import (
     IN_RESPONSE,
     PenaltyRows,
     Said,
@@ -29,6 +28,7 @@ from hybridrl.rollout.penalties import (
     on_device,
     penalize,
 )
+from hybridrl.rollout.engine import Request, SamplingParams
 
 
 class _Asked(NamedTuple):

@@ -13,8 +13,8 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from hybridrl.config.engines import EnginePackage
 from hybridrl.errors import UserError
+from hybridrl.rollout.registry import EnginePackage
 
 PACKAGE_NAME = "sglang"
 NAME = "rollout.engine=sglang"
