@@ -17,11 +17,8 @@ import torch
 from hybridrl.kernels import copy_engine, reference
 from hybridrl.kernels.copy_engine import Stream, Waits
 from hybridrl.kernels.reference import (
-    BLOCK,
     VocabStats,
-    block_scales,
     invert_rows,
-    quantize_blocks,
     row_uniforms,
     vocab_chosen,
     vocab_chosen_backward,
@@ -29,19 +26,15 @@ from hybridrl.kernels.reference import (
 )
 
 __all__ = [
-    "BLOCK",
     "Blocks",
     "Copies",
     "VocabStats",
     "Waits",
     "block_copies",
-    "block_scales",
     "compiled_operations",
     "draw_rows",
     "has_copy_engine",
     "invert_rows",
-    "quantize_blocks",
-    "quantized_copies",
     "rectangle_copies",
     "row_uniforms",
     "storage_placer",
@@ -176,30 +169,6 @@ def rectangle_copies(
         copies = RectangleCopies(pairs, device, lanes, programs)
     else:
         copies = reference.RectangleCopies(pairs, device, lanes, programs)
-    return copies
-
-
-def quantized_copies(
-    triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-    device: torch.device,
-    lanes: Sequence[int] | None = None,
-    programs: int | None = None,
-) -> Copies:
-    """Returns the copies of (source, destination, scales) views that quantize to block FP8.
-
-    Args:
-        triples: source and float8_e4m3fn destination are of equal shapes, whose last dim is
-            contiguous, and of whole 128 x 128 blocks, the last ones cut off by the tensor's edge;
-            float32 scales have an element for each block.
-        device, lanes, programs: as of `rectangle_copies`.
-    """
-    copies: Copies
-    if device.type == "cuda":
-        from hybridrl.kernels.quantize import QuantizedCopies
-
-        copies = QuantizedCopies(triples, device, lanes, programs)
-    else:
-        copies = reference.QuantizedCopies(triples, device, lanes, programs)
     return copies
 
 

@@ -1,8 +1,7 @@
 """The meaning of every kernel in plain PyTorch: fp32 accumulation, no launch parameters, no
 collectives.
 
-Shapes: T tokens, D hidden size, V this rank's vocabulary columns, K chosen ones of a token; of
-quantized weights N rows, K columns.
+Shapes: T tokens, D hidden size, V this rank's vocabulary columns, K chosen ones of a token.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 # Tokens whose logits are held at once: 1024 x 152k x 4 bytes = 0.6 GB at the largest vocabularies.
 CHUNK_TOKENS = 1024
@@ -20,12 +18,6 @@ CHUNK_BYTES = 1 << 27
 LOWEST = -1e30
 RUNS = (512, 256, 128, 64, 32)  # sizes of the runs that a vocabulary is summed in
 GOLDEN = 0x9E3779B97F4A7C15
-
-BLOCK = 128  # rows and columns of a quantized weight that share a scale
-FP8_MAX = 448.0  # largest float8_e4m3fn
-# A block's largest magnitude is taken to be this at least, as vLLM does it: a block of zeros has
-# the scale 1e-4 / 448, and its elements are zeros.
-LEAST_AMAX = 1e-4
 
 
 class VocabStats(NamedTuple):
@@ -280,65 +272,6 @@ class RectangleCopies:
         """Copies everything."""
         for source, dest in self._pairs:
             dest.copy_(source)
-
-
-def block_scales(weight_NK: torch.Tensor, row: int = 0, column: int = 0) -> torch.Tensor:
-    """Returns the scale of each 128 x 128 block: its largest magnitude / 448.
-
-    What is not a number makes its block's scale none either. Dims before the last two are batches.
-
-    Args:
-        weight_NK: a rectangle of a weight.
-        row, column: where in its first block the rectangle starts. Of a block that lies in several
-            rectangles the scale is the largest of theirs.
-    """
-    rows, columns = weight_NK.shape[-2:]
-    padding = column, -(column + columns) % BLOCK, row, -(row + rows) % BLOCK
-    blocks = F.pad(weight_NK.float().abs(), padding)
-    blocks = blocks.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
-    amax = blocks.amax((-3, -1)).clamp(min=LEAST_AMAX)
-    return amax / torch.full_like(amax, FP8_MAX)  # torch multiplies by a number's reciprocal
-
-
-def quantize_blocks(
-    weight_NK: torch.Tensor, scales: torch.Tensor, row: int = 0, column: int = 0
-) -> torch.Tensor:
-    """Returns weight / scale as float8_e4m3fn, rounded to nearest even, at most 448.
-
-    Args: as of `block_scales`, and what that returned, or the largest of all that share a block.
-    """
-    rows, columns = weight_NK.shape[-2:]
-    wide = scales.repeat_interleave(BLOCK, -2)[..., row : row + rows, :]
-    wide = wide.repeat_interleave(BLOCK, -1)[..., column : column + columns]
-    return (weight_NK.float() / wide).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-
-
-class QuantizedCopies:
-    """A fixed list of copies that quantize to block FP8.
-
-    Args:
-        triples: (source, destination, scales) views; source and destination are of equal shapes and
-            of whole blocks, the last ones cut off by the tensor's edge.
-        device, lanes, programs: not used here.
-    """
-
-    num_launches = 0
-    table_bytes = 0
-
-    def __init__(
-        self,
-        triples: Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
-        device: torch.device,
-        lanes: Sequence[int] | None = None,
-        programs: int | None = None,
-    ) -> None:
-        self._triples = list(triples)
-
-    def run(self) -> None:
-        """Quantizes everything."""
-        for source, dest, scales in self._triples:
-            scales.copy_(block_scales(source))
-            dest.copy_(quantize_blocks(source, scales))
 
 
 def draw_rows(

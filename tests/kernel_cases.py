@@ -5,16 +5,13 @@ from __future__ import annotations
 import random
 
 import torch
-from hybridrl.kernels import copy_engine, rectangles, reference
-from hybridrl.kernels.quantize import QuantizedCopies
+from hybridrl.kernels import copy_engine, rectangles
 from hybridrl.kernels.rectangles import RectangleCopies
 
 from hybridrl import ops
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-FP8 = torch.float8_e4m3fn
-Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def numbered(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -77,74 +74,6 @@ def random_case(rng: random.Random) -> None:
     check(pairs, dests, [rng.randint(0, 2) for _ in pairs])
 
 
-def quantized(triples: list[Triple]) -> None:
-    """Compares the bits of all blocks with torch's cast, and what lies around them with nothing."""
-    source, dest, scales = (list(tensors) for tensors in zip(*triples, strict=True))
-    wanted = [(torch.zeros_like(one), torch.zeros_like(two)) for _, one, two in triples]
-    copies = reference.QuantizedCopies(
-        [(one, *two) for one, two in zip(source, wanted, strict=True)], DEVICE
-    )
-    copies.run()
-    lanes = [number % 3 for number in range(len(triples))]
-    QuantizedCopies(triples, DEVICE, lanes, programs=3).run()
-    for (values, own_scales), value, scale in zip(wanted, dest, scales, strict=True):
-        assert torch.equal(scale.nan_to_num(-1), own_scales.nan_to_num(-1))
-        same = value.view(torch.uint8) == values.view(torch.uint8)
-        assert (same | value.float().isnan() & values.float().isnan()).all()
-
-
-def rounding_case() -> None:
-    """Every bfloat16 number up to 448, in blocks whose scale is 1: as torch casts it."""
-    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    numbers = numbers[numbers.float().abs() <= reference.FP8_MAX]
-    padded = torch.zeros(-(-numbers.numel() // 16383) * 16383, dtype=torch.bfloat16)
-    padded[: numbers.numel()] = numbers
-    source = torch.full((padded.numel() // 16383, 16384), reference.FP8_MAX, dtype=torch.bfloat16)
-    source[:, 1:] = padded.view(-1, 16383)
-    source = source.view(-1, 128, 128).to(DEVICE)
-    dest, scales = torch.zeros(source.shape).to(FP8).to(DEVICE), numbered((3, 1, 1), torch.float32)
-    quantized([(source, dest, scales)])
-    assert torch.equal(scales, torch.ones_like(scales))
-    assert torch.equal(dest.view(torch.uint8), source.float().to(FP8).view(torch.uint8))
-
-
-def blocks_case(rng: random.Random) -> None:
-    """Blocks of many magnitudes in strided rows, at places that are aligned or not."""
-    triples, around = [], []
-    for _ in range(4):
-        rows, columns = rng.choice([1, 128, 130, 300]), rng.choice([16, 100, 128, 272, 385])
-        source = numbered((rows + 1, columns + rng.choice([0, 3, 16])), rng.choice(DTYPES[:2]))
-        source *= (10.0 ** torch.randint(-9, 6, (rows + 1, 1))).to(source)
-        source[:128, :128] *= rng.choice([0, 1])
-        if rng.random() < 0.3:
-            source[rows - 1, columns - 1] = rng.choice([float("nan"), float("inf")])
-        dest = torch.zeros(rows, columns + rng.choice([0, 16, 5])).to(FP8).to(DEVICE)
-        scales = torch.full((-(-rows // 128), -(-columns // 128) + 1), -1.0, device=DEVICE)
-        triples.append((source[1:, :columns], dest[:, :columns], scales[:, :-1]))
-        around += [(dest, columns), (scales, -1)]
-    quantized(triples)
-    for tensor, columns in around:
-        rest = tensor[:, columns:].float()
-        assert torch.equal(rest, torch.full_like(rest, 0.0 if tensor.dtype == FP8 else -1.0))
-
-
-def refused_blocks() -> None:
-    source, dest = numbered((128, 130), torch.float32), torch.zeros(128, 130).to(FP8).to(DEVICE)
-    scales = numbered((1, 2), torch.float32)
-    for wrong, match in (
-        ((source[:, :128], dest, scales), "shapes must be equal"),
-        ((source, dest, scales[:, :1]), "scales (1, 2)"),
-        ((source, dest.float(), scales), "must be torch.float8_e4m3fn"),
-        ((source.t(), dest.t(), scales.t()), "contiguous"),
-    ):
-        try:
-            QuantizedCopies([wrong], DEVICE)
-        except ValueError as error:
-            assert match in str(error), error
-            continue
-        raise AssertionError(f"not refused: {match}")
-
-
 def blocks_by_copy_engines(rng: random.Random) -> int:
     """Blocks by each way that this host has, between work that waits for them; returns the ways.
 
@@ -191,14 +120,8 @@ def main() -> None:
         except ValueError:
             continue
         raise AssertionError(f"{wrong[0].shape}, {wrong[0].stride()} was not refused")
-    rounding_case()
-    for _ in range(6):
-        blocks_case(rng)
-    refused_blocks()
     num_ways = blocks_by_copy_engines(rng)
-    print(
-        f"{num_cases} rectangle cases and blocks of FP8 on {DEVICE}; copy engines: {num_ways} ways"
-    )
+    print(f"{num_cases} rectangle cases on {DEVICE}; copy engines: {num_ways} ways")
 
 
 if __name__ == "__main__":

@@ -32,14 +32,13 @@ from hybridrl.hybrid_engine.memory.phases import (
 from hybridrl.hybrid_engine.planning.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.hybrid_engine.planning.wire import wire_views
-from hybridrl.hybrid_engine.target import WeightTarget, scales_of, stale_copy_of
+from hybridrl.hybrid_engine.target import WeightTarget, stale_copy_of
 from hybridrl.hybrid_engine.transports.packed import (
     PackedTransport,
     agree_wire_dtype,
     make_block_group,
 )
 from hybridrl.hybrid_engine.transports.peer import PeerTransport
-from hybridrl.hybrid_engine.transports.quantized import check_scales
 from hybridrl.hybrid_engine.transports.transport import (
     Peers,
     Traffic,
@@ -164,7 +163,6 @@ class HybridEngine:
             prove(plan, layouts, targets, ranks=[peers.rank])
             check_tensors(layouts[peers.rank], _shapes(weights))
             check_tensors(targets[peers.rank], _shapes(target.tensors()))
-            check_scales(plan.ops[peers.rank], target.tensors(), scales_of(target))
             self._weights = wire_views(weights, own[0], wire_dtype)
             wire_views(target.tensors(), own[1], wire_dtype)
         except (PlanError, ModelError) as caught:
@@ -187,15 +185,14 @@ class HybridEngine:
             ValueError: 'peer', but the engine was made without `peer_memory`.
         """
         ends = self.plan, self._peers, self._weights, self._written()
-        scales, dtype = scales_of(self._target), self._wire_dtype
         if kind == "packed":
             if self._block_group is None:
                 self._block_group = make_block_group(self._peers, self._timeout_s)
             staging, block_group = self._staging_bytes, self._block_group
-            return PackedTransport(*ends, staging, dtype, scales, block_group)
+            return PackedTransport(*ends, staging, self._wire_dtype, block_group)
         if self._peer_memory is None:
             raise ValueError("transport 'peer' needs peer_memory, where training tensors lie")
-        return PeerTransport(*ends, self._peer_memory, scales, dtype)
+        return PeerTransport(*ends, self._peer_memory)
 
     def _written(self) -> Mapping[str, Tensor]:
         """Returns the engine's parameters as they are written."""
@@ -331,8 +328,7 @@ class HybridEngine:
                 "rollout.verify=N or to_rollout(verifies=True)"
             )
         ends = self._weights, self._written()
-        scales = scales_of(self._target)
-        verify(self.plan, self._peers, *ends, self._wire_dtype, scales)
+        verify(self.plan, self._peers, *ends, self._wire_dtype)
 
     def _verify_copies(self) -> None:
         """Raises VerifyError, on every rank, if an engine computes with copies of older weights."""

@@ -39,23 +39,6 @@ class WeightTarget(Protocol):
 
 
 @runtime_checkable
-class QuantizedTarget(WeightTarget, Protocol):
-    """A target that holds some of its parameters as block FP8, quantized as they are written.
-
-    No engine of this package does so yet: theirs are plain `WeightTarget`s.
-    """
-
-    def scales(self) -> Mapping[str, Tensor]:
-        """Returns, by the layout's names, the scales of the parameters that are quantized.
-
-        Such a parameter of shape (N, K) is float8_e4m3fn and not padded; its scales are float32 and
-        of shape (ceil(N / 128), ceil(K / 128)), vLLM's `weight_scale_inv`: a weight is its element
-        times its block's scale. `tensors` leaves the scales out.
-        """
-        ...
-
-
-@runtime_checkable
 class CopyingTarget(WeightTarget, Protocol):
     """A target that computes with copies of parameters, which `finish_update` makes again."""
 
@@ -67,8 +50,3 @@ class CopyingTarget(WeightTarget, Protocol):
 def stale_copy_of(target: WeightTarget) -> str | None:
     """Returns the same of any target."""
     return target.stale_copy() if isinstance(target, CopyingTarget) else None
-
-
-def scales_of(target: WeightTarget) -> Mapping[str, Tensor]:
-    """Returns the scales of a target's quantized parameters; none where it has none."""
-    return target.scales() if isinstance(target, QuantizedTarget) else {}

@@ -22,7 +22,6 @@ if wants checks; then  # all at once: they check, and time nothing
   ranks=(torchrun --standalone --nproc-per-node=4)
   check kernels python tests/kernel_cases.py &
   check reshard "${ranks[@]}" tests/dist/reshard_worker.py "$(mktemp -d)" 0 40 4 &
-  check block_fp8 "${ranks[@]}" tests/dist/quantized_worker.py &
   for kind in packed peer; do check lost_$kind "${ranks[@]}" tests/dist/lost_rank_worker.py $kind - - 4 & done
   wait
 fi

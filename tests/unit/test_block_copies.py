@@ -211,7 +211,6 @@ def test_graphs_of_a_sync_are_made_before_its_barrier() -> None:
     transport._repeated = [work, work]
     transport._cut_up = lambda: did.append("barrier and cut-up")
     transport._run_blocks = lambda: did.append("blocks")
-    transport._quantized = SimpleNamespace(run=lambda: did.append("quantized"))
     transport._plan = SimpleNamespace(streams=["one"])
     transport._memory = SimpleNamespace(barrier=lambda: did.append("barrier"))
     transport._traffic = "traffic"
@@ -221,7 +220,6 @@ def test_graphs_of_a_sync_are_made_before_its_barrier() -> None:
         *["captured"] * 2,
         "barrier and cut-up",
         "blocks",
-        "quantized",
         "barrier",
     ]
 

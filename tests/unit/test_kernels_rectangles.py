@@ -21,4 +21,4 @@ def test_rectangles_arrive_where_indexing_puts_them() -> None:
         [sys.executable, str(CASES)], env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "rectangle cases and blocks of FP8" in done.stdout
+    assert "rectangle cases" in done.stdout

@@ -16,8 +16,7 @@ is one CUDA graph, made anew if tensors move: nothing is allocated and the host 
 single tensors or messages.
 
 Elements travel in one type, the narrower of what the sources and the destinations hold, and are
-cast while they are packed or unpacked. What an engine holds as block FP8 is unpacked into a scratch
-and quantized there in the exchange that brings the last of it (quantized.py).
+cast while they are packed or unpacked.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from hybridrl.hybrid_engine.planning.chunks import Part, schedule_exchanges
 from hybridrl.hybrid_engine.planning.direct import Direct, agree_direct
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.planning.wire import kept_tensors
-from hybridrl.hybrid_engine.transports.quantized import FP8, SENT_AS, Arrivals, Fill, Quantization
 from hybridrl.hybrid_engine.transports.repeated import Repeated
 from hybridrl.hybrid_engine.transports.transport import (
     Pair,
@@ -71,13 +69,13 @@ class _Step:
     Args:
         pack: fills the send buffer; `reads_last`: out of the receive buffer of the step before too.
         transfers: messages of both directions.
-        unpack: empties the receive buffer, then quantizes what is complete.
+        unpack: empties the receive buffer.
     """
 
     pack: ops.Copies
     reads_last: bool
     transfers: Sequence[dist.P2POp]
-    unpack: Sequence[ops.Copies]
+    unpack: ops.Copies
 
 
 class PackedTransport:
@@ -91,7 +89,6 @@ class PackedTransport:
             be the same memory where they hold the same (alias.py); then nothing is copied.
         staging_bytes: bound of all staging buffers together.
         wire_dtype: the type that elements travel in, the same on every rank (`agree_wire_dtype`).
-        scales: of this rank's block-quantized destinations; written in place.
         block_group: of all ranks, for large blocks; without it they wait for the exchanges, since
             messages of one communicator do.
         direct: what needs no staging; None: the ranks agree on that here.
@@ -105,14 +102,13 @@ class PackedTransport:
         dests: Mapping[str, Tensor],
         staging_bytes: int,
         wire_dtype: torch.dtype,
-        scales: Mapping[str, Tensor] | None = None,
         block_group: dist.ProcessGroup | None = None,
         direct: Direct | None = None,
     ) -> None:
         if plan.itemsize != wire_dtype.itemsize:
             raise ValueError(f"plan of {plan.itemsize}-byte elements, but {wire_dtype} on the wire")
         self._rank, self._dtype = peers.rank, wire_dtype
-        self._sources, self._dests, self._scales = sources, dests, scales or {}
+        self._sources, self._dests = sources, dests
         self._domain_size = plan.domain_size
         self._programs = PROGRAMS if plan.streams else None
         self._local_ops = [op for op in plan.ops[self._rank] if op.source_rank == self._rank]
@@ -145,14 +141,14 @@ class PackedTransport:
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory of buffers, tables, and scratches where parameters are quantized."""
+        """Device memory of buffers and tables."""
         tables = sum(copy.table_bytes for copy in self._all_copies())
-        return tables + self._traffic.staging_bytes + self._arrivals.extra_bytes
+        return tables + self._traffic.staging_bytes
 
     def _all_copies(self) -> Iterator[ops.Copies]:
-        yield from (self._local, self._local_quantized)
+        yield self._local
         for step in self._steps:
-            yield from (step.pack, *step.unpack)
+            yield from (step.pack, step.unpack)
 
     @torch.no_grad()
     def run(self) -> Traffic:
@@ -171,12 +167,12 @@ class PackedTransport:
     def prepare(self) -> None:
         """Makes buffers, tables and messages, again only if a tensor has moved since."""
         # All of them: any source may have been replaced by another tensor of its name.
-        found = addresses(self._sources) + addresses(self._dests) + addresses(self._scales)
+        found = addresses(self._sources) + addresses(self._dests)
         if found == self._addresses:
             return
         self._addresses = found
         self._work = Repeated(self._queue, self._device)
-        self._prepare_local()
+        self._local = self._copies(self._local_pairs())
         self._steps = []
         self._blocks = list(self._block_transfers())
         sent: Counter[bool] = Counter()  # bytes, by whether to another node
@@ -187,8 +183,7 @@ class PackedTransport:
             slot = number % SLOTS
             outgoing = _staged(exchange.sends, send[slot])
             incoming = _staged(exchange.receives, receive[slot])
-            completed = self._arrivals.complete(number)
-            self._steps.append(self._step(outgoing, incoming, held, completed))
+            self._steps.append(self._step(outgoing, incoming, held))
             held = {part.stream: place for part, place in chain(*incoming.values())}
         for transfer in chain(self._blocks, *(step.transfers for step in self._steps)):
             counter = sent if transfer.op is dist.isend else received
@@ -204,19 +199,6 @@ class PackedTransport:
             staging_bytes=sum(buffer.nbytes for buffer in (*send, *receive)),
         )
 
-    def _prepare_local(self) -> None:
-        """Makes the copies of what stays on the rank, but for parameters that arrivals complete."""
-        args = self._dests, self._scales, self._dtype, self._device
-        self._arrivals = arrivals = Arrivals(self._exchanges, *args)
-        plain = {name: t for name, t in self._dests.items() if name not in self._scales}
-        self._local = self._copies(self._local_pairs(plain))
-        fills: dict[str, list[Fill]] = {}
-        for op in self._local_ops:
-            if op.dest in self._scales and op.dest not in arrivals.landings:
-                source = box_view(self._sources[op.source], op.source_box)
-                fills.setdefault(op.dest, []).append(Fill(source, op.dest_box, self._rank))
-        self._local_quantized = Quantization(fills, *args, programs=self._programs)
-
     def _queue(self) -> None:
         """Queues everything; on CPU each part is through before the next begins."""
         if self._blocks:
@@ -224,7 +206,6 @@ class PackedTransport:
                 self._wait(dist.batch_isend_irecv(self._blocks))
         with self._aside(self._copying):
             self._local.run()
-            self._local_quantized.run()
         works: list[Sequence[dist.Work]] = []
         for number, step in enumerate(self._steps):
             slot = number % SLOTS
@@ -237,8 +218,7 @@ class PackedTransport:
             works.append(dist.batch_isend_irecv(list(step.transfers)) if step.transfers else ())
             with self._aside(self._unpacking):
                 self._wait(works[number])
-                for copies in step.unpack:
-                    copies.run()
+                step.unpack.run()
                 if self._device.type == "cuda":
                     self._unpacked[slot].record()
             if self._device.type == "cpu":
@@ -281,13 +261,7 @@ class PackedTransport:
     def _buffer(self, elements: int) -> Tensor:
         return torch.empty(elements, dtype=self._dtype, device=self._device)
 
-    def _step(
-        self,
-        outgoing: Staged,
-        incoming: Staged,
-        held: Mapping[Stream, Tensor],
-        completed: Mapping[str, Tensor],
-    ) -> _Step:
+    def _step(self, outgoing: Staged, incoming: Staged, held: Mapping[Stream, Tensor]) -> _Step:
         sends = [self._transfer(dist.isend, parts, peer) for peer, parts in outgoing.items()]
         receives = [self._transfer(dist.irecv, parts, peer) for peer, parts in incoming.items()]
         sources = {part.stream.source for part, _ in chain(*outgoing.values())}
@@ -295,10 +269,7 @@ class PackedTransport:
             self._copies(self._pack_pairs(outgoing, held)),
             bool(sources - {self._rank}),
             sends + receives,
-            (
-                self._copies(chain(self._unpack_pairs(incoming), self._local_pairs(completed))),
-                self._arrivals.quantizing(completed, self._programs),
-            ),
+            self._copies(self._unpack_pairs(incoming)),
         )
 
     def _copies(self, pairs: Iterator[Pair]) -> ops.Copies:
@@ -323,13 +294,12 @@ class PackedTransport:
                 kind = dist.isend if is_send else dist.irecv
                 yield dist.P2POp(kind, message, group=group, group_peer=peer)
 
-    def _local_pairs(self, dests: Mapping[str, Tensor]) -> Iterator[Pair]:
+    def _local_pairs(self) -> Iterator[Pair]:
         for op in self._local_ops:
-            if op.dest in dests:
-                source = box_view(self._sources[op.source], op.source_box)
-                dest = box_view(dests[op.dest], op.dest_box)
-                if not is_same_memory(source, dest):
-                    yield source, dest
+            source = box_view(self._sources[op.source], op.source_box)
+            dest = box_view(self._dests[op.dest], op.dest_box)
+            if not is_same_memory(source, dest):
+                yield source, dest
 
     def _pack_pairs(self, messages: Staged, held: Mapping[Stream, Tensor]) -> Iterator[Pair]:
         for part, place in chain(*messages.values()):
@@ -339,10 +309,9 @@ class PackedTransport:
                 yield box_view(self._sources[op.source], op.source_box), staged
 
     def _unpack_pairs(self, messages: Staged) -> Iterator[Pair]:
-        written = {**self._dests, **self._arrivals.landings}
         for part, place in chain(*messages.values()):
             for op, staged in _shaped(part, place):
-                yield staged, box_view(written[op.dest], op.dest_box)
+                yield staged, box_view(self._dests[op.dest], op.dest_box)
 
 
 def _one_device(sources: Mapping[str, Tensor], dests: Mapping[str, Tensor]) -> torch.device:
@@ -387,8 +356,8 @@ def agree_wire_dtype(
     """Returns the type in which all ranks send elements: the narrower of the widest types.
 
     The widest type among all sources, or among all destinations if that is narrower, so that no
-    value loses more than its destination's type makes it lose. What is quantized counts as
-    bfloat16, and what is kept in fp32 not at all. Collective.
+    value loses more than its destination's type makes it lose. What is kept in fp32 does not count.
+    Collective.
 
     Args:
         sources, dests: of this rank.
@@ -426,8 +395,7 @@ def _elements(messages: Messages) -> int:
 
 
 def _widest(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    dtypes = [SENT_AS if t.dtype == FP8 else t.dtype for t in tensors]
-    return _promoted(dtypes) if dtypes else None
+    return _promoted([t.dtype for t in tensors]) if tensors else None
 
 
 def _promoted(dtypes: Sequence[torch.dtype]) -> torch.dtype:

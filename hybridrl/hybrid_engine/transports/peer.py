@@ -11,8 +11,7 @@ engines go on. The same kernel copies what stays on the rank. Where few ranks ho
 first kernel reads a part of these too (kernel_share.py). From the second run on the first barrier
 and the copying kernels are CUDA graphs (repeated.py), which are made before that barrier.
 
-Elements are cast on their way from the source's type to the destination's, and quantized where that
-is block FP8 (quantized.py): straight out of the peers' memory where rectangles are of whole blocks.
+Elements are cast on their way from the source's type to the destination's.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from torch import Tensor
 from hybridrl import ops
 from hybridrl.hybrid_engine.planning.kernel_share import kernel_shares, split_blocks
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, PlanError
-from hybridrl.hybrid_engine.transports.quantized import SENT_AS, Fill, Quantization
 from hybridrl.hybrid_engine.transports.repeated import Repeated
 from hybridrl.hybrid_engine.transports.staging import stage_copies
 from hybridrl.hybrid_engine.transports.transport import (
@@ -62,8 +60,6 @@ class PeerTransport:
         dests: this rank's destination tensors by name; written in place. One may be the same
             memory as a source where they hold the same (alias.py); then nothing is copied.
         memory: over the same ranks.
-        scales: of this rank's block-quantized destinations; written in place.
-        wire_dtype: what these are quantized from; other elements do not pass through it.
 
     Raises:
         PlanError: a source of some rank is not in `memory`; on every rank.
@@ -76,12 +72,9 @@ class PeerTransport:
         sources: Mapping[str, Tensor],
         dests: Mapping[str, Tensor],
         memory: PeerMemory,
-        scales: Mapping[str, Tensor] | None = None,
-        wire_dtype: torch.dtype = SENT_AS,
     ) -> None:
         rank = peers.rank
         self._plan, self._rank, self._dests, self._memory = plan, rank, dests, memory
-        self._scales, self._wire_dtype = scales or {}, wire_dtype
         own = memory.of(rank)
         self._device = own.device
         self._sources: list[dict[str, Place | None]] = peers.gather_objects(
@@ -94,7 +87,7 @@ class PeerTransport:
         self._kernel_bytes = self._agree_on_kernel(peers)
         self._engines = torch.cuda.Stream(self._device) if own.is_cuda else None
         self._beside = torch.cuda.Stream(self._device) if own.is_cuda else None
-        self._watch = AddressWatch(self._dests, self._scales)
+        self._watch = AddressWatch(self._dests)
         self._repeated: list[Repeated] = []
         self._traffic = Traffic(
             sent_bytes=plan.send_bytes[rank],
@@ -126,7 +119,6 @@ class PeerTransport:
             work.capture()
         self._cut_up()
         self._run_blocks()
-        self._quantized.run()
         if self._plan.streams:
             self._memory.barrier()
         return self._traffic
@@ -143,13 +135,9 @@ class PeerTransport:
         local: list[Pair] = []
         remote: list[tuple[int, Pair]] = []
         of_peer: dict[int, list[Pair]] = {}
-        fills: dict[str, list[Fill]] = {}
         size = self._plan.world_size
         for op, source, dest in self._copies():
-            if op.dest in self._scales:
-                fill = Fill(source, op.dest_box, (op.source_rank - self._rank) % size)
-                fills.setdefault(op.dest, []).append(fill)
-            elif op.source_rank == self._rank:
+            if op.source_rank == self._rank:
                 if not is_same_memory(source, dest):
                     local.append((source, dest))
             elif self._is_block(source, dest):
@@ -173,10 +161,8 @@ class PeerTransport:
         programs = LOCAL_PROGRAMS if large else None
         on_rank = ops.rectangle_copies(local, self._device, programs=programs)
         unpack = ops.rectangle_copies(staged.from_staging, self._device, programs=programs)
-        written = self._dests, self._scales
         self._remote = ops.rectangle_copies([pair for _, pair in remote], self._device, lanes)
-        self._quantized = Quantization(fills, *written, self._wire_dtype, self._device)
-        self._kernels = on_rank, self._remote, unpack, self._quantized
+        self._kernels = on_rank, self._remote, unpack
         self._repeated = []
         has_cut_up = bool(self._plan.streams or self._remote.num_launches)
         self._cut_up = self._repeat(self._read_cut_up, has_cut_up)
@@ -187,7 +173,7 @@ class PeerTransport:
         """Returns how many bytes of each peer's blocks the kernel reads; collective."""
         own = np.zeros((2, self._plan.world_size), np.int64)
         for op, source, dest in self._copies():
-            if op.source_rank != self._rank and op.dest not in self._scales:
+            if op.source_rank != self._rank:
                 own[int(self._is_block(source, dest)), op.source_rank] += dest.nbytes
         cut_up, blocks = np.stack(peers.gather_objects(own), axis=-1)
         shares: list[int] = kernel_shares(cut_up, blocks)[:, self._rank].tolist()
