@@ -41,13 +41,13 @@ from hybridrl.hybrid_engine.planning.direct import Direct
 from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
+from hybridrl.models.hf import headers
 from hybridrl.models.hf.headers import HfHeaders
 from hybridrl.models.hf.shards import (
     HfCheckpoint,
     HfWriter,
     allocate,
     box_view,
-    headers,
     load_hf,
     read_config,
 )
