@@ -84,7 +84,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit-s", type=float, default=300, help="of one case")
     parser.add_argument(
         "--turn",
-        help="a file that ranks wait for once they have imported all; see bench_layouts.py",
+        help="a file that ranks wait for once they have imported all",
     )
     parser.add_argument("--case-file", type=Path, help=argparse.SUPPRESS)  # one of the ranks
     found = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Writes docs/performance/results.md: every result file as tables, with how to repeat it.
+"""Makes the page of all results for the site: every result file as tables, with its command.
 
 A table holds the numbers of one case. What only says how they were made (spreads, counts of
 repeats, settings, courses) stays in the file, to which each section links.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import html
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "performance" / "results.md"
 MOST_ROWS = 40  # of one table; the file has the rest
 META = ("benchmark", "what", "command", "commit", "machine", "device", "note", "notes", "remark")
 LEFT_OUT = (
@@ -24,16 +24,13 @@ LEFT_OUT = (
 )
 # Where the file itself does not say it.
 REPEAT = {
-    "batch_checks": "python benchmarks/bench_batch_checks.py",
     "checkpoint": "python benchmarks/bench_checkpoint.py",
     "exchange": "python benchmarks/bench_exchange.py",
     "libraries": "python benchmarks/bench_libraries.py",
     "mutants": "python tests/mutants/run.py --out FILE",
-    "planner": "python benchmarks/bench_planner.py",
     "planner_deepseek_v3": "python benchmarks/bench_planner.py",
     "prompts": "python benchmarks/bench_prompts.py",
     "reshard_2gpu_h200": "python benchmarks/bench_reshard_gpu.py OUT.json CASE",
-    "reshard_cpu_counts": "python benchmarks/bench_reshard.py",
     "reshard_h200": "python benchmarks/bench_reshard_gpu.py OUT.json CASE",
     "rollout_h200": "python benchmarks/bench_rollout.py --out OUT.json CASE",
     "step_h200": "python benchmarks/bench_step.py --out OUT.json CASE",
@@ -42,8 +39,7 @@ REPEAT = {
     "train_moe_h100": "python benchmarks/bench_train.py --out OUT.json CASE",
     "train_moe_h200": "python benchmarks/bench_train.py --out OUT.json CASE",
 }
-HEAD = """<!-- Written by docs/scripts/results.py from benchmarks/results; change the files instead. -->
-# All results
+HEAD = """# All results
 
 Every number of this documentation comes from one of these files. A benchmark checks that a result is right before it is timed.
 Each case opens with a click; a file has more: spreads, settings, ranks. [Training](training.md) and
@@ -120,7 +116,10 @@ def section(file: Path) -> Iterator[str]:
         command = (" " if command[0].endswith(".py") else "; ").join(command)
     if not isinstance(command, str):
         raise ValueError(f"{file.name} says no command, and REPEAT has none")
-    yield f"[{file.name}](../../benchmarks/results/{file.name}); repeat: `{_whole(command)}`\n"
+    made = f"made by `{_whole(command)}`"
+    if any(not (ROOT / script).exists() for script in re.findall(r"[\w/]+\.py", _whole(command))):
+        made += ", which is there at the commit that the file names"
+    yield f"[{file.name}](../../benchmarks/results/{file.name}), {made}\n"
     for key in META:
         if key != "command" and key in content:
             found = content[key]
@@ -149,7 +148,3 @@ def page() -> str:
     for file in sorted(RESULTS.glob("*.json")):
         lines += section(file)
     return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")

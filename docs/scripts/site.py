@@ -1,24 +1,30 @@
 """A hook of mkdocs: pages may link to files of the repository, as they do where it is browsed.
 
 A link that leaves docs/ is looked for in the repository. Markdown of PAGES becomes a page of the
-site, any other file is copied to `files/`; a folder or a file that is not there ends the build.
+site, the folder of results becomes the page that results.py makes of it, and any other file is
+copied to `files/`. Another folder, or a file that does not exist, ends the build.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
+sys.path.insert(0, str(Path(__file__).parent))
+import results  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 PAGES = {
     name: f"project/{name.lower()}"
     for name in ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 } | {"tests/mutants/README.md": "project/planted_faults.md"}
+FOLDERS = {"benchmarks/results": "performance/results.md"}
 LINK = re.compile(r"(\]\(|src=\"|href=\")([^)\s\"#]+)(#[^)\s\"]*)?")
 _copied: set[str] = set()
 
@@ -29,11 +35,13 @@ def on_files(files: Files, config: Any) -> Files:
     for name, page in PAGES.items():
         content = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=content))
+    (page,) = FOLDERS.values()
+    files.append(File.generated(config, page, content=results.page()))
     for file in list(files.documentation_pages()):
         here = source_of(file.src_uri)
         for match in LINK.finditer(file.content_string):
             path = outside(match[2], here)
-            if path is not None and path not in PAGES and path not in _copied:
+            if path is not None and path not in {*PAGES, *FOLDERS, *_copied}:
                 _copied.add(path)
                 content = (ROOT / path).read_bytes()
                 files.append(File.generated(config, f"files/{path}", content=content))
@@ -49,7 +57,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         path = outside(match[2], here)
         if path is None:
             return moved(match)
-        target = PAGES.get(path, f"files/{path}")
+        target = {**PAGES, **FOLDERS}.get(path, f"files/{path}")
         return f"{match[1]}{os.path.relpath(target, os.path.dirname(uri) or '.')}{match[3] or ''}"
 
     def moved(match: re.Match[str]) -> str:
@@ -80,6 +88,6 @@ def outside(target: str, here: str) -> str | None:
     path = os.path.normpath(os.path.join(here, target))
     if path.startswith("docs/") or path in ("docs", "."):
         return None
-    if not (ROOT / path).is_file():
+    if path not in FOLDERS and not (ROOT / path).is_file():
         raise PluginError(f"a page in {here or 'the root'} links to {target}: no such file")
     return path

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from packaged import PACKAGED, needs
+from packaged import PACKAGED
 from test_bench_reshard import TINY
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "bench_rollout.py"
@@ -108,21 +108,3 @@ def command_of(tmp_path: Path, case: str, engine: str) -> tuple[list[str], Path]
     command += ["--models", str(tmp_path), "--prompts", "4", "--samples", "2"]
     command += ["--prompt-tokens", "8", "--new-tokens", "12", "--set", "model.dtype=float32"]
     return command, out
-
-
-@pytest.mark.full
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [pytest.param("sglang", marks=needs("sglang"))])
-def test_host_benchmark_times_generation_within_steps_too(engine: str, tmp_path: Path) -> None:
-    del engine
-    out = tmp_path / "host.json"
-    command = [sys.executable, str(BENCHMARK.with_name("bench_decode_host.py")), "--out", str(out)]
-    command += ["--prompts", "12", "--samples", "2", "--new-tokens", "8", "--repeats", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(out.read_text())
-    assert found["us_per_step"].keys() == {"loop", "step", "plain", "plain_without_logprobs"}
-    assert min(found["ms_beside_decoding"].values()) > 0
-    computed = found["prompt_tokens_computed"]
-    assert found["prompt_tokens"] == 24 * 128
-    assert computed["step"] < 0.6 * found["prompt_tokens"] < 0.9 * computed["plain"]

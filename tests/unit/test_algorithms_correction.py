@@ -207,21 +207,6 @@ def test_metrics_are_their_definitions(batches: list[TrainBatch]) -> None:
         assert always == {n: v for n, v in found.items() if n.startswith("mismatch/")}
 
 
-def test_the_deviation_of_one_response_is_0() -> None:
-    batch = batch_of(0).select([0])
-    found = off_policy_metrics(batch, batch.old_logp_T, CorrectionConfig(weight="token"))
-    assert found["correction/sequence_weight_std"] == 0 < found["correction/weight_std"]
-
-
-def test_equal_policies_have_no_mismatch_and_full_sample_size() -> None:
-    batch = batch_of(0)
-    config = CorrectionConfig(weight="token", reject="sequence")
-    found = off_policy_metrics(batch, batch.behaviour_logp_T, config)
-    assert found["correction/effective_sample_size"] == pytest.approx(1)
-    assert found["correction/weight_mean"] == found["mismatch/ppl_ratio"] == 1
-    assert found["mismatch/chi2_sequence"] == found["correction/rejected_tokens"] == 0
-
-
 @pytest.mark.parametrize("gap", [-1000.0, 1000.0])
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_a_response_of_another_policy_does_not_overflow(gap: float, level: str) -> None:

@@ -13,9 +13,8 @@ from batches import train_batch
 from test_algorithms_advantage import responses
 
 from hybridrl.algorithms import make_algorithm
-from hybridrl.algorithms.base import AdaptiveAlgorithm
 from hybridrl.algorithms.kl_control import AdaptiveKl
-from hybridrl.config.schema import GrpoConfig, PpoConfig, SftConfig
+from hybridrl.config.schema import GrpoConfig, PpoConfig
 from hybridrl.training.batches.collation import micro_batch
 
 ADAPTIVE = {"kl_coef": 0.2, "kl_target": 3.0, "kl_horizon": 60}
@@ -63,16 +62,6 @@ def test_a_state_brings_the_coefficient_back_through_json() -> None:
     other = make_algorithm(PpoConfig(**ADAPTIVE))
     other.load_state(state)
     assert other.kl_coef == algorithm.kl_coef != 0.2
-
-
-def test_a_fixed_coefficient_has_no_state_and_measures_nothing() -> None:
-    algorithm = make_algorithm(GrpoConfig(kl_coef=0.1))
-    assert isinstance(algorithm, AdaptiveAlgorithm)
-    bare = replace(train_batch(), old_logp_T=None, reference_logp_T=None)
-    assert algorithm.after_step(bare) == algorithm.state() == {}
-    algorithm.load_state({"kl_coef": 7.0})
-    assert algorithm.kl_coef == 0.1
-    assert not isinstance(make_algorithm(SftConfig()), AdaptiveAlgorithm)
 
 
 def test_the_coefficient_stays_positive_and_survives_a_step_that_is_skipped() -> None:

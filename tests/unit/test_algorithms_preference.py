@@ -178,17 +178,6 @@ def test_metrics_are_of_the_implicit_reward() -> None:
     assert metrics["policy/loss"] == pytest.approx(np.log(2))
 
 
-def test_accuracy_of_labels_is_over_all_pairs_of_the_step() -> None:
-    filled = make_algorithm(KtoConfig()).advantages(feedback_batch("labels", 9, 3))
-    reward, is_good = filled.reward_parts[IMPLICIT], filled.reward_B > 0
-    pairs = [float(g > b) for g in reward[is_good] for b in reward[~is_good]]
-    metrics = feedback_metrics(filled)
-    assert metrics["preference/accuracy"] == pytest.approx(np.mean(pairs))
-    assert metrics["preference/desirable_fraction"] == pytest.approx(6 / 9)
-    tied = filled.with_parts({IMPLICIT: torch.zeros(9)})
-    assert feedback_metrics(tied)["preference/accuracy"] == 0.5
-
-
 def test_a_step_of_one_class_trains_and_says_so() -> None:
     batch = feedback_batch("labels", 6, 3)
     filled = make_algorithm(KtoConfig()).advantages(replace(batch, reward_B=torch.ones(12)))
@@ -196,13 +185,6 @@ def test_a_step_of_one_class_trains_and_says_so() -> None:
     assert metrics["preference/desirable_fraction"] == 1
     assert not {"preference/accuracy", "preference/rejected_reward"} & set(metrics)
     assert (filled.advantages_T[filled.response_mask_T] > 0).all()
-
-
-def test_a_sure_response_leaves_the_odds_finite() -> None:
-    batch = feedback_batch("pairs", 2, 0)
-    sure = replace(batch, old_logp_T=torch.zeros_like(batch.old_logp_T))
-    filled = make_algorithm(DpoConfig(name="orpo")).advantages(sure)
-    assert filled.advantages_T.isfinite().all()
 
 
 def test_what_is_not_pairs_is_refused() -> None:

@@ -19,7 +19,7 @@ from hybridrl.algorithms.preference import feedback_metrics
 from hybridrl.checkpoint.folders import SavedState
 from hybridrl.config.schema import RewardModelConfig
 from hybridrl.config.supervised import PAIR_MARGIN
-from hybridrl.contracts.batch import BatchError, Producer, TrainBatch
+from hybridrl.contracts.batch import Producer, TrainBatch
 from hybridrl.loop.saves import load_run_state, run_state
 from hybridrl.training.batches.collation import micro_batch
 
@@ -75,14 +75,6 @@ def test_loss_and_gradient_are_those_of_the_papers() -> None:
         assert not filled.advantages_T[elsewhere].any()
 
 
-def test_accuracy_is_of_the_scores() -> None:
-    batch = made(3, 8)
-    s = scores(batch)
-    found = feedback_metrics(make_algorithm(CONFIG).advantages(batch))
-    assert found["preference/accuracy"] == np.mean(s[:8] > s[8:])
-    assert found["preference/margin"] == pytest.approx(np.mean(s[:8]) - np.mean(s[8:]), abs=1e-6)
-
-
 def gradient(batch: TrainBatch, cuts: list[tuple[int, ...]]) -> torch.Tensor:
     """Returns the gradient of the values of all tokens, in order of sample numbers."""
     algorithm = make_algorithm(CONFIG)
@@ -107,11 +99,6 @@ def test_cuts_and_order_do_not_change_the_gradient() -> None:
     torch.testing.assert_close(gradient(batch, [(0, 5), (7, 2, 1), (3, 4, 6)]), whole)
     shuffled = batch.select([6, 1, 4, 0, 7, 2, 5, 3])
     torch.testing.assert_close(gradient(shuffled, [(0, 1, 2), (3, 4, 5, 6, 7)]), whole)
-
-
-def test_what_is_not_pairs_is_refused() -> None:
-    with pytest.raises(BatchError, match="one better and one worse sample a group"):
-        make_algorithm(CONFIG).advantages(made(0).select([0, 1]))
 
 
 def test_a_checkpoint_of_an_older_version_keeps_the_token_that_it_was_trained_at() -> None:

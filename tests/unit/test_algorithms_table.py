@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +9,6 @@ import pytest
 
 from hybridrl.algorithms import ALGORITHMS, make_algorithm
 from hybridrl.algorithms.base import CriticAlgorithm, Needs
-from hybridrl.algorithms.sft import Sft
 from hybridrl.config.algorithm import ALGORITHM_NAMES, PolicyGradientConfig, ReinforceConfig
 from hybridrl.config.schema import (
     CustomAlgorithmConfig,
@@ -117,17 +114,3 @@ def test_a_dotted_path_that_gives_no_algorithm_is_an_error(own_package, name, op
         make_algorithm(CustomAlgorithmConfig(name=name, options=options))
     assert caught.value.name == "algorithm.name"
     assert caught.value.value == name
-
-
-def test_the_table_imports_no_torch():
-    code = "import sys, hybridrl.algorithms; assert 'torch' not in sys.modules"
-    environment = {"PYTHONPATH": ":".join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-
-
-def test_a_subclass_may_state_its_needs_as_a_class_attribute() -> None:
-    class Anchored(Sft):
-        needs = Needs(rollouts=False, reference=True)
-
-    assert Anchored(SftConfig(name="sft")).needs.reference
-    assert not Sft(SftConfig(name="sft")).needs.reference

@@ -6,11 +6,9 @@ No device: what would be given to the driver is carried out on host memory.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from importlib.machinery import ModuleSpec
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +17,6 @@ import torch
 from hybridrl.kernels import copy_engine
 from hybridrl.kernels.copy_engine import BlockCopies, CompiledBlockCopies, block_table
 
-from hybridrl import ops
 from hybridrl.hybrid_engine.transports.peer import PeerTransport
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -222,30 +219,3 @@ def test_graphs_of_a_sync_are_made_before_its_barrier() -> None:
         "blocks",
         "barrier",
     ]
-
-
-class NotLoading:
-    """Finds a compiled module that does not load."""
-
-    def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
-        return ModuleSpec(name, self) if name == "hybridrl._C" else None  # type: ignore[arg-type]
-
-    def create_module(self, spec: ModuleSpec) -> None:
-        raise ImportError("undefined symbol: torch_of_yesterday")
-
-    def exec_module(self, module: object) -> None:
-        raise AssertionError("it was never made")
-
-
-def test_without_a_compiled_module_the_driver_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "hybridrl._C", None)
-    find = ops.compiled_operations.__wrapped__
-    assert find() is None
-
-
-def test_a_compiled_module_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "hybridrl._C", raising=False)
-    monkeypatch.setattr(sys, "meta_path", [NotLoading(), *sys.meta_path])
-    find = ops.compiled_operations.__wrapped__
-    with pytest.warns(UserWarning, match="torch_of_yesterday.*Install hybridrl again"):
-        assert find() is None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from functools import partial
@@ -23,20 +22,10 @@ from hybridrl.checkpoint.manifest import (
     verify_files,
 )
 from hybridrl.checkpoint.optimizer_state import _merged
-from hybridrl.checkpoint.reading import in_threads, reading_threads
+from hybridrl.checkpoint.reading import in_threads
 from hybridrl.checkpoint.sharded_files import _FileReader
 from hybridrl.checkpoint.tensor_room import DeviceRoom
 from hybridrl.errors import CheckpointError
-
-
-@pytest.mark.parametrize(
-    ("cores", "ranks", "threads"), [(2, 1, 4), (32, 2, 16), (64, 8, 8), (64, 2, 16), (8, 16, 4)]
-)
-def test_ranks_of_a_host_share_its_cores(
-    cores: int, ranks: int, threads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    assert reading_threads(ranks) == threads
 
 
 def test_calls_are_made_beside_each_other_and_end_at_the_first_failure() -> None:

@@ -154,24 +154,6 @@ def test_threads_leave_checksums_out_and_then_as_they_were(
     assert len(found) == 6 and not any(found) and torch.serialization.get_crc32_options()
 
 
-def test_large_tensors_are_written_in_few_blocks(tmp_path: Path) -> None:
-    """Each asks for the interpreter lock, which training gives up every 5 ms only."""
-    sizes: list[int] = []
-
-    class Counting(io.FileIO):
-        def write(self, content: Any) -> int:
-            sizes.append(len(content))
-            return super().write(content)
-
-    content = memoryview(bytearray(os.urandom(1 << 20)) * 70)
-    with Counting(tmp_path / "file", "wb") as handle:
-        written = DigestingFile(handle)  # type: ignore[arg-type]
-        assert written.write(content) == len(content)
-        written.end_piece()
-    assert sizes == [32 << 20, 32 << 20, 6 << 20]
-    assert written.entry().pieces == entry_of(tmp_path / "file").pieces
-
-
 @pytest.mark.parametrize("fails", ["a tensor", "a file", "the disk"])
 def test_a_failed_file_is_the_result(tmp_path: Path, fails: str) -> None:
     made = writer(tmp_path, [[1.0, 2.0], [3.0, -1.0 if fails == "a tensor" else 4.0]])

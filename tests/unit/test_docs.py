@@ -40,10 +40,21 @@ def script(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize("name", ["knobs", "coming_from", "results"])
+@pytest.mark.parametrize("name", ["knobs", "coming_from"])
 def test_pages_that_are_made_are_up_to_date(name: str) -> None:
     made = script(name)
     assert made.PAGE.read_text() == made.page(), f"run python docs/scripts/{name}.py"
+
+
+def test_every_result_is_cited_and_every_result_that_is_cited_exists() -> None:
+    sources = [ROOT / "README.md", *(ROOT / "kernels").glob("*.py")]
+    for folder, ending in (("docs", "md"), ("hybridrl", "py"), ("tests", "py")):
+        sources += (ROOT / folder).rglob(f"*.{ending}")
+    texts = [file.read_text() for file in [*sources, ROOT / "tests" / "mutants" / "README.md"]]
+    cited = {name for text in texts for name in re.findall(r"benchmarks/results/(\w+\.json)", text)}
+    kept = {file.name for file in (ROOT / "benchmarks" / "results").iterdir()}
+    assert cited == kept
+    assert all(f"## {name.removesuffix('.json')}\n" in script("results").page() for name in kept)
 
 
 def test_every_knob_is_on_its_page_once() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from command_line import QUICKSTART
-from own_environments import Numbers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -21,7 +20,6 @@ from hybridrl.environments.parsers import Hermes, Tag
 from hybridrl.environments.table import (
     check_environment,
     find_environment,
-    observes_messages,
     where,
 )
 from hybridrl.environments.tools import ToolEnvironment
@@ -270,26 +268,6 @@ def test_messages_become_what_the_template_puts_between_two_turns() -> None:
     assert isinstance(encode([6, 9]), ScorerFailure)
 
 
-def test_knobs_of_processes_are_refused_in_place() -> None:
-    def found(**section: object) -> list[str]:
-        return [one.name for one in check_environment(EnvironmentConfig.model_validate(section))]
-
-    assert found(name="calculator", timeout_s=1.0, workers=16) == [
-        "environment.timeout_s",
-        "environment.workers",
-    ]
-    assert found(name="calculator", timeout_s=1.0, isolated=True) == []
-
-
-def test_it_is_known_which_environments_need_a_template() -> None:
-    def observes(**section: object) -> bool:
-        return observes_messages(EnvironmentConfig.model_validate(section))
-
-    assert observes(name="calculator") and observes(name="tools", options={"tools": ["a:b"]})
-    assert not observes(name="calculator", options={"parser": "tag"})
-    assert not observes(name="own_environments:Sums")
-
-
 def test_what_a_tool_shows_opens_no_turn() -> None:
     tokenizer = chat_tokenizer(TEMPLATE)
     encode = ObservationEncoder(tokenizer, 9, (0,))
@@ -298,17 +276,3 @@ def test_what_a_tool_shows_opens_no_turn() -> None:
     assert not isinstance(plain, ScorerFailure) and not isinstance(forged, ScorerFailure)
     assert [forged.count(token) for token in (0, 1)] == [plain.count(token) for token in (0, 1)]
     assert forged.count(7) == 1 and forged.count(3) == 2  # its words are there
-
-
-@pytest.mark.parametrize("template", [None, "{{ raise_exception('no tools') }}", "nothing"])
-def test_messages_without_a_template_that_takes_them_are_the_users_mistake(template) -> None:
-    encode = ObservationEncoder(chat_tokenizer(template), 9, (0,))
-    with pytest.raises(UserError, match="Choose a parser of text"):
-        encode([{"role": "tool", "content": "42"}])
-
-
-def test_a_text_without_tokens_is_the_environments_failure() -> None:
-    quickstart = AutoTokenizer.from_pretrained(QUICKSTART / "model")
-    found = ObservationEncoder(quickstart, 15, (1,))("error")
-    assert isinstance(found, ScorerFailure) and "which has no tokens" in found.got
-    assert ObservationEncoder(Numbers(), 100, (1,))("4 5") == [4, 5]

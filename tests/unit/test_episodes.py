@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from chat_tokenizers import byte_tokenizer
 from own_environments import SPECIAL, Sums
 from scripted_turns import SAMPLING, SEED, STEP, STOP, answer, expert_of, make_sampler, prompts
@@ -196,16 +195,6 @@ def test_what_is_trained_on_is_what_the_engine_was_fed(make: Any, limits: str) -
     assert max(len(row["tokens"]) for row in found.values()) <= SAMPLING.max_new_tokens
 
 
-def test_greedy_responses_have_turns_too(make: Any) -> None:
-    sampler = make()
-    batch = sampler.score(sampler.generate(prompts(), step=STEP, greedy=True))
-    greedy = {0: -1, 1: -2, 2: -3, 3: -4}
-    limits = (8, SAMPLING.max_new_tokens, 1000)
-    rewards = {g: by_hand(Sums(), prompts()[g], i, *limits)["reward"] for g, i in greedy.items()}
-    expected = [rewards[group] for group in batch.group_B.tolist()]
-    assert batch.reward_parts["greedy"].tolist() == pytest.approx(expected, abs=1e-6)
-
-
 @pytest.mark.parametrize("isolated", [False, True])
 def test_a_step_resumes_in_the_middle_of_any_turn(make: Any, isolated: bool) -> None:
     section = {**HERE, "isolated": isolated}
@@ -361,13 +350,6 @@ def test_reward_functions_see_the_last_turn_or_all_of_the_response(make: Any, se
     assert [len(text.split()) for text in sampler.scorer.responses(batch)] == [
         sum(token not in SPECIAL for token in row["tokens"]) for row in rows(batch).values()
     ]
-
-
-def test_an_environment_whose_rewards_are_not_asked_for_adds_nothing(make: Any) -> None:
-    sampler = make(HERE, {"function": WORDS})
-    batch = sampler.score(sampler.generate(prompts(), step=STEP))
-    assert list(batch.reward_parts) == [WORDS]
-    assert torch.equal(batch.reward_B, batch.reward_parts[WORDS])
 
 
 def test_environments_that_are_made_anew_get_time_for_the_turns_they_had() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +23,8 @@ from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.config.reward import RewardConfig
 from hybridrl.config.rules import check, without_training
-from hybridrl.config.schema import StepsConfig
 from hybridrl.errors import ConfigError, UserError
-from hybridrl.loop.evaluate import Evaluation, Evaluations, EvaluationSet, evaluate, summarized
+from hybridrl.loop.evaluate import EvaluationSet, evaluate, summarized
 from hybridrl.rollout.engine import SamplingParams
 
 
@@ -68,17 +66,6 @@ def test_of_two_scorers_the_one_that_judges_answers_is_the_accuracy() -> None:
     assert lines[0] == "accuracy 0.6667 ± 0.3333 on 3 prompts" and "form 1.0000" in lines[1]
 
 
-def test_two_judges_of_weight_1_are_not_added_up() -> None:
-    config = section(a=("exact_match", 1.0), b=("math", 1.0))
-    scored = batch({"a": 1.0, "b": 1.0}, a=[1, 1.0], b=[1, 1.0])
-    found = summarized(scored, 2, config)
-    assert found.accuracy is None and found.reward == 2 and "reward.accuracy" in found.note
-    assert "eval/accuracy" not in found.metrics() and found.record() == {"reward": 2.0}
-    assert lines_of(found)[0].startswith("no accuracy: ")
-    named = section("b", a=("exact_match", 1.0), b=("math", 1.0))
-    assert summarized(scored, 2, named).accuracy == 1
-
-
 def test_a_score_outside_0_to_1_is_no_accuracy() -> None:
     scored = batch({"own:f": 1.0}, **{"own:f": [0.5, 1.5]})
     found = summarized(scored, 2, RewardConfig(function="own:f"))
@@ -87,17 +74,6 @@ def test_a_score_outside_0_to_1_is_no_accuracy() -> None:
     scored = batch({"a": 1, "b": 1}, a=[0.5, -2.0], b=[0, 0.0])
     with pytest.raises(UserError, match="reward.accuracy: got a, which gave a score of -2"):
         summarized(scored, 2, config)
-
-
-def test_responses_without_a_score_are_told_of() -> None:
-    found = summarized(batch({"f": 1.0}, f=[1.0]), 4, RewardConfig(function="own:f"))
-    assert found.metrics()["eval/scored_share"] == 0.25
-    assert "of 4 responses 1 have a score" in lines_of(found)
-
-
-def test_no_prompts_is_a_matter_of_the_data_not_of_the_reward() -> None:
-    with pytest.raises(UserError, match="data.eval_prompts"):
-        evaluate(None, EvaluationSet([], RewardConfig()), EvalConfig())  # type: ignore[arg-type]
 
 
 def test_rules_of_the_accuracy() -> None:
@@ -167,22 +143,6 @@ def test_several_samples_give_pass_at_k_and_a_vote_with_standard_errors() -> Non
     assert (
         few.pass_at[2] == (1.0, None) and few.majority is None
     )  # 1 response of the second is left
-
-
-def test_accuracy_is_never_above_1_whatever_scorers_are_called() -> None:
-    for name in ("accuracy", "reward", "majority"):
-        with pytest.raises(ValueError, match=name):
-            section(**{name: ("own:f", 1.0), "b": ("length", 1.0)})
-    draw = random.Random(0)
-    for _ in range(100):
-        num = draw.randint(1, 20)
-        scores = {n: [draw.uniform(-1, 3) for _ in range(num)] for n in ("a", "b")}
-        config = section(None, a=("own:f", draw.uniform(-2, 2)), b=("own:g", 1.0))
-        if draw.random() < 0.5:
-            scores, config = {"a": scores["a"]}, RewardConfig(function="own:f")
-        found = summarized(batch(dict.fromkeys(scores, 1.0), **scores), num, config)
-        told = [v for k, v in found.metrics().items() if k.endswith("accuracy")]
-        assert all(0 <= value <= 1 for value in told)
 
 
 def test_rules_of_the_section_eval() -> None:
@@ -283,20 +243,6 @@ def test_a_chat_models_export_warns_of_texts_until_it_is_said_what_they_are(
     assert warning("data.chat_template=true") is warning("data.chat_template=false") is None
 
 
-def test_a_reward_that_is_the_accuracy_but_for_rounding_is_not_told() -> None:
-    found = Evaluation(0.8299999833106995, 0.83, {"exact_match": 0.83}, 100, 100)
-    assert [line for line in lines_of(found) if line.startswith("reward")] == []
-
-
-def test_rows_with_responses_and_a_missing_checkpoint_are_told_of() -> None:
-    found = Evaluation(None, None, {}, 0, 0).as_json()
-    measured = {"validation": {"loss": 0.5, "preference/accuracy": 0.75}, "checkpoint": None}
-    assert evaluation_text({**found, **measured, "model": "base"}).splitlines() == [
-        "held-out rows with responses: loss 0.5000, preference/accuracy 0.7500",
-        "model base, no checkpoint",
-    ]
-
-
 def test_an_evaluation_ignores_what_training_alone_reads(tmp_path: Path) -> None:
     content = {
         "run": {"name": "a", "dir": str(tmp_path)},
@@ -315,31 +261,3 @@ def test_an_evaluation_ignores_what_training_alone_reads(tmp_path: Path) -> None
     check_run_folder(config, trains=False)
     with pytest.raises(ConfigError, match="model.init"):
         check_run_folder(load_config_dict({**content, "model": {"init": "o"}}), trains=False)
-
-
-def test_the_first_evaluation_of_a_run_says_what_it_waits_for() -> None:
-    prompts: Any = [object()] * 5
-    sets = {"mine": EvaluationSet(prompts[:2], RewardConfig(function="exact_match"), 4)}
-    own = EvaluationSet(prompts, RewardConfig(function="exact_match"))
-    kept, said = Evaluations(StepsConfig(), EvalConfig(), own, sets), list[str]()
-    for step in (0, 20):
-        kept.announce(step, said.append)
-        kept.keep(step, Evaluation(1.0, None, {}, 5, 5, "none is known"), said.append)
-    assert said == [
-        "evaluating after step 0: 13 responses are generated",
-        "evaluations report the reward and no accuracy: none is known",
-    ]
-    assert kept.by_step == {"0": {"reward": 1.0}, "20": {"reward": 1.0}}
-
-
-def test_an_accuracy_that_a_later_evaluation_lacks_is_told_of() -> None:
-    own = EvaluationSet([object()], RewardConfig(function="own:f"))  # type: ignore[list-item]
-    kept, said = Evaluations(StepsConfig(), EvalConfig(), own, {}), list[str]()
-    kept.by_step["0"] = {"validation/loss": 1.0}  # of rows with responses: nothing was generated
-    assert kept.are_due(0, 9)
-    kept.keep(0, Evaluation(0.5, 0.5, {}, 5, 5), said.append)
-    for step in (1, 2):
-        kept.keep(step, Evaluation(1.5, None, {}, 5, 5, "f gave a score of 2"), said.append)
-    assert said == ["this evaluation reports the reward and no accuracy: f gave a score of 2"]
-    assert kept.by_step["0"] == {"validation/loss": 1.0, "reward": 0.5, "accuracy": 0.5}
-    assert not kept.are_due(0, 9)

@@ -200,9 +200,3 @@ def test_votes_of_math_are_plain_texts(text: str, found: str | None) -> None:
     from hybridrl.rewards.answers import Math
 
     assert Math().answer(text) == found
-
-
-def test_boxes_without_end_take_no_square_of_time() -> None:
-    from hybridrl.rewards.answers import last_box
-
-    assert last_box("\\boxed{" * 200_000) is None

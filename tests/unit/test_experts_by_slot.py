@@ -10,7 +10,6 @@ import pytest
 import torch
 from engine_cases import EXPERT_MODELS
 
-from hybridrl.errors import ModelError
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.rollout.common.experts_by_slot import ExpertsBySlot
 from hybridrl.rollout.engine import Request, RunningRequest, SamplingParams
@@ -48,13 +47,6 @@ def test_choices_are_read_by_slot_until_they_are_forgotten(
     held.forget()
     with pytest.raises(RuntimeError, match="told no experts"):
         held.read(torch.tensor([2]))
-
-
-@pytest.mark.parametrize("found", [[], [0, 2], [0, 1, 2, 3], [0, 2, 2, 3]])
-def test_layers_without_a_router_are_refused(found: list[int]) -> None:
-    with pytest.raises(ModelError, match=r"one in each layer with experts: 0, 2, 3") as caught:
-        ExpertsBySlot("sglang", shape_of(), 9, CPU, found)
-    assert "Set algorithm.router_replay=off" in caught.value.remedy
 
 
 def test_sglangs_recorder_keeps_a_pass_and_tells_it_by_request(

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from thread_ranks import ThreadRank, on_ranks, only_rank
 from tiny_models import LATENT
 from torch import Tensor
 from transformers import (
@@ -34,10 +33,6 @@ from transformers import (
 )
 
 from hybridrl.errors import CheckpointError
-from hybridrl.hybrid_engine import export
-from hybridrl.hybrid_engine.export import export_hf
-from hybridrl.hybrid_engine.planning import direct
-from hybridrl.hybrid_engine.planning.direct import Direct
 from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
@@ -51,7 +46,7 @@ from hybridrl.models.hf.shards import (
     load_hf,
     read_config,
 )
-from hybridrl.models.weights import NOTHING, RankLayout, hf_layout, hf_shapes, megatron_layout
+from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 
 SIZES: dict[str, Any] = {
@@ -325,51 +320,3 @@ def test_hf_writer_leaves_nothing_when_it_fails(tmp_path: Path) -> None:
     ):
         writer.write("b", torch.ones(2))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_hf_writer_refuses_a_directory_with_content(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("precious")
-    with pytest.raises(CheckpointError, match="new or empty directory"):
-        HfWriter(tmp_path, {"a": (2,)}, torch.float32, {})
-    assert [file.name for file in tmp_path.iterdir()] == ["mine.txt"]
-
-
-def test_export_of_one_process_needs_no_process_group(tmp_path: Path) -> None:
-    model = _save("qwen2", tmp_path / "in")
-    layouts, shards, shapes = _load_all_ranks(tmp_path / "in", TrainLayout(1))
-    config = read_config(tmp_path / "in")
-    export_hf(
-        tmp_path / "out", layouts, shards[0], shapes, torch.float32, config, peers=only_rank()
-    )
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[key], tensor), key
-
-
-def test_ranks_agree_once_for_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _save("qwen2", tmp_path / "in")
-    layouts, shards, shapes = _load_all_ranks(tmp_path / "in", TrainLayout(2, tp=2))
-    rounds = list(export._rounds(layouts, shapes, (0, 1), 4))
-    assert len(rounds) > 8
-    monkeypatch.setattr(direct, "BLOCK_BYTES", 64)
-    plans = [plan for plan, _ in rounds]
-
-    def agree(peers: ThreadRank) -> tuple[list[Direct], list[Direct]]:
-        own = [targets.get(peers.rank, NOTHING) for _, targets in rounds]
-        meta = [export._wholes(one, torch.float32, "meta") for one in own]
-        real = [export._wholes(one, torch.float32, "cpu") for one in own]
-        sent = shards[peers.rank]
-        pairs = zip(plans, real, strict=True)
-        apart = [direct.agree_direct(p, peers, sent, one, torch.float32) for p, one in pairs]
-        return direct.agree_on_all(plans, peers, sent, meta, torch.float32), apart
-
-    for together, apart in on_ranks(2, agree):
-        assert together == apart and sum(map(bool, (one.elements for one in together))) > 4
-    peers, num_exchanges = only_rank(), list[object]()
-    gather = peers.gather_objects
-    monkeypatch.setattr(
-        peers, "gather_objects", lambda value: num_exchanges.append(value) or gather(value)
-    )
-    whole = _load_all_ranks(tmp_path / "in", TrainLayout(1))
-    found = dict(export.gather_tensors(whole[0], whole[1][0], whole[2], torch.float32, peers))
-    assert found.keys() == shapes.keys() and len(num_exchanges) == 3  # the type, and two for all

@@ -16,7 +16,6 @@ from test_rewards_pool import Words
 
 from hybridrl.cli import main, training
 from hybridrl.config.environment import EnvironmentConfig
-from hybridrl.config.own_code import contained
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.config.schema import RewardConfig
 from hybridrl.contracts.batch import BatchError
@@ -167,18 +166,3 @@ def test_an_algorithm_that_ends_the_process_is_named(tmp_path: Path) -> None:
     told = pytest.raises(UserError, match=r"hostile_code.py:\d+: got code that called sys.exit")
     with small_run(tmp_path, "algorithm.name=hostile_code:Algorithm") as trainer, told:
         trainer.fit(num_steps=1)
-
-
-def test_a_command_ends_by_itself_alone(monkeypatch: Any) -> None:
-    def ends(*_: Any) -> None:
-        raise SystemExit(0)
-
-    monkeypatch.setattr(main, "load_config", ends)
-    monkeypatch.setattr("sys.argv", ["hybridrl", "plan", "config.yaml"])
-    with pytest.raises(SystemExit) as ended:
-        main.main()
-    assert ended.value.code == 2
-    with pytest.raises(UserError, match="code that raised OwnEnd"), contained():
-        raise __import__("hostile_code").OwnEnd
-    with pytest.raises(KeyboardInterrupt), contained():
-        raise KeyboardInterrupt

@@ -4,8 +4,6 @@ short message of the command, never in a traceback, a crash or a wait.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -19,7 +17,7 @@ from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompts import load_prompts
 from hybridrl.environments.parsers import Hermes
-from hybridrl.errors import ConfigError, DataError, UserError, said, short
+from hybridrl.errors import ConfigError, DataError, UserError
 from hybridrl.metrics.sinks import RolloutDump
 
 ROW = '{"prompt": "1+1=", "answer": "2"}\n'
@@ -85,24 +83,6 @@ def test_a_hostile_data_file_is_refused_by_file_and_row(name: str, tmp_path: Pat
         assert part in told
 
 
-def test_times_of_nanoseconds_are_refused_where_there_is_no_pandas(tmp_path: Path) -> None:
-    table(path := tmp_path / "times.parquet", pa.array([0, 1], pa.timestamp("ns")))
-    program = (
-        "import sys\n"
-        "class NoPandas:\n"
-        "    def find_spec(name, *_):\n"
-        "        if name == 'pandas': raise ImportError(name)\n"
-        "sys.meta_path.insert(0, NoPandas)\n"
-        "from hybridrl.config.data import DataConfig\n"
-        "from hybridrl.data.forms import validate_file\n"
-        f"try: validate_file({str(path)!r}, DataConfig())\n"
-        "except Exception as error: print(type(error).__name__, error)"
-    )
-    run = [sys.executable, "-c", program]
-    told = subprocess.run(run, stdout=subprocess.PIPE, text=True, check=True).stdout
-    assert told.startswith(f"DataError {path}:2: got column 'x': ") and "microseconds" in told
-
-
 OVERRIDES = {
     f"run.seed={NINES}": "run.seed: got '999",
     "run.seed=0x" + "f" * 9000: "a number of 9002 digits",
@@ -159,11 +139,6 @@ def test_a_mapping_from_python_is_refused_by_the_same_rules() -> None:
         assert part in str(caught.value)
 
 
-@pytest.mark.parametrize("command", [["plan"], ["report"], ["convert", "--to", "hf", "x"]])
-def test_a_long_path_on_the_command_line_is_refused(command: list[str]) -> None:
-    assert message(*command, LONG).startswith("x" if "convert" in command else LONG)
-
-
 class Letters:
     """A tokenizer of one token a letter, which counts them; spaces give none, # is unknown."""
 
@@ -206,40 +181,9 @@ def test_a_huge_prompt_of_few_tokens_is_kept_whole() -> None:
     assert (prompt.text, prompt.tokens) == (text, (97, 98))
 
 
-def test_a_prompt_that_the_tokenizer_refuses_is_named() -> None:
-    rows = [{"prompt": "a"}, {"prompt": "#"}]
-    with pytest.raises(DataError, match=r"^prompts\[1\]: got '#', which has no tokens.*UNK"):
-        loaded(rows)
-    with pytest.raises(DataError, match=r"^prompts\[0\]: got prompt = '\\ud800', with half"):
-        loaded([{"prompt": "\ud800"}])
-
-
 def test_a_call_that_a_model_writes_is_bounded_and_a_response_can_be_dumped(tmp_path) -> None:
     for bad in ('{"name": "f", "arguments": {"x": "\\ud800"}}', "[" * 900, NINES):
         (call,) = Hermes().calls(f"<tool_call>{bad}</tool_call>")
         assert call.error is not None and call.error.encode() and len(call.error) < 400
     RolloutDump(tmp_path, 1).write(1, [{"response": "\ud800é"}])
     assert "\\ud800é" in (tmp_path / "step_000001.jsonl").read_text(encoding="utf-8")
-
-
-class Odd:
-    """Has a text that cannot be had."""
-
-    def __repr__(self) -> str:
-        raise SystemExit(0)
-
-
-class Endless:
-    """Has a text of 10 MB."""
-
-    def __repr__(self) -> str:
-        return "x\n" * 5_000_000
-
-
-def test_any_value_can_be_shown() -> None:
-    values = (Odd(), Endless(), 10**5000, [10**5000], "\ud800" * 999, {Odd(): [[[[[[1]]]]]]})
-    for value in values:
-        assert len(short(value)) < 90 and short(value).isprintable()
-        assert len(str(UserError("key", value, "less", "Change it."))) < 2100
-        assert len(said(ValueError(value))) < 310
-    assert short(10**5000) == "an integer of 16610 bits" and short("a'b") == '"a\'b"'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -67,12 +66,6 @@ def test_choice_is_torch_on_gpus_without_packed_attention(
     assert found.kind == "torch" and "8.0" in found.said
 
 
-def test_choice_on_cpu_and_on_request_is_torch() -> None:
-    cpu = Platform(torch.device("cpu"), "gloo")
-    assert "no CUDA GPU" in choose_layers("auto", QWEN2, torch.bfloat16, cpu, False).said
-    assert choose_layers("torch", QWEN2, torch.bfloat16, GPU, False).kind == "torch"
-
-
 @pytest.mark.parametrize("found", ["2.8.1", "2.12.0"])
 def test_versions_of_transformer_engine_are_megatrons(
     monkeypatch: pytest.MonkeyPatch, found: str
@@ -86,19 +79,6 @@ def test_versions_of_transformer_engine_are_megatrons(
     bounds = stated.split("]")[1].split(";")[0]
     if bounds:  # 0.19 states none
         assert SpecifierSet(bounds) == platform_module.TRANSFORMER_ENGINE_VERSIONS
-
-
-def test_missing_libraries_of_transformer_engine_are_a_reason(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    package = tmp_path / "transformer_engine" / "pytorch"
-    package.mkdir(parents=True)
-    package.with_name("__init__.py").touch()
-    (package / "__init__.py").write_text("raise OSError('libcudnn_graph.so.9: undefined symbol')")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(platform_module, "version", lambda name: "2.11.0")
-    fault = transformer_engine_import_fault()
-    assert fault is not None and "libcudnn_graph" in fault
 
 
 def test_only_layers_that_can_add_to_main_gradients_are_told_to() -> None:

@@ -232,37 +232,3 @@ def test_a_search_says_which_keys_it_keeps(tmp_path: Path) -> None:
     arguments = ["plan", str(file), "--cluster", "8xH200", "--search"]
     kept = ["rollout.tp", "train.micro_batch_tokens", "train.pp", "train.tp"]
     assert f"kept as written: {', '.join(kept)};" in CliRunner().invoke(app, arguments).stdout
-
-
-def test_recipes_stand_beside_what_is_chosen_for_large_models(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    from bench_layout_choices import RECIPES, judged
-
-    assert all(len(recipes) >= 2 for recipes in RECIPES.values())
-    (keys, *_) = RECIPES["llama3-70b"].values()
-    found = judged("llama3-70b", "H200", keys)
-    (best, *_) = found["best"]
-    assert (best["keys"]["train.pp"], best["keys"]["rollout.tp"]) == (4, 4)
-    assert best["keys"]["train.recompute"] == "none" and found["seconds"] < 60
-    assert judged("llama3-70b", "H100", keys)["best"] == []  # it does not fit there
-
-
-def test_the_table_of_choices_says_what_the_result_does() -> None:
-    result = json.loads((ROOT / "benchmarks" / "results" / "layout_choices.json").read_text())
-    chosen, beside = list[str](), dict[tuple[str, str], list[str]]()
-    for case in result["cases"]:
-        said = f"{case['best'][0]['step_s']:.0f} s" if case["best"] else "does not fit"
-        if case["layout_of"] == "layout: auto":
-            chosen.append(said)
-        else:
-            beside.setdefault((case["model"], case["layout_of"]), []).append(said)
-    page = (ROOT / "docs" / "guides" / "plan.md").read_text()
-    rows = [
-        line for line in page.splitlines() if line.startswith(("| Llama 3 70B,", "| Qwen3-235B"))
-    ]
-    cells = [[cell.strip() for cell in row.strip("| ").split("|")] for row in rows]
-    assert [row[-1] for row in cells if "auto" in row[1]] == chosen
-    assert [row[-2:] for row in cells if "auto" not in row[1]] == list(beside.values())
-    assert max(case["seconds"] for case in result["cases"]) < 60

@@ -5,30 +5,23 @@ from __future__ import annotations
 import errno
 import json
 import os
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any
 
-import psutil
 import pytest
 from small_runs import small_run
 
 from hybridrl.checkpoint import memory_copies, memory_folders
 from hybridrl.checkpoint.folders import Checkpoint
-from hybridrl.checkpoint.host_copies import HostCopies
 from hybridrl.checkpoint.manifest import (
-    MANIFEST,
     Ancestor,
     FileEntry,
     Manifest,
     read_manifest,
     verify_all,
 )
-from hybridrl.checkpoint.memory_copies import MemoryCopies
 from hybridrl.checkpoint.memory_folders import (
     RUN_ID,
     HostFiles,
@@ -39,7 +32,6 @@ from hybridrl.checkpoint.memory_folders import (
     run_id,
     usable,
 )
-from hybridrl.checkpoint.writing import BegunCheckpoint, Content
 from hybridrl.loop.copying import COST, WAITING_COST, every_steps
 from hybridrl.parallel.ring import next_of
 
@@ -128,12 +120,6 @@ def test_a_copy_is_used_if_a_checkpoint_before_it_was_never_complete(
     for _, told, _ in given:  # no checkpoint is named that is not there
         assert told.unfinished is None
         assert told.lineage == ([] if newest is None else lineage[lineage.index(newest) :])
-
-
-def test_manifests_of_checkpoints_have_what_earlier_versions_read(tmp_path: Path) -> None:
-    manifest(7, [SIX], a=1).write(tmp_path)
-    found = json.loads((tmp_path / MANIFEST).read_text())
-    assert set(found) == {"format", "step", "order", "lineage", "files"}
 
 
 def test_copies_take_their_share_of_the_time() -> None:
@@ -319,73 +305,6 @@ def test_a_copy_is_written_over_the_one_before_the_last(tmp_path: Path) -> None:
     assert not set(files[1].values()) & set(files[2].values())
 
 
-@pytest.mark.parametrize("free_gb", [100.0, pytest.param(0.0, marks=pytest.mark.full)])
-@pytest.mark.parametrize("is_on", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_memory_is_reserved_for_copies_and_then_for_checkpoints(
-    is_on: bool, free_gb: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[HostCopies, int, int]] = []
-    free: list[int] = []
-
-    def reserve(copies: HostCopies, num_bytes: int, num_ranks: int) -> None:
-        asked.append((copies, num_bytes, num_ranks))
-
-    def free_bytes(reserved: int) -> int:
-        free.append(reserved)
-        return int(free_gb * 1e9) if len(free) == 1 else 10**12
-
-    monkeypatch.setattr(HostCopies, "reserve", reserve)
-    monkeypatch.setattr(HostCopies, "reserved_bytes", 77)
-    monkeypatch.setattr(memory_copies, "free_bytes", free_bytes)
-    knobs = [*KNOBS, "steps.num_steps=3", f"run.max_restarts={int(is_on)}", "checkpoint.every=2"]
-    with small_run(tmp_path, *knobs) as trainer:
-        store = trainer.store._copies
-        trainer.fit()
-        took = store.num_bytes
-    assert took > 10_000 and all(ranks == 1 for _, _, ranks in asked)
-    of_store = [copies is store for copies, _, _ in asked]
-    if not is_on:
-        assert of_store == [True] and not free
-    elif free_gb:  # at the start for both, and after each of two copies
-        assert of_store == [False, True, True, True]
-    else:
-        assert of_store == [True, True]
-    first = asked[0][1] if not is_on or free_gb else -free[0]
-    assert 0.99 * took <= first <= took  # step counts are not estimated
-    if is_on:
-        assert free == [-first, 77]  # before there is a copy, and of what is left then
-        assert [num_bytes for _, num_bytes, _ in asked[-2:]] == [took, took]
-
-
-def test_copies_have_half_of_what_is_free_without_those_of_checkpoints(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    memory = SimpleNamespace(f_bavail=90, f_frsize=1)
-    monkeypatch.setattr(os, "statvfs", lambda folder: memory)
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
-    found = [memory_folders.free_bytes(reserved) for reserved in (-20, 0, 60, 75, 500)]
-    assert found == [40, 50, 80, 87, 90]
-    memory.f_bavail = 1000
-    assert memory_folders.free_bytes(500) == 100
-
-
-def test_the_first_copy_does_not_say_how_often_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    taken: list[int] = []
-
-    def take(copies: MemoryCopies, content: Content, waits: bool, reserved: int) -> bool:
-        assert content.step is not None and not waits
-        taken.append(content.step)
-        time.sleep(0.5 if len(taken) < 3 else 0.0)
-        return True
-
-    monkeypatch.setattr(MemoryCopies, "take", take)
-    with small_run(tmp_path, *KNOBS, "checkpoint.copy_every=auto") as trainer:
-        trainer.fit()
-    assert taken == [1, 2]  # as often as the second one, which takes more than 3% of five steps
-
-
 def test_a_copy_that_was_gone_on_from_stays_until_the_next_is_complete(tmp_path: Path) -> None:
     copies = lose(tmp_path, 4)
     with small_run(tmp_path, *KNOBS) as trainer:
@@ -404,43 +323,6 @@ def test_a_copy_that_was_gone_on_from_stays_until_the_next_is_complete(tmp_path:
         trainer.fit()
     starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
     assert starts[-1]["after_step"] == 3 and not copies.exists()
-
-
-def lose_while_writing(folder: Path, step: int, patch: pytest.MonkeyPatch) -> None:
-    """As `lose`, while a checkpoint of a step before is being written, which is never complete."""
-    is_lost, write = threading.Event(), BegunCheckpoint.write
-
-    def held(begun: BegunCheckpoint) -> None:
-        is_lost.wait()
-        write(begun)
-
-    knobs = ("checkpoint.every=2", "run.grace_s=0.1", "steps.num_steps=8")
-    with patch.context() as during, small_run(folder, *KNOBS, *knobs) as trainer:
-        during.setattr(BegunCheckpoint, "write", held)
-        stop_after(trainer, step)
-        with pytest.raises(SystemError, match="lost"):
-            trainer.fit()
-        trainer.copies._copies._end_copy()  # type: ignore[union-attr]
-        pending, trainer.store._pending = trainer.store._pending, None  # as of a killed process
-        is_lost.set()
-        assert pending is not None
-        pending.writing.join()
-
-
-def test_a_run_goes_on_from_copies_after_checkpoints_that_were_never_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    checkpoints = tmp_path / NAME / "checkpoints"
-    lose_while_writing(tmp_path, 4, monkeypatch)
-    assert [one.name for one in checkpoints.iterdir()] == ["step_2.partial"]
-    lose_while_writing(tmp_path, 6, monkeypatch)  # goes on from 3
-    lose(tmp_path, 6, "steps.num_steps=8", "checkpoint.every=0")  # from 5, and writes none
-    with small_run(tmp_path, *KNOBS, "steps.num_steps=8") as trainer:
-        trainer.fit()
-    starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
-    assert [one["after_step"] for one in starts] == [0, 3, 5, 5]
-    found = Checkpoint.open(checkpoints / "step_8").manifest
-    assert not found.lineage, "no checkpoint was complete before"
 
 
 @pytest.mark.full
@@ -566,22 +448,6 @@ def test_a_copy_whose_thread_fails_does_not_count_and_the_good_one_stays(
     assert "a copy of the state in host memory failed; that of step 2 stays (rank 0 on" in said
     assert "MemoryError: no memory" in said
     assert not list((tmp_path / "memory").iterdir())
-
-
-def test_no_more_copies_are_made_after_several_have_failed_in_a_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def write(file: Path, content: bytes) -> FileEntry:
-        raise ValueError("odd")
-
-    monkeypatch.setattr(memory_copies, "write_digested", write)
-    with small_run(tmp_path, *KNOBS) as trainer:
-        trainer.fit()
-        assert trainer.copies._copies is not None and trainer.copies._copies.is_off
-    said = (tmp_path / NAME / "logs" / "rank_0.log").read_text()
-    assert said.count("failed; there is no other") == memory_copies.MAX_FAILED
-    assert said.count("no copies of the state in host memory: rank 0 on") == 1
-    assert len(records(tmp_path)) == 5
 
 
 def test_copies_of_other_runs_stay_unless_they_are_certainly_gone(

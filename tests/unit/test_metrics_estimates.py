@@ -32,20 +32,6 @@ def test_pass_at_k_of_many_samples_is_the_stable_product() -> None:
         assert pass_at_k(n, c, k) == pytest.approx(1 - product, abs=1e-12)
 
 
-def test_pass_at_k_is_unbiased() -> None:
-    # Of the expectation over c ~ Binomial(n, p): exactly 1 - (1 - p)^k.
-    for p, n, k in ((0.1, 8, 4), (0.5, 6, 3)):
-        chances = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
-        expected = sum(chance * pass_at_k(n, c, k) for c, chance in enumerate(chances))
-        assert expected == pytest.approx(1 - (1 - p) ** k)
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(3, 1, 0), (3, 1, 4), (3, 4, 1), (3, -1, 1)])
-def test_pass_at_k_refuses_what_no_table_has(n: int, c: int, k: int) -> None:
-    with pytest.raises(ValueError, match="pass@"):
-        pass_at_k(n, c, k)
-
-
 def test_standard_error_is_that_of_a_mean() -> None:
     values = [1.0, 0.0, 0.25, 1.0, 0.5]
     found = mean_of(values)

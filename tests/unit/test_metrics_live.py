@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from hybridrl.errors import DataError, UserError
+from hybridrl.errors import UserError
 from hybridrl.metrics.sinks import JsonlSink
 from hybridrl.services.report.live_server import LiveReport, make_server
 
@@ -80,29 +80,6 @@ def test_other_names_of_this_machine_are_refused(port: int, host: str) -> None:
     for path in ("/", "/data.json"):
         code, _, body = ask(port, path, Host=host)
         assert code == 403 and b"policy/loss" not in body
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:1"])
-def test_loopback_names_are_answered(port: int, host: str) -> None:
-    assert ask(port, "/", Host=host)[0] == 200
-
-
-@pytest.mark.parametrize("path", ["/metrics.jsonl", "/../config.yaml", "/data.json?x"])
-def test_there_is_nothing_else(port: int, path: str) -> None:
-    assert ask(port, path)[0] == 404
-
-
-def test_a_folder_that_went_away_is_said(run: Path, port: int) -> None:
-    (run / "metrics.jsonl").unlink()
-    code, _, body = ask(port, "/data.json")
-    assert code == 503 and b"no such file" in body
-    write(run, 1)
-    assert ask(port, "/data.json")[0] == 200
-
-
-def test_a_run_without_a_step_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="metrics.jsonl"):
-        LiveReport([tmp_path])
 
 
 def test_a_port_that_is_taken_is_a_users_error(run: Path, port: int) -> None:

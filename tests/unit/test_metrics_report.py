@@ -8,8 +8,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ import pytest
 
 from hybridrl.errors import DataError
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump, read_records
-from hybridrl.metrics.values import ACCURACY
 from hybridrl.services.report import page_data
 from hybridrl.services.report.html_page import PAGE, SCRIPTS, STYLES, page, write_report
 from hybridrl.services.report.page_data import column, evenly, points, read_run
@@ -186,21 +183,6 @@ def test_page_runs_nothing_but_the_packages_scripts(tmp_path: Path) -> None:
         assert "http" not in text
 
 
-def test_bundled_library_has_its_licence_beside_it() -> None:
-    script = (PAGE / "uPlot.iife.min.js").read_text(encoding="utf-8")
-    assert "leeoniya/uPlot (v1.6.32)" in script[:100]
-    assert "The MIT License" in (PAGE / "uPlot.LICENSE").read_text(encoding="utf-8")
-
-
-def test_report_takes_numbers_that_json_has_not(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    (run / "rollouts" / "step_000010.jsonl").write_text(
-        '{"reward": NaN, "parts": {"a": Infinity}}\n'
-    )
-    sample = Page(write_report(run)).data["runs"][0]["samples"][-1]
-    assert sample == {"reward": None, "parts": {"a": None}, "step": 10}
-
-
 def test_report_leaves_gaps_where_values_are_not_finite(tmp_path: Path) -> None:
     lines = ['{"step": 1, "policy/loss": 1.0, "policy/kl": null, "time_s/step": null}']
     lines += ['{"step": 2, "policy/loss": NaN, "policy/kl": NaN, "eval/accuracy": 0.5}']
@@ -214,13 +196,6 @@ def test_report_leaves_gaps_where_values_are_not_finite(tmp_path: Path) -> None:
     assert column(records, "policy/loss") == {"v": [1, None, None, 3]}
     assert column(records, "time_s/update") == {"v": [None, 0.5], "at": [2, 3]}
     assert Page(write_report(tmp_path)).row("skipped optimizer steps") == ["2"]
-
-
-def test_numbers_are_short_and_whole_ones_exact() -> None:
-    records = [{"step": 1, "a": 0.12345678, "b": 3.0, "c": 1.23456789e-12, "d": 1e300}]
-    found = [column(records, name)["v"] for name in "abcd"]
-    assert found == [[0.123457], [3], [1.23457e-12], [1e300]]
-    assert json.dumps(found) == "[[0.123457], [3], [1.23457e-12], [1e+300]]"
 
 
 def test_report_of_two_runs_tells_configurations_apart(tmp_path: Path) -> None:
@@ -269,13 +244,6 @@ def test_header_says_what_a_run_noted_of_its_starts(tmp_path: Path) -> None:
     assert found.data["runs"][0]["levels"] == {"memory": {"training": 1.5, "generation": 2.0}}
 
 
-@pytest.mark.parametrize("content", ["[]", '{"starts": 3}', '{"starts": [3, {}]}', "{", "\xff"])
-def test_report_goes_without_a_damaged_note_of_starts(tmp_path: Path, content: str) -> None:
-    run = make_run(tmp_path)
-    (run / "run.json").write_text(content, encoding="latin-1")
-    assert Page(write_report(run)).row("steps") == ["12"]
-
-
 def test_samples_are_evenly_spread_over_dumps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,42 +270,6 @@ def test_report_has_a_figure_of_every_metric_that_a_run_may_have() -> None:
     assert len(titles) == len({*titles})
 
 
-def test_metrics_of_no_figure_have_one_of_their_own() -> None:
-    groups = {group["title"]: group["plots"] for group in figures({"my/own", "policy/loss"})}
-    assert [plot["title"] for plot in groups["All other metrics"]] == ["my/own"]
-    assert [plot["title"] for plot in groups["Learning"]] == ["Policy loss"]
-
-
-def labels(names: set[str], title: str) -> list[str]:
-    plots = [plot for group in figures(names) for plot in group["plots"]]
-    (found,) = (plot for plot in plots if plot["title"] == title)
-    return [one["label"] for one in found["series"]]
-
-
-def test_figures_follow_from_the_names_of_parts_and_notes() -> None:
-    names = {"reward/mean", "reward/math/mean", "reward/math/timeout", "environment/turns_mean"}
-    names |= {"environment/truncated_turns", "environment/missed", "lag/token_share/10"}
-    names |= {"lag/token_share/0", "lag/token_share/2", "eval/aime/accuracy", "eval/gpqa/accuracy"}
-    assert labels(names, "Rewards by part") == ["math"]
-    assert labels(names, "Samples that a scorer noted") == ["math/timeout"]
-    assert labels(names, "Responses that were cut off, by what") == ["turns"]
-    assert labels(names, "What environments noted") == ["missed"]
-    assert labels(names, "Tokens by the age of their weights") == ["0 steps", "2 steps", "10 steps"]
-    assert labels(names, "Evaluation: accuracy") == ["aime", "gpqa"]
-
-
-def test_report_shows_the_losses_of_further_terms() -> None:
-    names = {"policy/loss", "critic/loss", "sft/loss", "pairs/loss"}
-    assert labels(names, "Losses of further terms") == ["pairs", "sft"]
-
-
-def test_layers_of_a_mixture_have_a_figure_of_eight_at_most() -> None:
-    for num_layers, shown in ((3, [0, 1, 2]), (29, [0, 4, 8, 12, 16, 20, 24, 28])):
-        names = {f"moe/max_load/layer_{i}" for i in range(num_layers)}
-        wanted = [f"layer {i}" for i in shown]
-        assert labels(names, "Load of the busiest expert, by layer") == wanted
-
-
 @pytest.mark.parametrize("content", [None, "", '{"step": 1, "rew'])
 def test_report_refuses_a_folder_without_metrics(tmp_path: Path, content: str | None) -> None:
     if content is not None:
@@ -347,32 +279,9 @@ def test_report_refuses_a_folder_without_metrics(tmp_path: Path, content: str | 
     assert not (tmp_path / "report.html").exists()
 
 
-def test_report_of_one_step_with_few_metrics(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "policy/loss": 2.0}) + "\n")
-    found = Page(write_report(tmp_path))
-    assert found.titles() == ["Policy loss"]
-    assert found.data["evaluations"] == [] and found.data["runs"][0]["samples"] == []
-
-
-def test_what_was_measured_before_the_first_step_comes_from_the_summary(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    summary = {"accuracy_before": 0.125, "eval_reward_before": 1.5, "validation/loss_before": 2.5}
-    (run / "summary.json").write_text(json.dumps({**summary, "seconds": 1.0}))
-    shown = Page(write_report(run)).data["runs"][0]
-    assert shown["steps"][0] == 0
-    assert shown["metrics"]["eval/reward"] == {"v": [1.5], "at": [0]}
-    assert shown["metrics"]["eval/loss"] == {"v": [2.5], "at": [0]}
-    assert shown["metrics"][ACCURACY] == {"v": [0.125, 0.25, 0.5], "at": [0, 6, 12]}
-
-
 def test_served_page_may_ask_its_server_and_no_other(tmp_path: Path) -> None:
     path = tmp_path / "live.html"
     data = {"title": "t", "summary": [], "evaluations": [], "groups": [], "runs": []}
     path.write_bytes(page(data, '"state"'))
     assert Page(path).policy["connect-src"] == "'self'"
     assert Page(path).data["tag"] == '"state"'
-
-
-def test_report_imports_no_torch() -> None:
-    code = "import sys, hybridrl.services.report.live_server; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

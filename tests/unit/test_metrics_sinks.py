@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import math
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.summary.writer import event_file_writer
 
-from hybridrl.errors import UserError
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.sinks import (
     ConsoleSink,
@@ -65,13 +63,6 @@ def test_jsonl_sink_forgets_steps_after_the_one_it_continues_from(tmp_path: Path
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["value"] for row in rows] == [0.1, 0.2, 0.3, 0.4, 0.5, 60.0]
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_jsonl_sink_of_a_new_run_starts_empty(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 3}\n')
-    JsonlSink(path).close()
-    assert path.read_text() == ""
 
 
 @pytest.fixture
@@ -212,30 +203,6 @@ def test_step_line_shows_every_phase_that_ran_and_the_results() -> None:
     assert step_line(1, 9, {"eval/reward": 1.5}) == "step 1/9 held-out reward 1.500"
 
 
-def test_jsonl_sink_has_a_step_once_whenever_its_metrics_come(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    for last_step, step, metrics in (
-        (0, 1, {"a": 1.0}),
-        (1, 2, {"a": 2.0}),
-        (2, 2, {"eval/accuracy": 0.5, "b": math.nan}),  # a stop came between
-        (2, 3, {"a": 3.0}),
-    ):
-        sink = JsonlSink(path, last_step)
-        sink.write(step, metrics)
-        sink.close()
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 1, "a": 1.0},
-        {"step": 2, "a": 2.0, "eval/accuracy": 0.5, "b": None},
-        {"step": 3, "a": 3.0},
-    ]
-    sink = JsonlSink(path, 3)
-    sink.write(3, {"late": 1.0})
-    sink.write(3, {"later": 2.0})
-    sink.close()
-    assert read_records(path)[-1] == {"step": 3, "a": 3.0, "late": 1.0, "later": 2.0}
-    assert len(read_records(path)) == 3
-
-
 def test_console_sink_prints_plain_lines_where_there_is_no_terminal() -> None:
     stream = io.StringIO()
     sink = ConsoleSink(120, console=Console(file=stream, width=40))
@@ -255,16 +222,6 @@ def test_console_sink_prints_plain_lines_where_there_is_no_terminal() -> None:
     for text in ("Accuracy", "before", "after", "0.250", "0.938", "-", "0.500 ± 0.020"):
         assert text in table
     assert "\x1b" not in stream.getvalue()
-
-
-def test_console_sink_shows_a_progress_bar_on_a_terminal() -> None:
-    stream = io.StringIO()
-    console = Console(file=stream, force_terminal=True, width=120, legacy_windows=False)
-    sink = ConsoleSink(120, last_step=6, console=console)
-    sink.write(7, METRICS)
-    sink.close()
-    assert "7/120" in stream.getvalue().split("accuracy 0.750")[1]
-    assert "[gen] 0.12s" in stream.getvalue()
 
 
 def test_rollout_dump_writes_one_file_a_due_step(tmp_path: Path) -> None:
@@ -301,10 +258,3 @@ def test_damaged_lines_are_set_aside(tmp_path: Path, line: bytes) -> None:
     sink.close()
     assert sink.num_damaged == 1 and [r["step"] for r in read_records(path)] == [1, 3, 4]
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == line + b"\n"
-
-
-def test_a_folder_in_place_of_metrics_is_named(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").mkdir()
-    for attempt in (read_records, JsonlSink):
-        with pytest.raises(UserError, match="metrics.jsonl: got a folder"):
-            attempt(tmp_path / "metrics.jsonl")

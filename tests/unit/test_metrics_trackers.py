@@ -17,8 +17,6 @@ from typing import Any
 import pytest
 from small_runs import small_run
 
-from hybridrl.config.load import load_config_dict
-from hybridrl.loop.preflight import _trackers
 from hybridrl.metrics import trackers
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump
 from hybridrl.metrics.tables import MAX_SAMPLES
@@ -209,19 +207,6 @@ def test_a_service_that_hangs_holds_nobody_up_and_what_is_dropped_is_counted(
     gate.set()
 
 
-def test_services_end_the_run_together(folder: Path) -> None:
-    gate = threading.Event()
-    trackers: list[Tracker] = [Slow(lambda what: None if gate.wait(60) else None) for _ in range(3)]
-    sinks = [TrackerSink(one, folder, lambda text: None, close_s=0.5) for one in trackers]
-    start = time.monotonic()
-    for sink in sinks:
-        sink.begin_close()
-    for sink in sinks:
-        sink.close()
-    assert time.monotonic() - start < 1.0
-    gate.set()
-
-
 def test_a_service_that_refuses_is_said_once_and_counted(folder: Path) -> None:
     def act(what: str) -> None:
         if what == "metrics":
@@ -236,30 +221,6 @@ def test_a_service_that_refuses_is_said_once_and_counted(folder: Path) -> None:
     assert said[0] == "slow: refused a record: ConnectionError: no route to host"
     assert said[1].startswith("slow: 3 of 3 records were dropped") and len(said) == 2
     assert tracker.ends == [False]
-
-
-def test_a_service_that_cannot_begin_is_tried_again(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trackers, "RETRY_S", 0.01)
-    turns: list[int] = []
-
-    def act(what: str) -> None:
-        if what == "begin":
-            turns.append(1)
-            if len(turns) < 3:
-                raise SystemExit("no key")  # a package may end the process where it can ask nobody
-
-    said: list[str] = []
-    tracker = Slow(act)
-    sink = TrackerSink(tracker, folder, said.append)
-    sink.write(1, {})
-    deadline = time.monotonic() + 30
-    while not tracker.steps and time.monotonic() < deadline:
-        time.sleep(0.01)
-    sink.close()
-    assert tracker.steps == [1] and said == ["slow: cannot begin: SystemExit: no key"]
-    assert sink.num_dropped == 0
 
 
 def no_network(*given: Any, **named: Any) -> Any:
@@ -328,21 +289,6 @@ def test_mlflow_begins_once_where_parameters_are_refused_at_first(
     names = [name for name, _ in calls]
     assert names.count("params") == 1 and names.index("params") < names.index("metrics")
     assert sink.num_dropped == 0
-
-
-def test_a_tracker_without_its_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    content = {
-        "run": {"name": "a"},
-        "model": {"init": "m"},
-        "algorithm": {"name": "grpo"},
-        "steps": {"samples_per_prompt": 2},
-    }
-    assert list(_trackers(load_config_dict(content))) == []
-    monkeypatch.setattr("hybridrl.loop.preflight.find_spec", lambda name: None)
-    content["log"] = {"wandb": "p", "mlflow": "e"}
-    found = [str(error) for error in _trackers(load_config_dict(content))]
-    assert [text.split(":")[0] for text in found] == ["log.wandb", "log.mlflow"]
-    assert "pip install wandb" in found[0]
 
 
 def test_a_run_gives_trackers_what_its_folder_has(

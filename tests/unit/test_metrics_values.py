@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 
 from hybridrl.metrics.values import (
@@ -12,52 +10,8 @@ from hybridrl.metrics.values import (
     average,
     largest,
     rank_spread,
-    recent_mean,
     step_metrics,
 )
-
-# The names that the documentation promises and outside checks read.
-DOCUMENTED = [
-    "reward/mean",
-    "reward/std",
-    "response_tokens/mean",
-    "policy/loss",
-    "policy/kl",
-    "policy/entropy",
-    "policy/clip_fraction",
-    "policy/grad_norm",
-    "policy/learning_rate",
-    "mismatch/logprob_diff_mean",
-    "mismatch/logprob_diff_max",
-    "mismatch/kl",
-    "mismatch/correlation",
-    "train/skipped_steps",
-    "time_s/generate",
-    "time_s/reward",
-    "time_s/logprobs",
-    "time_s/advantages",
-    "time_s/update",
-    "time_s/reshard",
-    "time_s/step",
-    "time_share/generate",
-    "time_share/reward",
-    "time_share/logprobs",
-    "time_share/advantages",
-    "time_share/update",
-    "time_share/reshard",
-    "flops/generate",
-    "flops/logprobs",
-    "flops/update",
-    "flops/step",
-    "throughput/tokens_per_s_per_gpu",
-    "reshard/received_bytes",
-    "reshard/gb_per_s",
-    "memory/peak_gib",
-]
-
-
-def test_step_keys_are_the_documented_ones() -> None:
-    assert list(STEP_KEYS) == DOCUMENTED
 
 
 def test_average_takes_means_and_the_largest_of_maxima() -> None:
@@ -91,12 +45,6 @@ def test_ranks_times_are_the_slowest_and_their_spread() -> None:
         "slowest_rank/step": 0.0,
     }
     assert rank_spread(ranks[:1]) == {}
-
-
-def test_recent_mean_counts_the_last_records_that_have_the_metric() -> None:
-    records = [{"a": float(i)} for i in range(5)] + [{"b": 1.0}, {"a": None}]
-    assert recent_mean(records, "a", count=2) == 3.5
-    assert math.isnan(recent_mean(records, "c"))
 
 
 def test_step_metrics_derives_throughput_and_names_every_phase() -> None:

@@ -15,17 +15,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from windowed_family import FAMILY as WINDOWED
 
 from hybridrl.config.load import load_config_dict
-from hybridrl.config.schema import ModelConfig
-from hybridrl.errors import ConfigError, ModelError
+from hybridrl.errors import ModelError
 from hybridrl.loop import preflight as validate
-from hybridrl.loop.preflight import validate_training
 from hybridrl.models.families import FAMILIES
 from hybridrl.models.family import Scales, read_model, resolve_family
 from hybridrl.models.megatron.rotary_positions import rotary_frequencies
-from hybridrl.platform import Platform
 from hybridrl.rollout.registry import EnginePackage
-from hybridrl.services.planner.plan_report import plan_report
-from hybridrl.training.from_config import model_source
 
 PUBLISHED = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 SIZES: dict[str, Any] = {
@@ -150,26 +145,6 @@ def test_family_of_ones_own_answers_for_the_keys_that_it_names() -> None:
     assert read_model("olmo_family:FAMILY", olmo)[0].name == "olmo"
     with pytest.raises(ModelError, match="clip_qkv: got 8.0; allowed: null"):
         read_model("olmo_family:FAMILY", {**olmo, "clip_qkv": 8.0})
-
-
-def test_plan_and_train_and_ranks_refuse_alike(tmp_path: Path) -> None:
-    scaling = {"rope_type": "ntk", "factor": 4.0}
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN2, "rope_scaling": scaling}))
-    config = load_config_dict(
-        {
-            "run": {"name": "a", "dir": str(tmp_path)},
-            "model": {"init": str(tmp_path)},
-            "algorithm": {"name": "grpo"},
-            "steps": {"samples_per_prompt": 2},
-        }
-    )
-    said = "rope_scaling.rope_type: got ntk; allowed: default, linear, dynamic, llama3, yarn"
-    report, violations = plan_report(config, 1)
-    assert report["train"] is None and said in str(violations[0])
-    with pytest.raises(ConfigError, match="got ntk"):
-        validate_training(config, 1)
-    with pytest.raises(ModelError, match="got ntk"):
-        model_source(ModelConfig(init=str(tmp_path)), Platform.detect())
 
 
 def test_engine_without_code_for_a_family_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

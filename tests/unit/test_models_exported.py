@@ -11,14 +11,10 @@ import pytest
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ModelError
-from hybridrl.loop.exports import Exports
 from hybridrl.loop.model_card import model_card
-from hybridrl.models.family import read_model
 from hybridrl.models.hf.directory import write_side_files
 from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.score_token import score_notices, score_token
-
-QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "model"
 
 QWEN = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "hidden_size": 8}
 
@@ -80,14 +76,6 @@ def test_older_exports_are_recognized_and_read_where_they_were_trained() -> None
         score_token({**new, "hybridrl_score_token": "first"})
 
 
-def test_what_was_exported_as_a_classifier_is_of_its_family_again() -> None:
-    content = json.loads((QUICKSTART / "config.json").read_text())
-    found = exported_config(content, "value", None)
-    assert read_model(None, found) == read_model(None, content)
-    with pytest.raises(ModelError, match="BertForSequenceClassification"):
-        read_model(None, {**found, "architectures": ["BertForSequenceClassification"]})
-
-
 def config_of(folder: Path, **model: Any) -> Any:
     content = {
         "run": {"name": "r", "dir": str(folder)},
@@ -115,14 +103,3 @@ def test_a_card_says_what_was_made_of_what_and_what_was_measured(tmp_path: Path)
     assert "text-classification" in model_card(
         config_of(tmp_path, init="m"), scorer, "step_1", measured
     )
-
-
-def test_exports_go_with_their_checkpoints(tmp_path: Path) -> None:
-    exports = Exports(config_of(tmp_path, init="m"), print)
-    root, checkpoints = tmp_path / "r" / "exports", tmp_path / "r" / "checkpoints"
-    for name in ("step_1", "step_1_critic", "step_2", "step_3", ".step_3.77.partial", "mine"):
-        (root / name).mkdir(parents=True)
-    for name in ("step_2", "step_3"):
-        (checkpoints / name).mkdir(parents=True)
-    exports._remove(root / "step_3", checkpoints)
-    assert {path.name for path in root.iterdir()} == {"step_2", "mine"}

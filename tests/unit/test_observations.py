@@ -6,7 +6,6 @@ The references are loops over the tokens of one sample, or the same batch withou
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,9 +20,7 @@ from hybridrl.algorithms.base import num_response_tokens
 from hybridrl.algorithms.correction import off_policy_metrics
 from hybridrl.config.algorithm import GrpoConfig, PpoConfig, ReinforceConfig
 from hybridrl.config.correction import CorrectionConfig
-from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.contracts.batch import BatchError, Producer, Prompt, Rollout, RolloutBatch, TrainBatch
-from hybridrl.loop.saved_batch import SavedBatch, file_name
 from hybridrl.training.batches.collation import micro_batch, unpack
 from hybridrl.training.mismatch import mismatch_metrics
 
@@ -79,17 +76,6 @@ def test_a_mask_that_does_not_fit_is_refused(observed: tuple[bool, ...], said: s
     rollout = Rollout(0, Prompt(0, "", (5,)), (6, 7), (0.0, 0.0), "stop", 0, observed)
     with pytest.raises(BatchError, match=said):
         RolloutBatch.from_rollouts([rollout], [0], HERE)
-
-
-def test_a_mask_on_a_prompt_or_a_log_probability_on_an_observation_is_refused() -> None:
-    batch = observed_batch()
-    with pytest.raises(BatchError, match="none in a prompt"):
-        replace(batch, observed_T=batch.observed_T.index_fill(0, torch.tensor([0]), True))
-    spoilt_T = batch.old_logp_T.masked_fill(batch.observed_T, -1.0)
-    with pytest.raises(BatchError, match="a token that was not sampled"):
-        batch.join_columns(HERE, old_logp_T=spoilt_T)
-    with pytest.raises(BatchError, match="observed_T"):
-        replace(batch, observed_T=batch.observed_T[:-1])
 
 
 @settings(max_examples=40, deadline=None)
@@ -181,13 +167,3 @@ def test_metrics_count_sampled_tokens_alone() -> None:
         ),
     ):
         assert whole == pytest.approx(part, rel=EXACT)
-
-
-def test_saved_batches_keep_the_mask(tmp_path: Path) -> None:
-    batch = observed_batch()
-    minimal = {"run": {"name": "a"}, "model": {"init": "a"}, "algorithm": {"name": "grpo"}}
-    saved = SavedBatch(batch, 1, 0, "nan", to_yaml(load_config_dict(minimal)), [])
-    saved.write(tmp_path / file_name(1, 0))
-    found = SavedBatch.read(tmp_path / file_name(1, 0)).batch
-    assert torch.equal(found.observed_T, batch.observed_T)
-    assert torch.equal(found.response_mask_T, batch.response_mask_T)

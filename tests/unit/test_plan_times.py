@@ -135,7 +135,7 @@ def test_a_step_takes_what_is_predicted(case: dict[str, Any], tmp_path: Path) ->
 
 
 def layouts(gpu: str) -> list[dict[str, Any]]:
-    """Returns measured layouts (bench_layouts.py) as cases of bench_step.py."""
+    """Returns measured layouts as cases of bench_step.py."""
     found = json.loads((RESULTS / f"layouts_{gpu.lower()}.json").read_text())["cases"]
     return [as_step(case, gpu) for case in found]
 

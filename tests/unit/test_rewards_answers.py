@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from hybridrl.config.schema import ScorerConfig
@@ -41,13 +40,6 @@ def reward(function: str, **options: object):
 def test_gsm8k_takes_the_marked_or_the_last_number(response, answer, strict, flexible):
     assert reward("gsm8k")("", response, {"answer": answer}) == strict
     assert reward("gsm8k", method="flexible")("", response, {"answer": answer}) == flexible
-
-
-def test_gsm8k_refuses_an_answer_that_is_no_number():
-    with pytest.raises(DataError, match="a number, alone or after ####"):
-        reward("gsm8k")("", "#### 5", {"answer": "five"})
-    with pytest.raises(UserError, match="strict or flexible"):
-        reward("gsm8k", method="loose")
 
 
 @pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K beside this checkout")
@@ -140,31 +132,6 @@ def test_an_answer_that_cannot_be_read_is_refused(function, answers):
             assert "Did you mean" not in str(caught.value)
 
 
-@pytest.mark.parametrize("function", ["exact_match", "gsm8k", "math", "choice"])
-def test_any_answer_of_a_list_is_right(function):
-    right, other, wrong = (
-        ("B", "A", "C") if function == "choice" else ("#### 5", "#### 7", "#### 8")
-    )
-    answers = {"answer": [right, other]}
-    scores = [reward(function)("", response, answers) for response in (right, other, wrong)]
-    assert scores == [1, 1, 0]
-
-
-def test_numbers_of_columns_compare_as_integers_where_they_are():
-    for answer in (5, 5.0, np.float64(5), np.float32(5), np.int64(5), np.array([7.0, 5.0])):
-        assert reward("exact_match")("", "5", {"answer": answer}) == 1
-        assert reward("gsm8k")("", "#### 5", {"answer": answer}) == 1
-    assert reward("exact_match")("", "0.25", {"answer": 0.25}) == 1
-    assert reward("exact_match")("", "1" + "0" * 22, {"answer": 1e22}) == 1
-
-
-def test_money_is_a_number_for_gsm8k_and_votes():
-    assert reward("gsm8k")("", r"#### \$18.00", {"answer": r"\$18"}) == 1
-    answers = [reward("math").answer(text) for text in (r"\boxed{\$18.90}", r"\$18.9", "18.90")]
-    assert answers == ["18.9"] * 3
-    assert reward("choice").answer(r"\boxed{\textbf{(B)}}") == "B"
-
-
 def test_regex_matches_a_part_or_the_whole():
     assert reward("regex", pattern=r"\d+")("", "a 1", {}) == 1
     assert reward("regex", pattern=r"\d+", whole=True)("", "a 1", {}) == 0
@@ -189,11 +156,6 @@ def test_regex_matches_a_part_or_the_whole():
 )
 def test_format_wants_each_tag_once_and_in_order(response, expected):
     assert reward("format")("", response, {}) == expected
-
-
-def test_format_may_allow_text_outside():
-    scored = reward("format", tags=["a"], outside=True)
-    assert scored("", "x <a>1</a> y", {}) == 1
 
 
 def test_length_falls_linearly_over_the_buffer():

@@ -14,7 +14,7 @@ import pytest
 from other_user import UID, run_as_user
 
 from hybridrl.services.sandbox.code_reward import SandboxError, run_program
-from hybridrl.services.sandbox.syscalls import ALLOWED, AUDIT, OTHERS, numbers, system_call_filter
+from hybridrl.services.sandbox.syscalls import AUDIT, numbers
 
 LIMITS = {"time_s": 20, "memory_mib": 512, "disk_mib": 4, "processes": 8}
 # Of calls that no program has: name, number on x86-64 and on arm64. They give memory that no limit
@@ -265,18 +265,3 @@ def test_no_attack_gets_through(secret, as_user):
     assert len(found) == len(ATTACKS) + len(numbers(REFUSED, os.uname().machine)) > 140
     wrong = {name: outcome for name, outcome in found.items() if outcome == "got through"}
     assert not wrong
-
-
-def test_the_list_of_calls_is_that_of_the_kernel():
-    """Where its headers are installed."""
-    header = Path(f"/usr/include/{os.uname().machine}-linux-gnu/asm/unistd_64.h")
-    generic = Path("/usr/include/asm-generic/unistd.h")
-    if not header.exists() or not generic.exists():
-        pytest.skip("no headers of the kernel")
-    for machine, path in (("x86_64", header), ("aarch64", generic)):
-        known = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", path.read_text()))
-        known = {**known, "newfstatat": known.get("newfstatat") or known["fstatat"]}
-        for name, number in {**numbers(ALLOWED, machine), **numbers(OTHERS, machine)}.items():
-            assert int(known[name]) == number, (machine, name)
-        assert len(system_call_filter(machine)) % 8 == 0
-        assert not set(numbers(ALLOWED, machine)) & set(numbers(REFUSED, machine))

@@ -79,14 +79,6 @@ def test_every_check_has_a_case() -> None:
     assert len(CHECKS) == 25  # as many as were published
 
 
-def test_all_or_nothing_or_the_share() -> None:
-    names = ["punctuation:no_comma", "startend:quotation"]
-    row = {"instruction_id_list": names, "kwargs": [{"x": None}, {}]}
-    for response, followed in (('"a"', 1.0), ("a", 0.5), ("a, b", 0.0), ("", 0.0)):
-        assert Instructions()("p", response, row) == float(followed == 1)
-        assert Instructions(partial=True)("p", response, row) == followed
-
-
 @pytest.mark.parametrize(
     "row",
     [

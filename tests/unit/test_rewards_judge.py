@@ -294,13 +294,6 @@ def test_arrays_are_plain_values(code):
     assert ended.code == 0, ended.error
 
 
-def test_what_the_judge_cannot_hand_over_is_counted(code):
-    """Not the response's fault: whoever made the tests should learn of it."""
-    for tests in ("assert f(memoryview(b'a')) == 1", "class B(A): pass", "assert f( == 1"):
-        found = code("", "def f(x): return 1\nclass A: pass", {"tests": tests})
-        assert (found, found.note) == (0, UNJUDGED)
-
-
 # A test whose outcome nobody can guess.
 SUM = """
 import random

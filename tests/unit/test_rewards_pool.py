@@ -21,7 +21,6 @@ from hybridrl.config.schema import RewardConfig
 from hybridrl.contracts.batch import BatchError, RolloutBatch
 from hybridrl.errors import ConfigError, DataError
 from hybridrl.rewards.base import Scorer
-from hybridrl.rewards.functions import check_rewards
 from hybridrl.rewards.pool import framed
 
 RIGHT = "fine"
@@ -108,22 +107,6 @@ def test_the_first_failure_stops_without_waiting_for_other_samples(made, case):
     assert time.monotonic() - began < 20, "a process may take seconds to start"
 
 
-UNREAD = {
-    "timeout_s": {"function": "exact_match", "timeout_s": 5.0},
-    "workers": {"function": "own_rewards:ranks", "workers": 4},
-    "isolated": {"function": "remote", "options": {"url": "http://a/"}, "isolated": True},
-    "extract": {"function": "own_rewards:length", "extract": "(a)"},
-}
-
-
-@pytest.mark.parametrize("knob", UNREAD)
-def test_a_knob_that_the_scorer_does_not_read_is_refused(knob):
-    (error,) = check_rewards(RewardConfig.model_validate(UNREAD[knob]))
-    assert (error.name, "nothing with function" in error.allowed) == (f"reward.{knob}", True)
-    isolated = RewardConfig(function="own_rewards:ranks", workers=4, timeout_s=5, isolated=True)
-    assert check_rewards(isolated) == []
-
-
 @pytest.mark.parametrize("bad", BAD)
 def test_a_failure_is_a_value_and_is_counted(made, bad):
     texts = [RIGHT, bad, *[RIGHT] * 4]
@@ -139,21 +122,6 @@ def test_a_failed_sample_is_dropped_with_the_last_one_of_its_group(made):
     batch, counts = scored(made, texts, rollout_batch(3, 3), **OBEYS, on_error="drop")
     assert batch.sample_ids_B.tolist() == [0, 2, 3, 4, 5]
     assert counts == {"reward/own_rewards:obeys/errors": 3}
-
-
-def test_a_group_with_too_few_left_to_compare_is_dropped(made):
-    texts = [*[RIGHT] * 4, "nan", *[RIGHT] * 3, "nan", "nan", *[RIGHT] * 2]
-    config = RewardConfig.model_validate({**OBEYS, "on_error": "drop"})
-    for fewest, expected in ((2, [*range(4), 5, 6, 7, 10, 11]), (3, [*range(4), 5, 6, 7])):
-        made.append(Scorer(config, Words(texts), fewest=fewest))
-        assert made[-1].score(rollout_batch(3, 4)).sample_ids_B.tolist() == expected
-
-
-def test_nothing_is_left_where_all_fail(made):
-    batch, counts = scored(made, ["nan"] * 6, rollout_batch(), **OBEYS, on_error="drop")
-    assert batch is None
-    assert list(counts.values()) == [6]
-    assert "logs/rank_N.log" in str(made[0].nothing_left())
 
 
 def test_what_a_hanging_scorer_started_is_killed_too(made, tmp_path):
@@ -189,41 +157,6 @@ def test_catastrophic_patterns_and_formulas_end_in_time(made):
     # The answers are 0, 0, 1, 1, 2, 2.
     assert batch.reward_parts["math"].tolist()[3:] == [0, 0, 1]
     assert counts["reward/regex/errors"] == 1
-
-
-def test_processes_work_at_the_same_time_and_stay(made):
-    config = {"function": "own_rewards:slow", "workers": 6}
-    scorer = Scorer(RewardConfig.model_validate(config), Words([str(i) for i in range(6)]))
-    made.append(scorer)
-    scorer.score(rollout_batch())  # they have started
-    seconds = []
-    for _ in range(3):  # the machine may be busy with another thing
-        began = time.monotonic()
-        scorer.score(rollout_batch())
-        seconds.append(time.monotonic() - began)
-    assert min(seconds) < 0.4  # 0.6 one after the other
-    numbers, _ = scored(
-        made, [str(i) for i in range(6)], rollout_batch(), function="own_rewards:number"
-    )
-    assert os.getpid() not in numbers.reward_parts["own_rewards:number"].tolist()
-
-
-def test_begun_samples_are_scored_meanwhile(made):
-    batch = rollout_batch()
-    config = {"function": "own_rewards:slow", "workers": 2}
-    scorer = Scorer(RewardConfig.model_validate(config), Words([str(i) for i in range(7)]))
-    made.append(scorer)
-    tokens = batch.tokens_T[batch.response_mask_T].split(batch.response_lengths_B.tolist())
-    for i in range(6):
-        scorer.begin(int(batch.sample_ids_B[i]), batch.prompts[i], tokens[i].tolist())
-    scorer.begin(77, batch.prompts[0], [1, 2, 3, 4, 5, 6, 7, 8])  # of no sample that is asked for
-    time.sleep(4)
-    began = time.monotonic()
-    assert scorer.score(batch).reward_B.tolist() == [1.0] * 6
-    assert time.monotonic() - began < 0.2  # 0.3 if they were scored now
-    began = time.monotonic()
-    assert scorer.score(batch).reward_B.tolist() == [1.0] * 6  # what was begun counts once
-    assert time.monotonic() - began > 0.25
 
 
 def test_calls_of_an_async_function_wait_beside_each_other_in_one_process(made):
@@ -270,18 +203,6 @@ def test_what_is_wrong_with_a_row_follows_on_error_from_a_process_too(made):
         scored(made, ["1", "2"], batch, function="math")
     found, counts = scored(made, ["1", "2"], batch, function="math", on_error="value")
     assert found.reward_B.tolist() == [0, 0] and counts == {"reward/math/errors": 2}
-
-
-def test_an_error_in_a_process_comes_with_its_whole_traceback(made):
-    with pytest.raises(BatchError, match="raised ZeroDivisionError") as caught:
-        scored(made, ["raise"] * 6, rollout_batch(), **OBEYS)
-    trace = str(caught.value.__cause__)
-    assert "Traceback (most recent call last)" in trace and "in obeys" in trace
-
-
-def test_a_weighted_sum_that_overflows_is_refused(made):
-    with pytest.raises(BatchError, match="inf"):
-        scored(made, ["x"] * 6, rollout_batch(), function="own_rewards:length", weight=1e300)
 
 
 def test_a_process_whose_caller_has_gone_ends_without_a_word():

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
-import socket
 import ssl
 import subprocess
 import threading
@@ -153,69 +151,6 @@ def test_no_attempt_outlasts_its_limit(server, answer):
     with pytest.raises(RemoteError, match="2 attempts, the last: .*[tT]ime"):
         ask(server, retries=1, attempt_s=0.3)
     assert time.monotonic() - began < 2.5  # 3 s for each answer otherwise
-
-
-@contextlib.contextmanager
-def listening(answer: bytes) -> Iterator[int]:
-    """A port that takes connections and sends this, byte by byte, and then nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def drip(connection: socket.socket) -> None:
-            with connection, contextlib.suppress(OSError):
-                for byte in answer:
-                    connection.sendall(bytes([byte]))
-                    time.sleep(0.05)
-                connection.recv(1 << 20)
-                time.sleep(5)
-
-        def serve() -> None:
-            with contextlib.suppress(OSError):
-                while True:
-                    connection, _ = server.accept()
-                    threading.Thread(target=drip, args=(connection,), daemon=True).start()
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield server.getsockname()[1]
-
-
-# A TLS record of 16 KiB, of which the server sends the head and, slowly, some bytes.
-RECORD = b"\x16\x03\x03\x40\x00" + b"\x02" * 60
-
-
-@pytest.mark.parametrize("scheme", ["http", "https"])
-@pytest.mark.parametrize("answer", [b"", RECORD], ids=["silent", "drips"])
-def test_no_handshake_outlasts_the_limit_and_no_thread_stays(scheme, answer):
-    with listening(answer) as port:
-        began = time.monotonic()
-        remote = Remote(f"{scheme}://127.0.0.1:{port}/", retries=1, wait_s=0.01, attempt_s=0.4)
-        with pytest.raises(RemoteError, match="2 attempts, the last: .*[tT]ime"):
-            remote("", "", {})
-        assert time.monotonic() - began < 4  # 5 s for each answer otherwise
-        until = time.monotonic() + 5
-        while late() and time.monotonic() < until:
-            time.sleep(0.05)
-        assert not late()
-
-
-def late() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "reward remote"]
-
-
-def test_no_name_lookup_outlasts_the_limit(monkeypatch):
-    def slow(*arguments: object, **more: object) -> list:
-        time.sleep(3)
-        raise socket.gaierror("nobody knows")
-
-    monkeypatch.setattr(socket, "getaddrinfo", slow)
-    began = time.monotonic()
-    with pytest.raises(RemoteError, match="TimeoutError: no whole answer in 0.2 s"):
-        Remote("http://scores.invalid/", retries=1, wait_s=0.01, attempt_s=0.2)("", "", {})
-    assert time.monotonic() - began < 2.5  # 3 s for each lookup otherwise
-
-
-def test_a_server_that_is_not_there_is_an_error():
-    with pytest.raises(RemoteError, match="ConnectionRefusedError"):
-        Remote("http://127.0.0.1:9/", retries=1, wait_s=0.01)("", "", {})
 
 
 class Numbers:

@@ -10,17 +10,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from batches import rollout_batch
 from other_user import run_as_user
 
-from hybridrl.config.schema import RewardConfig, ScorerConfig
-from hybridrl.errors import DataError, UserError
-from hybridrl.rewards.base import Scorer
-from hybridrl.rewards.functions import find_reward
+from hybridrl.errors import UserError
 from hybridrl.rewards.outcome import Noted
 from hybridrl.services.sandbox import code_reward as sandbox
 from hybridrl.services.sandbox.code_reward import Code, run_program
@@ -86,19 +81,6 @@ def test_a_program_is_right_if_its_tests_pass(code, response, tests, expected):
     assert not isinstance(found, Noted)
 
 
-def test_a_program_may_score_the_share_of_tests():
-    some = find_reward(ScorerConfig(function="code", options={"partial": True, "tests_key": "t"}))
-    wrong_once = "def add(a, b): return abs(a) + b"
-    assert some("", wrong_once, {"t": ASSERTS}) == 0.5
-    assert some("", "print(6)", {"t": PAIRS}) == 0.5
-
-
-@pytest.mark.parametrize("tests", [None, [], 3, [3], [{"input": ""}]])
-def test_a_row_without_tests_is_refused(code, tests):
-    with pytest.raises(DataError, match="a text of asserts"):
-        code("", ADD, {"tests": tests})
-
-
 BOMBS = {
     "fork": "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
     "threads": "import threading as t\nwhile True: t.Thread(target=t.Event().wait).start()",
@@ -123,63 +105,6 @@ def test_threads_and_processes_work_within_the_limits(code):
     )
     ended = run_program(program, "", {**LIMITS, "memory_mib": 256})
     assert (ended.code, ended.output.split()) == (0, ["thread", "2"]), ended
-
-
-FILLS = """
-import socket
-keep, held = [], 0
-try:
-    while True:
-        pair = socket.socketpair()
-        keep += pair
-        for end in pair:
-            end.setblocking(False)
-            try:
-                while True: held += end.send(bytes(65536))
-            except BlockingIOError: pass
-except OSError: print(len(keep), held)
-"""
-LOOP = """
-import asyncio, multiprocessing, shutil, sqlite3, ssl, subprocess, tempfile, zoneinfo
-async def main():
-    pipe = asyncio.subprocess.PIPE
-    child = await asyncio.create_subprocess_exec("/bin/cat", stdin=pipe, stdout=pipe)
-    print((await child.communicate(b"x" * 200_000))[0].count(b"x"))
-    print(await asyncio.to_thread(str, "thread"))
-asyncio.run(main())
-ours, theirs = multiprocessing.Pipe()
-def answer(): theirs.send("child")
-child = multiprocessing.get_context("fork").Process(target=answer)
-child.start()
-print(ours.recv())
-child.join()
-print(shutil.copy2("main.py", "copy"))
-with multiprocessing.get_context("fork").Pool(2) as pool:
-    print(pool.map(abs, [-1, -2])[1])
-base = sqlite3.connect("base")
-base.execute("create table t (x)")
-base.execute("insert into t values (7)")
-base.commit()
-print(base.execute("select x from t").fetchone()[0])
-with tempfile.TemporaryFile() as file:
-    print(file.write(b"x"))
-print(zoneinfo.ZoneInfo("Europe/Paris"))
-"""
-
-
-def test_what_event_loops_and_copies_need_is_there(code):
-    ended = run_program(LOOP, "", {**LIMITS, "time_s": 20})
-    found = ["200000", "thread", "child", "copy", "2", "7", "1", "Europe/Paris"]
-    assert (ended.code, ended.output.split()) == (0, found), ended
-
-
-def test_pairs_of_sockets_hold_little(code):
-    """Few descriptors, each with the host's default buffer."""
-    ended = run_program(FILLS, "", {**LIMITS, "time_s": 20})
-    count, held = map(int, ended.output.split())
-    default = int(Path("/proc/sys/net/core/wmem_default").read_text())
-    assert 0 < count < 64
-    assert held < 64 * 2 * default  # the last message may go over what was left
 
 
 def descendants_left() -> list[str]:
@@ -304,19 +229,6 @@ def test_a_sandbox_that_cannot_start_is_no_wrong_answer(code, monkeypatch):
     assert code("", ADD, {"tests": ASSERTS}) == 1  # a folder that is gone is made again
 
 
-@pytest.mark.parametrize("readable", ["/", ["relative"], ["/is/not/there"], [3]])
-def test_what_can_be_read_is_checked(readable):
-    with pytest.raises(UserError, match="readable"):
-        Code(readable=readable)
-
-
-@pytest.mark.parametrize("bomb", ["memory", "sleep", "loop", "output", "file"])
-def test_a_bomb_that_a_test_sets_off_is_a_limit(code, bomb):
-    body = BOMBS[bomb].replace("\n", "\n    ")
-    ended = run_program(f"def f():\n    {body}", "", LIMITS, "assert f() is None")
-    assert ended.code != 0 and ended.is_limited, ended
-
-
 def test_a_program_sees_no_environment_and_no_other_process(code, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "5ecret")
     program = (
@@ -355,40 +267,6 @@ def test_a_daemon_does_not_outlive_its_program(code):
     ended = run_program(program, "", LIMITS)
     assert (ended.code, ended.output) == (0, "gone\n")
     assert not left_after(3)
-
-
-NOTED = ("errors", "limits", "unjudged")
-
-
-class Texts:
-    """A tokenizer that finds a bomb in the first response, the right program in all others."""
-
-    def __init__(self) -> None:
-        self.first: list[int] | None = None
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        self.first = self.first or list(token_ids)
-        return BOMBS["list"] if list(token_ids) == self.first else DOUBLE
-
-
-@pytest.fixture
-def scorer(code: Code) -> Iterator[Scorer]:
-    options = {"time_s": 5, "tests_key": "answer", "memory_mib": 128}
-    made = Scorer(RewardConfig(function="code", options=options, workers=3), Texts())
-    yield made
-    made.close()
-
-
-def test_limits_are_counted_beside_the_reward(scorer):
-    from dataclasses import replace
-
-    batch = rollout_batch()
-    prompts = tuple(replace(prompt, columns={"answer": PAIRS}) for prompt in batch.prompts)
-    scored = scorer.score(replace(batch, prompts=prompts))
-    assert scored is not None
-    assert scored.reward_B.tolist() == [0, 1, 1, 1, 1, 1]
-    counts = scorer.take_counts()
-    assert counts == {f"reward/code/{name}": name == "limits" for name in NOTED}
 
 
 AS_USER = """

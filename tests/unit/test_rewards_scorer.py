@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +14,7 @@ from batches import rollout_batch, rollouts
 
 from hybridrl.config.schema import RewardConfig
 from hybridrl.contracts.batch import BatchError
-from hybridrl.errors import DataError, UserError
+from hybridrl.errors import DataError
 from hybridrl.parallel.failure import LOG_DIR
 from hybridrl.rewards.base import Scorer
 
@@ -62,35 +60,6 @@ def test_a_reward_function_gets_prompt_response_and_columns_of_each_sample():
     }
 
 
-def test_a_reward_function_gets_the_prompt_as_the_row_has_it_and_the_rendered_text():
-    """Of a chat the messages; in place, begun early, and batched."""
-    seen = []
-
-    def judge(prompt, response, columns):
-        seen.append((prompt, columns["rendered_prompt"]))
-        return 1.0
-
-    @batched
-    def judge_all(prompts, responses, columns):
-        seen.extend((p, c["rendered_prompt"]) for p, c in zip(prompts, columns, strict=True))
-        return [1.0] * len(prompts)
-
-    batch, asked = rollout_batch(), [{"role": "user", "content": "?"}]
-    chats = tuple(replace(prompt, given=asked) for prompt in batch.prompts)
-    for given, expected in ((batch.prompts, None), (chats, asked)):
-        for function in (judge, judge_all):
-            seen.clear()
-            scorer(function).score(replace(batch, prompts=given))
-            assert seen == [(expected or p.text, p.text) for p in given]
-    # What goes to a pool as soon as it is generated is the same.
-    jobs = []
-    early = scorer(judge)
-    early.parts = [SimpleNamespace(can_begin=True, begin=lambda *job: jobs.append(job[-1]))]
-    early.begin(0, chats[0], [1, 2])
-    ((prompts, _, columns),) = jobs
-    assert prompts == [asked] and columns[0]["rendered_prompt"] == chats[0].text
-
-
 def test_a_batched_reward_function_gets_all_samples_at_once():
     calls = []
 
@@ -103,22 +72,6 @@ def test_a_batched_reward_function_gets_all_samples_at_once():
     assert found.reward_B.tolist() == [0, 1, 2, 3, 4, 5]
     ((prompts, responses, columns),) = calls
     assert (len(prompts), responses, len(columns)) == (6, expected_texts(), 6)
-
-
-@pytest.mark.parametrize(
-    "value", [1, 1.0, True, np.float64(1), np.ones(()), torch.tensor(1.0), torch.tensor(1)]
-)
-def test_any_single_number_is_a_reward(value):
-    assert scorer(lambda p, r, c: value).score(rollout_batch()).reward_B.tolist() == [1.0] * 6
-
-
-@pytest.mark.parametrize(
-    "value",
-    [[1.0] * 6, (1,) * 6, np.ones(6), torch.ones(6, dtype=torch.float64), [np.ones(())] * 6],
-)
-def test_any_row_of_numbers_is_a_batch_s_rewards(value):
-    found = scorer(batched(lambda p, r, c: value)).score(rollout_batch())
-    assert found.reward_B.tolist() == [1.0] * 6
 
 
 def check_message(error: BatchError, function, *parts: str) -> None:
@@ -179,21 +132,6 @@ def test_wrong_batched_rewards_name_function_and_line(bad):
     check_message(caught.value, my_rewards, expected)
 
 
-def test_an_error_in_a_reward_function_names_its_line_and_the_sample():
-    def my_reward(prompt, response, columns):
-        if prompt == "prompt 1":
-            raise ZeroDivisionError("no score")
-        return 1.0
-
-    with pytest.raises(BatchError) as caught:
-        scorer(my_reward).score(rollout_batch())
-    raised_at = f"{__file__}:{my_reward.__code__.co_firstlineno + 2}"
-    check_message(
-        caught.value, my_reward, f"raised ZeroDivisionError at {raised_at} on sample 2: no score"
-    )
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-
-
 def parsed(text):
     return json.loads(text)
 
@@ -248,18 +186,6 @@ def test_calls_of_an_async_function_wait_beside_each_other():
         assert found.reward_B.tolist() == [0, 0, 1, 1, 2, 2]
 
 
-def test_an_async_function_is_awaited_where_a_loop_runs_already():
-    @batched
-    async def lengths(prompts, responses, columns):
-        await asyncio.sleep(0)
-        return [1.0] * len(prompts)
-
-    async def notebook():
-        return scorer(lengths).score(rollout_batch())
-
-    assert asyncio.run(notebook()).reward_B.tolist() == [1.0] * 6
-
-
 def test_an_error_of_an_async_function_stops_without_waiting_for_other_calls():
     async def judged(prompt, response, columns):
         if columns["answer"] == "1":
@@ -270,14 +196,6 @@ def test_an_error_of_an_async_function_stops_without_waiting_for_other_calls():
         scorer(judged).score(rollout_batch())
     line = judged.__code__.co_firstlineno + 2
     check_message(caught.value, judged, f"called sys.exit(3) at {__file__}:{line} on sample 2")
-
-
-def test_a_user_error_passes_through_as_it_is():
-    def my_reward(prompt, response, columns):
-        raise UserError("reward.options.url", "x", "y", "z")
-
-    with pytest.raises(UserError, match="reward.options.url"):
-        scorer(my_reward, on_error="value").score(rollout_batch())
 
 
 def test_what_is_wrong_with_a_row_follows_on_error():
@@ -293,12 +211,3 @@ def test_what_is_wrong_with_a_row_follows_on_error():
     assert valued.take_counts() == {"reward/my_reward/errors": 2}
     dropped = scorer(my_reward, on_error="drop").score(rollout_batch())
     assert dropped.sample_ids_B.tolist() == [0, 1, 4, 5]
-
-
-def test_exact_match_is_named_after_the_config():
-    found = scorer(extract=r"(\d+)$")
-    result = found.score(rollout_batch())
-    assert found.name == "exact_match"
-    for i, text in enumerate(expected_texts()):
-        last = text.split(" ")[-1]
-        assert result.reward_B[i] == float(last == str(i // 2))

@@ -165,20 +165,6 @@ def test_family_reads_the_defaults_of_transformers() -> None:
         assert family.model_keywords(least) == family.model_keywords(whole)
 
 
-def test_family_keywords_follow_the_config() -> None:
-    hf_config = Qwen3Config(**SIZES, head_dim=16, rms_norm_eps=1e-5).to_dict()
-    family = resolve_family("qwen3", hf_config)
-    keywords = family.transformer_config(hf_config)
-    assert keywords["kv_channels"] == 16
-    assert keywords["num_query_groups"] == 2
-    assert keywords["ffn_hidden_size"] == 48
-    assert keywords["layernorm_epsilon"] == 1e-5
-    assert (keywords["qk_layernorm"], keywords["add_qkv_bias"]) == (True, False)
-    qwen2 = resolve_family("qwen2", {}).transformer_config(Qwen2Config(**SIZES).to_dict())
-    assert (qwen2["qk_layernorm"], qwen2["add_qkv_bias"]) == (False, True)
-    assert qwen2["kv_channels"] == 8
-
-
 def test_family_reads_new_and_old_rope_keys() -> None:
     family = resolve_family("llama", {})
     old_rope = {key: value for key, value in LLAMA3_ROPE.items() if key != "rope_theta"}
@@ -271,16 +257,6 @@ def test_family_refuses_what_it_does_not_offer(name: str, change: dict[str, Any]
         family.model_keywords(hf_config)
 
 
-def test_family_mistral_has_a_window_unless_the_config_says_null() -> None:
-    mistral = resolve_family("mistral", {})
-    for said, size in (({}, 4096), ({"sliding_window": 7}, 7), ({"sliding_window": None}, None)):
-        shape = mistral.shape({**SIZES, **said})
-        assert shape.window == size and bool(shape.torch_only) == bool(size)
-        # Megatron counts the positions before the query's own, transformers with it.
-        window = mistral.transformer_config({**SIZES, **said}).get("window_size")
-        assert window == (size and (size - 1, 0))
-
-
 def test_family_gemma3_reads_both_forms_of_its_positions() -> None:
     gemma, scaled = resolve_family("gemma3_text", {}), {"rope_type": "linear", "factor": 8.0}
     older = {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": scaled}
@@ -296,14 +272,6 @@ def test_family_gemma3_reads_both_forms_of_its_positions() -> None:
         assert (rotary.local.kind, rotary.local.base) == ("default", 1e4)
     keywords = gemma.transformer_config({**SIZES, "num_hidden_layers": 7, **older})
     assert keywords["window_attn_skip_freq"] == [1, 1, 1, 1, 1, 0, 1]
-
-
-def test_family_gemma2_without_caps_where_the_config_says_null() -> None:
-    gemma = resolve_family("gemma2", {})
-    none = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-    for said, caps in (({}, (50.0, 30.0)), (none, (0.0, 0.0))):
-        shape = gemma.shape({**SIZES, **said})
-        assert (shape.attention_cap, shape.logits_cap) == caps and shape.torch_only
 
 
 def test_family_olmo2_is_not_cut_inside_a_key_head() -> None:
@@ -322,19 +290,6 @@ def test_family_smollm3_has_no_positions_in_every_fourth_layer() -> None:
         keywords = smollm3.transformer_config({**sizes, **said})
         assert keywords["no_rope_freq"] == [0, 0, 0, 1] * 2
     assert smollm3.shape(sizes).tied_embeddings
-
-
-def test_family_is_chosen_by_architecture() -> None:
-    assert resolve_family(None, {"architectures": ["Qwen2ForCausalLM"]}).name == "qwen2"
-    assert resolve_family(None, {"model_type": "qwen3"}).name == "qwen3"
-    with pytest.raises(ModelError, match="GPT2LMHeadModel.*ForCausalLM of Llama,"):
-        resolve_family(None, {"architectures": ["GPT2LMHeadModel"], "model_type": "llama"})
-    with pytest.raises(ModelError, match="architectures: got none"):
-        resolve_family(None, {})
-    with pytest.raises(ModelError, match="'qwen3'"):
-        resolve_family("qwen33", {})
-    with pytest.raises(ModelError, match="describes Qwen3ForCausalLM"):
-        resolve_family("qwen3", {"architectures": ["LlamaForCausalLM"]})
 
 
 def test_family_is_loaded_from_a_users_module(monkeypatch: pytest.MonkeyPatch) -> None:

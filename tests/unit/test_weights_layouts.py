@@ -22,7 +22,6 @@ from hybridrl.models.weights import (
     check_layout,
     check_tensors,
     fused_layout,
-    hf_layout,
     hf_shapes,
     megatron_layout,
     megatron_layouts,
@@ -55,15 +54,6 @@ def test_weights_interleave_qkv_per_key_value_head() -> None:
     ]
 
 
-def test_weights_cut_inside_a_group_where_ranks_exceed_key_value_heads() -> None:
-    layout = megatron_layout(LLAMA, SHAPE, TrainLayout(8, tp=8), 3)  # rows 18 to 24 of 48
-    attention = "model.layers.0.self_attn."
-    assert _held(layout, "0/decoder.layers.0.self_attention.linear_qkv.bias") == [
-        (f"{attention}k_proj.bias", (2, 4), (0, 2)),
-        (f"{attention}v_proj.bias", (0, 4), (2, 6)),
-    ]
-
-
 def test_weights_place_layers_by_virtual_pipeline_chunk() -> None:
     train = TrainLayout(2, pp=2, vpp=2)
     first, last = (megatron_layout(LLAMA, SHAPE, train, rank) for rank in range(2))
@@ -75,16 +65,6 @@ def test_weights_place_layers_by_virtual_pipeline_chunk() -> None:
     assert "0/embedding.word_embeddings.weight" in first.shapes
     assert {"1/decoder.final_layernorm.weight", "1/output_layer.weight"} <= last.shapes.keys()
     assert not any("output_layer" in name for name in first.shapes)
-
-
-def test_stages_with_the_embedding_and_the_head_have_fewer_layers() -> None:
-    assert TrainLayout(4, pp=4).chunk_sizes(8) == [2, 2, 2, 2]
-    assert TrainLayout(4, pp=4).chunk_sizes(7) == [2, 2, 2, 1]
-    assert TrainLayout(4, pp=4).chunk_sizes(6) == [1, 2, 2, 1]
-    assert TrainLayout(4, pp=4).chunk_sizes(5) == [1, 2, 1, 1]
-    assert TrainLayout(2, pp=2, vpp=2).chunk_sizes(6) == [1, 2, 2, 1]
-    with pytest.raises(ValueError, match="below pp"):
-        TrainLayout(4, pp=4).chunk_sizes(3)
 
 
 @pytest.mark.parametrize(("pp", "vpp"), [(3, 1), (4, 2), (16, 1), (8, 4)])
@@ -116,29 +96,6 @@ def test_weights_copy_tied_embeddings_to_the_last_stage() -> None:
     held = _held(last, "0/output_layer.weight")
     assert held == [("model.embed_tokens.weight", (64, 100), (0, 36))]
     assert last.padding == (("0/output_layer.weight", ((36, 64), (0, 16))),)
-
-
-def test_weights_pad_vocabularies_alike_for_all_tensor_parallel_sizes() -> None:
-    assert {SHAPE.padded_vocab(tp) for tp in (1, 2, 4, 8, 64)} == {128}
-    assert SHAPE.padded_vocab(3) == 384
-    small = replace(SHAPE, vocab_size=5)
-    layout = megatron_layout(LLAMA, small, TrainLayout(8, tp=8), 7)  # holds padding only
-    name = "0/embedding.word_embeddings.weight"
-    assert (layout.shapes[name], _held(layout, name)) == ((16, 16), [])
-    assert (name, ((0, 16), (0, 16))) in layout.padding
-
-
-def test_weights_of_a_critic_end_in_a_score() -> None:
-    for tied in (False, True):
-        shape = replace(SHAPE, tied_embeddings=tied)
-        shapes = hf_shapes(LLAMA, shape, "value")
-        assert shapes["score.weight"] == (1, 16)
-        assert "lm_head.weight" not in shapes
-        train = TrainLayout(4, tp=2, pp=2)
-        layouts = [megatron_layout(LLAMA, shape, train, rank, "value") for rank in range(4)]
-        check_coverage(layouts, shapes)
-        assert layouts[3].shapes["0/output_layer.weight"] == (1, 16)
-        assert layouts[2].shapes["0/output_layer.weight"] == (1, 16)
 
 
 def test_weights_name_fused_norms_of_transformer_engine() -> None:
@@ -274,20 +231,6 @@ def test_weights_refuse_layouts_that_do_not_divide(
         megatron_layout(LLAMA, shape, train, 0)
 
 
-def test_weights_refuse_engine_layouts_that_do_not_divide() -> None:
-    with pytest.raises(ModelError, match="q_proj.weight: got 6"):
-        fused_layout(LLAMA, replace(SHAPE, num_heads=24, num_kv_heads=4, vocab_size=384), 6, 0)
-
-
-def test_weights_refuse_a_table_with_a_wrong_shape() -> None:
-    rows = list(LLAMA.rows(SHAPE))
-    index = next(i for i, row in enumerate(rows) if row.kind == "qkv")
-    rows[index] = replace(rows[index], shapes=((32, 16), (16, 16), (16, 16)))
-    family = replace(LLAMA, rows=lambda shape: tuple(rows))
-    with pytest.raises(ModelError, match="do not fit the heads"):
-        megatron_layout(family, SHAPE, TrainLayout(1), 0)
-
-
 def test_weights_coverage_names_what_is_unmapped_missing_or_doubled() -> None:
     layouts = [megatron_layout(LLAMA, SHAPE, TrainLayout(2, tp=2), rank) for rank in range(2)]
     shapes = hf_shapes(LLAMA, SHAPE)
@@ -372,12 +315,6 @@ def test_tiling_fault_finds_the_first_fault() -> None:
     assert tiling_fault([((2, 2), (0, 3))], (4, 3)) == ("outside", ((2, 2), (0, 3)))
     assert tiling_fault([((0, 4),)], (4, 3)) == ("outside", ((0, 4),))
     assert tiling_fault([], (4,)) == ("hole", ((0, 4),))
-
-
-def test_hf_layout_is_the_identity() -> None:
-    layout = hf_layout(hf_shapes(LLAMA, SHAPE))
-    assert all((r.hf, r.hf_box) == (r.local, r.local_box) for r in layout.regions)
-    check_coverage([layout], hf_shapes(LLAMA, SHAPE))
 
 
 def test_planning_imports_no_torch() -> None:
