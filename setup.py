@@ -30,7 +30,7 @@ EXTRAS = {
     "sglang": ["sglang>=0.5.12,<=0.5.16", MEASURED_ON_GPUS],
     # The documentation's site: `make docs`. A theme that is kept well, with search and dark mode.
     "docs": ["mkdocs-material>=9.6,<10"],
-    "data": ["pyarrow", "datasets"],  # parquet files, and data sets of the hub
+    "data": ["datasets"],  # data sets of the hub
     # The reward `math`; its antlr is another than that of OmegaConf before 2.4.
     "math": ["math-verify>=0.9", "omegaconf>=2.4"],
     # `hybridrl launch --ray`: jobs on clusters that Ray runs; the version it was tested with on.
@@ -40,7 +40,6 @@ EXTRAS = {
     "test": [
         "math-verify>=0.9",
         "omegaconf>=2.4",
-        "pyarrow",
         "datasets",
         "pytest",
         "pytest-timeout",

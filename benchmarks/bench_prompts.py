@@ -4,8 +4,8 @@ memory of all ranks together.
 A file of prompts is generated. It is checked as by `hybridrl train` before ranks start, twice: the
 second time it was checked before. One process tokenizes it (the first start). Then as many
 processes as a node has ranks start as in a run: the first finds the tokenized file and reads it
-whole to see that it is undamaged, and computes the identity of the data, once with all prompts and
-once with a share held out; all map it, are told what was found, and take prompts. Their memory is
+whole to see that it is undamaged; all map it, compute the identity of the data, once with all
+prompts and once with a share held out, and take prompts. Their memory is
 the sum of their proportional set sizes, in which a page that several share counts once, less that
 of as many ranks with FEW prompts. Ideal: 4 bytes a token, once a node. Mapped pages are clean: the
 system may take them back.
@@ -129,14 +129,14 @@ def rank(
     barrier.wait()
     began = time.perf_counter()
     if number:
-        store.follow(*told["found"].get())
+        store.follow(told["found"].get())
     loaded = store.load(reading)
+    for _ in range(0 if number else told["ranks"] - 1):
+        told["found"].put(store.files)
     mapped = time.perf_counter()
     if share:
-        loaded, _ = hold_out(loaded, share, store.once)
-    source = PromptSource(loaded.prompts, seed=0, shuffle=True, once=store.once)
-    for _ in range(0 if number else told["ranks"] - 1):
-        told["found"].put((store.files, store.found))
+        loaded, _ = hold_out(loaded, share)
+    source = PromptSource(loaded.prompts, seed=0, shuffle=True)
     source.take(TAKEN)
     ended = time.perf_counter()
     barrier.wait()

@@ -38,6 +38,7 @@ REQUIRED = {
     "huggingface_hub": ">=1.3,<3",  # hub names of models
     "safetensors": ">=0.5,<1",  # weights of HF directories, read by slices
     "xxhash": ">=3.0,<5",  # digests of checkpoint files
+    "pyarrow": ">=21,<27",  # files of tokenized prompts, which ranks map; parquet files
     "pydantic": ">=2.6,<3",  # the configuration schema
     "omegaconf": ">=2.3,<3",  # YAML and key=value overrides
     "pyyaml": ">=6,<7",  # errors of YAML; imported by omegaconf

@@ -6,17 +6,16 @@ Both follow from the prompts alone, so every rank agrees without asking.
 from __future__ import annotations
 
 import hashlib
-from array import array
-from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import pairwise
+
+import numpy as np
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.contracts.prompts import Prompt
-from hybridrl.data.prompt_file import chosen, token_texts
-from hybridrl.data.prompts import LoadedPrompts, Once, PromptSource, at_once, saved_count
+from hybridrl.data.prompt_files import chosen, shares
+from hybridrl.data.prompts import LoadedPrompts, PromptSource, saved_count
 from hybridrl.errors import DataError
 
 
@@ -30,7 +29,7 @@ class MixedPrompts(PromptSource):
     Args:
         parts: the prompts of each source; none is empty.
         weights: of each.
-        seed, shuffle, once: as of PromptSource, for each.
+        seed, shuffle: as of PromptSource, for each.
     """
 
     def __init__(
@@ -40,13 +39,19 @@ class MixedPrompts(PromptSource):
         *,
         seed: int,
         shuffle: bool,
-        once: Once = at_once,
     ) -> None:
-        self._parts = [PromptSource(part, seed=seed, shuffle=shuffle, once=once) for part in parts]
+        self._parts = [PromptSource(part, seed=seed, shuffle=shuffle) for part in parts]
         self._weights, self._taken = tuple(weights), [0] * len(parts)
         states = [part.state()["fingerprint"] for part in self._parts]
-        digest = hashlib.sha256(f"{states}{self._weights}".encode())
-        self._fingerprint = digest.hexdigest()[:16]
+        self._fingerprint = f"2:{self._joined(states)}"
+
+    def _joined(self, fingerprints: Sequence[int | str]) -> str:
+        text = f"{[*fingerprints]}{self._weights}"
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def older_fingerprint(self) -> str:
+        """Returns the fingerprint that older releases wrote."""
+        return self._joined([part.older_fingerprint() for part in self._parts])
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
@@ -79,26 +84,23 @@ class MixedPrompts(PromptSource):
         Raises:
             DataError: that source had other prompts, other weights or another seed.
         """
-        if state.get("fingerprint") != self._fingerprint:
-            raise self.differs()
+        self._check(state)
         self._taken = [saved_count(state, f"taken/{i}") for i in range(len(self._parts))]
         for part, taken in zip(self._parts, self._taken, strict=True):
             epoch, index = divmod(taken, len(part))
             part.load_state({**part.state(), "epoch": epoch, "index": index})
 
 
-def prompt_source(
-    loaded: LoadedPrompts, config: DataConfig, seed: int, once: Once = at_once
-) -> PromptSource:
-    """Returns the source of a run's prompts; `once` as of PromptSource.
+def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> PromptSource:
+    """Returns the source of a run's prompts.
 
     Raises:
         DataError: all prompts of a source that has a weight are too long.
     """
     if config.weights is None:
-        return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle, once=once)
+        return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle)
     # Sources ascend, so the prompts of each stand together.
-    ends = [bisect_left(loaded.sources, number) for number in range(len(config.weights) + 1)]
+    ends = np.searchsorted(loaded.sources, np.arange(len(config.weights) + 1)).tolist()
     parts = [loaded.prompts[start:end] for start, end in pairwise(ends)]
     for part, name in zip(parts, config.prompts or (), strict=True):
         if not part:
@@ -108,48 +110,30 @@ def prompt_source(
                 f"at least one, with data.weights; rows of at most {loaded.left_out.limits}",
                 "Remove the source and its weight.",
             )
-    return MixedPrompts(parts, config.weights, seed=seed, shuffle=config.shuffle, once=once)
+    return MixedPrompts(parts, config.weights, seed=seed, shuffle=config.shuffle)
 
 
-def hold_out(
-    loaded: LoadedPrompts, share: float, once: Once = at_once
-) -> tuple[LoadedPrompts, Sequence[Prompt]]:
+def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequence[Prompt]]:
     """Returns the prompts to train on and those held out.
 
     A prompt's side follows from its tokens: equal ones stay together, as do the samples of one
     chat, and rows added later move no other.
 
-    Args:
-        once: as of PromptSource.
-
     Raises:
         DataError: one of the sides would be empty.
     """
-    kept, held = once(partial(_sides, loaded.prompts, share))
-    if not held or not kept:
+    numbers, values = shares(loaded.prompts)
+    # Samples of one chat have one number and stand together; the first decides.
+    _, first, samples = np.unique(numbers, return_index=True, return_inverse=True)
+    is_held = (values < share)[first][samples]
+    kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
+    if not len(held) or not len(kept):
         raise DataError(
             "data.eval_share",
             f"{share}, which holds out {len(held)} of {len(loaded.prompts)} prompts",
             "a share that leaves prompts on both sides",
             "Change it, or set data.eval_prompts.",
         )
-    sources = array("i", (loaded.sources[place] for place in kept))
-    trained = replace(loaded, prompts=chosen(loaded.prompts, kept), sources=sources)
-    return trained, chosen(loaded.prompts, held)
-
-
-def _sides(prompts: Sequence[Prompt], share: float) -> tuple[array[int], array[int]]:
-    """Returns the places of the prompts to train on, and of those held out."""
-    sides = array("q"), array("q")
-    last, side = -1, False
-    for place, (number, tokens) in enumerate(token_texts(prompts)):
-        if number != last:  # samples of one chat, which have one number, stay together
-            last, side = number, _share(tokens) < share
-        sides[side].append(place)
-    return sides
-
-
-def _share(tokens: bytes) -> float:
-    """Returns a number from 0 to 1 that follows from the text of a prompt's tokens."""
-    digest = hashlib.sha256(tokens).digest()
-    return int.from_bytes(digest[:8], "big") / 2**64
+    trained = chosen(loaded.prompts, kept)
+    sources = loaded.sources[kept]
+    return replace(loaded, prompts=trained, sources=sources), chosen(loaded.prompts, held)

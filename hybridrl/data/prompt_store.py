@@ -1,16 +1,16 @@
-"""Where the ranks of a node share tokenized prompts: who waits for whom, and what is kept.
+"""Tokenized prompts that the ranks of a node share, and what is kept for later starts. No torch.
 
 One rank of each node builds: it calls `load` for each source, in the order of the run. The others
-wait for all of its sources, are told the files with `follow`, and call `load` in the same order,
-which maps them. No torch, no collective: the trainer brings what is told to the others.
+wait until it is done, are told the files with `follow`, and call `load` in the same order, which
+maps them. There is no collective here: the trainer brings the files' names to the other ranks.
 
-Files stand in HYBRIDRL_CACHE, else in the user's cache folder ($XDG_CACHE_HOME or ~/.cache), under
-hybridrl/prompts. A file's name is a digest of all that decides its content: the sources' bytes or
-commits, the tokenizer, the keys and limits, and the code that reads. A file that no run has used
-for KEPT_DAYS is removed by the next one that writes there. Where that folder cannot be written, or
-what decides is not known, files stand in a temporary folder until all ranks have mapped them; the
-user is told; rows from Python are of that kind. Rows with values that JSON has not, and rows of an
-iterator, which come once, stay in each rank's memory.
+Files are stored in HYBRIDRL_CACHE, else in the user's cache folder ($XDG_CACHE_HOME or ~/.cache),
+under hybridrl/prompts. A file's name has a digest of everything that decides its content: the
+sources' bytes or commits, the tokenizer, the keys and limits, and the code that reads. A file that
+no run has used for KEPT_DAYS is removed by the next run that writes there. Where that folder cannot
+be written, or what decides is not known (rows from Python), files are stored in a temporary folder
+until all ranks have mapped them. Rows with values that JSON does not have, and rows of an iterator,
+which come once, stay in each rank's memory.
 """
 
 from __future__ import annotations
@@ -19,62 +19,48 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
+from hybridrl.config import files
 from hybridrl.config.cache import cache_folder
 from hybridrl.config.needs import Needs
 from hybridrl.config.schema import DataConfig, RolloutConfig
 from hybridrl.contracts.prompts import Prompt
-from hybridrl.data.chats import ChatCounts
-from hybridrl.data.prompt_file import (
-    DamagedError,
-    MappedPrompts,
+from hybridrl.data.prompt_files import (
     NotHeldError,
-    PromptFile,
+    is_whole,
+    named_by_content,
+    read_prompts,
     write_prompts,
 )
 from hybridrl.data.prompts import LeftOut, LoadedPrompts, Reading, TextEncoder, in_memory
 from hybridrl.data.sets import source_identity
-from hybridrl.errors import said
+from hybridrl.errors import UserError, said
 
-ENDING = ".prompts"
-CHECKED = ".checked"  # of the marks of checked_rows.py
+ENDING = ".arrow"
+CHECKED = ".checked"  # files of these names say that nothing is wrong with the rows of a source
 KEPT_DAYS = 30
-# Of the section `data`, what chooses among prompts that are there.
+# Keys of the section `data` that choose among prompts that are there.
 _CHOOSES = {
     *("prompts", "weights", "shuffle", "validation", "eval_prompts", "eval_share", "eval_limit"),
-    "max_response_tokens",  # stands beside the section
+    "max_response_tokens",  # comes with the reading
 }
-_READERS = (
-    *(
-        "prompts",
-        "prompt_file",
-        "prompt_store",
-        "rows",
-        "forms",
-        "trees",
-        "messages",
-        "chats",
-        "encoding",
-        "text_tokens",
-        "end_tokens",
-    ),
-    *("feedback", "sets"),
-)
+_CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(files.__file__)]
+_LEFT_OUT = TypeAdapter(LeftOut)
 
 Rows = Iterable[Mapping[str, object]]
 
 
 def prompts_folder() -> Path:
-    """Returns where files of prompts are kept."""
+    """Returns the folder where files of prompts are kept."""
     return cache_folder("prompts")
 
 
@@ -82,14 +68,13 @@ class PromptStore:
     """Loads prompts on one rank.
 
     Args:
-        tokenizer: of the run.
-        folder: where files are kept; None: `prompts_folder()`.
-        end_tokens: the end tokens of responses; None: those of the tokenizer and its template.
+        tokenizer: The run's tokenizer.
+        folder: Folder where files are kept. None takes `prompts_folder()`.
+        end_tokens: End tokens of responses. None takes those of the tokenizer and its template.
 
     Attributes:
-        files: of each source that was loaded, in order; None for one that is in memory.
-        notes: what the user is to know, a line each.
-        found: what was computed of them by `once`, in order; picklable.
+        files: File of each source that was loaded, in order; None for one that is in memory.
+        notes: Lines for the user.
     """
 
     def __init__(
@@ -100,27 +85,17 @@ class PromptStore:
     ) -> None:
         self.files: list[str | None] = []
         self.notes: list[str] = []
-        self.found: list[Any] = []
         self._tokenizer, self._folder = tokenizer, folder or prompts_folder()
         self._ends = end_tokens
         self._to_follow: list[str | None] | None = None
-        self._to_repeat: list[Any] = []
         self._temporary: Path | None = None
 
-    def follow(self, files: Sequence[str | None], found: Sequence[Any] = ()) -> None:
-        """Makes `load` map what the `files` of another rank's store name, and `once` give what that
-        has found.
-        """
-        self._to_follow, self._to_repeat = list(files), list(found)
-
-    def once(self, compute: Callable[[], Any]) -> Any:
-        """Returns what `compute` gives, which the rank that is followed has called."""
-        is_known = len(self.found) < len(self._to_repeat)
-        self.found.append(self._to_repeat[len(self.found)] if is_known else compute())
-        return self.found[-1]
+    def follow(self, files: Sequence[str | None]) -> None:
+        """Makes `load` map the files that another rank's store has in `files`."""
+        self._to_follow = list(files)
 
     def load(self, reading: Reading) -> LoadedPrompts:
-        """Returns prompts, of a file where that is possible.
+        """Returns prompts, mapped from a file where that is possible.
 
         Raises:
             DataError: as of `Reading.prompts`.
@@ -133,7 +108,9 @@ class PromptStore:
         self.files.append(file)
         if file is None:
             return in_memory(reading, self._tokenizer, self._ends)
-        return _mapped(Path(file))
+        prompts, left_out = read_prompts(Path(file))
+        sources = prompts.numbers("source")
+        return LoadedPrompts(prompts, sources, _LEFT_OUT.validate_json(left_out))
 
     def close(self) -> None:
         """Removes files that are not kept; all ranks have mapped them."""
@@ -142,15 +119,13 @@ class PromptStore:
             self._temporary = None
 
     def _file_of(self, reading: Reading) -> Path | None:
-        """Returns the file of what is read, which is written if need be; None: it cannot be."""
-        key = content_key(reading, self._tokenizer, self._ends) if _has_names(reading) else None
+        """Returns the file of what is read, which is written if need be. None if it cannot be."""
         if not isinstance(reading.source, Sized | None):
             return None  # rows that come once, and would be gone if the file could not hold them
+        key = content_key(reading, self._tokenizer, self._ends) if _has_names(reading) else None
         if key is None and _has_names(reading):
             self._note("prompts are tokenized at each start: what decides their tokens is unknown")
-        if key is not None and self._is_whole(path := self._folder / f"{key}{ENDING}"):
-            with suppress(OSError):  # of another user, or on a file system that is read only
-                os.utime(path)
+        if key is not None and (path := self._kept(key)) is not None:
             return path
         try:
             if key is not None:
@@ -173,16 +148,16 @@ class PromptStore:
         self._note(f"each rank keeps all prompts in its memory: {why}")
         return None
 
-    def _is_whole(self, path: Path) -> bool:
-        """Whether there is such a file and it is whole."""
-        try:
-            PromptFile(path).verify()
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        except (DamagedError, OSError) as error:
-            self._note(f"{path} is written again: {said(error, 160)}")
-            return False
-        return True
+    def _kept(self, key: str) -> Path | None:
+        """Returns the whole file of this key, if there is one; removes damaged ones."""
+        for path in self._folder.glob(f"{key}-*{ENDING}"):
+            with suppress(OSError):  # as on a file system that is read-only
+                if is_whole(path):
+                    os.utime(path)
+                    return path
+                self._note(f"{path} is damaged and is written again")
+                path.unlink()
+        return None
 
     def _write(self, reading: Reading, folder: Path, key: str | None) -> Path:
         """Tokenizes into a file of this folder and returns it.
@@ -192,16 +167,16 @@ class PromptStore:
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_old(folder)
-        began, about = time.monotonic(), dict[str, object]()
+        began, left_out = time.monotonic(), reading.left_out()
         handle, name = tempfile.mkstemp(".part", dir=folder)
+        os.close(handle)
         try:
-            with os.fdopen(handle, "wb") as file:
-                write_prompts(file, folder, self._read(reading, about), about)
+            prompts = self._read(reading, left_out)
+            write_prompts(Path(name), prompts, lambda: _LEFT_OUT.dump_json(left_out))
             # A source that has changed meanwhile gave rows of which the key says nothing.
             if key is None or content_key(reading, self._tokenizer, self._ends) != key:
                 key = Path(name).stem
-            path = folder / f"{key}{ENDING}"
-            os.replace(name, path)
+            path = named_by_content(Path(name), key, ENDING)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(name)
@@ -213,15 +188,11 @@ class PromptStore:
         if line not in self.notes:
             self.notes.append(line)
 
-    def _read(self, reading: Reading, about: dict[str, object]) -> Iterator[tuple[Prompt, int]]:
-        """Yields what is read; then `about` says what was left out."""
-        left_out = reading.left_out()
+    def _read(self, reading: Reading, left_out: LeftOut) -> Iterator[tuple[Prompt, int]]:
         try:
             yield from reading.prompts(self._tokenizer, left_out, self._ends)
         except OSError as error:
             raise _SourceError(error) from error
-        about |= vars(left_out) | {"in_part": sorted(left_out.in_part)}
-        about["chats"] = vars(left_out.chats)
 
 
 class _SourceError(Exception):
@@ -238,69 +209,94 @@ def _has_names(reading: Reading) -> bool:
     return isinstance(source, Sequence) and all(isinstance(name, str) for name in source)
 
 
-def _mapped(path: Path) -> LoadedPrompts:
-    file = PromptFile(path)
-    told: Any = file.about
-    places = [(str(place), int(num)) for place, num in told["places"]]
-    chats = ChatCounts(**{name: int(count) for name, count in told["chats"].items()})
-    known = told | {"places": places, "in_part": set(told["in_part"]), "chats": chats}
-    left_out = LeftOut(**known)
-    return LoadedPrompts(MappedPrompts(file), array("i", file.sources.tobytes()), left_out)
-
-
 def remove_old(folder: Path) -> None:
-    """Removes files that no run has used for KEPT_DAYS, whole ones and what is left of others."""
+    """Removes files that no run has used for KEPT_DAYS."""
     oldest = time.time() - KEPT_DAYS * 86400
-    for path in [path for end in (ENDING, CHECKED, ".part") for path in folder.glob(f"*{end}")]:
+    for path in folder.iterdir():
         with suppress(OSError):  # another run removes it too
             if path.stat().st_mtime < oldest:
                 path.unlink()
 
 
+def unless_checked(
+    config: DataConfig,
+    names: Sequence[str],
+    looked_for: Sequence[object],
+    check: Callable[[], list[UserError]],
+) -> list[UserError]:
+    """Returns what `check` finds in the rows of sources; nothing where it found nothing in an
+    earlier start. Errors are never remembered.
+
+    Args:
+        config: Keys of the columns.
+        names: Sources, as in `data.prompts`.
+        looked_for: What else decides what `check` finds, for JSON.
+        check: Reads the rows.
+    """
+    folder, key = prompts_folder(), _checked_key(config, names, looked_for)
+    if key is not None and (folder / f"{key}{CHECKED}").exists():
+        with suppress(OSError):  # as on a file system that is read-only
+            os.utime(folder / f"{key}{CHECKED}")
+        return []
+    found = check()
+    # A source that has changed meanwhile had rows of which the key says nothing.
+    if not found and key is not None and _checked_key(config, names, looked_for) == key:
+        with suppress(OSError):  # the rows are read again at the next start
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            remove_old(folder)
+            (folder / f"{key}{CHECKED}").touch()
+    return found
+
+
+def _checked_key(
+    config: DataConfig, names: Sequence[str], looked_for: Sequence[object]
+) -> str | None:
+    decides = _what_is_read(config, names)
+    return None if decides is None else _key([decides, list(looked_for)])
+
+
 def content_key(
     reading: Reading, tokenizer: TextEncoder, end_tokens: Sequence[int] | None = None
 ) -> str | None:
-    """Returns a digest of all that decides what is read; None where something of it is unknown."""
+    """Returns a digest of everything that decides what is read. None if part of it is unknown."""
     config = reading.config
     given = config.prompts if reading.source is None else reading.source
     encoder = tokenizer_identity(tokenizer)
-    read = None if encoder is None else what_is_read(config, list(map(str, given or ())))
+    read = None if encoder is None else _what_is_read(config, list(map(str, given or ())))
     if read is None:
         return None
     limits = [list(reading.required), reading.max_response_tokens, reading.feedback, reading.limit]
-    ends = None if end_tokens is None else list(end_tokens)
-    decides = [read, encoder, ends, limits, sys.byteorder]
+    return _key([read, encoder, None if end_tokens is None else list(end_tokens), limits])
+
+
+def _key(decides: object) -> str:
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def what_is_read(config: DataConfig, names: Sequence[str]) -> list[object] | None:
-    """Returns, for JSON, what decides which rows these sources give, and how they are read; None
-    where something of it is unknown.
+def _what_is_read(config: DataConfig, names: Sequence[str]) -> list[object] | None:
+    """Returns, for JSON, what decides which rows these sources give, and how they are read. None if
+    part of it is unknown.
     """
     sources = list(map(source_identity, names))
     if None in sources:
         return None
     section = config.model_dump(mode="json", exclude=_CHOOSES)
-    here = Path(__file__).parent
-    code = [hashlib.sha256((here / f"{name}.py").read_bytes()).hexdigest() for name in _READERS]
+    code = [hashlib.sha256(path.read_bytes()).hexdigest() for path in _CODE]
     return [list(names), sources, section, code]
 
 
 def tokenizer_identity(tokenizer: Any) -> str | None:
-    """Returns a digest of all that decides the tokens of a text and the text of messages; None
-    where that is not known: of tokenizers that are not of transformers' own classes and not made of
-    data alone, and of templates that say the date.
+    """Returns a digest of everything that decides the tokens of a text and the text of messages.
+    None for tokenizers that are not of transformers' own classes or not made of data alone, and
+    for templates that write the date.
     """
     kind = type(tokenizer)
     is_known = kind.__module__.startswith("transformers.") and hasattr(tokenizer, "_tokenizer")
-    if not is_known:
+    if not is_known or "strftime_now" in str(tokenizer.chat_template):
         return None
     import tokenizers
     import transformers
 
-    template = tokenizer.chat_template  # rows of messages are always rendered
-    if "strftime_now" in str(template):
-        return None
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     for name in ("truncation", "padding"):  # every call sets them
         content.pop(name, None)
@@ -308,7 +304,7 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
         kind.__qualname__,
         [transformers.__version__, tokenizers.__version__],
         content,
-        template,
+        tokenizer.chat_template,
         tokenizer.special_tokens_map,
         [tokenizer.eos_token_id, tokenizer.split_special_tokens],
     ]

@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import random
 from array import array
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
@@ -25,13 +26,14 @@ from hybridrl.data.encoding import Encoded, TextEncoder, encoded_rows
 from hybridrl.data.end_tokens import own_end_tokens
 from hybridrl.data.feedback import check_classes, checked, equal_sides, label_columns
 from hybridrl.data.forms import Kind, formed_rows, kind_of, text_columns
-from hybridrl.data.prompt_file import NO_GAPS, NONE, identities
+from hybridrl.data.prompt_files import digests, identity
 from hybridrl.data.rows import BadRows, Row
 from hybridrl.errors import DataError
 
 __all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts"]
 
 MOST_PLACES = 100  # of rows left out, that are remembered
+_NEW = "2:"  # begins fingerprints that are computed from digests of prompts
 
 
 @dataclass
@@ -87,7 +89,7 @@ class LoadedPrompts:
     """
 
     prompts: Sequence[Prompt]
-    sources: Sequence[int]
+    sources: NDArray[np.int32]
     left_out: LeftOut
 
     def report(self) -> str:
@@ -234,11 +236,11 @@ def in_memory(
     reading: Reading, tokenizer: TextEncoder, end_tokens: Collection[int] | None = None
 ) -> LoadedPrompts:
     """Returns what is read as a tuple of prompts."""
-    left_out, prompts, sources = reading.left_out(), list[Prompt](), array("i")
+    left_out, prompts, sources = reading.left_out(), list[Prompt](), list[int]()
     for prompt, source in reading.prompts(tokenizer, left_out, end_tokens):
         prompts.append(prompt)
         sources.append(source)
-    return LoadedPrompts(tuple(prompts), sources, left_out)
+    return LoadedPrompts(tuple(prompts), np.array(sources, np.int32), left_out)
 
 
 def _prompt(config: DataConfig, encoded: Encoded) -> Prompt:
@@ -268,26 +270,18 @@ def _prompt(config: DataConfig, encoded: Encoded) -> Prompt:
     )
 
 
-def at_once(compute: Callable[[], Any]) -> Any:
-    """Returns what `compute` gives."""
-    return compute()
-
-
-Once = Callable[[Callable[[], Any]], Any]
-"""Returns what a function gives, be it that it was called on another rank."""
-
-
 def _fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
     """Returns a digest of prompts and of the seed that they are shuffled with."""
     digest = hashlib.sha256(f"{seed}".encode())
-    for number, tokens, response, rejected, gaps, label in identities(prompts):
-        digest.update(b"%d%b%b" % (number, tokens, response))
-        if rejected != NONE:
-            digest.update(rejected)
-        if gaps != NO_GAPS:
-            digest.update(gaps)
-        if label is not None and response not in (NONE, b"()"):
-            digest.update(f"{label}".encode())
+    digest.update(digests(prompts).astype("<u8").tobytes())
+    return f"{_NEW}{digest.hexdigest()[:16]}"
+
+
+def _older_fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
+    """Returns the fingerprint that older releases wrote; reads all prompts."""
+    digest = hashlib.sha256(f"{seed}".encode())
+    for prompt in prompts:
+        digest.update(identity(prompt))
     return digest.hexdigest()[:16]
 
 
@@ -298,16 +292,14 @@ class PromptSource:
         prompts: what it gives; not empty.
         seed: sets the order, together with the number of the epoch.
         shuffle: False gives every epoch in the order of `prompts`.
-        once: computes what is the same on all ranks and takes long.
     """
 
-    def __init__(
-        self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, once: Once = at_once
-    ) -> None:
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
             raise DataError("prompts", "nothing", "1 prompt or more", "Pass some prompts.")
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
-        self._fingerprint: str = once(partial(_fingerprint, prompts, seed if shuffle else None))
+        self._order_seed = seed if shuffle else None
+        self._fingerprint = _fingerprint(prompts, self._order_seed)
         self._epoch, self._index = 0, 0
         self._order = self._epoch_order()
 
@@ -341,16 +333,23 @@ class PromptSource:
         Raises:
             DataError: that source had other prompts, or another seed.
         """
-        if state.get("fingerprint") != self._fingerprint:
-            raise self.differs()
+        self._check(state)
         self._epoch = saved_count(state, "epoch")
         self._index = saved_count(state, "index", len(self._prompts))
         self._order = self._epoch_order()
 
-    @staticmethod
-    def differs() -> DataError:
-        """Returns the error of a state of another source."""
-        return DataError(
+    def older_fingerprint(self) -> str:
+        """Returns the fingerprint that older releases wrote."""
+        return _older_fingerprint(self._prompts, self._order_seed)
+
+    def _check(self, state: Mapping[str, int | str]) -> None:
+        """Raises a DataError where a state is that of another source."""
+        saved = str(state.get("fingerprint"))
+        if saved == self._fingerprint:
+            return
+        if not saved.startswith(_NEW) and saved == self.older_fingerprint():
+            return
+        raise DataError(
             "data.prompts",
             "prompts, an order or a seed that differ from the checkpoint's",
             "what the run began with",

@@ -3,8 +3,8 @@
 Owns what a prompt file may look like; forms.py what a row may. A line that is no JSON object, or a
 data set that cannot be decoded, is a damaged source and always stops a run. A row that was read and
 cannot be used is a bad one (`RowError`, `BadRows`). The command line reads every file
-through `forms.validate_file` before any rank starts, once for each content (checked_rows.py); one
-rank of each node reads them again, if they are not tokenized yet (prompt_store.py).
+through `forms.validate_file` before any rank starts, once for each content; one rank of each node
+reads them again, if they are not tokenized yet (prompt_store.py).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Sources that are no JSONL files: parquet files, folders of `datasets`, data sets of the hub. No
-torch; pyarrow and datasets are imported only where such a source is named.
+torch; datasets is imported only where such a source is named.
 """
 
 from __future__ import annotations
@@ -60,10 +60,8 @@ def data_set_rows(name: str) -> Iterator[Mapping[str, object]]:
 
 
 def _parquet_rows(name: str) -> Iterator[Mapping[str, object]]:
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError as error:
-        raise _not_installed(name, "pyarrow", error) from error
+    from pyarrow import ArrowException, parquet
+
     try:
         with parquet.ParquetFile(name) as file:
             num = 0
@@ -97,7 +95,8 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
     try:
         import datasets
     except ImportError as error:
-        raise _not_installed(name, "datasets", error) from error
+        remedy = f"Run: pip install 'hybridrl[data]' ({error})."
+        raise DataError("data.prompts", name, "such a source only with datasets", remedy) from error
     try:
         is_hub = name.startswith(DATASETS)
         loaded = _of_hub(name, datasets) if is_hub else datasets.load_from_disk(name)
@@ -167,8 +166,3 @@ def _cached(name: HubName, commit: str, other: Any) -> Any:
         version=folder.parent.name,
         hash=commit,
     )
-
-
-def _not_installed(name: str, package: str, error: ImportError) -> DataError:
-    remedy = f"Run: pip install 'hybridrl[data]' ({error})."
-    return DataError("data.prompts", name, f"such a source only with {package}", remedy)

@@ -38,10 +38,10 @@ from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import is_scored, read_teacher, teacher_model, teacher_rules
 from hybridrl.config.tokenizer import check_tokenizer_contents, check_tokenizer_files
-from hybridrl.data.checked_rows import unless_checked
 from hybridrl.data.evaluation_sets import set_rows
 from hybridrl.data.feedback import checked, label_columns
 from hybridrl.data.forms import Kind, formed_rows, kind_of, validate_file
+from hybridrl.data.prompt_store import unless_checked
 from hybridrl.data.rows import BadRows
 from hybridrl.environments.table import check_environment
 from hybridrl.errors import ConfigError, DataError, UserError

@@ -1,7 +1,7 @@
 """What a run reads before it begins: tokenizer, prompts and the scorer of responses.
 
-The first rank of each node reads the prompts, and computes what follows from all of them, while the
-node's others wait; these map what it has written, and are told what it has found.
+The first rank of each node reads the prompts while the node's others wait, which then map the files
+that it has written.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.algorithms.base import Needs
@@ -23,7 +23,7 @@ from hybridrl.contracts.batch import Prompt
 from hybridrl.data.end_tokens import end_tokens, shown_tokens
 from hybridrl.data.evaluation_sets import set_data, set_rows
 from hybridrl.data.mixture import hold_out, prompt_source
-from hybridrl.data.prompt_file import largest_token
+from hybridrl.data.prompt_files import largest_token
 from hybridrl.data.prompt_store import PromptStore, Rows, load_rows, reading_of
 from hybridrl.data.prompts import LeftOut, LoadedPrompts, PromptSource, Reading
 from hybridrl.data.text_tokens import TextTokens
@@ -86,40 +86,41 @@ def make_data(
     scorer = make_scorer(config, tokenizer, given.reward, needs.group_samples)
     store = PromptStore(tokenizer, end_tokens=ends)
     mixed = config if trains else config.model_copy(update={"mix": {}})
+    builder = world.mates[0]
 
     def load() -> tuple[LoadedPrompts, RunData]:
         sets = load_sets(config, store, notify)
         if trains or config.data.prompts or given.prompts is not None:
             loaded, evaluated = load_data(config, store, needs, given.prompts, notify)
-            if given.prompts is not None and given.reward is None and is_scored(config):
-                store.once(partial(check_answers, config.reward, (*loaded.prompts, *evaluated)))
+            judges = world.rank == builder and given.prompts is not None
+            if judges and given.reward is None and is_scored(config):
+                check_answers(config.reward, (*loaded.prompts, *evaluated))
         else:  # of a model without a run
             evaluated = load_held_out(config.data, store, notify)
             loaded = None
         validation = load_validation(config, store, needs, evaluated, notify)
         if loaded is None:
             known = (evaluated, validation, *sets.values())
-            loaded = LoadedPrompts(next(filter(None, known)), (), LeftOut(""))
+            loaded = LoadedPrompts(next(filter(None, known)), np.array([], np.int32), LeftOut(""))
         for prompts in (loaded.prompts, evaluated, validation, *sets.values()):
-            store.once(partial(check_token_range, prompts, num_tokens))
-        source = prompt_source(loaded, config.data, config.run.seed, store.once)
+            check_token_range(prompts, num_tokens)
+        source = prompt_source(loaded, config.data, config.run.seed)
         asked, mix = scorable(config, evaluated), Mix(mixed, store, notify, given.mix)
         evaluation_sets = make_sets(config, tokenizer, sets)
         return loaded, RunData(tokenizer, scorer, source, asked, evaluation_sets, validation, mix)
 
-    builder = world.mates[0]
     with contextlib.closing(store):
         with world.all_agree("reading the prompts") as agreement:
             if world.rank == builder:
                 loaded, data = load()
-                agreement.value = store.files, store.notes, store.found
+                agreement.value = store.files, store.notes
         reports = agreement.values
         for line in dict.fromkeys(line for one in reports if one is not None for line in one[1]):
             notify(line)
         with world.all_agree("mapping the prompts"):
             if world.rank != builder:
-                files, _, found = reports[builder]
-                store.follow(files, found)
+                files, _ = reports[builder]
+                store.follow(files)
                 loaded, data = load()
     notify(loaded.report())
     tell_tokens(tokenizer, loaded.prompts[0], ends, notify)
@@ -234,7 +235,7 @@ def load_data(
     data = config.data
     loaded = load_rows(data, config.rollout, store, needs, rows)
     if data.eval_share:
-        loaded, held_out = hold_out(loaded, data.eval_share, store.once)
+        loaded, held_out = hold_out(loaded, data.eval_share)
         return loaded, held_out[: data.eval_limit]
     return loaded, load_held_out(data, store, notify)
 

@@ -58,7 +58,7 @@ class Mix:
             with errors_of_term(name):
                 needs, rows = term.algorithm.needs, given.get(name)
                 loaded = load_rows(data, config.rollout, store, needs, rows)
-                self._sources[name] = prompt_source(loaded, data, seed, store.once)
+                self._sources[name] = prompt_source(loaded, data, seed)
             notify(f"mix.{name}: {loaded.report()}")
         self.taken: list[TrainBatch] = []
 

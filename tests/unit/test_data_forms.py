@@ -18,7 +18,7 @@ from hybridrl.config.schema import DataConfig
 from hybridrl.contracts.prompts import Prompt
 from hybridrl.contracts.samples import in_gaps
 from hybridrl.data.forms import validate_file
-from hybridrl.data.prompt_file import MappedPrompts, PromptFile, identities, write_prompts
+from hybridrl.data.prompt_files import digests, read_prompts, write_prompts
 from hybridrl.data.prompts import LoadedPrompts, PromptSource, load_prompts
 from hybridrl.data.supervised import supervised_batch
 from hybridrl.errors import DataError
@@ -401,11 +401,10 @@ def test_what_is_learned_survives_the_file_and_makes_the_batch(
     for name in ("ultrachat", "dpo_mix"):
         found = load(ROWS / f"{name}.jsonl", tokenizers["plain"], KINDS[name]).prompts
         path = tmp_path / name
-        with path.open("wb") as file:
-            write_prompts(file, tmp_path, ((prompt, 0) for prompt in found), {})
-        mapped = MappedPrompts(PromptFile(path))
+        write_prompts(path, ((prompt, 0) for prompt in found), lambda: b"")
+        mapped, _ = read_prompts(path)
         assert list(mapped) == list(found)
-        assert list(identities(mapped)) == list(identities(found))
+        assert digests(mapped).tolist() == digests(found).tolist()
         pairs = KINDS[name] == "pairs"
         batch = supervised_batch(mapped, "pairs" if pairs else None)
         sides = [side_of(p, r) for r in ((False, True) if pairs else (False,)) for p in found]

@@ -1,22 +1,35 @@
-"""Prompts in a file: what comes back, what is refused, and when it is read again."""
+"""Prompts in a file: what comes back, when it is written again, and which rows are read again."""
 
 from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from hybridrl.config.load import load_config_dict
+from hybridrl.config.needs import Needs
 from hybridrl.config.schema import DataConfig
-from hybridrl.data import prompt_store, tuple_texts
+from hybridrl.contracts.prompts import Content, Prompt
+from hybridrl.data import prompt_files, prompt_store, rows
 from hybridrl.data.mixture import hold_out, prompt_source
-from hybridrl.data.prompt_file import DamagedError, MappedPrompts, PromptFile
-from hybridrl.data.prompt_store import PromptStore, prompts_folder
+from hybridrl.data.prompt_files import (
+    MappedPrompts,
+    digests,
+    is_whole,
+    read_prompts,
+    write_prompts,
+)
+from hybridrl.data.prompt_store import CHECKED, PromptStore, prompts_folder, unless_checked
 from hybridrl.data.prompts import PromptSource, Reading, in_memory
-from hybridrl.errors import DataError
+from hybridrl.data.sets import source_identity
+from hybridrl.errors import DataError, UserError
+from hybridrl.loop import preflight as validate
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 CHARACTERS = [chr(c) for c in range(32, 127)]
@@ -82,7 +95,7 @@ def test_a_file_gives_the_prompts_of_the_list(write, tmp_path, case) -> None:
         store = PromptStore(letters(), folder)
         found = store.load(asked)
         assert isinstance(found.prompts, MappedPrompts)
-        assert tuple(found.prompts) == expected.prompts and found.sources == expected.sources
+        assert tuple(found.prompts) == expected.prompts and [*found.sources] == [*expected.sources]
         assert found.report() == expected.report() and found.left_out == expected.left_out
         for prompt, other in zip(found.prompts, expected.prompts, strict=True):
             assert json.dumps(prompt.columns) == json.dumps(other.columns)  # order and types too
@@ -90,19 +103,24 @@ def test_a_file_gives_the_prompts_of_the_list(write, tmp_path, case) -> None:
     follower = PromptStore(letters(), folder / "not here")
     follower.follow(store.files)
     assert tuple(follower.load(asked).prompts) == expected.prompts
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_order_and_fingerprint_are_those_of_the_list(write, tmp_path, case) -> None:
-    rows, changes = CASES[case]
-    asked = reading(write(rows), **changes)
-    found = PromptStore(letters(), tmp_path / "kept").load(asked).prompts
     for shuffle in (True, False):
         of_list, of_file = (
             PromptSource(prompts, seed=3, shuffle=shuffle)
-            for prompts in (in_memory(asked, letters()).prompts, found)
+            for prompts in (expected.prompts, found.prompts)
         )
         assert of_file.take(25) == of_list.take(25) and of_file.state() == of_list.state()
+
+
+def test_contents_come_back_and_belong_to_the_identity(tmp_path) -> None:
+    def prompt(key: str) -> Prompt:
+        content = Content("image", 1, 2, key, {"bytes": np.arange(3, dtype=np.uint8)})
+        return Prompt(0, "a", (1, 2, 2, 3), contents=(content,))
+
+    write_prompts(tmp_path / "a", [(prompt("k"), 0), (prompt("l"), 0)], lambda: b"")
+    prompts, _ = read_prompts(tmp_path / "a")
+    assert tuple(prompts) == (prompt("k"), prompt("l"))
+    assert prompts[0].contents[0].arrays["bytes"].tolist() == [0, 1, 2]
+    assert len(set(digests(prompts).tolist())) == 2
 
 
 def test_the_quickstart_is_as_from_a_list(tmp_path) -> None:
@@ -118,19 +136,17 @@ def test_the_quickstart_is_as_from_a_list(tmp_path) -> None:
         assert tuple(prompts) == tuple(others)
 
 
-# What checkpoints hold: with another value none of them goes on.
+# In checkpoints: with another value none of them continues. The second two are of older releases.
 FINGERPRINTS = {
-    "prompts": ["a1afee3905b3eb1b", "998be62065f13733"],
-    "demonstrations": ["571551900d68b833", "55094776910fc82f"],
-    "pairs": ["2e7e61c45329e4b5", "bf2fe0880b6b6a5a"],
-    "labels": ["571551900d68b833", "55094776910fc82f"],
+    "prompts": "2:a8333ab00ebd99b8 2:344d11a0dd7d33cf a1afee3905b3eb1b 998be62065f13733",
+    "demonstrations": "2:8dea239dc755c3ca 2:bba95515ec61cbfa 571551900d68b833 55094776910fc82f",
+    "pairs": "2:98fc822c6e7ba8ce 2:0f219bf699e00bcf 2e7e61c45329e4b5 bf2fe0880b6b6a5a",
+    "labels": "2:8dea239dc755c3ca 2:bba95515ec61cbfa 571551900d68b833 55094776910fc82f",
 }
 
 
-@pytest.mark.parametrize("fewest", [0, 10**9])
 @pytest.mark.parametrize("case", CASES)
-def test_fingerprints_stay_what_they_were(write, tmp_path, case, fewest, monkeypatch) -> None:
-    monkeypatch.setattr(tuple_texts, "FEWEST", fewest)
+def test_fingerprints_stay_what_they_were(write, tmp_path, case) -> None:
     rows, changes = CASES[case]
     asked = reading(write(rows), **changes)
     for prompts in (
@@ -138,7 +154,15 @@ def test_fingerprints_stay_what_they_were(write, tmp_path, case, fewest, monkeyp
         PromptStore(letters(), tmp_path / "kept").load(asked).prompts,
     ):
         sources = [PromptSource(prompts, seed=3, shuffle=shuffle) for shuffle in (True, False)]
-        assert [source.state()["fingerprint"] for source in sources] == FINGERPRINTS[case]
+        states = [source.state() for source in sources]
+        older = [source.older_fingerprint() for source in sources]
+        assert [state["fingerprint"] for state in states] + older == FINGERPRINTS[case].split()
+        for source, state, fingerprint in zip(sources, states, older, strict=True):
+            expected = source.take(2)
+            source.load_state({**state, "fingerprint": fingerprint})
+            assert source.take(2) == expected
+        with pytest.raises(DataError, match="differ from the checkpoint's"):
+            sources[0].load_state({**states[0], "fingerprint": older[1]})
 
 
 def quickstart() -> Reading:
@@ -148,12 +172,13 @@ def quickstart() -> Reading:
 
 def test_the_quickstarts_order_and_held_out_prompts_stay_what_they_were(tmp_path) -> None:
     found = PromptStore(letters(), tmp_path).load(quickstart())
-    state = prompt_source(found, quickstart().config, 0).state()
-    assert state["fingerprint"] == "9146e5f81f51c076"
+    mixed = prompt_source(found, quickstart().config, 0)
+    assert mixed.older_fingerprint() == "9146e5f81f51c076"
+    mixed.load_state({**mixed.state(), "fingerprint": "9146e5f81f51c076"})
     kept, held = hold_out(found, 0.2)
     sources = [PromptSource(side, seed=0, shuffle=True) for side in (kept.prompts, held)]
     assert [len(source) for source in sources] == [8038, 1962]
-    fingerprints = [source.state()["fingerprint"] for source in sources]
+    fingerprints = [source.older_fingerprint() for source in sources]
     assert fingerprints == ["a629943a457157b4", "3e23b3761f9af520"]
     first = [prompt.prompt_id for prompt in sources[0].take(8)]
     assert first == [6750, 9013, 9092, 4183, 7381, 3571, 131, 9112]
@@ -161,7 +186,7 @@ def test_the_quickstarts_order_and_held_out_prompts_stay_what_they_were(tmp_path
 
 def test_no_prompt_is_made_before_it_is_taken(tmp_path, monkeypatch) -> None:
     found = PromptStore(letters(), tmp_path).load(quickstart())
-    monkeypatch.setattr(PromptFile, "tokens_of", lambda *_: pytest.fail("a prompt was made"))
+    monkeypatch.setattr(prompt_files, "Prompt", lambda **_: pytest.fail("a prompt was made"))
     kept, _ = hold_out(found, 0.2)
     prompt_source(kept, quickstart().config, 0)
 
@@ -191,29 +216,18 @@ def damage(file: Path, start: int, length: int | None = None) -> None:
     file.write_bytes(content)
 
 
-DAMAGES = {
-    "empty": (0, None),
-    "cut short": (-9, None),
-    "cut in half": (200, None),
-    "a wrong end": (-3, 2),
-    "a wrong length of the footer": (-31, 4),
-    "a wrong footer": (-80, 1),
-    "wrong content": (70, 1),
-}
+DAMAGES = {"empty": (0, None), "cut short": (-9, None), "wrong content": (700, 1)}
 
 
 @pytest.mark.parametrize("case", DAMAGES)
 def test_a_damaged_file_is_noticed_and_written_again(write, tmp_path, case) -> None:
     asked, folder = reading(write(ROWS)), tmp_path / "kept"
-    whole = PromptStore(letters(), folder).load(asked)
-    expected = tuple(whole.prompts)
+    expected = tuple(PromptStore(letters(), folder).load(asked).prompts)
     damage(only_file(folder), *DAMAGES[case])
-    with pytest.raises(DamagedError):
-        PromptFile(only_file(folder)).verify()
     store = PromptStore(letters(), folder)
     assert tuple(store.load(asked).prompts) == expected
     assert "written again" in store.notes[0] and "tokenized into" in store.notes[1]
-    PromptFile(only_file(folder)).verify()
+    assert is_whole(only_file(folder))
 
 
 def build(path: str, folder: Path, barrier) -> None:
@@ -233,7 +247,7 @@ def test_two_processes_may_write_at_once(write, tmp_path) -> None:
     for job in jobs:
         job.join(60)
     assert [job.exitcode for job in jobs] == [0, 0]
-    PromptFile(only_file(folder)).verify()
+    assert is_whole(only_file(folder))
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_another_is_taken(write, tmp_path) -> None:
@@ -304,13 +318,100 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path) -> None
     assert prompts_folder() == tmp_path / "hybridrl" / "prompts"
 
 
-def test_what_follows_from_all_prompts_is_computed_on_one_rank() -> None:
-    first, follower = PromptStore(letters()), PromptStore(letters())
-    assert [first.once(lambda n=n: n * 10) for n in range(3)] == [0, 10, 20]
-    follower.follow(first.files, first.found)
+GOOD = [{"prompt": f"{i}=", "response": "a", "label": i % 2 == 0} for i in range(4)]
+NEEDS = {
+    "prompts": Needs(),
+    "demonstrations": Needs(rollouts=False),
+    "labels": Needs(rollouts=False, feedback="labels"),
+}
 
-    def again() -> int:
-        raise AssertionError("computed again")
 
-    assert [follower.once(again) for _ in range(3)] == [0, 10, 20]
-    assert follower.once(lambda: 30) == 30  # beyond what was told
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("HYBRIDRL_CACHE", str(tmp_path / "cache"))
+    return prompts_folder()
+
+
+@pytest.fixture
+def num_read(monkeypatch) -> list[object]:
+    """The lines that were parsed so far."""
+    lines: list[object] = []
+    parse = rows._parse
+    monkeypatch.setattr(rows, "_parse", lambda *args: lines.append(args) or parse(*args))
+    return lines
+
+
+def judge(*paths: str, needs: Needs = NEEDS["prompts"], answer=(), **keys) -> list[UserError]:
+    config = DataConfig(prompts=paths, **{"on_bad_row": "stop", **keys})
+    return list(validate._rows(config, paths, needs, validate._Scored(answer)))
+
+
+def test_rows_are_checked_once_for_each_content_and_what_is_looked_for(
+    write, folder, num_read
+) -> None:
+    path = write(GOOD)
+    for needs in NEEDS.values():
+        num_before = len(num_read)
+        assert not judge(path, needs=needs)
+        assert len(num_read) >= num_before + len(GOOD)
+        num_before = len(num_read)
+        assert not judge(path, needs=needs)
+        assert len(num_read) == num_before
+    assert len(list(folder.glob(f"*{CHECKED}"))) == len(NEEDS)
+    assert [error.name for error in judge(path, answer=["answer"])] == [f"{path}:1"]
+    assert [error.name for error in judge(path, prompt_key="question")] == [f"{path}:1"]
+
+
+def test_a_changed_file_is_checked_again_also_at_the_same_time_and_size(write, folder) -> None:
+    path = write(GOOD)
+    assert not judge(path)
+    status, content = os.stat(path), Path(path).read_text()
+    Path(path).write_text(content.replace('"prompt": "2="', '"prompf": "2="'))
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    for _ in range(2):  # what is wrong is said each time
+        (error,) = judge(path)
+        assert error.name == f"{path}:3" and "Did you mean 'prompf'" in str(error)
+    Path(path).write_text(content)
+    assert not judge(path)
+
+
+def test_rows_that_change_while_they_are_read_are_not_remembered(write, folder) -> None:
+    path = write(GOOD)
+
+    def check() -> list[UserError]:
+        write([{"question": "a"}])
+        return []
+
+    assert unless_checked(DataConfig(prompts=(path,)), [path], [], check) == []
+    assert not list(folder.glob(f"*{CHECKED}"))
+
+
+def test_without_a_folder_rows_are_checked_each_time(write, folder, num_read) -> None:
+    path = write(GOOD)
+    folder.parent.parent.mkdir()
+    folder.parent.write_text("a file")
+    for number in (1, 2):
+        assert not judge(path)
+        assert len(num_read) == number * len(GOOD)
+
+
+@pytest.mark.parametrize("name", ["n" * 9999, "a\0b", "a\0b.parquet", "none", "/dev/null", "."])
+def test_names_of_no_file_have_no_identity(folder, name) -> None:
+    assert source_identity(name) is None
+    assert judge(name) and not folder.exists()
+
+
+def test_a_second_start_reads_no_row(write, folder, num_read, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(validate, "_common", lambda *_, **__: [])
+    monkeypatch.setattr(validate, "_check_run", lambda *_, **__: None)
+    rewarded = [{**row, "answer": "1"} for row in GOOD]
+    sections = {
+        "run": {"name": "a", "dir": str(tmp_path / "runs")},
+        "model": {"init": "none"},
+        "algorithm": {"name": "grpo"},
+        "data": {"prompts": write(rewarded), "eval_prompts": write(rewarded, "eval.jsonl")},
+        "steps": {"samples_per_prompt": 2},
+    }
+    for _ in range(2):
+        validate.validate_training(load_config_dict(sections), 1)
+        assert len(num_read) == 2 * len(GOOD)

@@ -25,7 +25,7 @@ from hybridrl.rollout.registry import ENGINES
 
 ROOT = Path(__file__).parents[2]
 # Behind a wall of its own, or of an extra.
-OPTIONAL = {"datasets", "langdetect", "math_verify", "pyarrow", "transformer_engine"} | {
+OPTIONAL = {"datasets", "langdetect", "math_verify", "transformer_engine"} | {
     "sglang",
     "triton",
     "vllm",

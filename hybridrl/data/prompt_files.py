@@ -1,0 +1,272 @@
+"""Arrow files of tokenized prompts that processes map. No torch.
+
+A file holds one row for each prompt, in record batches. It is stored under a name that ends in the
+digest of its bytes, so a file that is damaged or was not written to its end is never read. Beside
+the tokens each row has the digest of its prompt (`digest`) and the number that `data.eval_share` is
+compared with (`share`): a run starts without reading the tokens of all prompts. Importing pyarrow
+starts a thread, so that functions import it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hybridrl.contracts.prompts import Prompt, contents_from_bytes, contents_to_bytes
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+_MAX_BATCH_ROWS, _MAX_BATCH_BYTES = 1024, 16 << 20
+
+
+@functools.cache
+def _schema() -> pa.Schema:
+    import pyarrow as pa
+
+    tokens = pa.large_list(pa.int32())
+    return pa.schema(
+        {
+            "prompt_id": pa.int64(),
+            "source": pa.int32(),
+            "digest": pa.uint64(),
+            "share": pa.float64(),
+            "text": pa.large_string(),
+            "tokens": tokens,
+            "response_tokens": tokens,
+            "rejected_tokens": tokens,
+            "response_gaps": tokens,
+            "rejected_gaps": tokens,
+            "columns": pa.large_string(),  # JSON
+            "given": pa.large_string(),  # JSON
+            "contents": pa.large_binary(),
+        }
+    )
+
+
+class NotHeldError(Exception):
+    """A prompt that Arrow and JSON cannot store without changing it."""
+
+
+def identity(prompt: Prompt) -> bytes:
+    """Returns what tells a prompt from others in the identity of a run's data: its number, tokens,
+    gaps, label and contents. Checkpoints hold digests of it, so it must not change.
+    """
+    given = prompt.tokens, prompt.response_tokens
+    text = "".join(map(str, (prompt.prompt_id, *given)))
+    if prompt.rejected_tokens is not None:
+        text += str(prompt.rejected_tokens)
+    if prompt.response_gaps or prompt.rejected_gaps:
+        text += f"{prompt.response_gaps}{prompt.rejected_gaps}"
+    label = prompt.columns.get("label")
+    if isinstance(label, bool) and prompt.response_tokens:
+        text += str(label)
+    text += "".join(f"{one.kind} {one.start} {one.num_tokens} {one.key}" for one in prompt.contents)
+    return text.encode()
+
+
+def digests(prompts: Sequence[Prompt]) -> NDArray[np.uint64]:
+    """Returns a digest of each prompt's identity."""
+    if isinstance(prompts, MappedPrompts):
+        return prompts.numbers("digest")
+    return np.array([_digest(identity(prompt)) for prompt in prompts], np.uint64)
+
+
+def shares(prompts: Sequence[Prompt]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Returns each prompt's number, and a value from 0 to 1 that follows from its tokens."""
+    if isinstance(prompts, MappedPrompts):
+        return prompts.numbers("prompt_id"), prompts.numbers("share")
+    numbers = np.array([prompt.prompt_id for prompt in prompts], np.int64)
+    return numbers, np.array([_share(prompt) for prompt in prompts], np.float64)
+
+
+def chosen(prompts: Sequence[Prompt], places: NDArray[np.intp]) -> Sequence[Prompt]:
+    """Returns the prompts at these places."""
+    if isinstance(prompts, MappedPrompts):
+        return MappedPrompts(prompts.table, prompts.rows[places])
+    return tuple(prompts[place] for place in places.tolist())
+
+
+def largest_token(prompts: Sequence[Prompt]) -> float:
+    """Returns a bound of the tokens of prompts; infinite where finding one takes reading each."""
+    return prompts.largest_token if isinstance(prompts, MappedPrompts) else math.inf
+
+
+def _digest(text: bytes) -> int:
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "big")
+
+
+def _share(prompt: Prompt) -> float:
+    return _digest(str(prompt.tokens).encode()) / 2**64
+
+
+def write_prompts(
+    path: Path, prompts: Iterable[tuple[Prompt, int]], about: Callable[[], bytes]
+) -> None:
+    """Writes prompts with the numbers of their sources.
+
+    Args:
+        path: File to write.
+        prompts: Prompts with the numbers of their sources.
+        about: Called after the last prompt for a text that is stored with them.
+
+    Raises:
+        NotHeldError: Arrow or JSON cannot store one of them.
+        OSError: The file cannot be written.
+    """
+    import pyarrow as pa
+
+    largest, schema = -1, _schema()
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, schema) as writer:
+        for rows in _batches(prompts):
+            largest = max(largest, *(row.pop("largest") for row in rows))
+            try:
+                batch = pa.RecordBatch.from_pylist(rows, schema)
+            except (pa.ArrowException, OverflowError, TypeError, UnicodeError) as error:
+                raise NotHeldError(f"a value that Arrow cannot store ({error})") from error
+            writer.write_batch(batch)
+        # The last batch has no rows. Its metadata hold what is known after all rows.
+        empty = pa.RecordBatch.from_pylist([], schema)
+        writer.write_batch(empty, {"about": about(), "largest_token": str(largest)})
+
+
+def _batches(prompts: Iterable[tuple[Prompt, int]]) -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    num_bytes = 0
+    for prompt, source in prompts:
+        rows.append(_row(prompt, source))
+        num_bytes += len(prompt.text) + 4 * len(prompt.tokens) + len(rows[-1]["columns"])
+        num_bytes += len(rows[-1]["contents"] or b"")
+        if len(rows) == _MAX_BATCH_ROWS or num_bytes > _MAX_BATCH_BYTES:
+            yield rows
+            rows, num_bytes = [], 0
+    if rows:
+        yield rows
+
+
+def _row(prompt: Prompt, source: int) -> dict[str, Any]:
+    columns = dict(prompt.columns)
+    if not _is_json(columns) or not _is_json(prompt.given):
+        raise NotHeldError("a column that is not of JSON's types")
+    tokens = prompt.tokens, prompt.response_tokens or (), prompt.rejected_tokens or ()
+    return {
+        "prompt_id": prompt.prompt_id,
+        "source": source,
+        "digest": _digest(identity(prompt)),
+        "share": _share(prompt),
+        "text": prompt.text,
+        "tokens": prompt.tokens,
+        "response_tokens": prompt.response_tokens,
+        "rejected_tokens": prompt.rejected_tokens,
+        "response_gaps": prompt.response_gaps or None,
+        "rejected_gaps": prompt.rejected_gaps or None,
+        "columns": json.dumps(columns, ensure_ascii=False),
+        "given": None if prompt.given is None else json.dumps(prompt.given, ensure_ascii=False),
+        "contents": contents_to_bytes(prompt.contents) or None,
+        "largest": max(itertools.chain(*tokens), default=-1),
+    }
+
+
+def _is_json(value: object) -> bool:
+    """Whether JSON gives a value back as it is, types included."""
+    kind = type(value)
+    if kind is dict:
+        return all(type(k) is str and _is_json(v) for k, v in value.items())  # type: ignore[attr-defined]
+    if kind is list:
+        return all(map(_is_json, value))  # type: ignore[call-overload]
+    return value is None or kind in (str, int, float, bool)
+
+
+class MappedPrompts(Sequence[Prompt]):
+    """Prompts of a file, each made when it is asked for.
+
+    Args:
+        table: Table of `read_prompts`.
+        rows: Rows of the table, in their order. None takes all.
+    """
+
+    def __init__(self, table: pa.Table, rows: NDArray[np.int64] | None = None) -> None:
+        self.table = table
+        self.rows = np.arange(len(table)) if rows is None else rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def largest_token(self) -> int:
+        """The largest token of the whole file."""
+        return int(self.table.schema.metadata[b"largest_token"])
+
+    def numbers(self, name: str) -> NDArray[Any]:
+        """Returns a column of numbers."""
+        found: NDArray[Any] = self.table[name].to_numpy()[self.rows]
+        return found
+
+    @overload
+    def __getitem__(self, place: int) -> Prompt: ...
+    @overload
+    def __getitem__(self, place: slice) -> MappedPrompts: ...
+    def __getitem__(self, place: int | slice) -> Prompt | MappedPrompts:
+        if isinstance(place, slice):
+            return MappedPrompts(self.table, self.rows[place])
+        index = int(self.rows[place])
+        row = {name: self.table[name][index] for name in _schema().names}
+        given = row["given"].as_py()
+        tokens = _numbers(row["tokens"])
+        assert tokens is not None
+        return Prompt(
+            prompt_id=row["prompt_id"].as_py(),
+            text=row["text"].as_py(),
+            tokens=tokens,
+            columns=json.loads(row["columns"].as_py()),
+            response_tokens=_numbers(row["response_tokens"]),
+            rejected_tokens=_numbers(row["rejected_tokens"]),
+            response_gaps=_numbers(row["response_gaps"]) or (),
+            rejected_gaps=_numbers(row["rejected_gaps"]) or (),
+            given=None if given is None else json.loads(given),
+            contents=contents_from_bytes(row["contents"].as_py() or b""),
+        )
+
+
+def _numbers(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.values.to_numpy().tolist()) if value.is_valid else None
+
+
+def read_prompts(path: Path) -> tuple[MappedPrompts, bytes]:
+    """Maps a file of `write_prompts`; returns its prompts and what is stored about them."""
+    import pyarrow as pa
+
+    reader = pa.ipc.open_file(pa.memory_map(str(path)))
+    last = reader.num_record_batches - 1
+    metadata = reader.get_batch_with_custom_metadata(last).custom_metadata
+    batches = [reader.get_batch(number) for number in range(last)]
+    table = pa.Table.from_batches(batches, _schema().with_metadata(dict(metadata)))
+    return MappedPrompts(table), metadata[b"about"]
+
+
+def named_by_content(path: Path, key: str, ending: str) -> Path:
+    """Renames a file, so that its name tells the key and the digest of its bytes."""
+    named = path.with_name(f"{key}-{_content_digest(path)}{ending}")
+    os.replace(path, named)
+    return named
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file has the bytes that its name tells of."""
+    return path.stem.rpartition("-")[2] == _content_digest(path)
+
+
+def _content_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
