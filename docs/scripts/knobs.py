@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 from hybridrl.config.load import _algorithm_sections, _member
 from hybridrl.config.presets import PRESETS
 from hybridrl.config.schema import Config
+from hybridrl.config.section import Section
 from hybridrl.config.supervised import PAIR_PRESETS
 
 PAGE = Path(__file__).parents[1] / "reference" / "knobs.md"
@@ -127,20 +128,48 @@ def table(knobs: list[tuple[str, FieldInfo]]) -> Iterator[str]:
 
 def page() -> str:
     """Returns the whole page."""
-    lines = [HEAD]
+    lines = [HEAD, ""]
     for name, field in Config.model_fields.items():
         kind = field.annotation
         if name == "algorithm":
-            for tag, member in _algorithm_sections().items():
-                lines += ["", f"## algorithm: {tag}", "", _intro(member, tag), ""]
-                lines += table(list(fields(member, f"algorithm[{tag}].")))
+            lines += _algorithms()
             continue
         member = kind if isinstance(kind, type) and issubclass(kind, BaseModel) else _member(kind)
         assert member is not None
         lines += ["", f"## {name}", "", " ".join((member.__doc__ or "").split()), ""]
         named = [(f"{name}[NAME].{key}", inner) for key, inner in member.model_fields.items()]
         lines += table(list(fields(member, f"{name}.")) if member is kind else named)
+    num = sum(line.startswith("| `") for line in lines)
+    lines[1] = f"There are {num} knobs; what several algorithms share is counted once."
     return "\n".join(lines) + "\n"
+
+
+def _algorithms() -> Iterator[str]:
+    """Yields the tables of the algorithms: what several share, then what each has of its own."""
+    members = _algorithm_sections()
+    bases: dict[type[BaseModel], list[str]] = {}
+    for tag, member in members.items():
+        for base in member.__mro__[1:]:
+            if issubclass(base, Section) and base is not Section:
+                bases.setdefault(base, []).append(tag)
+    shared: list[FieldInfo] = []
+    for base, tags in bases.items():
+        names = base.__annotations__.keys() - {"name"}
+        listed = fields(base, "algorithm.")
+        own = [one for one in listed if one[0].split(".")[1] in names]
+        if len(tags) > 1 and own:
+            text = " ".join((base.__doc__ or "").split())
+            yield from ("", f"## algorithm: shared by {', '.join(tags)}", "", text, "")
+            yield from table(own)
+            shared += [field for _, field in own]
+    for tag, member in members.items():
+        yield from ("", f"## algorithm: {tag}", "", _intro(member, tag), "")
+        listed = fields(member, f"algorithm[{tag}].")
+        yield from table([one for one in listed if not any(_alike(one[1], s) for s in shared)])
+
+
+def _alike(field: FieldInfo, other: FieldInfo) -> bool:
+    return (field.description, field.default) == (other.description, other.default)
 
 
 def _intro(member: type[BaseModel], tag: str) -> str:

@@ -45,97 +45,48 @@ class PolicyGradientConfig(Section):
     to a reference, entropy, the penalty on length.
     """
 
-    name: str = Field(description="Selects the algorithm.")
+    name: str
+    """Selects the algorithm."""
     objective: Literal[
         "clip", "ratio", "sequence_clip", "geometric_mean", "cispo", "sapo", "plain"
-    ] = Field(
-        "clip",
-        description="What is maximised at a token. 'clip': the clipped surrogate of the PPO paper.",
-    )
-    clip_low: float = Field(
-        0.2,
-        gt=0,
-        le=1,
-        description="Ratio may fall to 1 - clip_low (its logarithm to -clip_low for geometric_mean). 0.2: the value of the PPO paper.",
-    )
-    clip_high: float = Field(
-        0.2,
-        gt=0,
-        description="Ratio may rise to 1 + clip_high (its logarithm to clip_high for geometric_mean). 0.2: symmetric, as in the PPO paper.",
-    )
-    dual_clip: float | None = Field(
-        None,
-        gt=1,
-        description="Bound on the ratio at negative advantages, objective clip only. None: off; 3 is the paper's.",
-    )
-    sapo_tau_positive: float = Field(
-        1.0,
-        gt=0,
-        description="Temperature of sapo's gate at positive advantages. 1: the paper's.",
-    )
-    sapo_tau_negative: float = Field(
-        1.05,
-        gt=0,
-        description="Temperature of sapo's gate at negative advantages. 1.05: the paper's; they need the stronger decay.",
-    )
-    aggregate: Literal["token_mean", "sequence_mean", "fixed"] = Field(
-        "token_mean",
-        description="Mean over all tokens, over each response's and then over responses, or a sum over tokens by a fixed length. 'token_mean': a token counts the same everywhere.",
-    )
-    fixed_length: float = Field(
-        1.0,
-        gt=0,
-        description="Tokens that a response counts as with aggregate fixed. 1: the sum over tokens that the formulas have; rollout.max_new_tokens makes it a mean.",
-    )
-    kl_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the KL to the reference. 0: off, which also saves the reference model.",
-    )
-    kl_in: Literal["loss", "reward"] = Field(
-        "loss", description="Where the KL enters. 'loss': as in the GRPO paper."
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k3",
-        description="Estimator of the KL. 'k3': unbiased and never negative, as in the GRPO paper.",
-    )
-    kl_target: float | None = Field(
-        None,
-        gt=0,
-        description="KL to the reference, nats a response, towards which kl_coef is adapted after each step. None: kl_coef is fixed; 6 is of the authors of the controller.",
-    )
-    kl_horizon: int = Field(
-        10_000,
-        ge=1,
-        description="Responses over which the adaptive kl_coef changes by a factor of e^0.2 at most. 10000: the value of the authors.",
-    )
-    kl_importance_weighted: bool = Field(
-        False,
-        description="Multiply the KL in the loss by the ratio, which makes the gradient of k1 and k3 unbiased. False: as in the GRPO paper.",
-    )
-    entropy_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the entropy bonus. 0: sampling at temperature 1 explores enough.",
-    )
-    overlong_max_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Length from which a response's reward is lowered by 1, in tokens that the policy sampled, without observations. None: no penalty on length; DAPO's is 20480.",
-    )
-    overlong_buffer_tokens: int = Field(
-        4096,
-        ge=1,
-        description="Tokens before overlong_max_tokens over which the penalty grows. 4096: as in the DAPO paper.",
-    )
-    correction: CorrectionConfig = Field(
-        CorrectionConfig(),
-        description="Off-policy correction between the engine and the trainer. All of it is off; see there.",
-    )
-    router_replay: Literal["off", "rollout"] = Field(
-        "off",
-        description="Mixtures of experts: 'rollout' computes old log-probabilities and the update with the experts that the engine chose for each token. 'off': a byte a layer, expert and token is saved.",
-    )
+    ] = "clip"
+    """What is maximised at a token. 'clip': the clipped surrogate of the PPO paper."""
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """Ratio may fall to 1 - clip_low (its logarithm to -clip_low for geometric_mean). 0.2: the value of the PPO paper."""
+    clip_high: float = Field(0.2, gt=0)
+    """Ratio may rise to 1 + clip_high (its logarithm to clip_high for geometric_mean). 0.2: symmetric, as in the PPO paper."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Bound on the ratio at negative advantages, objective clip only. None: off; 3 is the paper's."""
+    sapo_tau_positive: float = Field(1.0, gt=0)
+    """Temperature of sapo's gate at positive advantages. 1: the paper's."""
+    sapo_tau_negative: float = Field(1.05, gt=0)
+    """Temperature of sapo's gate at negative advantages. 1.05: the paper's; they need the stronger decay."""
+    aggregate: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
+    """Mean over all tokens, over each response's and then over responses, or a sum over tokens by a fixed length. 'token_mean': a token counts the same everywhere."""
+    fixed_length: float = Field(1.0, gt=0)
+    """Tokens that a response counts as with aggregate fixed. 1: the sum over tokens that the formulas have; rollout.max_new_tokens makes it a mean."""
+    kl_coef: float = Field(0.0, ge=0)
+    """Weight of the KL to the reference. 0: off, which also saves the reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL enters. 'loss': as in the GRPO paper."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL. 'k3': unbiased and never negative, as in the GRPO paper."""
+    kl_target: float | None = Field(None, gt=0)
+    """KL to the reference, nats a response, towards which kl_coef is adapted after each step. None: kl_coef is fixed; 6 is of the authors of the controller."""
+    kl_horizon: int = Field(10_000, ge=1)
+    """Responses over which the adaptive kl_coef changes by a factor of e^0.2 at most. 10000: the value of the authors."""
+    kl_importance_weighted: bool = False
+    """Multiply the KL in the loss by the ratio, which makes the gradient of k1 and k3 unbiased. False: as in the GRPO paper."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the entropy bonus. 0: sampling at temperature 1 explores enough."""
+    overlong_max_tokens: int | None = Field(None, ge=1)
+    """Length from which a response's reward is lowered by 1, in tokens that the policy sampled, without observations. None: no penalty on length; DAPO's is 20480."""
+    overlong_buffer_tokens: int = Field(4096, ge=1)
+    """Tokens before overlong_max_tokens over which the penalty grows. 4096: as in the DAPO paper."""
+    correction: CorrectionConfig = CorrectionConfig()
+    """Off-policy correction between the engine and the trainer. All of it is off; see there."""
+    router_replay: Literal["off", "rollout"] = "off"
+    """Mixtures of experts: 'rollout' computes old log-probabilities and the update with the experts that the engine chose for each token. 'off': a byte a layer, expert and token is saved."""
 
     @property
     def needs(self) -> Needs:
@@ -196,68 +147,38 @@ class GrpoConfig(PolicyGradientConfig):
     PRESETS makes of it.
     """
 
-    name: GroupRelativeName = Field(
-        "grpo", description="Selects the algorithm, and with it the defaults of this section."
-    )
+    name: GroupRelativeName = "grpo"
+    """Selects the algorithm, and with it the defaults of this section."""
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k", "greedy"] = (
-        Field(
-            "group_mean",
-            description="What a reward is compared with. 'group_mean': as in the GRPO paper.",
-        )
+        "group_mean"
     )
-    normalize_std: bool = Field(
-        True,
-        description="Divide a group's advantages by their deviation. True: as in the GRPO paper.",
-    )
-    whiten_advantages: bool = Field(
-        False,
-        description="Scale advantages to mean 0, deviation 1 over the batch's tokens, with normalize_parts its samples. False: as in the GRPO paper.",
-    )
-    rescale_informative: bool = Field(
-        False,
-        description="Multiply advantages by samples / samples of groups whose advantages are not all 0. False: as in the GRPO paper.",
-    )
-    pass_k: int = Field(
-        4, ge=1, description="The k of baseline pass_at_k. 4: the least of the paper's 4, 8 and 16."
-    )
-    pass_reward: float = Field(
-        0.5,
-        description="Reward from which a sample passes, baseline pass_at_k only. 0.5: between wrong, 0, and right, 1.",
-    )
-    cov_clip_fraction: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Share of the tokens that lose their gradient for a high covariance. 0: off; 2e-4 is the paper's.",
-    )
-    cov_clip_low: float = Field(
-        1.0, description="Smallest covariance that counts as high. 1: the value of the authors."
-    )
-    cov_clip_high: float = Field(
-        5.0, description="Largest covariance that counts as high. 5: the value of the authors."
-    )
-    cov_kl_fraction: float = Field(
-        0.0,
-        ge=0,
-        lt=1,
-        description="Share of the tokens, those of highest covariance, that pay for moving away from the old policy. 0: off; 2e-4 is the paper's for 32B, 2e-3 for 7B.",
-    )
-    cov_kl_coef: float = Field(
-        1.0, ge=0, description="What these pay a nat. 1: the value of the authors."
-    )
-    normalize_parts: bool = Field(
-        False,
-        description="Compare each part of the reward by itself, then add. False: the sum is compared, as in the GRPO paper.",
-    )
-    part_weights: dict[str, float] = Field(
-        default_factory=dict,
-        description="Weights of the compared parts by name, with normalize_parts. Empty: 1 for every part.",
-    )
-    max_resampling: int = Field(
-        0,
-        ge=0,
-        description="Rounds in which groups whose advantages are all 0, as those of equal rewards, are replaced by further prompts. 0: off; DAPO samples on until there are none.",
-    )
+    """What a reward is compared with. 'group_mean': as in the GRPO paper."""
+    normalize_std: bool = True
+    """Divide a group's advantages by their deviation. True: as in the GRPO paper."""
+    whiten_advantages: bool = False
+    """Scale advantages to mean 0, deviation 1 over the batch's tokens, with normalize_parts its samples. False: as in the GRPO paper."""
+    rescale_informative: bool = False
+    """Multiply advantages by samples / samples of groups whose advantages are not all 0. False: as in the GRPO paper."""
+    pass_k: int = Field(4, ge=1)
+    """The k of baseline pass_at_k. 4: the least of the paper's 4, 8 and 16."""
+    pass_reward: float = 0.5
+    """Reward from which a sample passes, baseline pass_at_k only. 0.5: between wrong, 0, and right, 1."""
+    cov_clip_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of the tokens that lose their gradient for a high covariance. 0: off; 2e-4 is the paper's."""
+    cov_clip_low: float = 1.0
+    """Smallest covariance that counts as high. 1: the value of the authors."""
+    cov_clip_high: float = 5.0
+    """Largest covariance that counts as high. 5: the value of the authors."""
+    cov_kl_fraction: float = Field(0.0, ge=0, lt=1)
+    """Share of the tokens, those of highest covariance, that pay for moving away from the old policy. 0: off; 2e-4 is the paper's for 32B, 2e-3 for 7B."""
+    cov_kl_coef: float = Field(1.0, ge=0)
+    """What these pay a nat. 1: the value of the authors."""
+    normalize_parts: bool = False
+    """Compare each part of the reward by itself, then add. False: the sum is compared, as in the GRPO paper."""
+    part_weights: dict[str, float] = Field(default_factory=dict)
+    """Weights of the compared parts by name, with normalize_parts. Empty: 1 for every part."""
+    max_resampling: int = Field(0, ge=0)
+    """Rounds in which groups whose advantages are all 0, as those of equal rewards, are replaced by further prompts. 0: off; DAPO samples on until there are none."""
 
     @property
     def needs(self) -> Needs:
@@ -311,16 +232,14 @@ class GrpoConfig(PolicyGradientConfig):
 class ReinforceConfig(PolicyGradientConfig):
     """REINFORCE++: one sample a prompt is enough; advantages are whitened over the whole batch."""
 
-    name: Literal["reinforce_pp"] = Field("reinforce_pp", description="Selects REINFORCE++.")
-    kl_in: Literal["loss", "reward"] = Field(
-        "reward", description="Where the KL enters. 'reward': a penalty a token, as in the paper."
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k1", description="Estimator of the KL. 'k1': as in the paper."
-    )
-    gamma: float = Field(
-        1.0, ge=0, le=1, description="Discount a token. 1: the reward comes once, at the end."
-    )
+    name: Literal["reinforce_pp"] = "reinforce_pp"
+    """Selects REINFORCE++."""
+    kl_in: Literal["loss", "reward"] = "reward"
+    """Where the KL enters. 'reward': a penalty a token, as in the paper."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL. 'k1': as in the paper."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount a token. 1: the reward comes once, at the end."""
 
 
 class PpoConfig(PolicyGradientConfig):
@@ -328,57 +247,30 @@ class PpoConfig(PolicyGradientConfig):
     CRITIC_PRESETS makes of it.
     """
 
-    name: Literal["ppo", "vapo"] = Field(
-        "ppo", description="Selects the algorithm, and with it the defaults of this section."
-    )
-    kl_in: Literal["loss", "reward"] = Field(
-        "reward",
-        description="Where the KL enters. 'reward': a per-token penalty that the critic learns too.",
-    )
-    kl_estimator: Literal["k1", "k2", "k3"] = Field(
-        "k1",
-        description="Estimator of the KL. 'k1': the plain log-ratio, unbiased inside a reward.",
-    )
-    gamma: float = Field(
-        1.0, ge=0, le=1, description="Discount a token. 1: the reward comes once, at the end."
-    )
-    gae_lambda: float = Field(
-        0.95, ge=0, le=1, description="GAE's bias-variance trade. 0.95: the value of the PPO paper."
-    )
-    gae_length_alpha: float | None = Field(
-        None,
-        gt=0,
-        description="The policy's lambda as 1 - 1 / (alpha length), in place of gae_lambda. None: off; VAPO's is 0.05.",
-    )
-    critic_gae_lambda: float | None = Field(
-        None,
-        ge=0,
-        le=1,
-        description="Lambda of the critic's targets. None: the policy's, as in PPO; VAPO's is 1.",
-    )
-    value_clip: float = Field(
-        0.2,
-        gt=0,
-        description="How far a value may move from its old one in a step. 0.2: the same as the ratio's.",
-    )
-    whiten_advantages: bool = Field(
-        True,
-        description="Scale advantages to mean 0, deviation 1 over the batch. True: learning rates carry over.",
-    )
-    critic_warmup_steps: int = Field(
-        0,
-        ge=0,
-        description="First steps that train the critic alone. 0: a critic from the policy's weights learns fast.",
-    )
-    positive_lm_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the negative log-likelihood of the samples that pass, beside the objective. 0: off; VAPO's is 0.1.",
-    )
-    pass_reward: float = Field(
-        0.5,
-        description="Reward from which a sample passes, positive_lm_coef only. 0.5: between wrong, 0, and right, 1.",
-    )
+    name: Literal["ppo", "vapo"] = "ppo"
+    """Selects the algorithm, and with it the defaults of this section."""
+    kl_in: Literal["loss", "reward"] = "reward"
+    """Where the KL enters. 'reward': a per-token penalty that the critic learns too."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimator of the KL. 'k1': the plain log-ratio, unbiased inside a reward."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount a token. 1: the reward comes once, at the end."""
+    gae_lambda: float = Field(0.95, ge=0, le=1)
+    """GAE's bias-variance trade. 0.95: the value of the PPO paper."""
+    gae_length_alpha: float | None = Field(None, gt=0)
+    """The policy's lambda as 1 - 1 / (alpha length), in place of gae_lambda. None: off; VAPO's is 0.05."""
+    critic_gae_lambda: float | None = Field(None, ge=0, le=1)
+    """Lambda of the critic's targets. None: the policy's, as in PPO; VAPO's is 1."""
+    value_clip: float = Field(0.2, gt=0)
+    """How far a value may move from its old one in a step. 0.2: the same as the ratio's."""
+    whiten_advantages: bool = True
+    """Scale advantages to mean 0, deviation 1 over the batch. True: learning rates carry over."""
+    critic_warmup_steps: int = Field(0, ge=0)
+    """First steps that train the critic alone. 0: a critic from the policy's weights learns fast."""
+    positive_lm_coef: float = Field(0.0, ge=0)
+    """Weight of the negative log-likelihood of the samples that pass, beside the objective. 0: off; VAPO's is 0.1."""
+    pass_reward: float = 0.5
+    """Reward from which a sample passes, positive_lm_coef only. 0.5: between wrong, 0, and right, 1."""
 
     @property
     def needs(self) -> Needs:
@@ -396,9 +288,8 @@ class PpoConfig(PolicyGradientConfig):
 class OnPolicyDistillationConfig(PolicyGradientConfig, SampledTokensConfig):
     """The teacher's log-probabilities of sampled tokens, and beside them a reward."""
 
-    name: Literal["on_policy_distillation"] = Field(
-        "on_policy_distillation", description="Selects on-policy distillation."
-    )
+    name: Literal["on_policy_distillation"] = "on_policy_distillation"
+    """Selects on-policy distillation."""
 
     @property
     def needs(self) -> Needs:
@@ -415,12 +306,10 @@ class OnPolicyDistillationConfig(PolicyGradientConfig, SampledTokensConfig):
 class CustomAlgorithmConfig(Section):
     """An algorithm in the user's own package."""
 
-    name: str = Field(
-        pattern=DOTTED_PATH, description="Dotted path 'package.module:Class' of an Algorithm."
-    )
-    options: dict[str, object] = Field(
-        default_factory=dict, description="Keyword arguments of the class. Empty: its own defaults."
-    )
+    name: str = Field(pattern=DOTTED_PATH)
+    """Dotted path 'package.module:Class' of an Algorithm."""
+    options: dict[str, object] = Field(default_factory=dict)
+    """Keyword arguments of the class. Empty: its own defaults."""
 
     @property
     def needs(self) -> None:

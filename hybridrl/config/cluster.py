@@ -20,54 +20,28 @@ class ClusterConfig(Section):
     those of one direction.
     """
 
-    gpu: str | None = Field(
-        None,
-        description="A known GPU: H200, H100, H800, H20, A100, A800, B200 or L40S, whose memory and rates are taken. None: this host's, else H100.",
-    )
-    nodes: int | None = Field(
-        None, ge=1, description="Number of nodes. None: what the ranks ask for."
-    )
-    gpus_per_node: int | None = Field(
-        None,
-        ge=1,
-        description="GPUs of a node, all linked to each other. None: at most 8, or as this host.",
-    )
-    gpu_memory_gib: float | None = Field(
-        None,
-        gt=0,
-        description="Memory of one GPU, 2**30 bytes, as CUDA reports it. None: that of the GPU.",
-    )
-    matrix_tflops: float | None = Field(
-        None,
-        gt=0,
-        description="Rate of large bf16 matrix products of one GPU, 1e12 operations a second. None: that of the GPU.",
-    )
-    memory_gb_per_s: float | None = Field(
-        None,
-        gt=0,
-        description="Rate at which one GPU copies its memory, read and written bytes together, 1e9 a second. None: that of the GPU.",
-    )
-    link_gb_per_s: float | None = Field(
-        None,
-        gt=0,
-        description="NVLink of one GPU, 1e9 bytes a second. None: that of the GPU.",
-    )
-    host_gb_per_s: float | None = Field(
-        None,
-        gt=0,
-        description="Copies between one GPU and pinned host memory, 1e9 bytes a second. None: that of the GPU.",
-    )
-    nic_gb_per_s: float | None = Field(
-        None,
-        gt=0,
-        description="One network card, 1e9 bytes a second. None: 45, a card of 400 Gbit/s at 90%.",
-    )
-    nics_per_node: int | None = Field(
-        None, ge=1, description="Network cards of a node. None: one for each GPU."
-    )
-    latency_us: float | None = Field(
-        None, ge=0, description="Fixed cost of one message, microseconds. None: 10."
-    )
+    gpu: str | None = None
+    """A known GPU: H200, H100, H800, H20, A100, A800, B200 or L40S, whose memory and rates are taken. None: this host's, else H100."""
+    nodes: int | None = Field(None, ge=1)
+    """Number of nodes. None: what the ranks ask for."""
+    gpus_per_node: int | None = Field(None, ge=1)
+    """GPUs of a node, all linked to each other. None: at most 8, or as this host."""
+    gpu_memory_gib: float | None = Field(None, gt=0)
+    """Memory of one GPU, 2**30 bytes, as CUDA reports it. None: that of the GPU."""
+    matrix_tflops: float | None = Field(None, gt=0)
+    """Rate of large bf16 matrix products of one GPU, 1e12 operations a second. None: that of the GPU."""
+    memory_gb_per_s: float | None = Field(None, gt=0)
+    """Rate at which one GPU copies its memory, read and written bytes together, 1e9 a second. None: that of the GPU."""
+    link_gb_per_s: float | None = Field(None, gt=0)
+    """NVLink of one GPU, 1e9 bytes a second. None: that of the GPU."""
+    host_gb_per_s: float | None = Field(None, gt=0)
+    """Copies between one GPU and pinned host memory, 1e9 bytes a second. None: that of the GPU."""
+    nic_gb_per_s: float | None = Field(None, gt=0)
+    """One network card, 1e9 bytes a second. None: 45, a card of 400 Gbit/s at 90%."""
+    nics_per_node: int | None = Field(None, ge=1)
+    """Network cards of a node. None: one for each GPU."""
+    latency_us: float | None = Field(None, ge=0)
+    """Fixed cost of one message, microseconds. None: 10."""
 
     def world_size(self) -> int | None:
         """Returns the number of ranks of all nodes; None where the nodes are not given."""

@@ -22,36 +22,22 @@ class CorrectionConfig(Section):
     the step against what the engine sampled from.
     """
 
-    weight: Level = Field(
-        "none",
-        description="Multiply the objective by k at this level. 'none': every algorithm is as its paper has it; the mismatch is measured either way.",
-    )
-    bound: Literal["truncate", "mask"] = Field(
-        "truncate",
-        description="Outside of min and max a weight is truncated, or masked, 0. 'truncate': TIS, which loses no sample.",
-    )
-    max: float = Field(
-        2.0, gt=0, description="Largest weight. 2: usual for TIS; IcePop masks from 5."
-    )
-    min: float = Field(
-        0.0, ge=0, description="Smallest weight. 0: none, as in TIS; IcePop masks below 0.5."
-    )
-    reject: Level = Field(
-        "none",
-        description="Learn nothing where k at this level is outside of reject_min and reject_max. 'none': rejection loses samples.",
-    )
-    reject_max: float | None = Field(
-        None,
-        gt=0,
-        description="Largest k that is kept. None: 2, and 1.001 for geometric, as in verl's rollout correction.",
-    )
-    reject_min: float | None = Field(
-        None, ge=0, description="Smallest k that is kept. None: 1 / reject_max; 0 is no bound."
-    )
-    proximal: Literal["old", "behaviour"] = Field(
-        "old",
-        description="Policy that the objective's ratio is taken to. 'old': decoupled from the behaviour policy, so that clipping bounds the step alone.",
-    )
+    weight: Level = "none"
+    """Multiply the objective by k at this level. 'none': every algorithm is as its paper has it; the mismatch is measured either way."""
+    bound: Literal["truncate", "mask"] = "truncate"
+    """Outside of min and max a weight is truncated, or masked, 0. 'truncate': TIS, which loses no sample."""
+    max: float = Field(2.0, gt=0)
+    """Largest weight. 2: usual for TIS; IcePop masks from 5."""
+    min: float = Field(0.0, ge=0)
+    """Smallest weight. 0: none, as in TIS; IcePop masks below 0.5."""
+    reject: Level = "none"
+    """Learn nothing where k at this level is outside of reject_min and reject_max. 'none': rejection loses samples."""
+    reject_max: float | None = Field(None, gt=0)
+    """Largest k that is kept. None: 2, and 1.001 for geometric, as in verl's rollout correction."""
+    reject_min: float | None = Field(None, ge=0)
+    """Smallest k that is kept. None: 1 / reject_max; 0 is no bound."""
+    proximal: Literal["old", "behaviour"] = "old"
+    """Policy that the objective's ratio is taken to. 'old': decoupled from the behaviour policy, so that clipping bounds the step alone."""
 
     @property
     def is_on(self) -> bool:

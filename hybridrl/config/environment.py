@@ -20,41 +20,22 @@ class EnvironmentConfig(Section):
     when it fails.
     """
 
-    name: str | None = Field(
-        None,
-        description="An environment's name, or 'package.module:Class'. None: a response is one turn, nothing answers it.",
-    )
-    options: dict[str, Any] = Field(
-        {}, description="Keyword arguments of the class. Empty: its own defaults."
-    )
-    max_turns: int = Field(
-        8,
-        ge=1,
-        description="Turns of the policy in one response. 8: several tool calls and the answer; what goes on longer is mostly lost.",
-    )
-    max_turn_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens of one turn. None: what is left of rollout.max_new_tokens, which holds all turns and observations together.",
-    )
-    reward_sees: Literal["last_turn", "response"] = Field(
-        "last_turn",
-        description="What reward functions get as the response. 'last_turn': what follows the last observation, so that no observation passes for an answer; 'response': all of it.",
-    )
-    isolated: bool | None = Field(
-        None,
-        description="Run in processes that can be killed. None: your own class and 'tools' are, 'calculator', which cannot hang, is not.",
-    )
-    timeout_s: float = Field(
-        60.0,
-        gt=0,
-        description="Wall-clock limit of one step in a process. 60: far above any tool.",
-    )
-    workers: int = Field(
-        2,
-        ge=1,
-        description="Processes of one rank that environments run in. 2: keeps up with cheap tools while eight ranks share a host.",
-    )
+    name: str | None = None
+    """An environment's name, or 'package.module:Class'. None: a response is one turn, nothing answers it."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the class. Empty: its own defaults."""
+    max_turns: int = Field(8, ge=1)
+    """Turns of the policy in one response. 8: several tool calls and the answer; what goes on longer is mostly lost."""
+    max_turn_tokens: int | None = Field(None, ge=1)
+    """Tokens of one turn. None: what is left of rollout.max_new_tokens, which holds all turns and observations together."""
+    reward_sees: Literal["last_turn", "response"] = "last_turn"
+    """What reward functions get as the response. 'last_turn': what follows the last observation, so that no observation passes for an answer; 'response': all of it."""
+    isolated: bool | None = None
+    """Run in processes that can be killed. None: your own class and 'tools' are, 'calculator', which cannot hang, is not."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Wall-clock limit of one step in a process. 60: far above any tool."""
+    workers: int = Field(2, ge=1)
+    """Processes of one rank that environments run in. 2: keeps up with cheap tools while eight ranks share a host."""
 
     @model_validator(mode="after")
     def _check_named(self) -> Self:

@@ -31,28 +31,18 @@ FORM_SCORERS: Mapping[str, ScorerConfig] = {
 class EvalSetConfig(Section):
     """A set of held-out rows beside those of the section data."""
 
-    form: SetForm = Field(
-        description="What its rows look like, as they were published: gsm8k, math (MATH-500), aime, choices (MMLU, MMLU-Pro, ARC), ifeval; prompts: a prompt and an answer. No default: it says how to read and score them.",
-    )
-    path: Paths = Field(
-        None, description="Its source or list of sources, as in data.prompts. None is refused."
-    )
-    instruction: str | None = Field(
-        None,
-        description="Text after each question. None: what the form asks for, such as the answer in a box.",
-    )
-    scorer: ScorerConfig | None = Field(
-        None,
-        description="What gives responses their score, from 0 to 1. None: the form's own; prompts have exact_match.",
-    )
-    limit: int | None = Field(
-        None,
-        ge=1,
-        description="Evaluate the first N rows only. None: all, so that figures compare.",
-    )
-    samples_per_prompt: int | None = Field(
-        None, ge=1, description="Responses to each of its prompts. None: eval.samples_per_prompt."
-    )
+    form: SetForm
+    """What its rows look like, as they were published: gsm8k, math (MATH-500), aime, choices (MMLU, MMLU-Pro, ARC), ifeval; prompts: a prompt and an answer. No default: it says how to read and score them."""
+    path: Paths = None
+    """Its source or list of sources, as in data.prompts. None is refused."""
+    instruction: str | None = None
+    """Text after each question. None: what the form asks for, such as the answer in a box."""
+    scorer: ScorerConfig | None = None
+    """What gives responses their score, from 0 to 1. None: the form's own; prompts have exact_match."""
+    limit: int | None = Field(None, ge=1)
+    """Evaluate the first N rows only. None: all, so that figures compare."""
+    samples_per_prompt: int | None = Field(None, ge=1)
+    """Responses to each of its prompts. None: eval.samples_per_prompt."""
 
     @property
     def scored_by(self) -> RewardConfig:
@@ -66,29 +56,16 @@ class EvalSetConfig(Section):
 class EvalConfig(Section):
     """How a model is evaluated: by `hybridrl eval`, and in training by steps.eval_every."""
 
-    samples_per_prompt: int = Field(
-        1,
-        ge=1,
-        description="Responses to each prompt; accuracy is their mean. 1: a greedy response says it all.",
-    )
-    temperature: float = Field(
-        0.0,
-        ge=0,
-        description="Sampling temperature of evaluations. 0: greedy, which repeats; several samples need more.",
-    )
-    max_new_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Longest response in evaluations. None: rollout.max_new_tokens, as in training.",
-    )
-    pass_k: Counts = Field(
-        (),
-        description="Each k of pass@k to report, at most the samples of a prompt. None: accuracy is pass@1.",
-    )
-    sets: dict[str, EvalSetConfig] = Field(
-        default_factory=dict,
-        description="Further sets to evaluate on, by the name that their metrics have. Empty: only data.eval_prompts.",
-    )
+    samples_per_prompt: int = Field(1, ge=1)
+    """Responses to each prompt; accuracy is their mean. 1: a greedy response says it all."""
+    temperature: float = Field(0.0, ge=0)
+    """Sampling temperature of evaluations. 0: greedy, which repeats; several samples need more."""
+    max_new_tokens: int | None = Field(None, ge=1)
+    """Longest response in evaluations. None: rollout.max_new_tokens, as in training."""
+    pass_k: Counts = ()
+    """Each k of pass@k to report, at most the samples of a prompt. None: accuracy is pass@1."""
+    sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
+    """Further sets to evaluate on, by the name that their metrics have. Empty: only data.eval_prompts."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:

@@ -29,29 +29,16 @@ CHOSEN_KEYS = (
 class LayoutConfig(Section):
     """Who chooses the layout. `layout: auto` alone stands for `choose: auto`."""
 
-    choose: Literal["config", "auto"] = Field(
-        "config",
-        description="'auto': train.tp, pp, cp, ep, recompute, offload_optimizer, micro_batch_tokens and rollout.tp, ep are those of the shortest predicted step that fits, but for keys that are written. 'config': a run takes what is written.",
-    )
-    mean_prompt_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens of a usual prompt, for predicted times and usual memory. None: data.max_prompt_tokens, since data is not read for a plan.",
-    )
-    mean_response_tokens: int | None = Field(
-        None,
-        ge=1,
-        description="Tokens of a usual response, for predicted times and usual memory. None: rollout.max_new_tokens, the longest; whether a run fits is judged for any lengths.",
-    )
-    chosen_for: int | None = Field(
-        None,
-        ge=1,
-        description="Ranks that a run's layout was chosen for; runs write it into their config.yaml. None: nothing was chosen yet.",
-    )
-    chosen_keys: Texts = Field(
-        (),
-        description="Keys that were chosen then, all others of them were written. Empty: nothing was chosen yet.",
-    )
+    choose: Literal["config", "auto"] = "config"
+    """'auto': train.tp, pp, cp, ep, recompute, offload_optimizer, micro_batch_tokens and rollout.tp, ep are those of the shortest predicted step that fits, but for keys that are written. 'config': a run takes what is written."""
+    mean_prompt_tokens: int | None = Field(None, ge=1)
+    """Tokens of a usual prompt, for predicted times and usual memory. None: data.max_prompt_tokens, since data is not read for a plan."""
+    mean_response_tokens: int | None = Field(None, ge=1)
+    """Tokens of a usual response, for predicted times and usual memory. None: rollout.max_new_tokens, the longest; whether a run fits is judged for any lengths."""
+    chosen_for: int | None = Field(None, ge=1)
+    """Ranks that a run's layout was chosen for; runs write it into their config.yaml. None: nothing was chosen yet."""
+    chosen_keys: Texts = ()
+    """Keys that were chosen then, all others of them were written. Empty: nothing was chosen yet."""
 
 
 def _as_section(value: object) -> object:

@@ -19,7 +19,6 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ValidationError
 
 from hybridrl.config.algorithm import ALGORITHM_NAMES, AlgorithmConfig, nearest_algorithm
-from hybridrl.config.files import MAX_DEPTH, has_utf8
 from hybridrl.config.interpolation import Path as Place
 from hybridrl.config.interpolation import (
     as_written,
@@ -108,27 +107,6 @@ def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) 
     return _validated(content, overrides, {})
 
 
-def unusable(value: object, at: Place = ()) -> Iterator[UserError]:
-    """Yields what no key can be: values nested too deeply, numbers of more than 64 bits and text
-    that has no UTF-8.
-    """
-    key, allowed = dotted(at[:8]), ""
-    if len(at) > MAX_DEPTH:
-        allowed = f"values nested at most {MAX_DEPTH} deep"
-    elif isinstance(value, Mapping):
-        for name, inner in value.items():
-            yield from unusable(inner, (*at, name))
-    elif isinstance(value, list | tuple):
-        for number, inner in enumerate(value):
-            yield from unusable(inner, (*at, number))
-    elif isinstance(value, int) and value.bit_length() > 63:
-        allowed = "an integer of at most 64 bits"
-    elif isinstance(value, str) and not has_utf8(value):
-        allowed = "text without halves of surrogate pairs"
-    if allowed:
-        yield UserError(key, short(value), allowed, f"Change {key}.")
-
-
 def _known(written: Mapping[Place, str], like: Config | None) -> dict[Place, Any]:
     """Returns the values of the interpolations that another configuration is written with too."""
     if like is None:
@@ -141,9 +119,7 @@ def _known(written: Mapping[Place, str], like: Config | None) -> dict[Place, Any
 def _validated(
     content: Mapping[str, Any], overrides: Sequence[str], written: Mapping[Place, str]
 ) -> Config:
-    violations = list(unusable(content))
-    if violations:
-        raise ConfigError(violations)
+    violations: list[UserError] = []
     values, texts = _copy(content), dict(written)
     if isinstance(values.get("layout"), str):  # a word for its section, whose other keys may follow
         values["layout"] = {"choose": values["layout"]}
@@ -206,7 +182,7 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
     """
     key, equals, text = override.partition("=")
     parts = key.lstrip("+").split(".")  # Hydra's sign for a key that a file has not
-    if not equals or not all(parts) or len(parts) > MAX_DEPTH:
+    if not equals or not all(parts):
         return [
             UserError("override", short(override), "section.key=value", "Write it as train.tp=2.")
         ]
@@ -216,8 +192,6 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
         value = OmegaConf.to_container(holder, resolve=True)["value"]  # type: ignore[index, call-overload]
     except (YamlTextError, OmegaConfBaseException) as error:
         return [UserError(key, short(text), "a YAML value", f"Quote or change it ({said(error)}).")]
-    if bad := list(unusable(value, tuple(parts))):
-        return bad
     if value is None and text.strip() not in NULLS:
         value = raw = text  # YAML takes '#' for a comment: `reward.extract=#### (.*)` is text
     for place in places_within(written, tuple(parts)):

@@ -17,18 +17,11 @@ from hybridrl.config.section import Section
 class TermConfig(Section):
     """A term that learns from the data's own responses, beside the main algorithm."""
 
-    algorithm: AlgorithmConfig = Field(
-        description="An algorithm without rollouts, with its knobs. No default: it says what the term is.",
-    )
-    data: DataConfig = Field(
-        default_factory=DataConfig,
-        description="Its rows, as in the section data; they are other rows than the main ones.",
-    )
-    weight: float = Field(
-        1.0,
-        ge=0,
-        description="What its loss is multiplied by. 1: as much as the main loss; 0: the term is left out.",
-    )
-    prompts_per_step: int = Field(
-        64, ge=1, description="Rows of it a step. 64: as many as steps.prompts_per_step has."
-    )
+    algorithm: AlgorithmConfig
+    """An algorithm without rollouts, with its knobs. No default: it says what the term is."""
+    data: DataConfig = Field(default_factory=DataConfig)
+    """Its rows, as in the section data; they are other rows than the main ones."""
+    weight: float = Field(1.0, ge=0)
+    """What its loss is multiplied by. 1: as much as the main loss; 0: the term is left out."""
+    prompts_per_step: int = Field(64, ge=1)
+    """Rows of it a step. 64: as many as steps.prompts_per_step has."""

@@ -39,7 +39,7 @@ REQUIRED = {
     "safetensors": ">=0.5,<1",  # weights of HF directories, read by slices
     "xxhash": ">=3.0,<5",  # digests of checkpoint files
     "pyarrow": ">=21,<27",  # files of tokenized prompts, which ranks map; parquet files
-    "pydantic": ">=2.6,<3",  # the configuration schema
+    "pydantic": ">=2.7,<3",  # the configuration schema
     "omegaconf": ">=2.3,<3",  # YAML and key=value overrides
     "pyyaml": ">=6,<7",  # errors of YAML; imported by omegaconf
     "typer": ">=0.19,<1",  # the command line; before 0.19 it takes no Literal

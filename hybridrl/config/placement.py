@@ -46,36 +46,25 @@ OWN_AXES = ("tp", "pp", "cp", "ep", "etp")
 class RankSet(Section):
     """Some ranks."""
 
-    ranks: Ranks = Field(
-        None,
-        description="0-3, first:2, last:2, node:0, gpu:H100, or several, joined by ','. None: for policy and rollout all, for another model the policy's; so nothing is idle.",
-    )
-    mixed_gpus: bool = Field(
-        False,
-        description="The ranks' GPUs may be of several kinds. False: the slowest sets the pace, so it is not done by accident.",
-    )
+    ranks: Ranks = None
+    """0-3, first:2, last:2, node:0, gpu:H100, or several, joined by ','. None: for policy and rollout all, for another model the policy's; so nothing is idle."""
+    mixed_gpus: bool = False
+    """The ranks' GPUs may be of several kinds. False: the slowest sets the pace, so it is not done by accident."""
 
 
 class RoleRanks(RankSet):
     """Some ranks, and how a model is cut over them."""
 
-    tp: int | None = Field(
-        None, ge=1, description="Tensor parallel size. None: train.tp; most models are cut alike."
-    )
-    pp: int | None = Field(
-        None, ge=1, description="Pipeline parallel size. None: train.pp; most models are cut alike."
-    )
-    cp: int | None = Field(
-        None, ge=1, description="Context parallel size. None: train.cp; most models are cut alike."
-    )
-    ep: int | None = Field(
-        None, ge=1, description="Expert parallel size. None: train.ep; most models are cut alike."
-    )
-    etp: int | None = Field(
-        None,
-        ge=1,
-        description="Expert tensor parallel size. None: train.etp; most models are cut alike.",
-    )
+    tp: int | None = Field(None, ge=1)
+    """Tensor parallel size. None: train.tp; most models are cut alike."""
+    pp: int | None = Field(None, ge=1)
+    """Pipeline parallel size. None: train.pp; most models are cut alike."""
+    cp: int | None = Field(None, ge=1)
+    """Context parallel size. None: train.cp; most models are cut alike."""
+    ep: int | None = Field(None, ge=1)
+    """Expert parallel size. None: train.ep; most models are cut alike."""
+    etp: int | None = Field(None, ge=1)
+    """Expert tensor parallel size. None: train.etp; most models are cut alike."""
 
 
 def _as_section(value: object) -> object:
@@ -97,25 +86,18 @@ Roles = Annotated[dict[str, RoleRanks], BeforeValidator(_as_sections)]
 class PlacementConfig(Section):
     """Which ranks each model is on. Without a word of it all models share all ranks."""
 
-    policy: OnRanks = Field(
-        RankSet(), description="The trained policy, cut as `train` says. All: so nothing is idle."
-    )
-    rollout: OnRanks = Field(
-        RankSet(), description="The engines, cut as `rollout` says. All: so nothing is idle."
-    )
-    reference: Role = Field(
-        RoleRanks(), description="The reference. As the policy: it is the same model."
-    )
-    critic: Role = Field(
-        RoleRanks(), description="The critic. As the policy: both train at the same time."
-    )
-    teacher: Role = Field(
-        RoleRanks(), description="The teacher of a distillation. As the policy: so nothing is idle."
-    )
-    rewards: Roles = Field(
-        default_factory=dict,
-        description="Reward models, by their scorers' names. None of a name: where the policy is; they share its memory.",
-    )
+    policy: OnRanks = RankSet()
+    """The trained policy, cut as `train` says. All: so nothing is idle."""
+    rollout: OnRanks = RankSet()
+    """The engines, cut as `rollout` says. All: so nothing is idle."""
+    reference: Role = RoleRanks()
+    """The reference. As the policy: it is the same model."""
+    critic: Role = RoleRanks()
+    """The critic. As the policy: both train at the same time."""
+    teacher: Role = RoleRanks()
+    """The teacher of a distillation. As the policy: so nothing is idle."""
+    rewards: Roles = Field(default_factory=dict)
+    """Reward models, by their scorers' names. None of a name: where the policy is; they share its memory."""
 
 
 @dataclass(frozen=True)

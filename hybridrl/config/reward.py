@@ -21,55 +21,33 @@ NOT_NAMES = ("mean", "std", "accuracy", "reward", "majority")
 class ScorerConfig(Section):
     """One scorer: a function and how it is run."""
 
-    function: str = Field(
-        "exact_match",
-        description="A reward's name, or 'package.module:function'. 'exact_match': needs no judge.",
-    )
-    extract: str | None = Field(
-        None,
-        description="Regular expression whose last match's group 1 is the answer (exact_match). None: the whole response.",
-    )
-    options: dict[str, Any] = Field(
-        {},
-        description="Keyword arguments of the function, for a batched one too. Empty: each function's own defaults.",
-    )
-    weight: float = Field(
-        1.0, description="What its score is multiplied by in the reward. 1: the score itself."
-    )
-    isolated: bool | None = Field(
-        None,
-        description="Run in processes that can be killed. None: what may hang or crash is (regex, math, your own functions), what cannot is not.",
-    )
-    timeout_s: float = Field(
-        60.0,
-        gt=0,
-        description="Wall-clock limit of one call in a process. 60: far above any rule.",
-    )
-    workers: int = Field(
-        2,
-        ge=1,
-        description="Processes or threads of one rank that score at a time. 2: keeps up with rules while eight ranks share a host.",
-    )
+    function: str = "exact_match"
+    """A reward's name, or 'package.module:function'. 'exact_match': needs no judge."""
+    extract: str | None = None
+    """Regular expression whose last match's group 1 is the answer (exact_match). None: the whole response."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the function, for a batched one too. Empty: each function's own defaults."""
+    weight: float = 1.0
+    """What its score is multiplied by in the reward. 1: the score itself."""
+    isolated: bool | None = None
+    """Run in processes that can be killed. None: what may hang or crash is (regex, math, your own functions), what cannot is not."""
+    timeout_s: float = Field(60.0, gt=0)
+    """Wall-clock limit of one call in a process. 60: far above any rule."""
+    workers: int = Field(2, ge=1)
+    """Processes or threads of one rank that score at a time. 2: keeps up with rules while eight ranks share a host."""
 
 
 class RewardConfig(ScorerConfig):
     """How a response is scored: by `function`, or by the weighted sum of `functions`."""
 
-    functions: dict[str, ScorerConfig] = Field(
-        {},
-        description="Several scorers, by the name that their metrics have; then 'function' is left out. Empty: there is one.",
-    )
-    on_error: Literal["stop", "drop", "value"] = Field(
-        "stop",
-        description="When a scorer hangs, dies, raises or returns no number. 'stop': end the run; 'drop': leave the response out; 'value': score 'error_value'. 'stop': a broken scorer should not train.",
-    )
-    error_value: float = Field(
-        0.0, description="The score of a scorer that failed, with on_error=value. 0: no reward."
-    )
-    accuracy: str | None = Field(
-        None,
-        description="Scorer in 'functions' whose score, from 0 to 1, is the accuracy of evaluations. None: the only scorer, or the only one of exact_match, gsm8k, math, code and choice.",
-    )
+    functions: dict[str, ScorerConfig] = {}
+    """Several scorers, by the name that their metrics have; then 'function' is left out. Empty: there is one."""
+    on_error: Literal["stop", "drop", "value"] = "stop"
+    """When a scorer hangs, dies, raises or returns no number. 'stop': end the run; 'drop': leave the response out; 'value': score 'error_value'. 'stop': a broken scorer should not train."""
+    error_value: float = 0.0
+    """The score of a scorer that failed, with on_error=value. 0: no reward."""
+    accuracy: str | None = None
+    """Scorer in 'functions' whose score, from 0 to 1, is the accuracy of evaluations. None: the only scorer, or the only one of exact_match, gsm8k, math, code and choice."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

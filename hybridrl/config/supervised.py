@@ -35,7 +35,8 @@ PAIR_PRESETS: dict[str, dict[str, Any]] = {
 class SupervisedConfig(Section):
     """What the algorithms without rollouts share."""
 
-    name: str = Field(description="Selects the algorithm.")
+    name: str
+    """Selects the algorithm."""
 
     @property
     def needs(self) -> Needs:
@@ -46,45 +47,27 @@ class SupervisedConfig(Section):
 class SftConfig(SupervisedConfig):
     """Supervised fine-tuning on the data's response column."""
 
-    name: Literal["sft"] = Field("sft", description="Selects supervised fine-tuning.")
+    name: Literal["sft"] = "sft"
+    """Selects supervised fine-tuning."""
 
 
 class PairLossConfig(Section):
     """The loss of a pair, whoever made it; PAIR_PRESETS has what names set."""
 
-    loss: Literal["sigmoid", "squared", "odds_ratio"] = Field(
-        "sigmoid",
-        description="Loss of a pair. 'sigmoid': the log-likelihood of the preference, as in the DPO paper.",
-    )
-    reference: bool = Field(
-        True,
-        description="Compare log-probabilities with those of the frozen first weights. True: as in the DPO paper.",
-    )
-    length_normalized: bool = Field(
-        False,
-        description="Divide a response's log-probability by its tokens. False: as in the DPO paper.",
-    )
-    beta: float = Field(
-        0.1,
-        gt=0,
-        description="Strength of the KL constraint; the weight of the term with odds_ratio. 0.1: the value of the DPO paper.",
-    )
-    label_smoothing: float = Field(
-        0.0,
-        ge=0,
-        lt=0.5,
-        description="Share of pairs whose sides are assumed to be swapped, loss sigmoid only. 0: labels are right.",
-    )
-    target_margin: float = Field(
-        0.0,
-        ge=0,
-        description="By how much the better side should lead, loss sigmoid only. 0: as in the DPO paper.",
-    )
-    sft_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the chosen side's mean negative log-likelihood. 0: as in the DPO paper.",
-    )
+    loss: Literal["sigmoid", "squared", "odds_ratio"] = "sigmoid"
+    """Loss of a pair. 'sigmoid': the log-likelihood of the preference, as in the DPO paper."""
+    reference: bool = True
+    """Compare log-probabilities with those of the frozen first weights. True: as in the DPO paper."""
+    length_normalized: bool = False
+    """Divide a response's log-probability by its tokens. False: as in the DPO paper."""
+    beta: float = Field(0.1, gt=0)
+    """Strength of the KL constraint; the weight of the term with odds_ratio. 0.1: the value of the DPO paper."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs whose sides are assumed to be swapped, loss sigmoid only. 0: labels are right."""
+    target_margin: float = Field(0.0, ge=0)
+    """By how much the better side should lead, loss sigmoid only. 0: as in the DPO paper."""
+    sft_coef: float = Field(0.0, ge=0)
+    """Weight of the chosen side's mean negative log-likelihood. 0: as in the DPO paper."""
 
     @property
     def needs(self) -> Needs:
@@ -114,9 +97,8 @@ class PairLossConfig(Section):
 class DpoConfig(PairLossConfig, SupervisedConfig):
     """Direct preference optimization on the data's pairs, and what PAIR_PRESETS makes of it."""
 
-    name: Literal["dpo", "dpo_norm", "cdpo", "ipo", "simpo", "orpo"] = Field(
-        "dpo", description="Selects the algorithm, and with it the defaults of this section."
-    )
+    name: Literal["dpo", "dpo_norm", "cdpo", "ipo", "simpo", "orpo"] = "dpo"
+    """Selects the algorithm, and with it the defaults of this section."""
 
 
 class OnlineDpoConfig(PairLossConfig):
@@ -124,12 +106,10 @@ class OnlineDpoConfig(PairLossConfig):
     of the highest and the lowest reward.
     """
 
-    name: Literal["online_dpo"] = Field("online_dpo", description="Selects online DPO.")
-    max_resampling: int = Field(
-        0,
-        ge=0,
-        description="Rounds in which groups of equal rewards, which make no pair, are replaced by further prompts. 0: off, a step then has fewer pairs.",
-    )
+    name: Literal["online_dpo"] = "online_dpo"
+    """Selects online DPO."""
+    max_resampling: int = Field(0, ge=0)
+    """Rounds in which groups of equal rewards, which make no pair, are replaced by further prompts. 0: off, a step then has fewer pairs."""
 
     @property
     def needs(self) -> Needs:
@@ -140,19 +120,12 @@ class OnlineDpoConfig(PairLossConfig):
 class RewardModelConfig(SupervisedConfig):
     """A reward model from pairs (Bradley-Terry)."""
 
-    name: Literal["reward_model"] = Field(
-        "reward_model", description="Selects reward-model training."
-    )
-    margin: float = Field(
-        0.0,
-        ge=0,
-        description="By how much the better side should lead, beside data.margin_key. 0: as in the InstructGPT paper.",
-    )
-    center_coef: float = Field(
-        0.0,
-        ge=0,
-        description="Weight of the squared sum of a pair's scores, which keeps them around 0. 0: as in the InstructGPT paper; 0.01 is usual.",
-    )
+    name: Literal["reward_model"] = "reward_model"
+    """Selects reward-model training."""
+    margin: float = Field(0.0, ge=0)
+    """By how much the better side should lead, beside data.margin_key. 0: as in the InstructGPT paper."""
+    center_coef: float = Field(0.0, ge=0)
+    """Weight of the squared sum of a pair's scores, which keeps them around 0. 0: as in the InstructGPT paper; 0.01 is usual."""
 
     @property
     def needs(self) -> Needs:
@@ -165,20 +138,14 @@ class RewardModelConfig(SupervisedConfig):
 class KtoConfig(SupervisedConfig):
     """Kahneman-Tversky optimization on labelled responses."""
 
-    name: Literal["kto"] = Field("kto", description="Selects KTO.")
-    beta: float = Field(
-        0.1, gt=0, description="Risk aversion: how soon gains saturate. 0.1: the paper's."
-    )
-    desirable_weight: float = Field(
-        1.0,
-        gt=0,
-        description="Weight of responses labelled true. 1: the paper's, balanced classes.",
-    )
-    undesirable_weight: float = Field(
-        1.0,
-        gt=0,
-        description="Weight of responses labelled false. 1: the paper's; else keep desirable_weight x (number of true) / (undesirable_weight x (number of false)) within 1 to 1.5 (eq. 9).",
-    )
+    name: Literal["kto"] = "kto"
+    """Selects KTO."""
+    beta: float = Field(0.1, gt=0)
+    """Risk aversion: how soon gains saturate. 0.1: the paper's."""
+    desirable_weight: float = Field(1.0, gt=0)
+    """Weight of responses labelled true. 1: the paper's, balanced classes."""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """Weight of responses labelled false. 1: the paper's; else keep desirable_weight x (number of true) / (undesirable_weight x (number of false)) within 1 to 1.5 (eq. 9)."""
 
     @property
     def needs(self) -> Needs:
