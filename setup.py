@@ -147,6 +147,7 @@ setup(
     package_dir={"hybridrl.kernels": "kernels", "hybridrl.examples": "examples"},
     package_data={
         "hybridrl": ["py.typed"],
+        "hybridrl.services.launch": ["templates/*"],  # files for schedulers
         "hybridrl.services.report": ["page/*"],  # scripts, styles and a licence of the report
         "hybridrl.examples": ["**/*"],  # configurations, data and scripts, for `hybridrl examples`
     },

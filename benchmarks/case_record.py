@@ -20,7 +20,7 @@ from pathlib import Path
 from traceback import FrameSummary
 from typing import Any, ClassVar, TextIO
 
-from hybridrl.parallel.stacks import calls_of_threads, stacks_of_threads
+from hybridrl.parallel.stacks import calls_of_threads
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRESS = "[bench]"
@@ -72,9 +72,7 @@ def end_late(job: Mapping[str, Any]) -> None:
 
 
 def _end(file: TextIO) -> None:
-    main = threading.main_thread().ident
-    for name, stack in stacks_of_threads(main or 0).items():
-        file.write(f"Thread {name}, innermost line first:\n{stack}\n")
+    faulthandler.dump_traceback(file, all_threads=True)
     file.flush()
     os._exit(1)
 

@@ -24,7 +24,10 @@ def __getattr__(name: str) -> object:
         # Megatron-Core calls collectives of torch by older names, in every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
         from hybridrl.loop.loop import Trainer
+        from hybridrl.parallel.watch import observe_hangs
+        from hybridrl.services.liveness.hang_reports import HangReports
 
+        observe_hangs(HangReports)
         return Trainer
     raise AttributeError(f"module 'hybridrl' has no attribute {name!r}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hybridrl.cli.cluster_findings import KINDS
+from hybridrl.services.cluster_check.findings import KINDS
 
 TARGET = Path(__file__).parents[1] / "reference" / "cluster_check.md"
 HEAD = """# Findings of `hybridrl check --cluster`
@@ -16,12 +16,12 @@ hybridrl check --cluster --slurm                    # in an allocation, all of i
 hybridrl check --cluster --ray auto                 # of a Ray cluster, all nodes
 ```
 
-Every node says what is installed, its limits and its room, times a matrix product and copies, and with the others
-every link. `--run-dir DIR` names the folder that nodes share. The exit code is 1 where there is a finding. The JSON object has
-`ok`, `findings` (each with `kind`, `where`, `found`, `remedy`) and `facts`, all that was measured.
+Every node reports its versions, limits and free space, connects to the others and times a matrix product on each GPU. Then all
+nodes measure every link together. `--run-dir DIR` names the folder that nodes share. The exit code is 1 if there is a finding.
+The JSON object has `ok`, `findings` (each with `kind`, `where`, `found`, `remedy`) and `facts`, all that was measured.
 
-Nodes answer in about ten seconds; every further pair of nodes adds under one where its link is healthy, and pairs are
-measured side by side. Rates of NCCL are measured where every node has GPUs, and ask for idle GPUs.
+Nodes answer in about twenty seconds; each further pair of nodes with a healthy link adds less than one, and pairs are measured
+at the same time. NCCL is measured if every node has GPUs; its rates need idle GPUs.
 
 | Finding | What is looked at | Remedy |
 | --- | --- | --- |

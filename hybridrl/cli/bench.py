@@ -1,7 +1,7 @@
 """`hybridrl bench rollout`: how fast each installed engine generates for a run. No torch.
 
 Owns which engines are measured and what is printed. Each engine has ranks of its own, started as
-`train` starts them, one engine after another. Who waits for whom: as in mismatch.py.
+`train` starts them, one engine after another. Who waits for whom: as in check.py.
 """
 
 from __future__ import annotations
@@ -12,16 +12,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from importlib.metadata import version
-from typing import Any
+from typing import Annotated, Any
 
-from hybridrl.cli.mismatch import leave_for_parent, refuse_without_rollouts, report_of_ranks
+import typer
+
+from hybridrl.cli.check import refuse_without_rollouts
+from hybridrl.cli.options import (
+    ConfigFile,
+    Json,
+    Overrides,
+    World,
+    json_only,
+    refuse_other_job,
+)
+from hybridrl.config.load import load_config
+from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.console import say
 from hybridrl.errors import UserError
-from hybridrl.loop.preflight import validate_training
+from hybridrl.loop.preflight import (
+    validate_training,
+)
 from hybridrl.parallel.failure import is_launched, rank_file
 from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.rollout.registry import engine_package, offered_engines
+from hybridrl.services.launch.local_ranks import is_rank
+from hybridrl.services.launch.pinning import laid_out, with_commits
+from hybridrl.services.launch.rank_reports import leave_for_parent, report_of_ranks
 from hybridrl.services.planner.text import memory_size
 
 Load = Callable[[Sequence[str]], tuple[Config, int]]
@@ -184,3 +201,33 @@ def line(entry: Mapping[str, Any]) -> str:
         f"{entry['engine']:8} {entry['tokens_per_s']:10,.0f} tokens/s, {entry['start_s']:.0f} s to "
         f"start, {engine} of the engine on a rank, {rank} in all ({entry['version']})"
     )
+
+
+def bench_rollout(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    engines: Annotated[
+        str | None,
+        typer.Option(metavar="A,B", help="Engines to measure; default: all that are installed."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Batches of a step that are timed.")] = 3,
+    world: World = None,
+    as_json: Json = False,
+) -> None:
+    """Measure how many tokens a second each engine generates for a run, with initial weights."""
+    refuse_other_job(world)
+
+    def load(changed: Sequence[str]) -> tuple[Config, int]:
+        found = with_commits(load_config(config, changed))
+        world_size = world or default_world_size(found, num_local_gpus())
+        return laid_out(found, world_size)[0], world_size
+
+    given, names = overrides or [], measured_engines(engines)
+    with json_only(as_json) as emit:
+        if is_rank():
+            measure_on_rank(lambda: load(given)[0], rounds)
+            return
+        arguments = [str(config), "--rounds", str(rounds)]
+        report, code = measure(names, engines is not None, given, load, arguments)
+        emit(report)
+    raise typer.Exit(code)

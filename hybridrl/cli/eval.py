@@ -1,4 +1,4 @@
-"""What `hybridrl eval` evaluates, and its result as text for people. No torch."""
+"""`hybridrl eval`: what it evaluates, and what it prints."""
 
 from __future__ import annotations
 
@@ -6,17 +6,35 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from hybridrl.checkpoint.folders import STEP_FOLDER, newest_checkpoint
 from hybridrl.checkpoint.manifest import MANIFEST
+from hybridrl.cli.options import (
+    Json,
+    Overrides,
+    World,
+    json_only,
+    refuse_other_job,
+    torchrun_world,
+)
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config, load_config_dict
+from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.config.starter import has_template
 from hybridrl.errors import UserError
+from hybridrl.loop.preflight import (
+    validate_evaluation,
+)
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.models.hf.directory import CONFIG_FILE
+from hybridrl.parallel.failure import is_launched
+from hybridrl.parallel.host_gpus import num_local_gpus
+from hybridrl.services.launch.local_ranks import is_rank, launch_without_run
+from hybridrl.services.launch.pinning import laid_out, with_commits
 
 TOLD = "rollout.temperature="
 RUN_CONFIG = "config.yaml"  # in a run folder
@@ -177,3 +195,72 @@ def _shown(value: Any) -> str:
     """Returns an estimate as text, be it a pair or as JSON has it; - where there is none."""
     pair = tuple(value.values()) if isinstance(value, Mapping) else value
     return "-" if pair is None or pair[0] is None else str(Estimate(*pair))
+
+
+def evaluate(
+    config: Annotated[
+        Path,
+        typer.Argument(
+            metavar="WHAT",
+            help="YAML configuration, run folder, checkpoint folder or HF directory.",
+        ),
+    ],
+    overrides: Overrides = None,
+    world: World = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder; default: the run's newest.")
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSONL file in place of data.eval_prompts.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure accuracy on the evaluation prompts and eval.sets, greedy unless eval.temperature=T
+    (or rollout.temperature=T) is given; and the loss on held-out rows with responses.
+    """
+    refuse_other_job(world)
+    given = overrides or []
+    loaded, found = evaluated_config(config, given)
+    if found is not None and checkpoint is not None:
+        raise UserError("--checkpoint", checkpoint, "one checkpoint", f"{config} is one too.")
+    checkpoint = checkpoint or found
+    if prompts is not None:
+        data = loaded.data.model_copy(update={"eval_prompts": (str(prompts),)})
+        loaded = loaded.model_copy(update={"data": data})
+    loaded = with_commits(loaded)
+    files = loaded.data.eval_prompts if prompts else None
+    if checkpoint is not None and not os.path.isdir(checkpoint):
+        raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Check the path.")
+    warning = None
+    if checkpoint is None:
+        warning = untrained_warning(loaded, config) or template_warning(loaded, config)
+    if is_rank():
+        if not is_launched():
+            validate_evaluation(loaded, torchrun_world(world), files, checkpoint)
+            if warning and os.environ["RANK"] == "0":
+                typer.echo(warning, err=True)
+        _evaluate_rank(loaded, checkpoint, files, as_json)
+        return
+    world_size = world or default_world_size(loaded, num_local_gpus())
+    loaded, laid = laid_out(loaded, world_size)
+    validate_evaluation(loaded, world_size, files, checkpoint)
+    if warning:
+        typer.echo(warning, err=True)
+    arguments = ["eval", str(config), *given, *laid]
+    arguments += ["--checkpoint", str(checkpoint)] if checkpoint and not found else []
+    arguments += ["--prompts", str(prompts)] if prompts else []
+    arguments += ["--json"] if as_json else []
+    raise typer.Exit(launch_without_run(arguments, world_size))
+
+
+def _evaluate_rank(
+    config: Config, checkpoint: Path | None, prompts: Sequence[str] | None, as_json: bool
+) -> None:
+    from hybridrl.loop.run import evaluate_rank
+
+    with json_only(as_json) as emit:
+        result = evaluate_rank(config, checkpoint, prompts)
+        if os.environ["RANK"] == "0":
+            emit(result)
+    if os.environ["RANK"] == "0" and not as_json:
+        typer.echo(evaluation_text(result))

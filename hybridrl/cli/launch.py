@@ -1,489 +1,112 @@
-"""Starts the ranks of one machine and watches them. No torch.
-
-Owns the rank processes: their environment, log files and end. What their end means for the job, and
-what is said of it, is in rank_ends.py; what they hold after it, in leaving.py. Who waits for whom:
-the launcher waits for every rank of its machine; ranks wait for each other only inside collectives.
-Invariant: when a rank fails, no other of the machine outlives it by more than the grace and kill
-delays below, and none of them at all where one was killed: nothing that the others could still do
-or say would count. Ranks die with their launcher.
-"""
+"""`hybridrl launch`: `hybridrl train` on several machines. No torch."""
 
 from __future__ import annotations
 
-import ctypes
-import os
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+import shlex
 from pathlib import Path
-from types import FrameType, MappingProxyType
+from typing import Annotated, Literal
 
-from hybridrl import console
-from hybridrl.checkpoint.run_lock import LOCK_FILE, LOCK_TOKEN, RunLock
-from hybridrl.cli.copied_stderr import CopiedStderr
-from hybridrl.cli.leaving import GATE_FD, Leaving, is_killed
-from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
-from hybridrl.config.interpolation import shown_command
-from hybridrl.console import say
+import typer
+
+from hybridrl.cli.options import ConfigFile, Overrides, Ssh, World
+from hybridrl.config.load import load_config
 from hybridrl.errors import UserError
-from hybridrl.metrics.trackers import CLOSE_S
-from hybridrl.parallel.failure import LAUNCHER_PID, LOG_DIR, RUNNING, STORE_FD, Failure, is_launched
-from hybridrl.parallel.stacks import STACKS_SIGNAL, process_status, writes_stacks
-from hybridrl.parallel.stop_signals import may_be_second, meaning, noted_signals
+from hybridrl.services.launch import several_nodes
+from hybridrl.services.launch.pinning import with_commits
+from hybridrl.services.launch.schedulers import JobKind
 
-LOGS = "logs"  # in a run folder
-POLL_S = 0.1
-GRACE_S = 3.0  # after the first failure: time for the others to report the same mistake themselves
-KILL_AFTER_S = 10.0
-LEAVE_S = CLOSE_S + KILL_AFTER_S  # of a stop, after the first rank: rank 0 also closes its trackers
-NOTICE_S = 1.0  # ranks that outlive a signal so long are saving; it is said then, and every
-NOTICE_EVERY_S = 15.0
-SAME_SIGNAL_S = 1.0  # between two signals that count as two
-STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that saved and ended
-PR_SET_PDEATHSIG = 1
-LOCAL = "127.0.0.1"
-STACKS_S = 0.5  # time for that
-
-
-@dataclass(frozen=True)
-class Share:
-    """The ranks of a job that one launcher starts.
-
-    Args:
-        count: how many.
-        first: the lowest of them.
-        world_size: ranks of the job.
-        address: of rank 0's machine, as all machines know it.
-        port: of the job's store there; 0: any, where rank 0 is the only one to be told.
-    """
-
-    count: int
-    first: int
-    world_size: int
-    address: str = LOCAL
-    port: int = 0
-
-    @staticmethod
-    def whole(world_size: int) -> Share:
-        """Returns the share of a launcher that starts all ranks."""
-        return Share(world_size, 0, world_size)
-
-
-@dataclass
-class _Rank:
-    """One rank process and where it writes."""
-
-    index: int
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    @property
-    def code(self) -> int | None:
-        """The exit code of the process, -N: signal N; None while it runs."""
-        code = self.process.poll()
-        return -signal.SIGKILL if code is None and is_killed(self.process.pid) else code
-
-    @property
-    def failed(self) -> bool:
-        """Whether the process has ended with anything but 0 and not as it was asked to stop, or
-        before its command was done.
-        """
-        code = self.code
-        is_done = code in (0, *STOP_CODES) and not self.log.with_suffix(RUNNING).exists()
-        return code is not None and not is_done
-
-    @property
-    def stopped_by(self) -> int:
-        """The signal that it was asked to stop with, and did; 0: none."""
-        code = self.code
-        return code - 128 if code in STOP_CODES and not self.failed else 0
-
-    @property
-    def failure(self) -> Failure | None:
-        """What the rank said of its end, if it could."""
-        return Failure.read(self.log.with_suffix(".error"))
+Hostfile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Start by ssh on hosts, one a line: name slots=N."),
+]
+Slurm = Annotated[
+    bool,
+    typer.Option("--slurm", help="Submit an sbatch file; in an allocation run there."),
+]
+Kubernetes = Annotated[
+    JobKind | None, typer.Option("--k8s", help="Print a manifest of this kind for kubectl.")
+]
+Ray = Annotated[
+    str | None, typer.Option("--ray", metavar="ADDRESS", help="Start as actors of a Ray cluster.")
+]
+Node = Annotated[
+    int | None,
+    typer.Option(min=0, help="Start this node's ranks; for other launchers, once a node."),
+]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes; in an allocation: all of it.")]
+Slots = Annotated[int | None, typer.Option(min=1, help="Ranks of each node; not for --hostfile.")]
+Address = Annotated[
+    str | None, typer.Option(help="Rank 0's host as others know it; default: the first host.")
+]
+Port = Annotated[
+    int | None, typer.Option(min=1, max=65535, help="Of the job's store on rank 0's host.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="With --slurm: only print the file.")]
+Sbatch = Annotated[
+    list[str] | None, typer.Option(metavar="--NAME=VALUE", help="A further option of sbatch.")
+]
+HasGpus = Annotated[bool, typer.Option("--gpus/--no-gpus", help="Whether each rank has a GPU.")]
+StopSeconds = Annotated[
+    int, typer.Option(min=1, help="Seconds to save in before a scheduler ends the job.")
+]
+Image = Annotated[str | None, typer.Option(help="Of the containers, for --k8s.")]
+Volume = Annotated[
+    list[str] | None, typer.Option(metavar="CLAIM:PATH", help="Mounted in the containers.")
+]
+Namespace = Annotated[str, typer.Option(help="In Kubernetes.")]
+Folder = Annotated[
+    str | None, typer.Option(help="Where the command runs in containers; default: as here.")
+]
+Resume = Annotated[Literal["newest", "previous"], typer.Option(help="As of hybridrl train.")]
 
 
-def is_rank() -> bool:
-    """Returns whether this process is one rank, started by our launcher or by torchrun."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
-def die_with_launcher() -> None:
-    """Asks the kernel to end this rank when its launcher dies, however that is (Linux only)."""
-    if is_launched() and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != int(os.environ[LAUNCHER_PID]):
-            os._exit(1)  # it died before the line above
-
-
-def launch(
-    arguments: Sequence[str],
-    world_size: int,
-    log_dir: Path,
-    program: Sequence[str] = ("-m", "hybridrl.cli.main"),
-    environment: Mapping[str, str] = MappingProxyType({}),
-) -> int:
-    """Runs `hybridrl ARGUMENTS` as `world_size` local ranks and waits for all of them.
-
-    Args:
-        arguments: the command line after `hybridrl`.
-        world_size: number of ranks.
-        log_dir: where `rank_N.log` is appended to, and ranks put `rank_N.phase`, `rank_N.error`.
-        program: what Python runs in place of hybridrl, for tests.
-        environment: further variables of the ranks.
-
-    Returns:
-        The exit code: 0, 2 where a rank met a user's mistake, 128 + the number of the signal that
-        the job was stopped by (130, 143), 1 for anything else.
-    """
-    command = [*program, *arguments]
-    return conclude(run_ranks(command, Share.whole(world_size), log_dir, environment), log_dir)
-
-
-def run_ranks(
-    command: Sequence[str],
-    share: Share,
-    log_dir: Path,
-    environment: Mapping[str, str] = MappingProxyType({}),
-    steer: Callable[[list[int]], None] | None = None,
-    leaving: Leaving | None = None,
-) -> Outcome:
-    """Runs this machine's ranks of a job and waits for them.
-
-    Args:
-        command: what Python runs.
-        share: which ranks they are.
-        log_dir: as of `launch`.
-        environment: further variables of the ranks.
-        steer: called at the start with the list of signals that the ranks are to get; it may append
-            to it from a thread. Two signals end the ranks at once.
-        leaving: of the starts before, whose processes these ranks wait for; takes those that have
-            ended here and are not gone yet. None: this start is the only one, and waits for all.
-
-    Returns:
-        How they ended.
-    """
-    ranks: list[_Rank] = []
-    copied, of_starts = CopiedStderr(), leaving or Leaving()
-    with caught_signals() as received:
-        if steer is not None:
-            steer(received)
-        try:
-            _make_log_dir(log_dir, share)
-            _start_all(ranks, command, share, log_dir, copied, environment, of_starts.gate())
-            _wait(ranks, received)
-            culprits = [rank for rank in ranks if rank.failed]
-        finally:
-            codes = _end(ranks, received)
-            stopped_by = [*received, *(rank.stopped_by for rank in ranks if rank.stopped_by)]
-            of_starts.take([(f"rank {rank.index}", rank.process) for rank in ranks])
-            if leaving is None:
-                of_starts.wait()
-    copied.finish(is_gone=all(rank.process.returncode is not None for rank in ranks))
-    host = socket.gethostname()
-    ended = [EndedRank(rank.index, codes[rank.index], str(rank.log), host) for rank in ranks]
-    # Ranks that are ended by the signal say nothing; one that says something could not save, and
-    # SIGKILL is not what they were asked by.
-    blamable = [
-        rank.index
-        for rank in culprits
-        if not received
-        or codes[rank.index] == -signal.SIGKILL
-        or ended[rank.index - share.first].spoke
-    ]
-    return Outcome(ended, blamable, stopped_by[0] if stopped_by else 0, copied.fault)
-
-
-def _start_all(
-    ranks: list[_Rank],
-    command: Sequence[str],
-    share: Share,
-    log_dir: Path,
-    copied: CopiedStderr,
-    environment: Mapping[str, str],
-    gate: int | None,
+def launch_command(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    hostfile: Hostfile = None,
+    slurm: Slurm = False,
+    k8s: Kubernetes = None,
+    ray: Ray = None,
+    node: Node = None,
+    world: World = None,
+    nodes: Nodes = None,
+    slots: Slots = None,
+    ssh: Ssh = "ssh",
+    address: Address = None,
+    port: Port = None,
+    dry_run: DryRun = False,
+    sbatch: Sbatch = None,
+    gpus: HasGpus = True,
+    stop_s: StopSeconds = 120,
+    image: Image = None,
+    volume: Volume = None,
+    namespace: Namespace = "default",
+    folder: Folder = None,
+    resume: Resume = "newest",
 ) -> None:
-    """Starts the ranks, each of which is in the list as soon as it runs.
-
-    Args:
-        gate: of `Leaving`; is closed.
-    """
-    try:
-        # Rank 0 listens on this socket, for the job's store: a port that was only found to be free
-        # would be anybody's in the seconds until the rank has imported torch.
-        with socket.socket() as server:
-            if share.first == 0:
-                _bind(server, share)
-            port = server.getsockname()[1] if share.first == 0 else share.port
-            for index in range(share.first, share.first + share.count):
-                variables = _environment(share, index, port, log_dir, environment)
-                fds = {STORE_FD: server.fileno()} if index == 0 else {}
-                if gate is not None:
-                    fds[GATE_FD] = gate
-                ranks.append(_start(command, index, fds, log_dir, copied, variables))
-    finally:
-        if gate is not None:
-            os.close(gate)
-
-
-def _bind(server: socket.socket, share: Share) -> None:
-    """Takes the port of the job's store.
-
-    Raises:
-        UserError: another process has it.
-    """
-    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share.port != 0)
-    try:
-        server.bind((LOCAL if share.address == LOCAL else "", share.port))
-    except OSError as error:
-        raise UserError(
-            "--port",
-            share.port,
-            f"a free port of {socket.gethostname()}",
-            f"{error.strerror}: choose another with --port.",
-        ) from error
-
-
-def _make_log_dir(log_dir: Path, share: Share) -> None:
-    """Makes the folder and removes what ranks left there at an earlier start: these, or all where
-    no other launcher has a share.
-
-    Raises:
-        UserError: that is not possible.
-    """
-    try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        for suffix in (".phase", ".error", RUNNING):
-            own = [f"rank_{index}" for index in range(share.first, share.first + share.count)]
-            for stem in ["rank_*"] if share.count == share.world_size else own:
-                for stale in log_dir.glob(stem + suffix):
-                    stale.unlink()
-    except OSError as error:
-        raise _no_logs(log_dir, error) from error
-
-
-def _no_logs(path: Path, error: OSError) -> UserError:
-    return UserError(
-        str(path),
-        error.strerror,
-        "a place for the ranks' logs that can be written",
-        "Make room there, or change run.dir.",
-    )
-
-
-@console.protected()
-def launch_run(
-    arguments: Sequence[str],
-    world_size: int,
-    folder: Path,
-    start: Callable[..., int] | None = None,
-) -> int:
-    """Runs ranks that write into a run folder; arguments and result as of `launch`, which `start`
-    stands in for.
-
-    Where a user's mistake that only ranks could meet (a reward that raises) ends a new run before
-    its first step is over, the folder keeps its logs, which have the traceback, and nothing that
-    would bind the next start to this configuration. The launcher holds the folder for its ranks.
-
-    Raises:
-        UserError: the folder cannot be made, or another run is in it.
-    """
-    is_new = not folder.is_dir() or {path.name for path in folder.iterdir()} <= {LOGS}
-    try:
-        (folder / LOGS).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            "run.dir and run.name",
-            folder,
-            "a folder that can be made and written",
-            f"{error.strerror}: change run.dir or run.name.",
-        ) from error
-    lock = RunLock(folder)
-    lock.acquire(lambda text: say(text, sys.stdout))
-    try:
-        token = {LOCK_TOKEN: lock.token}
-        code = (start or launch)(arguments, world_size, folder / LOGS, environment=token)
-        metrics = folder / "metrics.jsonl"
-        has_steps = metrics.exists() and metrics.stat().st_size > 0
-        if code == 2 and is_new and not has_steps and not (folder / "replay").exists():
-            for path in folder.iterdir():
-                if path.is_dir() and path.name != LOGS:
-                    shutil.rmtree(path)
-                elif path.is_file() and path.name != LOCK_FILE:
-                    path.unlink()
-    finally:
-        lock.release()
-    return code
-
-
-def launch_without_run(arguments: Sequence[str], world_size: int) -> int:
-    """Runs ranks that have no run folder; their logs are kept only where a message names them."""
-    log_dir = Path(tempfile.mkdtemp(prefix=f"hybridrl-{arguments[0]}-"))
-    code = launch(arguments, world_size, log_dir)
-    if code != 1:
-        shutil.rmtree(log_dir)
-    return code
-
-
-def _environment(
-    share: Share, index: int, port: int, log_dir: Path, further: Mapping[str, str]
-) -> dict[str, str]:
-    """Returns the environment of a rank."""
-    environment = {
-        "OMP_NUM_THREADS": "1",  # ranks share the cores already
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",  # where Python was when native code ended the process
-        **os.environ,
-        "RANK": str(index),
-        "LOCAL_RANK": str(index - share.first),
-        "WORLD_SIZE": str(share.world_size),
-        "LOCAL_WORLD_SIZE": str(share.count),
-        "MASTER_ADDR": share.address,
-        "MASTER_PORT": str(port),
-        LAUNCHER_PID: str(os.getpid()),
-        LOG_DIR: str(log_dir.absolute()),
-        **further,
-    }
-    for name in (STORE_FD, GATE_FD):  # of a rank that launches others
-        environment.pop(name, None)
-    return environment
-
-
-def _start(
-    command: Sequence[str],
-    index: int,
-    descriptors: Mapping[str, int],
-    log_dir: Path,
-    copied: CopiedStderr,
-    environment: dict[str, str],
-) -> _Rank:
-    """Starts a rank; of a machine the one with the store writes to the console too.
-
-    Args:
-        descriptors: that it gets, by the variable that tells it of each.
-    """
-    environment |= {name: str(descriptor) for name, descriptor in descriptors.items()}
-    log = log_dir / f"rank_{index}.log"
-    try:
-        file = log.open("ab", buffering=0)
-        file.write(f"--- {time.strftime('%F %T')} python {shown_command(command)}\n".encode())
-    except OSError as error:
-        raise _no_logs(log, error) from error
-    with file:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            env=environment,
-            pass_fds=tuple(descriptors.values()),
-            stdin=subprocess.DEVNULL,
-            stdout=None if index == 0 else file,
-            stderr=subprocess.PIPE if index == 0 else file,
-            start_new_session=True,  # signals reach a rank and its children together, through us
+    """Train on several machines: by ssh, Slurm, Kubernetes or Ray."""
+    launchers: dict[str, object] = {"--hostfile": hostfile, "--slurm": slurm or None, "--k8s": k8s}
+    launchers |= {"--ray": ray, "--node": node}
+    named = [name for name, value in launchers.items() if value is not None]
+    if len(named) != 1:
+        allowed = "one of " + ", ".join(launchers)
+        raise UserError("launch", " ".join(named) or "no launcher", allowed, "Name one.")
+    given = overrides or []
+    loaded = with_commits(load_config(config, given))
+    run = several_nodes.Run(loaded, [str(config), *given, "--resume", resume], resume)
+    if hostfile is not None:
+        code = several_nodes.on_hosts(run, hostfile, world, shlex.split(ssh), address, port)
+        raise typer.Exit(code)
+    if ray is not None:
+        raise typer.Exit(several_nodes.on_ray(run, ray, world, gpus))
+    if world is not None:
+        raise UserError("--world", world, f"nothing with {named[0]}", "Give --nodes and --slots.")
+    if node is not None:
+        raise typer.Exit(several_nodes.on_node(run, node, nodes, slots, address, port))
+    sizes = several_nodes.NodeSizes(nodes, slots, gpus, stop_s, folder)
+    if k8s is not None:
+        typer.echo(
+            several_nodes.manifest_of(run, sizes, k8s, image, volume or [], namespace), nl=False
         )
-    if process.stderr is not None:
-        copied.start(process.stderr, log)
-    return _Rank(index, process, log)
-
-
-@contextmanager
-def caught_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in a list instead of dying of them; a program that runs this one
-    may hand on what a terminal sends to both, which counts once. SIGUSR1, by which schedulers tell
-    that the time is nearly over, and SIGHUP of a terminal that is closed stand for SIGTERM. An
-    ignored SIGHUP, as of nohup, stays ignored.
-    """
-    received: list[int] = []
-    first: list[float] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        first.append(time.monotonic())
-        is_second = may_be_second(number) and first[-1] - first[0] > SAME_SIGNAL_S
-        if not received or is_second:
-            received.append(meaning(number))
-
-    before = {number: signal.signal(number, note) for number in noted_signals()}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Returns when all ranks are done, one has failed and the grace is over, one was killed or is
-    lost, or a second signal came; hands the first one on.
-    """
-    deadline, notice, is_told = float("inf"), float("inf"), False
-    while len(received) < 2 and any(rank.code is None for rank in ranks):
-        now = time.monotonic()
-        if received and not is_told:
-            is_told = True
-            notice = now + NOTICE_S if ranks[0].index == 0 else notice  # one of several launchers
-            for rank in ranks:
-                rank.process.send_signal(received[0])
-        failed = [] if received else [rank for rank in ranks if rank.failed]
-        if any(rank.failed for rank in ranks):
-            deadline = min(deadline, now + (KILL_AFTER_S if received else GRACE_S))
-        elif any(rank.stopped_by for rank in ranks):
-            deadline = min(deadline, now + LEAVE_S)
-        is_final = any((f := rank.failure) is not None and f.kind == "lost" for rank in failed)
-        if is_final or _is_one_killed(failed) or now > deadline:
-            return
-        if now > notice:
-            notice = now + NOTICE_EVERY_S
-            name = signal.Signals(received[0]).name
-            said = f"hybridrl: {name}: the ranks save a checkpoint and end; a second signal ends"
-            say(f"{said} them at once")
-        time.sleep(POLL_S)
-
-
-def _is_one_killed(failed: Sequence[_Rank]) -> bool:
-    """Whether one of the ranks that failed got SIGKILL. The others then wait for it in collectives,
-    or report broken connections.
-    """
-    return any(rank.code == -signal.SIGKILL for rank in failed)
-
-
-def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
-    """Ends every rank still alive, and what ranks had started; returns the exit codes by rank.
-
-    Where a rank has failed, the others write first where they were. A stopped rank takes no signal
-    but the last, those that were asked to end already get that one, and so do all where one was
-    killed.
-    """
-    alive = [rank for rank in ranks if rank.code is None]
-    failed = [] if received else [rank for rank in ranks if rank.failed]
-    if any(rank.code != 2 for rank in failed):
-        asked = [rank for rank in alive if writes_stacks(rank.process.pid)]
-        for rank in asked:
-            rank.process.send_signal(STACKS_SIGNAL)
-        if asked:
-            time.sleep(STACKS_S)
-    is_at_once = bool(received) or _is_one_killed(failed)
-    for rank in alive:
-        if is_at_once or process_status(rank.process.pid).get("State", "").startswith("T"):
-            rank.process.kill()
-        else:
-            rank.process.terminate()
-    deadline = time.monotonic() + KILL_AFTER_S
-    while any(rank.code is None for rank in ranks) and time.monotonic() < deadline:
-        time.sleep(POLL_S)
-    if received or any(rank.code != 0 for rank in ranks):
-        for rank in ranks:
-            with suppress(ProcessLookupError):  # nothing is left of the group: the usual case
-                os.killpg(rank.process.pid, signal.SIGKILL)
-    return {rank.index: _known_code(rank) for rank in ranks}
-
-
-def _known_code(rank: _Rank) -> int:
-    """Returns the exit code of a rank that was ended, once it is known."""
-    while (code := rank.code) is None:
-        time.sleep(POLL_S)
-    return code
+    else:
+        raise typer.Exit(several_nodes.by_slurm(run, sizes, sbatch or [], dry_run))

@@ -1,11 +1,20 @@
-"""Arguments that several commands share."""
+"""Options and steps that several commands share."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from hybridrl.errors import UserError
+from hybridrl.parallel.failure import is_launched
+from hybridrl.services.launch.local_ranks import is_rank
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration.")]
 Overrides = Annotated[
@@ -17,6 +26,8 @@ World = Annotated[
     typer.Option(min=1, help="Number of ranks; default: the GPUs, on CPU what the layout needs."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+
+Ssh = Annotated[str, typer.Option(help="The program for --hostfile, with its options.")]
 
 # Of `check --mismatch`.
 OfMismatch = Annotated[
@@ -31,3 +42,74 @@ AgainstEngine = Annotated[
     str | None,
     typer.Option(metavar="ENGINE", help="With --mismatch: compare with this engine, too."),
 ]
+
+# Of `check --cluster`.
+OfCluster = Annotated[
+    bool, typer.Option("--cluster", help="Check nodes, the links between them and shared files.")
+]
+NodesFile = Annotated[
+    Path | None, typer.Option("--hostfile", metavar="FILE", help="With --cluster: its hosts.")
+]
+InAllocation = Annotated[
+    bool, typer.Option("--slurm", help="With --cluster: the nodes of this allocation.")
+]
+OfRay = Annotated[
+    str | None,
+    typer.Option("--ray", metavar="ADDRESS", help="With --cluster: the nodes of a Ray cluster."),
+]
+RunsFolder = Annotated[
+    Path, typer.Option(metavar="DIR", help="With --cluster: where runs are written.")
+]
+
+
+def refuse_other_job(asked: int | None) -> None:
+    """Refuses --world where the environment says that this is a rank of another job, before this
+    process waits for the ranks of that one.
+    """
+    if is_rank() and not is_launched():
+        torchrun_world(asked)
+
+
+def torchrun_world(asked: int | None) -> int:
+    """Returns the number of ranks, of which torchrun started this one.
+
+    Raises:
+        UserError: another number is asked for, or the variables are none of a rank.
+    """
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    remedy = (
+        "Under torchrun leave --world out; in the shell of another job `unset RANK WORLD_SIZE`."
+    )
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        found, allowed = f"{rank!r} and {size!r}", "a rank below the number of ranks"
+        raise UserError("RANK and WORLD_SIZE in the environment", found, allowed, remedy)
+    if asked not in (None, int(size)):
+        allowed = f"{size}, since RANK={rank} and WORLD_SIZE={size} are in the environment"
+        raise UserError("--world", asked, allowed, remedy)
+    return int(size)
+
+
+@contextmanager
+def json_only(is_wanted: bool) -> Iterator[Callable[[object], None]]:
+    """Gives a function that prints a JSON object; what else is written to stdout goes to stderr.
+
+    Works on the file descriptor, so that C libraries are caught too. Where JSON is not
+    wanted nothing is redirected and the function does nothing.
+    """
+    if not is_wanted:
+        yield lambda content: None
+        return
+    sys.stdout.flush()
+    real = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield lambda content: _write_all(real, json.dumps(content) + "\n")
+    finally:
+        sys.stdout.flush()
+        os.dup2(real, 1)
+        os.close(real)
+
+
+def _write_all(descriptor: int, text: str) -> None:
+    with os.fdopen(os.dup(descriptor), "w") as file:
+        file.write(text)

@@ -1,11 +1,21 @@
-"""What `hybridrl plan` does with its options: a report of one layout, or a search. No torch."""
+"""`hybridrl plan`: a report of one layout, or a search. No torch."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
+import typer
+
+from hybridrl.cli.options import (
+    ConfigFile,
+    Json,
+    Overrides,
+    World,
+    json_only,
+)
 from hybridrl.config.identity import pinned
 from hybridrl.config.load import load_config
 from hybridrl.config.rules import default_world_size
@@ -82,3 +92,32 @@ def _inputs(
     told = merged(config.cluster, given)
     size = told.world_size() if told else None
     return config, world or size or default_world_size(config, host.num_gpus), given, host
+
+
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    world: World = None,
+    cluster: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="YAML or JSON of what the cluster is, all keys optional; or 8x8xH200.",
+        ),
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Print the ten best layouts, and why others lost.")
+    ] = False,
+    all_ranks: Annotated[
+        bool, typer.Option("--all", help="List every rank and what is assumed.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say whether a run fits, its layouts, reshard and memory; needs no GPU and no weights."""
+    with json_only(as_json) as emit:
+        run = run_search if search else run_plan
+        text, violations = run(config, overrides or [], world, cluster, emit, all_ranks)
+    if violations:
+        raise ConfigError(violations)
+    if not as_json:
+        typer.echo(text)

@@ -1,12 +1,12 @@
-"""`hybridrl push`: uploads an HF directory to the hub, by the hub's own library. No torch.
-
-Only this command uploads anything, and only what it is given.
-"""
+"""`hybridrl push`: uploads an HF directory to the hub, by the hub's own library. No torch."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from hybridrl.errors import UserError
 from hybridrl.models.hf.directory import CONFIG_FILE, read_config
@@ -16,7 +16,7 @@ from hybridrl.models.hf.headers import HfHeaders
 UPLOADED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "README.md")
 
 
-def push(folder: Path, name: str, private: bool, revision: str | None) -> str:
+def upload(folder: Path, name: str, private: bool, revision: str | None) -> str:
     """Uploads an HF directory.
 
     Args:
@@ -58,3 +58,13 @@ def push(folder: Path, name: str, private: bool, revision: str | None) -> str:
         remedy = "Check the name, and log in with: hf auth login."
         raise UserError(f"hub repository {name}", said, allowed, remedy) from error
     return str(done.commit_url)
+
+
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="HF directory.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="organisation/name on the hub.")],
+    private: Annotated[bool, typer.Option(help="Make it private, if it is made.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
+) -> None:
+    """Upload an HF directory to the hub; nothing else here uploads anything."""
+    typer.echo(upload(folder, name, private, revision))

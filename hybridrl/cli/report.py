@@ -1,11 +1,12 @@
-"""What `hybridrl report` does beside reading run folders: it asks `plan` for the memory of a run,
-and serves the page. No torch.
-"""
+"""`hybridrl report`: one page about runs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
+
+import typer
 
 from hybridrl.config.files import parse_json
 from hybridrl.config.load import load_config
@@ -71,3 +72,18 @@ def planned_gib(folder: Path, warn: Say) -> dict[str, float]:
         return {}
     memory = report["memory"]
     return {name: memory[key] / 2**30 for key, name in PHASES.items() if memory.get(key)}
+
+
+def report(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
+    other_runs: Annotated[
+        list[Path] | None, typer.Argument(metavar="[OTHER_RUN]...", help="Runs to compare with.")
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="Serve the page on loopback and follow the run.")
+    ] = False,
+    port: Annotated[int, typer.Option(help="With --live; 0: any that is free.")] = 0,
+) -> None:
+    """Write one HTML page about a run, or several: curves, samples, evaluations; print its path."""
+    folders = [run_dir, *(other_runs or [])]
+    report_runs(folders, port if live else None, typer.echo, lambda t: typer.echo(t, err=True))

@@ -1,8 +1,4 @@
-"""`hybridrl top`: what a run is doing now, from the files in its folder. No torch.
-
-Reads what ranks write anyway, so it works on any host that has the folder, and costs the run
-nothing.
-"""
+"""`hybridrl top`: what a run is doing now, from the files in its folder. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +8,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+import typer
 import yaml
 from rich.live import Live
 from rich.text import Text
@@ -22,7 +20,7 @@ from hybridrl.errors import UserError
 from hybridrl.loop.run_starts import FINISHED, read_starts
 from hybridrl.metrics.sinks import read_records
 from hybridrl.metrics.values import Record
-from hybridrl.parallel.hang_page import newest_page
+from hybridrl.services.liveness.hang_reports import newest_report
 
 METRICS = "metrics.jsonl"
 # How metrics of the last step are shown, in order.
@@ -73,7 +71,7 @@ class RunNow:
         num_steps: the last step; None where it is not known.
         last: metrics of the last finished step; empty before.
         ranks: by their number.
-        hang: ranks without progress, and the page with their stacks; "" once a step was taken.
+        hang: ranks without progress, and the file with what all ranks do; "" once a step was taken.
     """
 
     name: str
@@ -104,8 +102,8 @@ def read_run(folder: Path) -> RunNow:
     steps = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
     num_steps = steps.get("steps", {}).get("num_steps")
     last = records[-1] if records else {}
-    page = newest_page(folder, file.stat().st_mtime if file.exists() else 0.0)
-    hang = "" if page is None else f"{page[1]}; stacks of all ranks: {page[0]}"
+    report = newest_report(folder, file.stat().st_mtime if file.exists() else 0.0)
+    hang = "" if report is None else f"{report[1]}; all ranks: {report[0]}"
     name = folder.resolve().name
     return RunNow(name, state, is_running, num_steps, last, _ranks(logs), hang)
 
@@ -192,3 +190,11 @@ def _numbers(ranks: Sequence[int]) -> str:
             parts.append([rank])
     names = [str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts]
     return ("rank " if len(ranks) == 1 else "ranks ") + ",".join(names)
+
+
+def top(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 2.0,
+) -> None:
+    """Show what a run is doing, until Ctrl-C; once where the output is no terminal."""
+    watch(run_dir, every_s)

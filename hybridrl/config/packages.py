@@ -45,5 +45,5 @@ REQUIRED = {
     "typer": ">=0.19,<1",  # the command line; before 0.19 it takes no Literal
     "rich": ">=13.7,<16",  # tables and progress on the console
     "tensorboard": ">=2.18,<3",  # event files; before 2.18 it does not import with numpy 2
-    "jinja2": ">=3.1,<4",  # chat templates and the report's page
+    "jinja2": ">=3.1,<4",  # chat templates, the report's page, files for schedulers
 }

@@ -51,7 +51,6 @@ from hybridrl.metrics.values import (
     step_metrics,
 )
 from hybridrl.parallel.groups import World
-from hybridrl.parallel.hang_page import HANGS
 from hybridrl.rewards.base import Scorer
 
 logger = logging.getLogger(__name__)
@@ -101,7 +100,7 @@ class Journal:
         self.trackers: list[TrackerSink] = []
         self._said_before: list[str] = []  # there is a log
         world.heartbeat.phase = lambda: self.timer.current
-        world.heartbeat.reports.folder = self.folder / HANGS
+        world.heartbeat.run_folder = self.folder
         self._starts = RunStarts(self.folder)
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
 

@@ -2,9 +2,9 @@
 
 Each rank of a job of several has two threads. One writes the rank's `Beat` to the store every
 BEAT_S and reads whether there is a verdict; rank 0's also reads all beats (one request for all of
-them, 3 ms for 1,000) and publishes what watch.py finds; rank 1's does while rank 0 is silent. What
-hang.py finds is told, with a page (hang_report.py), and ends nothing. The other ends the process
-when there is a verdict, or when the store itself does not answer any more.
+them, 3 ms for 1,000) and publishes what watch.py finds; rank 1's does while rank 0 is silent. A
+`HangObserver` sees the same beats and names hangs, which end nothing. The other thread ends the
+process when there is a verdict, or when the store itself does not answer any more.
 
 Who waits for whom: `wait` waits for others to enter the same collective, as long as all beat, and
 raises PeerError on a verdict. A rank whose main thread is elsewhere, in a kernel or a collective
@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import datetime
 import itertools
+import json
 import os
 import socket
 import threading
@@ -30,10 +31,16 @@ import torch.distributed as dist
 from hybridrl.console import say
 from hybridrl.parallel import failure
 from hybridrl.parallel.failure import Failure, PeerError
-from hybridrl.parallel.hang import HangWatch
-from hybridrl.parallel.hang_report import HangReports, IdleClock, with_calls, with_page
-from hybridrl.parallel.stacks import host_id, position, print_stacks, why_dead
-from hybridrl.parallel.watch import Beat, Verdict, Wait, Watch
+from hybridrl.parallel.idle_clock import IdleClock
+from hybridrl.parallel.stacks import (
+    STACKS_SIGNAL,
+    host_id,
+    position,
+    print_stacks,
+    why_dead,
+    writes_stacks,
+)
+from hybridrl.parallel.watch import Beat, Verdict, Wait, Watch, hang_observer
 
 # A rank is given up 30 s after its last beat: many times what a busy host delays a thread, and 15
 # looks of rank 0. The beats of 1,000 ranks are 1,000 small requests a second to their store.
@@ -43,10 +50,7 @@ POLL_S = 0.25  # how often the main thread looks up while it waits
 # thread comes back from torch's code in its last moments, and a run that is done would fail.
 LEAVE_S = 10.0
 GRACE_S = 1.0  # for the main thread to raise a verdict itself
-# Without progress, of a rank that others wait for: it is told then, and nobody is ended. With
-# beats and looks, and the page's making, a rank is named within 40 s. Before the first step models
-# are read and engines started, which ranks do for minutes.
-HANG_S, START_HANG_S = 25.0, 300.0
+NOTE_CALLS_S = 12.5  # without progress, after which beats have a rank's calls
 DEPUTY = 1  # judges while rank 0 is silent
 _NUMBERS = itertools.count()  # of the heartbeats of this process, the same on all ranks
 _CURRENT: list[Heartbeat] = []
@@ -64,6 +68,7 @@ class Heartbeat:
     Attributes:
         group: the default process group that it belongs to.
         phase: tells the current phase of the step; may be replaced.
+        run_folder: for reports of hangs; None: there is none.
         verdict: why all must end; None as long as they need not.
         stop_signal: the signal that asked this rank, or one that it has heard of, to save and end;
             0: none. Ranks learn of it at different times; of `World.stop_signal` all at the same
@@ -87,16 +92,14 @@ class Heartbeat:
         self._count, self._num_answers = 0, 0
         self._is_complete = False  # what this rank reads is in the store
         self._first: Beat | None = None  # of rank 0, the latest
-        self._idle = IdleClock(HANG_S / 2, BEAT_S)
-        self._hangs = HangWatch(HANG_S, START_HANG_S)
+        self._idle = IdleClock(NOTE_CALLS_S, BEAT_S)
+        log = failure.rank_file(".log", rank)
+        self.run_folder = None if log is None else log.parent.parent
+        self._num_asked, self._answered = 0, ""
+        self._hangs = hang_observer(self._ask_stacks)
         self._host, self._host_id = socket.gethostname(), host_id()
         self._ending, self._was_raised = threading.Event(), False
         self._threads: list[threading.Thread] = []
-
-        def full_beat() -> Beat:
-            return with_calls(self._beat(), self._idle)
-
-        self.reports = HangReports(store, rank, size, full_beat, self._main, self._mates)
 
     def start(self) -> None:
         """Begins to beat, if there are other ranks."""
@@ -115,18 +118,17 @@ class Heartbeat:
         if self._ending.is_set() or os.getpid() != self._pid:  # in a fork it is the parent's
             return
         self._ending.set()
-        threads = [*self._threads, *filter(None, [self.reports.thread])]
-        for thread in threads:
+        for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(LEAVE_S)  # one that waits for a store that does not answer stays
-        if self._store is None or any(thread.is_alive() for thread in threads):
+        if self._store is None or any(thread.is_alive() for thread in self._threads):
             return
         with contextlib.suppress(dist.DistError):  # the store went with rank 0
             self._store.set(f"beat/{self._rank}", replace(self._beat(), has_left=True).to_json())
 
     def know_mates(self, places: Sequence[tuple[str, int]]) -> None:
         """Takes in the `host_id` and the process number of every rank, in order."""
-        self._mates = self.reports.mates = {
+        self._mates = {
             rank: pid
             for rank, (where, pid) in enumerate(places)
             if where == self._host_id and rank != self._rank
@@ -262,8 +264,10 @@ class Heartbeat:
         told, asked, first = self._store.multi_get(["verdict", "ask", "beat/0"])
         self._first = Beat.from_json(first)
         self._hear_of_stop([self._first])
-        self.reports.answer(asked.decode())
         if not told:
+            if asked.decode() != self._answered:
+                self._answered = asked.decode()
+                self._write_stacks(json.loads(self._answered)[1])
             return self._judged() if self._rank == DEPUTY else None
         self._store.set(f"beat/{self._rank}", replace(self._beat(), knows=True).to_json())
         return Verdict.from_json(told)
@@ -290,20 +294,43 @@ class Heartbeat:
         phase = _phase_file(verdict.culprit)
         if phase is not None and f"'{phase}'" not in verdict.message:
             verdict = replace(verdict, message=f"{verdict.message}; its phase file says {phase!r}")
-        suspects = [] if verdict.culprit is None else [verdict.culprit]
-        page = self.reports.gather(verdict.message, suspects, beats, silent)
-        verdict = replace(verdict, message=with_page(verdict.message, page))
+        if self._hangs is not None:
+            suspects = [] if verdict.culprit is None else [verdict.culprit]
+            message = self._hangs.explained(
+                verdict.message, suspects, beats, silent, self.run_folder
+            )
+            verdict = replace(verdict, message=message)
         self._publish(verdict)
         return verdict
 
     def _tell(self, beats: Sequence[Beat], silent: Sequence[int]) -> None:
-        """Tells who is waited for, and of ranks without progress."""
-        said = [self._hangs.over(beats), self.watch.notice(beats)]
-        if (hang := self._hangs.look(beats)) is not None:
-            page = self.reports.gather(hang.message, hang.suspects, beats, silent)
-            said.append(with_page(hang.message, page))
-        for text in filter(None, said):
+        """Says who is waited for, and which ranks make no progress."""
+        notice = self.watch.notice(beats)
+        said = [] if notice is None else [notice]
+        if self._hangs is not None:
+            said += self._hangs.look(beats, silent, self.run_folder)
+        for text in said:
             say(f"hybridrl: {text}")
+
+    def _ask_stacks(self, silent: Sequence[int]) -> None:
+        """Has all ranks write their stacks to their logs, also those that do not beat."""
+        assert self._store is not None
+        self._num_asked += 1
+        self._answered = json.dumps([f"{self._rank}.{self._num_asked}", list(silent)])
+        self._store.set("ask", self._answered)
+        self._write_stacks(silent)
+
+    def _write_stacks(self, silent: Sequence[int]) -> None:
+        """Writes this rank's stacks to its log. The first rank of a host that beats also has those
+        that do not write theirs: a signal does that although their Python does not answer.
+        """
+        print_stacks()
+        if any(rank < self._rank for rank in self._mates if rank not in silent):
+            return
+        for rank, pid in self._mates.items():
+            if rank in silent and why_dead(pid) is None and writes_stacks(pid):
+                with contextlib.suppress(OSError):
+                    os.kill(pid, STACKS_SIGNAL)
 
     def _publish(self, verdict: Verdict) -> None:
         """Lets all ranks know of the verdict; waits until those that beat do."""
@@ -322,7 +349,7 @@ class Heartbeat:
 
     def _take(self, verdict: Verdict) -> None:
         """Writes this rank's stacks, then lets its main thread know."""
-        print_stacks()
+        self._write_stacks([] if verdict.culprit is None else [verdict.culprit])
         self.verdict = verdict
 
     def _guard(self) -> None:
@@ -336,10 +363,6 @@ class Heartbeat:
                 if not self._threads[0].is_alive():
                     return
                 verdict = self._without_store()
-                if verdict.culprit == 0:
-                    first = self._first or Beat(0, "of the job's store", "")
-                    page = self.reports.leave_in_files(verdict.message, [0], first)
-                    verdict = replace(verdict, message=with_page(verdict.message, page))
                 self._take(verdict)
             if self.verdict is not None:
                 self._end(self.verdict)

@@ -10,17 +10,14 @@ import signal
 import socket
 import sys
 import tempfile
-import threading
-import time
 from itertools import dropwhile
 from pathlib import Path
-from traceback import FrameSummary, format_list, walk_stack
+from traceback import FrameSummary, walk_stack
 from typing import IO
 
 from hybridrl.parallel import failure
 
 NUM_FRAMES = 3  # in one line
-MOST_FRAMES = 60  # in a report
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 # Files whose code is on the stack while something is compiled, which takes long and ends.
 COMPILERS = tuple(
@@ -38,8 +35,6 @@ COMPILERS = tuple(
 STDLIB = os.path.dirname(os.__file__) + os.sep
 # Writes a rank's stacks to its log, from C, also while its Python does not run.
 STACKS_SIGNAL = signal.SIGUSR2
-ANSWER_S = 1.0  # for that
-MOST_BYTES = 1 << 20
 # What faulthandler writes of a thread and of each of its calls; other characters than ASCII's are
 # escaped.
 THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
@@ -126,24 +121,6 @@ def position(thread: int, own: str) -> tuple[str, bool, bool]:
     return " < ".join(lines), is_in_collective, compiles
 
 
-def stacks_of_threads(main: int) -> dict[str, str]:
-    """Returns the stack of each other thread, innermost line first, by its name.
-
-    Args:
-        main: `get_ident` of the one that comes first.
-    """
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    threads = calls_of_threads()
-    threads.pop(threading.get_ident(), None)
-    found: dict[str, str] = {}
-    for ident in sorted(threads, key=lambda one: (one != main, names.get(one, ""))):
-        name = names.get(ident, "a thread of a library")
-        while name in found:
-            name += "'"
-        found[name] = "".join(format_list(threads[ident][:MOST_FRAMES])).rstrip()
-    return found
-
-
 def print_stacks() -> None:
     """Writes the Python stacks of all threads to this rank's log, or to stderr if it has none."""
     file = failure.rank_file(".log")
@@ -187,35 +164,7 @@ def process_status(pid: int) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
-def process_state(pid: int) -> str:
-    """Returns what /proc says of a process of this host, for people."""
-    said = [why_dead(pid) or "its process runs, its Python does not answer"]
-    if (state := process_status(pid).get("State")) is not None:
-        said.append(f"state {state}")
-    with contextlib.suppress(OSError):
-        if (where := Path(f"/proc/{pid}/wchan").read_text().strip()) not in ("", "0"):
-            said.append(f"in the kernel at {where}")
-    return ", ".join(said)
-
-
 def writes_stacks(pid: int) -> bool:
     """Whether a process has a handler of STACKS_SIGNAL, which would end it without one."""
     caught = int(process_status(pid).get("SigCgt", "0"), 16)
     return bool(caught >> (STACKS_SIGNAL - 1) & 1)
-
-
-def stacks_by_signal(pid: int, rank: int) -> str:
-    """Returns the stacks that a rank of this host writes to its log when a signal asks, although
-    its Python does not answer; "" if it cannot.
-    """
-    log = failure.rank_file(".log", rank)
-    if log is None or why_dead(pid) is not None or not writes_stacks(pid):
-        return ""
-    with contextlib.suppress(OSError):
-        before = log.stat().st_size
-        os.kill(pid, STACKS_SIGNAL)
-        time.sleep(ANSWER_S)
-        with log.open("rb") as file:
-            file.seek(before)
-            return file.read(MOST_BYTES).decode(errors="replace").rstrip()
-    return ""

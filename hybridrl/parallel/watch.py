@@ -15,9 +15,10 @@ given up after `run.stall_timeout_s`, if that is set.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 NOTICE_S = 60.0  # waits that are longer are told, this often
 MAX_NAMED = 4  # ranks in one message
@@ -310,6 +311,38 @@ class Watch:
         ]
         more = f"; and {len(ranks) - MAX_NAMED} more" if len(ranks) > MAX_NAMED else ""
         return "; ".join(named) + more
+
+
+class HangObserver(Protocol):
+    """Names hangs; `run` is the run folder, None if there is none."""
+
+    def look(self, beats: Sequence[Beat], silent: Sequence[int], run: Path | None) -> list[str]:
+        """Takes in the latest beats; returns what there is to say."""
+
+    def explained(
+        self,
+        message: str,
+        suspects: Sequence[int],
+        beats: Sequence[Beat],
+        silent: Sequence[int],
+        run: Path | None,
+    ) -> str:
+        """Writes down what every rank does; returns the message with where that is."""
+
+
+# Makes an observer from what has all ranks write their stacks to their logs.
+ObserveHangs = Callable[[Callable[[Sequence[int]], None]], HangObserver]
+_OBSERVE: list[ObserveHangs] = []
+
+
+def observe_hangs(make: ObserveHangs) -> None:
+    """Gives the observer to the heartbeats that this process starts from now on."""
+    _OBSERVE[:] = [make]
+
+
+def hang_observer(ask_stacks: Callable[[Sequence[int]], None]) -> HangObserver | None:
+    """Returns an observer for a heartbeat; None if this process was given none."""
+    return _OBSERVE[0](ask_stacks) if _OBSERVE else None
 
 
 def missing_ranks(wait: Wait, beats: Sequence[Beat]) -> list[int]:

@@ -26,10 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridrl.cli.rank_log import write_stacks_on_signal
 from hybridrl.parallel import heartbeat, progress
 from hybridrl.parallel.groups import PeerError, World
+from hybridrl.parallel.watch import observe_hangs
 from hybridrl.platform import Platform
+from hybridrl.services.launch.rank_log import write_stacks_on_signal
+from hybridrl.services.liveness import hang_reports
 
 
 class Case:
@@ -42,7 +44,7 @@ class Case:
 
     @property
     def page(self) -> Path:
-        return self.folder / "hangs" / f"step_{self.step}.html"
+        return self.folder / "hangs" / f"step_{self.step}.txt"
 
     def begin(self, step: int) -> None:
         self.world.arrive("the case before")
@@ -63,7 +65,7 @@ def slow(case: Case) -> None:
     """A rank whose rounds are counted is waited for, longer than one that stands still."""
     if case.world.rank == 1:
         for _ in range(16):
-            time.sleep(heartbeat.HANG_S / 10)
+            time.sleep(hang_reports.HANG_S / 10)
             progress.advance()
     case.world.arrive("a slow rank")
     assert not case.page.parent.exists(), "a slow rank was told of"
@@ -152,9 +154,11 @@ def first(case: Case) -> None:
 def main() -> None:
     gloo_thread.part()
     if sys.argv[2] != "usual":
-        heartbeat.BEAT_S, heartbeat.SILENT_S, heartbeat.HANG_S = 0.2, 1.6, 2.5
+        heartbeat.BEAT_S, heartbeat.SILENT_S, heartbeat.NOTE_CALLS_S = 0.2, 1.6, 1.25
+        hang_reports.HANG_S = 2.5
         heartbeat.GRACE_S = 4.0 if sys.argv[2] == "first" else 1.0
     write_stacks_on_signal()
+    observe_hangs(hang_reports.HangReports)
     platform = Platform.detect()
     platform.activate()
     dist.init_process_group(platform.backend, timeout=timedelta(seconds=120))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from fake_hub import settings
 
-from hybridrl.cli.pinning import with_commits
 from hybridrl.config.load import load_config
 from hybridrl.errors import UserError
+from hybridrl.services.launch.pinning import with_commits
 
 
 def main() -> None:

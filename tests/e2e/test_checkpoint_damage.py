@@ -18,9 +18,10 @@ from typer.testing import CliRunner
 from hybridrl import Trainer
 from hybridrl.checkpoint.folders import newest_checkpoint, open_checkpoint
 from hybridrl.checkpoint.manifest import MANIFEST, MANIFEST_DIGEST, entry_of, read_manifest
-from hybridrl.cli import main, training
+from hybridrl.cli import main
 from hybridrl.errors import CheckpointError, UserError
 from hybridrl.loop.preflight import validate_conversion
+from hybridrl.services.launch import training
 
 STEPS = ("steps.num_steps=6", "checkpoint.every=2", "checkpoint.keep=9")
 

@@ -67,7 +67,7 @@ class Hosts:
         """Kills all that runs on a host, which answers no more."""
         if is_down:
             self.down_file(HOSTS[index]).touch()
-        nodes = [p for p in psutil.Process(job.pid).children() if "cli.node" in str(p.cmdline())]
+        nodes = [p for p in psutil.Process(job.pid).children() if "launch.node" in str(p.cmdline())]
         nodes.sort(key=lambda one: (one.create_time(), one.pid))
         for process in [nodes[index], *nodes[index].children(recursive=True)]:
             process.kill()

@@ -202,7 +202,7 @@ def check_end(tmp_path: Path, ssh: str, act: Sequence[object], expect: int, *exp
             job.send_signal(number)  # type: ignore[arg-type]
         elif whom == "connection":
             ended = [
-                p for p in psutil.Process(job.pid).children() if "cli.node" in str(p.cmdline())
+                p for p in psutil.Process(job.pid).children() if "launch.node" in str(p.cmdline())
             ]
             ended[1].send_signal(number)  # type: ignore[arg-type]
         else:
@@ -263,16 +263,8 @@ def test_a_mistake_that_only_ranks_meet_ends_with_code_2(tmp_path: Path, stub: s
 
 UNSEEN = """#!/bin/sh
 while [ $# -gt 2 ]; do shift; done
-sh -c "$2"
-code=$?
-[ "$1" = localhost ] || rm -f LOGS/node_1.json
-exit $code
-"""
-IMPATIENT = """
-import sys
-from hybridrl.cli import hostfile, main
-hostfile.OUTCOME_S = 2.0
-main.main()
+[ "$1" = localhost ] && exec sh -c "$2"
+exec sh -c "$2" >/dev/null
 """
 
 
@@ -283,36 +275,24 @@ def test_a_rank_that_failed_is_no_success_where_its_hosts_outcome_is_never_seen(
 ) -> None:
     """The rank is killed at random moments, from its start on."""
     hostfile, chance = hosts(tmp_path, "localhost", "127.0.0.1"), random.Random(0)
-    for index in range(int(os.environ.get("HYBRIDRL_MOMENTS", "10"))):
-        folder, ssh = tmp_path / str(index), tmp_path / f"ssh_{index}"
-        logs = folder / "quickstart-grpo" / "logs"
-        ssh.write_text(UNSEEN.replace("LOGS", str(logs)))
-        ssh.chmod(0o755)
-        given = command(folder, hostfile, str(ssh), "steps.num_steps=100000")
-        job = subprocess.Popen(
-            [sys.executable, "-c", IMPATIENT, *map(str, given)],
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    ssh = tmp_path / "unseen"
+    ssh.write_text(UNSEEN)
+    ssh.chmod(0o755)
+    for index in range(int(os.environ.get("HYBRIDRL_MOMENTS", "3"))):
+        folder = tmp_path / str(index)
+        job = start(command(folder, hostfile, str(ssh), "steps.num_steps=100000"))
         try:
             deadline = time.monotonic() + 120
             while not (found := [p for p in ranks_of(folder) if p.environ()["RANK"] == "1"]):
                 assert job.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
-            time.sleep(moment_s := chance.uniform(0, 20))
+            time.sleep(chance.uniform(0, 20))
             found[0].kill()
             output, _ = job.communicate(timeout=90)
         finally:
             job.kill()
-        steps = logs.parent / "metrics.jsonl"
-        num_steps = len(steps.read_text().splitlines()) if steps.exists() else 0
-        print(f"killed after {moment_s:.1f} s, in step {num_steps + 1}: exit code {job.returncode}")
         assert job.returncode == 1, output[-4000:]
-        told = f"the ranks of host 127.0.0.1 have failed, but {logs / 'node_1.json'}"
-        assert told in output, output[-4000:]
+        assert "the connection to host 127.0.0.1 ended with code 0" in output, output[-4000:]
 
 
 def refused(tmp_path: Path, ssh: str, lines: Sequence[str], *knobs: str) -> str:
@@ -339,15 +319,16 @@ def test_bad_hostfiles_are_refused_before_anything_is_started(tmp_path: Path, st
 
 
 def test_keys_of_services_stand_in_no_command_line(tmp_path: Path) -> None:
-    from hybridrl.cli.node import Order
+    from hybridrl.services.launch.node import Order
 
     program = (
         "import os, sys; os.environ['WANDB_API_KEY'] = 'secret'; "
-        "from pathlib import Path; from hybridrl.cli import hostfile; "
-        "from hybridrl.cli.hosts_job import HostsJob; from hybridrl.cli.launch import Share; "
+        "from pathlib import Path; "
+        "from hybridrl.services.launch.hosts import Host, Share, SshCluster; "
+        "from hybridrl.services.launch.hosts_job import HostsJob; "
         f"logs = Path({str(tmp_path)!r}); "
-        "hosts = [hostfile.Host('a', 1)]; parts = [Share(1, 0, 1, 'a', 1)]; "
-        "job = HostsJob(hosts, parts, [str(logs / 'ssh')], None); "
+        "hosts = [Host('a', 1)]; parts = [Share(1, 0, 1, 'a', 1)]; "
+        "job = HostsJob(SshCluster(hosts, [str(logs / 'ssh')]), hosts, parts, None); "
         "job.run(['train'], logs, {})"
     )
     file = tmp_path / "ssh"

@@ -72,7 +72,7 @@ sys.exit(f"imported from elsewhere: {others}" if others else 0)
 RANKS_ARE_COPY = """
 import sys
 from pathlib import Path
-from hybridrl.cli.launch import launch
+from hybridrl.services.launch.local_ranks import launch
 code, logs, root = sys.argv[1:]
 sys.exit(launch([root], 2, Path(logs), program=("-c", code)))
 """

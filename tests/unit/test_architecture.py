@@ -55,7 +55,10 @@ EXTRA = {
     ("environments", "hybridrl.rewards.outcome"),
     ("environments", "hybridrl.rewards.pool"),
     ("environments", "hybridrl.rewards.worker"),
+    # Here the Python interface is put together from the core and its services.
     ("", "hybridrl.loop.loop"),
+    ("", "hybridrl.parallel.watch"),
+    ("", "hybridrl.services.liveness"),
     # The table of engines is data, by which configurations are judged.
     ("config", "hybridrl.rollout.registry"),
     ("loop", "hybridrl.services.planner"),
@@ -94,7 +97,7 @@ WALLS = {
         for part in ("adapter", "latent", "memory", "routing", "sampling", "scheduler", "start")
     ],
     "triton": ["../kernels/*"],
-    "ray": ["cli/ray_actors.py", "cli/ray_launch.py"],
+    "ray": ["services/launch/ray_cluster.py"],
     "wandb": ["metrics/trackers.py"],
     "mlflow": ["metrics/trackers.py"],
     "hybridrl.kernels": ["ops.py", "../kernels/*"],
@@ -107,6 +110,8 @@ TORCH_FREE = [
     "config/*.py",
     "environments/*.py",
     "cli/*.py",
+    "services/launch/*.py",
+    "services/cluster_check/*.py",
     "services/planner/*.py",
     "parallel/host_gpus.py",
     "parallel/layout.py",
@@ -324,7 +329,8 @@ def test_an_engine_asked_for_by_name_is_found(fault: str) -> None:
 
 # Commands whose result is what they print, and what runs or prints for code of users.
 RESULTS = {
-    f"cli/{name}.py" for name in ("bench", "cluster_check", "cluster_probe", "gpu_links", "top")
+    *(f"cli/{name}.py" for name in ("bench", "top")),
+    *(f"services/cluster_check/{name}.py" for name in ("check", "probe", "gpu_links")),
 }
 MAY_PRINT = {
     *RESULTS,

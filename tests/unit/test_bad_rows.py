@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from command_line import QUICKSTART
 
-from hybridrl.cli import main, training
+from hybridrl.cli import main
 from hybridrl.config.schema import RewardConfig
 from hybridrl.contracts.prompts import Prompt
 from hybridrl.errors import DataError, UserError
 from hybridrl.loop.run_data import check_answers
+from hybridrl.services.launch import training
 
 U, A = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 GOOD: dict[str, dict[str, Any]] = {

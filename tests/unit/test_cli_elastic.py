@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.cli.elastic import ElasticLaunch, LocalJob
-from hybridrl.cli.launch import Share, run_ranks
-from hybridrl.cli.rank_ends import lost_ranks
 from hybridrl.parallel.failure import Failure
+from hybridrl.services.launch.local_ranks import Share, run_ranks
+from hybridrl.services.launch.rank_ends import lost_ranks
+from hybridrl.services.launch.restarts import ElasticLaunch, LocalJob
 
 # A start is one line of `starts`; what its rank 1 does is the start's letter in the argument.
 PROGRAM = """
@@ -120,7 +120,7 @@ def test_a_rank_that_is_killed_while_ranks_save_is_lost(tmp_path: Path) -> None:
 HOLDING = """
 import os, signal, sys, time
 from pathlib import Path
-from hybridrl.cli.leaving import wait_for_gate
+from hybridrl.services.launch.leaving import wait_for_gate
 rank, held = os.environ["RANK"], Path(os.environ["HYBRIDRL_LOG_DIR"]) / "held"
 if sys.argv[1] == "previous":  # the first start
     if rank == "1":

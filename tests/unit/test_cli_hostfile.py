@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
-import io
+import json
 import signal
 import subprocess
 import sys
-import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hybridrl.cli import hostfile
-from hybridrl.cli import node as node_module
-from hybridrl.cli.hostfile import Host, conclude_nodes, read_hostfile, shares, wait_for_nodes
-from hybridrl.cli.hosts_job import HostsJob
-from hybridrl.cli.launch import Share
-from hybridrl.cli.node import Order
-from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude, has_lost_ranks, lost_ranks
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import Failure, PeerError
+from hybridrl.services.launch import connections
+from hybridrl.services.launch.connections import (
+    Connection,
+    Host,
+    ProcessConnection,
+    conclude_nodes,
+    wait_for_nodes,
+)
+from hybridrl.services.launch.hosts import SshCluster, read_hostfile, shares
+from hybridrl.services.launch.hosts_job import HostsJob
+from hybridrl.services.launch.local_ranks import Share
+from hybridrl.services.launch.node import Order
+from hybridrl.services.launch.rank_ends import (
+    EndedRank,
+    Outcome,
+    conclude,
+    has_lost_ranks,
+    lost_ranks,
+)
 
 
 def test_a_hostfile_is_read_as_mpi_reads_it(tmp_path: Path) -> None:
@@ -63,11 +75,8 @@ def test_the_rank_that_failed_is_named_whatever_its_host(
     Failure.of(PeerError("rank 1 died", 1)).write(tmp_path / "rank_0.error")
     Failure.of(RuntimeError("boom")).write(tmp_path / "rank_1.error")
     parts = [Outcome([ranks[0]], [0]), Outcome([ranks[1]], [1])]
-    for index, part in enumerate(parts):
-        part.write(tmp_path / f"node_{index}.json")
-    read = [Outcome.read(tmp_path / f"node_{index}.json") for index in range(2)]
-    assert read == parts
-    assert conclude(Outcome.together(read), tmp_path) == 1
+    assert [Outcome.from_json(json.dumps(asdict(part))) for part in parts] == parts
+    assert conclude(Outcome.together(parts), tmp_path) == 1
     told = capsys.readouterr().err
     assert told.startswith("hybridrl: rank 1 on host host1 ended with code 1") and "boom" in told
     assert "boom" in (tmp_path / "rank_0.log").read_text()
@@ -80,8 +89,8 @@ def test_the_rank_that_failed_is_named_whatever_its_host(
 def test_ranks_end_when_their_launcher_falls_silent(lines: str, is_ended: bool) -> None:
     """A launcher that has once said that it lives, and one of a job that is started once."""
     program = (
-        "import time; from hybridrl.cli import node; node.LEASE_S = 0.3; received = []; "
-        "node._obey(received); time.sleep(1.0); print(len(received))"
+        "import time; from hybridrl.services.launch import node; node.LEASE_S = 0.3; "
+        "received = []; node._obey(received); time.sleep(1.0); print(len(received))"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -94,10 +103,33 @@ def test_ranks_end_when_their_launcher_falls_silent(lines: str, is_ended: bool) 
     process.wait()
 
 
-def node(folder: Path, index: int, code: int, outcome: Outcome | None) -> SimpleNamespace:
-    if outcome is not None:
-        outcome.write(folder / f"node_{index}.json")
-    return SimpleNamespace(returncode=code)
+class EndingNode(Connection):
+    """A connection that ends after a while, with a code and an outcome."""
+
+    def __init__(
+        self, name: str, code: int, outcome: Outcome | None = None, after_s: float = 0.0
+    ) -> None:
+        super().__init__(Host(name, 1))
+        self._end, self._ends = (code, outcome), time.monotonic() + after_s
+        if not after_s:
+            self.poll()
+
+    def tell(self, line: bytes) -> None:
+        """Takes nothing."""
+
+    def close(self) -> None:
+        """Goes on."""
+
+    def kill(self) -> None:
+        """Has ended."""
+
+    def poll(self) -> int | None:
+        if time.monotonic() >= self._ends:
+            self.code, self.outcome = self._end
+        return self.code
+
+
+STOPPED = Outcome([], (), signal.SIGTERM)
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -105,109 +137,79 @@ def test_ranks_that_were_ended_beside_a_lost_host_were_not_stopped(
     is_stopped: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The other host's ranks are ended by the end of stdin, which is SIGTERM to them."""
-    nodes = [node(tmp_path, 0, 4, Outcome([], (), signal.SIGTERM)), node(tmp_path, 1, 255, None)]
-    end = conclude_nodes(nodes, [Host("a", 1), Host("b", 1)], tmp_path, is_stopped)
-    assert end.cut_off == [1] and end.code == (143 if is_stopped else 1)
+    nodes = [EndingNode("a", 0, STOPPED), EndingNode("b", 255)]
+    end = conclude_nodes(nodes, tmp_path, is_stopped)
+    assert end.cut_off == ["b"] and end.code == (143 if is_stopped else 1)
     assert "connection to host b ended with code 255" in capsys.readouterr().err
 
 
 def test_ranks_that_stopped_by_themselves_were_stopped(tmp_path: Path) -> None:
     """By the file `stop`, or a signal to one of them: the launcher has asked nobody."""
-    nodes = [node(tmp_path, i, 4, Outcome([], (), signal.SIGTERM)) for i in range(2)]
-    end = conclude_nodes(nodes, [Host("a", 1), Host("b", 1)], tmp_path, False)
+    end = conclude_nodes([EndingNode(name, 0, STOPPED) for name in "ab"], tmp_path, False)
     assert end.cut_off == [] and end.code == 143
 
 
-@pytest.mark.parametrize(
-    ("code", "how"), [(0, "are done"), (3, "have failed"), (4, "have stopped")]
-)
-def test_a_host_whose_outcome_is_not_seen_has_failed(
-    code: int,
-    how: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """Its log folder is not the one of the launcher, or the launcher's listing is too old."""
-    monkeypatch.setattr(hostfile, "OUTCOME_S", 0.3)
-    monkeypatch.setattr(hostfile, "OUTCOME_NOTICE_S", 0.1)
-    nodes = [node(tmp_path, 0, 0, Outcome([])), node(tmp_path, 1, code, None)]
-    end = conclude_nodes(nodes, [Host("a", 1), Host("b", 1)], tmp_path, is_stopped=code == 4)
-    assert end.code == 1 and end.cut_off == []
-    told = capsys.readouterr().err
-    assert f"the ranks of host b {how}, but {tmp_path / 'node_1.json'}" in told
-    assert "All hosts must share run.dir" in told and "waiting 0.3 s for" in told
+@pytest.mark.parametrize("code", [0, 1, -9])
+def test_a_host_whose_outcome_is_not_seen_has_failed(code: int, tmp_path: Path) -> None:
+    end = conclude_nodes([EndingNode("a", 0, Outcome([])), EndingNode("b", code)], tmp_path, False)
+    assert (end.code, end.cut_off) == (1, ["b"])
 
 
-def test_an_outcome_that_is_seen_late_counts(tmp_path: Path) -> None:
-    late = Outcome([EndedRank(0, 1, str(tmp_path / "rank_0.log"), "a")], [0])
-    threading.Timer(0.4, late.write, (tmp_path / "node_0.json",)).start()
-    began = time.monotonic()
-    end = conclude_nodes([node(tmp_path, 0, 3, None)], [Host("a", 1)], tmp_path, False)
-    assert end.code == 1 and end.outcome == late and time.monotonic() - began < 5
-
-
-class EndingNode:
-    """A connection that ends after a while, with a code."""
-
-    def __init__(self, code: int, after_s: float) -> None:
-        self._code, self._ends = code, time.monotonic() + after_s
-        self.returncode: int | None = None
-        self.stdin = io.BytesIO()
-
-    def poll(self) -> int | None:
-        if time.monotonic() > self._ends:
-            self.returncode = self._code
-        return self.returncode
-
-    def kill(self) -> None:
-        self.returncode = -9
-
-    def wait(self) -> int:
-        assert self.returncode is not None
-        return self.returncode
+def test_a_host_that_refused_ends_the_job_with_its_code(tmp_path: Path) -> None:
+    end = conclude_nodes([EndingNode("a", 2), EndingNode("b", 0, STOPPED)], tmp_path, False)
+    assert (end.code, end.cut_off) == (2, [])
 
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(
-    ("code", "waits"), [(0, True), (4, True), (3, False), (2, False), (255, False)]
-)
-def test_other_hosts_have_the_time_that_they_need_whatever_files_are_seen(
-    code: int, waits: bool, first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks of host b still train, or save and close their trackers, when those of a have ended."""
-    monkeypatch.setattr(hostfile, "GRACE_S", 0.05)
-    monkeypatch.setattr(hostfile, "KILL_AFTER_S", 0.05)
-    monkeypatch.setattr(hostfile, "LEAVE_S", 5.0)
-    ends, still_trains = EndingNode(code, 0.0), EndingNode(code, 0.6)
-    wait_for_nodes([still_trains, ends] if first else [ends, still_trains], [])
-    assert (still_trains.returncode is not None) == waits
-
-
-@pytest.mark.parametrize(
-    ("outcome", "code"),
+    ("code", "outcome", "waits"),
     [
-        (Outcome([], []), 0),
-        (Outcome([], [0], signal.SIGTERM), 3),
-        (Outcome([], [], signal.SIGTERM), 4),
+        (0, Outcome([]), True),
+        (0, STOPPED, True),
+        (0, Outcome([], [0]), False),
+        (2, None, False),
+        (255, None, False),
     ],
 )
-def test_a_node_says_how_its_ranks_ended_by_its_exit_code_too(
-    outcome: Outcome, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_hosts_have_the_time_that_they_need(
+    code: int,
+    outcome: Outcome | None,
+    waits: bool,
+    first: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    order = Order(0, Share.whole(1), [], str(tmp_path), {})
-    file = tmp_path / "node_0.json"
-    file.write_text("of an earlier start")
-    have_run = []
+    """Ranks of host b still train, or save and close their trackers, when those of a have ended."""
+    monkeypatch.setattr(connections, "GRACE_S", 0.05)
+    monkeypatch.setattr(connections, "KILL_AFTER_S", 0.05)
+    monkeypatch.setattr(connections, "LEAVE_S", 5.0)
+    ends = EndingNode("a", code, outcome)
+    still_trains = EndingNode("b", code, outcome, after_s=0.6)
+    wait_for_nodes([still_trains, ends] if first else [ends, still_trains], [])
+    assert (still_trains.code is not None) == waits
 
-    def run_ranks(*given: object) -> Outcome:
-        have_run.append(file.exists())
-        return outcome
 
-    monkeypatch.setattr(node_module, "_read_line", order.to_line)
-    monkeypatch.setattr(node_module, "run_ranks", run_ranks)
-    assert node_module.main() == code
-    assert have_run == [False] and Outcome.read(file) == outcome
+@pytest.mark.parametrize("printed", [b"step 1\n", b"a\0b", b""])
+def test_a_node_reports_its_outcome_after_what_rank_0_prints(
+    printed: bytes, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    program = f"import os; os.write(1, {printed!r})"
+    order = Order(Share.whole(1), ["-c", program], str(tmp_path), {})
+    command = [sys.executable, "-m", "hybridrl.services.launch.node"]
+    node = ProcessConnection(Host("a", 1), command, order)
+    wait_for_nodes([node], [])
+    assert node.code == 0 and node.outcome is not None and node.outcome.culprits == []
+    assert [rank.code for rank in node.outcome.ranks] == [0]
+    assert capfdbinary.readouterr().out == printed
+    node.kill()
+
+
+def test_a_node_that_cannot_start_its_ranks_refuses(tmp_path: Path) -> None:
+    order = Order(Share.whole(1), [], str(tmp_path / "none"), {})
+    command = [sys.executable, "-m", "hybridrl.services.launch.node"]
+    node = ProcessConnection(Host("a", 1), command, order)
+    wait_for_nodes([node], [])
+    assert (node.code, node.outcome) == (2, None)
+    node.kill()
 
 
 def test_a_node_that_judges_alone_looks_at_what_other_nodes_ranks_said(tmp_path: Path) -> None:
@@ -248,7 +250,8 @@ def test_ranks_are_lost_that_were_killed_or_fell_silent(tmp_path: Path) -> None:
 def test_lost_ranks_leave_their_host(tmp_path: Path) -> None:
     """Ranks that do not come back: hosts have the same number of ranks each, on those that can."""
     hosts = [Host(name, 4) for name in "abc"]
-    job = HostsJob(hosts, shares(hosts, 12, "a", 1), ["false"], 1, lambda size: size % 2 == 0)
+    cluster = SshCluster(hosts, ["false"])
+    job = HostsJob(cluster, hosts, shares(hosts, 12, "a", 1), 1, lambda size: size % 2 == 0)
     for lost, words in (
         ([("a", 1)], "8 ranks on b, c"),  # not nine, and four each
         ([("b", 1)], "6 ranks on a, b"),
@@ -269,12 +272,11 @@ def test_a_host_that_frees_its_memory_for_a_minute_is_not_cut_off(
     clock = SimpleNamespace(
         monotonic=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s)
     )
-    monkeypatch.setattr(hostfile, "time", clock)
+    monkeypatch.setattr(connections, "time", clock)
     node: Any = SimpleNamespace(
-        stdin=SimpleNamespace(close=lambda: None),
+        close=lambda: None,
         poll=lambda: 0 if now[0] > 60 else None,
         kill=lambda: killed.append(now[0]),
-        wait=lambda: 0,
     )
-    hostfile.end_nodes([node])
+    connections.end_nodes([node])
     assert 60 < killed[0] < 62  # of a process that has ended, without effect

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from hybridrl.cli import launch as launch_module
-from hybridrl.cli.launch import (
+from hybridrl.errors import UserError
+from hybridrl.metrics.trackers import CLOSE_S
+from hybridrl.parallel.failure import Failure
+from hybridrl.services.launch import local_ranks as launch_module
+from hybridrl.services.launch.local_ranks import (
     LEAVE_S,
     Share,
     caught_signals,
@@ -23,16 +26,13 @@ from hybridrl.cli.launch import (
     launch_run,
     run_ranks,
 )
-from hybridrl.cli.rank_log import TEE
-from hybridrl.errors import UserError
-from hybridrl.metrics.trackers import CLOSE_S
-from hybridrl.parallel.failure import Failure
+from hybridrl.services.launch.rank_log import TEE
 
 PROGRAM = """
 import ctypes, os, signal, socket, sys, time
 from pathlib import Path
-from hybridrl.cli.launch import die_with_launcher
-from hybridrl.cli.rank_log import write_stacks_on_signal
+from hybridrl.services.launch.local_ranks import die_with_launcher
+from hybridrl.services.launch.rank_log import write_stacks_on_signal
 from hybridrl.errors import UserError
 from hybridrl.parallel.failure import Failure, PeerError, report
 die_with_launcher()
@@ -280,7 +280,8 @@ def test_launch_says_one_message_of_a_disk_that_is_full_later(
     tmp_path: Path, program: list[str]
 ) -> None:
     code = (
-        "import resource, sys; from pathlib import Path; from hybridrl.cli.launch import launch; "
+        "import resource, sys; from pathlib import Path; "
+        "from hybridrl.services.launch.local_ranks import launch; "
         "resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000)); "  # as a disk: a write fails
         f"sys.exit(launch(['fill'], 2, Path({str(tmp_path)!r}), {program!r}))"
     )
@@ -309,7 +310,8 @@ def test_a_rank_is_heard_to_the_end_whose_launcher_has_no_stderr_any_more(
 ) -> None:
     """Else it would wait for ever with a full pipe."""
     code = (
-        "import sys; from pathlib import Path; from hybridrl.cli.launch import launch; "
+        "import sys; from pathlib import Path; "
+        "from hybridrl.services.launch.local_ranks import launch; "
         f"sys.exit(launch(['talks'], 1, Path({str(tmp_path)!r}), {program!r}))"
     )
     reads, writes = os.pipe()
@@ -352,7 +354,8 @@ STOPS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 def test_ranks_end_with_the_launcher(tmp_path: Path, program: list[str], number: int) -> None:
     logs = tmp_path / "logs"
     code = (
-        "import sys; from pathlib import Path; from hybridrl.cli.launch import launch; "
+        "import sys; from pathlib import Path; "
+        "from hybridrl.services.launch.local_ranks import launch; "
         f"sys.exit(launch(['sleep'], 2, Path({str(logs)!r}), {program!r}))"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code])
@@ -374,7 +377,8 @@ def test_a_rank_that_could_not_save_at_a_signal_says_why(
 ) -> None:
     logs = tmp_path / "logs"
     code = (
-        "import sys; from pathlib import Path; from hybridrl.cli.launch import launch; "
+        "import sys; from pathlib import Path; "
+        "from hybridrl.services.launch.local_ranks import launch; "
         f"sys.exit(launch(['unsaved'], 2, Path({str(logs)!r}), {program!r}))"
     )
     command = [sys.executable, "-c", code]

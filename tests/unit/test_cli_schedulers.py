@@ -15,8 +15,8 @@ import pytest
 import yaml
 from slurm_stub import scheduler_stubs, write_program
 
-from hybridrl.cli.schedulers import LOST, NodeJob, manifest, slurm_script
 from hybridrl.errors import UserError
+from hybridrl.services.launch.schedulers import LOST, NodeJob, manifest, slurm_script
 
 # In place of hybridrl: writes what it was told, waits where asked to, ends as it is told.
 PROGRAM = """#!/bin/bash
@@ -248,13 +248,13 @@ def test_a_pytorchjob_has_a_master_and_workers_that_are_no_ranks(
 
 
 def test_sizes_come_from_the_command_or_the_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hybridrl.cli.cluster import _sizes
+    from hybridrl.services.launch.several_nodes import counts
 
     monkeypatch.setenv("SLURM_JOB_NUM_NODES", "3")
     monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
-    assert _sizes(None, None, True) == (3, 8)
-    assert _sizes(2, 4, True) == (2, 4)
+    assert counts(None, None, True) == (3, 8)
+    assert counts(2, 4, True) == (2, 4)
     with pytest.raises(UserError, match="--nodes"):
-        _sizes(None, 4, False)
+        counts(None, 4, False)
     with pytest.raises(UserError, match="--slots"):
-        _sizes(2, None, False)
+        counts(2, None, False)

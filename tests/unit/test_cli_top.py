@@ -15,8 +15,8 @@ from hybridrl.cli.top import read_run, run_text, watch
 from hybridrl.errors import UserError
 from hybridrl.metrics.sinks import JsonlSink
 from hybridrl.metrics.timing import PhaseTimer
-from hybridrl.parallel.hang_page import HangPage
 from hybridrl.parallel.watch import Beat
+from hybridrl.services.liveness.hang_reports import HangReports
 
 
 @pytest.fixture
@@ -147,11 +147,13 @@ def test_top_refuses_what_is_no_run(tmp_path: Path) -> None:
 
 def test_top_tells_of_ranks_without_progress_until_a_step_is_taken(folder: Path) -> None:
     beat = Beat(1, "a", "a/1", "update, step 3")
-    page = HangPage(3, "rank 0 stands still", [0], {0: beat}, {}).write(folder / "hangs")
+    said = HangReports(lambda silent: None).explained(
+        "rank 0 stands still", [0], [beat], [], folder
+    )
     before = time.time() - 60
     os.utime(folder / "metrics.jsonl", (before, before))
     lines = run_text(read_run(folder)).splitlines()
-    assert lines[-1] == f"rank 0 stands still; stacks of all ranks: {page}"
+    assert lines[-1] == said and said.endswith("hangs/step_3.txt")
     after = time.time() + 60
     os.utime(folder / "metrics.jsonl", (after, after))
     assert "stands still" not in run_text(read_run(folder))

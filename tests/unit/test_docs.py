@@ -19,12 +19,12 @@ from test_cli import QWEN25_7B
 from typer.testing import CliRunner
 
 from hybridrl import errors
-from hybridrl.cli import launch
 from hybridrl.cli.main import app
 from hybridrl.config.load import knobs, load_config
 from hybridrl.config.schema import RunConfig
 from hybridrl.parallel import stopping
 from hybridrl.rollout.registry import ENGINES, engine_package
+from hybridrl.services.launch import local_ranks as launch
 from hybridrl.services.planner.plan_report import plan_report
 
 DOCS = ROOT / "docs"

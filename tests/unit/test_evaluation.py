@@ -11,7 +11,7 @@ import torch
 import typer
 from command_line import QUICKSTART
 
-from hybridrl.cli import main
+from hybridrl.cli import eval as eval_command
 from hybridrl.cli.eval import (
     evaluated_config,
     evaluation_text,
@@ -222,10 +222,10 @@ def test_eval_of_a_run_without_a_checkpoint_warns_before_ranks_start(
         started.append(arguments)
         return 0
 
-    monkeypatch.setattr(main, "launch_without_run", launch)
-    monkeypatch.setattr(main, "validate_evaluation", lambda *given: None)
+    monkeypatch.setattr(eval_command, "launch_without_run", launch)
+    monkeypatch.setattr(eval_command, "validate_evaluation", lambda *given: None)
     with pytest.raises(typer.Exit):
-        main.evaluate(QUICKSTART / "sft.yaml", [f"run.dir={tmp_path}"])
+        eval_command.evaluate(QUICKSTART / "sft.yaml", [f"run.dir={tmp_path}"])
     said = capsys.readouterr().err
     assert said.startswith("WARNING: ") and "has no checkpoint" in said and len(started) == 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -16,15 +15,15 @@ from typing import Any
 
 import pytest
 
-from hybridrl.cli.rank_ends import EndedRank, Outcome, conclude
-from hybridrl.parallel import hang
 from hybridrl.parallel.collectives import calls_of
 from hybridrl.parallel.failure import Failure
-from hybridrl.parallel.hang import Hang, HangWatch, find_hang
-from hybridrl.parallel.hang_page import HangPage, RankReport, newest_page
-from hybridrl.parallel.hang_report import IdleClock
-from hybridrl.parallel.stacks import _written_calls, calls_of_threads, position, stacks_of_threads
+from hybridrl.parallel.idle_clock import IdleClock
+from hybridrl.parallel.stacks import _written_calls, calls_of_threads, position
 from hybridrl.parallel.watch import Beat, Call, Wait, missing_ranks
+from hybridrl.services.launch.rank_ends import EndedRank, Outcome, conclude
+from hybridrl.services.liveness import hang
+from hybridrl.services.liveness.hang import Hang, HangWatch, find_hang
+from hybridrl.services.liveness.hang_reports import HangReports, newest_report
 
 ALL = (0, 1, 2, 3)
 
@@ -258,7 +257,7 @@ def test_calls_are_read_from_the_flight_recorder() -> None:
 
 def test_a_rank_that_was_held_up_is_not_idle_for_that_time(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("hybridrl.parallel.hang_report.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("hybridrl.parallel.idle_clock.time.monotonic", lambda: now[0])
     clock = IdleClock(1e9, 2.0)
     assert clock.look("update")[0] == 0.0
     for _ in range(10):
@@ -270,32 +269,12 @@ def test_a_rank_that_was_held_up_is_not_idle_for_that_time(monkeypatch: pytest.M
     assert clock.look("generate")[0] == 0.0
 
 
-def test_stacks_are_of_every_other_thread_with_the_innermost_line_first() -> None:
-    ready, end = threading.Event(), threading.Event()
-
-    def work() -> None:
-        ready.set()
-        end.wait(60)
-
-    thread = threading.Thread(target=work, name="<b>work</b>")
-    thread.start()
-    assert ready.wait(10) and thread.ident is not None
-    stacks = stacks_of_threads(thread.ident)
-    end.set()
-    thread.join()
-    assert next(iter(stacks)) == "<b>work</b>" and "MainThread" not in stacks
-    lines = stacks["<b>work</b>"].splitlines()
-    assert "threading.py" in lines[0] and "in _bootstrap" not in lines[0]
-    assert lines[-1].strip().startswith("self._bootstrap_inner(")
-    assert any(line.endswith("in work") for line in lines)
-
-
 # A watcher reads a thread that goes deep and back, while garbage lets that thread run on as soon as
 # it is collected, whoever collects it. Frame objects of that thread end this in a tenth of a second
 # in Python 3.11.
 WATCHED = """
 import gc, os, threading, time
-from hybridrl.parallel.stacks import _written_calls, calls_of_threads, position, stacks_of_threads
+from hybridrl.parallel.stacks import _written_calls, calls_of_threads, position
 
 gc.set_threshold(25, 1000, 1000)
 main = threading.get_ident()
@@ -312,7 +291,7 @@ class Garbage:
 
 def watch():
     while True:
-        told.append((position(main, ""), stacks_of_threads(main)))
+        told.append(position(main, ""))
 
 def deep(left):
     if left:
@@ -326,7 +305,7 @@ ends = time.monotonic() + 1
 while time.monotonic() < ends or len(told) < 20:
     deep(400)
     deep(3)
-assert any("in deep" in line for (line, _, _), _ in told)
+assert any("in deep" in line for line, _, _ in told)
 os._exit(0)  # the watcher goes on
 """
 
@@ -364,51 +343,35 @@ def test_names_that_are_not_ascii_are_told_as_they_are(
     assert (found.name, found.lineno) == ("größe", 3)
 
 
-@pytest.fixture
-def page() -> HangPage:
-    those = beats(
-        r0=waits_in(call(5)), r1={"at": "<script>alert(1)</script>", "latest": (call(4),)}
+def test_the_report_has_the_suspected_rank_first(tmp_path: Path) -> None:
+    those = beats(r0=waits_in(call(5)), r1={"latest": (call(4, is_over=True),)})
+    those[2] = replace(those[2], found={1: "its process is stopped"})
+    asked: list[Sequence[int]] = []
+    reports = HangReports(asked.append)
+    told = reports.explained("rank 1 hangs", [1], those, [1], tmp_path)
+    file = tmp_path / "hangs" / "step_2.txt"
+    assert told == f"rank 1 hangs; all ranks: {file}" and asked == []
+    text = file.read_text()
+    assert text.index("rank 1 on host a (suspected): does not answer: its process is stopped") < (
+        text.index("rank 0 on host a: no progress for 30 s")
     )
-    stack = {"MainThread": 'File "x.py", line 1, in <module>\n    a < b & "c"'}
-    reports = {
-        rank: RankReport(those[rank], 10 + rank, stack, {1: "its process is <stopped>"})
-        for rank in (0, 2, 3)
-    }
-    return HangPage(2, "rank 1 <hangs>", [1], dict(enumerate(those)), reports, time.time())
-
-
-def test_the_page_escapes_all_that_was_said_and_needs_nothing_from_elsewhere(
-    page: HangPage,
-) -> None:
-    shown = page.html()
-    assert "<script" not in shown and "&lt;script&gt;alert(1)" in shown
-    assert "rank 1 &lt;hangs&gt;" in shown and "is &lt;stopped&gt;" in shown
-    assert "in &lt;module&gt;" in shown and "a &lt; b &amp; &quot;c&quot;" in shown
-    assert not re.search(r"https?:|src=|href=|url\(|@import", shown)
-    tags = re.findall(r"</?([a-z0-9]+)", shown)
-    for tag in {"details", "summary", "pre", "table", "tr", "td", "p", "div", "body", "html"}:
-        assert shown.count(f"</{tag}>") == tags.count(tag) / 2, tag
-
-
-def test_the_page_has_the_suspected_rank_first_and_equal_stacks_once(page: HangPage) -> None:
-    assert page.ranks() == [1, 0, 2, 3]
-    assert [ranks for ranks, _ in page.stacks()] == [[1], [0, 2, 3]]
-    assert page.state(1) == "did not answer: its process is <stopped>"
-    text = page.text()
-    assert text.splitlines()[3] == "rank 1 <hangs>"
-    assert "=== stacks of rank 1\n  none: it did not answer\n" in text
+    assert "waits in: all_reduce of float [2], #5 of group g(0, 1, 2, 3) (ranks 0-3)" in text
     assert "  rank 0: #5 all_reduce of float [2], not over\n  rank 1: #4 " in text
+    assert reports.explained("rank 1 hangs", [1], those, [1], None) == "rank 1 hangs"
 
 
-def test_reports_travel_as_text(page: HangPage) -> None:
-    report = replace(page.reports[0], stacks_of={1: "Thread 0x1"})
-    back = RankReport.from_json(report.to_json())
-    assert back.states == report.states and back.stacks_of == {1: "Thread 0x1"}
-    assert [one.name for one in back.beat.latest] == [one.name for one in report.beat.latest]
+def test_stacks_are_asked_for_once_a_hang(tmp_path: Path) -> None:
+    waiting = waits_in(call(5))
+    those = beats(r0=waiting, r1={"latest": (call(4, is_over=True),)}, r2=waiting, r3=waiting)
+    asked: list[Sequence[int]] = []
+    reports = HangReports(asked.append)
+    told = [reports.look(those, [], tmp_path) for _ in range(2)]
+    assert told[0][0].startswith("rank 1 on host a has made no progress") and told[1] == []
+    assert asked == [[]]
 
 
-def test_the_end_of_a_run_points_to_the_page_of_the_phase_it_ended_in(
-    page: HangPage, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_the_end_of_a_run_points_to_the_report_of_the_phase_it_ended_in(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     logs = tmp_path / "logs"
     logs.mkdir()
@@ -417,13 +380,14 @@ def test_the_end_of_a_run_points_to_the_page_of_the_phase_it_ended_in(
     Failure("error", "RuntimeError: timed out").write(logs / "rank_0.error")
     outcome = Outcome([EndedRank(0, 1, str(logs / "rank_0.log"), "a")], [0])
     os.utime(logs / "rank_0.phase", (1.0, time.time() - 100))
-    written = page.write(tmp_path / "hangs")
-    assert newest_page(tmp_path, time.time() - 50) == (written, "rank 1 <hangs>")
+    HangReports(lambda silent: None).explained("rank 1 hangs", [1], beats(), [], tmp_path)
+    written = tmp_path / "hangs" / "step_2.txt"
+    assert newest_report(tmp_path, time.time() - 50) == (written, "rank 1 hangs")
     assert conclude(outcome, logs) == 1
-    assert f"stacks of all ranks, from before: {written}" in capsys.readouterr().err
+    assert f"what all ranks did before: {written}" in capsys.readouterr().err
     os.utime(logs / "rank_0.phase", (1.0, time.time() + 100))  # it went on since
     conclude(outcome, logs)
-    assert "stacks" not in capsys.readouterr().err
+    assert "what all ranks did" not in capsys.readouterr().err
 
 
 def test_find_hang_needs_no_call_of_ranks_that_make_progress() -> None:

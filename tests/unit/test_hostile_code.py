@@ -14,7 +14,7 @@ from command_line import QUICKSTART
 from small_runs import SMALL, small_run
 from test_rewards_pool import Words
 
-from hybridrl.cli import main, training
+from hybridrl.cli import main
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.config.schema import RewardConfig
@@ -27,6 +27,7 @@ from hybridrl.errors import UserError
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.outcome import ScorerFailure
 from hybridrl.rewards.pool import Scoring
+from hybridrl.services.launch import training
 
 HERE = {
     "exit": r"called sys.exit\(0\) at .*hostile_code.py:\d+ on sample 1,",

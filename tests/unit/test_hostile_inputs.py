@@ -12,12 +12,13 @@ import pytest
 from command_line import QUICKSTART
 from pyarrow import parquet
 
-from hybridrl.cli import main, training
+from hybridrl.cli import main
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.prompts import load_prompts
 from hybridrl.environments.parsers import Hermes
 from hybridrl.errors import DataError, UserError
 from hybridrl.metrics.sinks import RolloutDump
+from hybridrl.services.launch import training
 
 ROW = '{"prompt": "1+1=", "answer": "2"}\n'
 SMALL = (

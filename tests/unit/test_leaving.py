@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from hybridrl.cli import leaving as leaving_module
-from hybridrl.cli.leaving import GATE_FD, Leaving, is_killed, wait_for_gate
+from hybridrl.services.launch import leaving as leaving_module
+from hybridrl.services.launch.leaving import GATE_FD, Leaving, is_killed, wait_for_gate
 
 
 def process_of(*program: str) -> subprocess.Popen[bytes]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from batches import rollout_batch
 
-from hybridrl.cli.mismatch import judge_engines
+from hybridrl.cli.check import judge_engines
 from hybridrl.debug.verdicts import (
     Answer,
     Finding,

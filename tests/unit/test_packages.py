@@ -17,11 +17,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from hybridrl import __version__
-from hybridrl.cli import environment
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.packages import MEGATRON_CORE, PYTHON, REQUIRED
 from hybridrl.errors import ConfigError
 from hybridrl.rollout.registry import ENGINES
+from hybridrl.services.cluster_check import environment
 
 ROOT = Path(__file__).parents[2]
 # Behind a wall of its own, or of an extra.

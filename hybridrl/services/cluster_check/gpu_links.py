@@ -1,0 +1,159 @@
+"""Runs a short all-reduce over this host's GPUs, and finds the GPUs and pairs that fail.
+
+`python -m hybridrl.services.cluster_check.gpu_links 0,1 [cuda|cpu]` runs one over the given GPUs.
+This process starts one process for each GPU and kills them when the time is over or one has
+failed. Torch is imported in those processes alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridrl.errors import said
+from hybridrl.services.cluster_check.links import rounds
+
+NUM_BYTES = 64 << 20
+REPEATS = 5
+# For all GPUs at once, and for each pair: importing torch and starting NCCL take seconds.
+TOGETHER_S, PAIR_S = 60.0, 30.0
+MAX_CHARACTERS = 300
+MAX_NAMED = 4
+
+
+@dataclass(frozen=True)
+class Sum:
+    """The outcome of an all-reduce.
+
+    Args:
+        gb_per_s: Bytes of a rank by seconds; None if it failed.
+        fault: What went wrong, else empty.
+    """
+
+    gb_per_s: float | None
+    fault: str = ""
+
+
+Reduce = Callable[[Sequence[int], float], Sum]
+
+
+def all_reduce(gpus: Sequence[int], limit_s: float, device: str = "cuda") -> Sum:
+    """Runs an all-reduce over GPUs, by their numbers for torch; with device "cpu" by gloo."""
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder) / f"{rank}.log" for rank in range(len(gpus))]
+        started = []
+        for rank, gpu in enumerate(gpus):
+            order = [device, str(gpu), str(rank), str(len(gpus)), f"{folder}/store"]
+            with logs[rank].open("wb") as log:
+                command = [sys.executable, "-m", __spec__.name, "--rank", *order]
+                variables = {**os.environ, "OMP_NUM_THREADS": "1"}
+                started.append(
+                    subprocess.Popen(
+                        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables
+                    )
+                )
+        deadline = time.monotonic() + limit_s
+        while None in (codes := [one.poll() for one in started]) and time.monotonic() < deadline:
+            if any(codes):
+                break
+            time.sleep(0.02)
+        for one in started:
+            one.kill()
+            one.wait()
+        texts = [log.read_text().strip().rpartition("\n")[2][:MAX_CHARACTERS] for log in logs]
+    for gpu, code, text in zip(gpus, codes, texts, strict=True):
+        if code:
+            return Sum(None, f"GPU {gpu}: {text or f'exit code {code}'}")
+    if None in codes:
+        silent = [str(gpu) for gpu, code in zip(gpus, codes, strict=True) if code is None]
+        return Sum(None, f"no end within {limit_s:g} s on GPU {', '.join(silent)}")
+    return Sum(min(json.loads(text) for text in texts))
+
+
+def judge(count: int, reduce: Reduce = all_reduce) -> tuple[bool, str]:
+    """Returns whether an all-reduce over all GPUs works, and its rate or what fails."""
+    together = reduce(range(count), TOGETHER_S)
+    if not together.fault:
+        over = f"over {count} GPUs, {together.gb_per_s:.3g} GB/s a GPU" if count > 1 else "on 1 GPU"
+        return True, f"works {over}"
+    failing = _failing_pairs(count, reduce)
+    texts = []
+    for gpu in range(count):  # one that fails with all others stands for its pairs
+        own = [pair for pair in failing if gpu in pair]
+        if len(own) == count - 1 > 1:
+            texts.append(f"GPU {gpu} with each of the others: {failing[own[0]]}")
+            failing = {pair: fault for pair, fault in failing.items() if gpu not in pair}
+    texts += [f"GPUs {a} and {b}: {fault}" for (a, b), fault in sorted(failing.items())]
+    if len(texts) > MAX_NAMED:
+        texts[MAX_NAMED:] = [f"{len(texts) - MAX_NAMED} more"]
+    works = "; each pair works" if count > 1 else ""
+    return False, "; ".join(texts) or together.fault + works
+
+
+def _failing_pairs(count: int, reduce: Reduce) -> dict[tuple[int, int], str]:
+    """Returns the pairs of GPUs whose all-reduce fails, and why."""
+    with ThreadPoolExecutor(count) as pool:
+        return {
+            pair: one.fault
+            for pairs in rounds(count)
+            for pair, one in zip(pairs, pool.map(lambda p: reduce(p, PAIR_S), pairs), strict=True)
+            if one.fault
+        }
+
+
+def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
+    """Takes part in some all-reduces; returns the GB/s of the best one."""
+    import datetime
+
+    import torch
+    from torch import distributed as dist
+
+    if device != "cpu":
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(
+        "gloo" if device == "cpu" else "nccl",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=TOGETHER_S),
+    )
+    best = float("inf")
+    for _ in range(REPEATS):
+        block = torch.ones(NUM_BYTES // 4, device=device)
+        if device != "cpu":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        dist.all_reduce(block)
+        wrong = float((block - size).abs().max())  # waits for the sum
+        best = min(best, time.perf_counter() - began)
+        if wrong:
+            raise RuntimeError(f"the sum is off by {wrong:g}")
+    dist.destroy_process_group()
+    return NUM_BYTES / best / 1e9
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs a rank, or an all-reduce over the named GPUs; returns the exit code."""
+    if arguments[:1] == ["--rank"]:
+        device, gpu, rank, size, store = arguments[1:]
+        try:
+            print(json.dumps(_rank(device, int(gpu), int(rank), int(size), store)), flush=True)
+        except Exception as error:  # whatever a faulty GPU does is reported in one line
+            print(f"{type(error).__name__}: {said(error)}", flush=True)
+            return 1
+        return 0
+    found = all_reduce([int(gpu) for gpu in arguments[0].split(",")], TOGETHER_S, *arguments[1:2])
+    print(found.fault or f"{found.gb_per_s:.3g} GB/s a GPU")
+    return int(bool(found.fault))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

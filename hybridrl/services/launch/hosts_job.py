@@ -1,0 +1,243 @@
+"""Ranks on several hosts, started again when hosts or ranks are lost. No torch.
+
+Owns which hosts take part; how they are reached is the `Cluster`'s (hosts.py, ray_cluster.py). A
+host is lost when its connection is: it is asked once whether it answers again, else the job
+continues without it. If the hosts that are left hold no layout they are waited for, BACK_S. While a
+job runs with fewer ranks than it may have, the cluster is asked every ASK_EVERY_S; once more ranks
+can train, the ranks save, end and are started with the hosts that have come.
+
+If a job may be started again, a host that hears nothing for LEASE_S (node.py) ends its ranks, so
+that two starts never train side by side.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from hybridrl.console import say
+from hybridrl.services.launch.connections import (
+    Connection,
+    Host,
+    conclude_nodes,
+    end_nodes,
+    wait_for_nodes,
+)
+from hybridrl.services.launch.hosts import any_port, forwarded, shares
+from hybridrl.services.launch.local_ranks import PROGRAM, STOP_CODES, Share, caught_signals
+from hybridrl.services.launch.node import BEAT, BEAT_S, Order
+from hybridrl.services.launch.rank_ends import lost_ranks
+from hybridrl.services.launch.restarts import End
+
+# A reboot with the firmware's tests of a large machine takes five to ten minutes.
+BACK_S = 900.0
+ASK_EVERY_S = 10.0
+# Starts in a row that lose ranks of a host before these are left out: copies of the state may
+# leave with them.
+FUTILE_STARTS = 2
+WAIT_S = 1.0  # between questions while nothing else can be done
+
+
+class Cluster(Protocol):
+    """Hosts and how they are reached."""
+
+    def connect(self, host: Host, order: Order) -> Connection:
+        """Starts node.py on a host."""
+
+    def hosts(self, down: Set[str]) -> list[Host]:
+        """Returns the hosts that can run ranks now, in the order of ranks; those that were lost
+        (`down`) are asked.
+        """
+
+    def close(self) -> None:
+        """Returns when nothing is left of the ranks of all starts."""
+
+
+class HostsJob:
+    """The ranks of several hosts, as an `ElasticJob`.
+
+    Args:
+        cluster: Where the hosts are.
+        hosts: The hosts that the cluster has at the start.
+        parts: The ranks of each at the first start; hosts beyond them have none.
+        port: Port of the job's store; None for any.
+        fits: Whether so many ranks can train the run; None if the job is started once.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        hosts: Sequence[Host],
+        parts: Sequence[Share],
+        port: int | None,
+        fits: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._cluster, self._port, self._fits = cluster, port, fits
+        self._down = set[str]()
+        self._left_out = dict[str, int]()  # slots of hosts that do not come back
+        self._used, self._parts = list(hosts[: len(parts)]), list(parts)
+        self._max_size = parts[0].world_size
+        self._named = hosts[0].name, parts[0].address
+        self._lost: list[tuple[str, int]] = []  # hosts with the number of ranks that they lost
+        self._futile: dict[str, int] = {}  # starts without a step that lost ranks of a host
+
+    @property
+    def where(self) -> str:
+        """How many ranks the next start has, and where, in words."""
+        names = ", ".join(host.name for host in self._used)
+        return f"{self._parts[0].world_size} ranks on {names}"
+
+    def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
+        """Runs the ranks of all hosts and waits for them."""
+        variables = {**forwarded(), **environment}
+        nodes: list[Connection] = []
+        size = self._parts[0].world_size
+        is_wider = self._is_wider if self._fits and size < self._max_size else None
+        watch = NodesWatch(nodes, has_lease=self._fits is not None, is_wider=is_wider)
+        with caught_signals() as received:
+            try:
+                for host, share in zip(self._used, self._parts, strict=True):
+                    command = [*PROGRAM, *arguments]
+                    order = Order(share, command, str(log_dir.absolute()), variables)
+                    nodes.append(self._cluster.connect(replace(host, slots=share.count), order))
+                wait_for_nodes(nodes, received, watch.look)
+            finally:
+                watch.end()
+                end_nodes(nodes)
+        end = conclude_nodes(nodes, log_dir, bool(received) or watch.has_asked)
+        lost = lost_ranks(end.outcome)
+        self._lost = [
+            (host.name, sum(share.first <= rank < share.first + share.count for rank in lost))
+            for host, share in zip(self._used, self._parts, strict=True)
+        ]
+        self._down |= set(end.cut_off)
+        if (end.cut_off or lost) and not received and end.code != 2:
+            return End(1, "lost")
+        if watch.has_asked and not received and end.code in STOP_CODES:
+            self._choose(self._cluster.hosts(self._down))
+            return End(end.code, "wider")
+        return End(end.code, "over")
+
+    def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
+        """Chooses hosts and ranks of the next start; returns False if a signal came, or hosts that
+        every layout needs stay away for BACK_S.
+        """
+        if comes_back:
+            self._left_out, self._futile = {}, {}
+        else:
+            for name, count in self._lost:
+                if count and name not in self._down:
+                    self._futile[name] = self._futile.get(name, 0) + 1
+                    if self._futile[name] >= FUTILE_STARTS:
+                        self._left_out[name] = self._left_out.get(name, 0) + count
+        deadline, is_told = time.monotonic() + BACK_S, False
+        while True:
+            hosts = self._ask()
+            if self._choose(hosts):
+                return True
+            self._left_out = {}  # rather those that did not come back than none
+            if self._choose(hosts):
+                return True
+            if received or not self._down or time.monotonic() > deadline:
+                return False
+            if not is_told:
+                names = ", ".join(sorted(self._down))
+                said = f"hybridrl: no layout fits without {names}: waiting {BACK_S:g} s for them"
+                say(said)
+                is_told = True
+            time.sleep(WAIT_S)
+
+    def close(self) -> None:
+        """Returns when nothing is left of the ranks of all starts."""
+        self._cluster.close()
+
+    def _ask(self) -> list[Host]:
+        """Returns the hosts that can run ranks now; those that were lost and answer are not any
+        more.
+        """
+        hosts = self._cluster.hosts(self._down)
+        self._down -= {host.name for host in hosts}
+        return hosts
+
+    def _is_wider(self) -> bool:
+        """Whether hosts have come with which more ranks can train."""
+        return next(self._layouts(self._ask()), (0, []))[0] > self._parts[0].world_size
+
+    def _choose(self, hosts: Sequence[Host]) -> bool:
+        """Takes the most ranks that hosts can hold, for the next start."""
+        size, used = next(self._layouts(hosts), (0, []))
+        if not size:
+            return False
+        name, address = self._named
+        self._used = used
+        first = address if used[0].name == name else used[0].name
+        self._parts = shares(used, size, first, self._port or any_port())
+        return True
+
+    def _layouts(self, hosts: Sequence[Host]) -> Iterator[tuple[int, list[Host]]]:
+        """Yields what can train the run, most ranks first: their number and their hosts, each with
+        as many slots as it has ranks, which are the same on all.
+        """
+        up = [replace(h, slots=h.slots - self._left_out.get(h.name, 0)) for h in hosts]
+        found = []
+        for slots in sorted({each for host in up for each in range(1, host.slots + 1)}):
+            fitting = [replace(host, slots=slots) for host in up if host.slots >= slots]
+            found += [(slots * n, fitting[:n]) for n in range(1, len(fitting) + 1)]
+        for size, used in sorted(found, key=lambda one: (-one[0], len(one[1]))):
+            if size <= self._max_size and self._fits is not None and self._fits(size):
+                yield size, used
+
+
+class NodesWatch:
+    """What is done while ranks run: hosts hear that this process lives, and ranks are asked to save
+    and end once more of them can run.
+
+    Args:
+        nodes: Connections, which may be added later.
+        has_lease: Whether hosts end their ranks when they hear nothing.
+        is_wider: Asks hosts, which takes time; None if all take part.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Connection],
+        has_lease: bool,
+        is_wider: Callable[[], bool] | None,
+    ) -> None:
+        self._nodes, self._has_lease, self._is_wider = nodes, has_lease, is_wider
+        self._beaten = 0.0
+        self._has_room, self._ended = threading.Event(), threading.Event()
+        self.has_asked = False
+        if is_wider is not None:
+            threading.Thread(target=self._ask, name="lost hosts", daemon=True).start()
+
+    def look(self) -> None:
+        """Called often; writes to the hosts what they are to know."""
+        now = time.monotonic()
+        if self._has_lease and now - self._beaten > BEAT_S:
+            self._beaten = now
+            self._tell(BEAT)
+        if self._has_room.is_set() and not self.has_asked:
+            self.has_asked = True
+            say("hybridrl: hosts have come back: the ranks save and end")
+            self._tell(b"%d\n" % signal.SIGTERM)
+
+    def end(self) -> None:
+        """Asks no host any more."""
+        self._ended.set()
+
+    def _tell(self, line: bytes) -> None:
+        for node in self._nodes:
+            node.tell(line)
+
+    def _ask(self) -> None:
+        assert self._is_wider is not None
+        while not self._ended.wait(ASK_EVERY_S):
+            if self._is_wider():
+                self._has_room.set()
+                return

@@ -1,0 +1,38 @@
+"""What ranks report to the command that has started them. No torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hybridrl.parallel.failure import is_launched, rank_file
+from hybridrl.services.launch.local_ranks import launch
+
+REPORT = "report.json"
+
+
+def report_of_ranks(arguments: Sequence[str], world_size: int) -> dict[str, Any] | int:
+    """Runs `hybridrl ARGUMENTS` as local ranks; returns their report, or the exit code of what
+    went wrong.
+    """
+    log_dir = Path(tempfile.mkdtemp(prefix="hybridrl-report-"))
+    code = launch(arguments, world_size, log_dir)
+    report: dict[str, Any] = {}
+    if code == 0:
+        report = json.loads((log_dir / REPORT).read_text(encoding="utf-8"))
+    if code != 1:  # a message names the logs
+        shutil.rmtree(log_dir)
+    return code or report
+
+
+def leave_for_parent(report: dict[str, Any]) -> bool:
+    """Writes the report where the parent looks for it; returns False if there is no parent."""
+    file = rank_file(".log")
+    if file is None or not is_launched():
+        return False
+    file.with_name(REPORT).write_text(json.dumps(report), encoding="utf-8")
+    return True

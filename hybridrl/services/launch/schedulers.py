@@ -1,0 +1,130 @@
+"""Files for schedulers: an sbatch file, a JobSet or a PyTorchJob, from templates/. No torch.
+
+Each runs `hybridrl launch --node K` once on every node, which starts the node's ranks. A job that
+the scheduler starts again continues from its newest checkpoint. Within a Slurm job, lost ranks are
+started again up to `run.max_restarts` times, as many as before, while its nodes are there.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+JobKind = Literal["jobset", "pytorchjob"]
+PORT = "29500"  # in Kubernetes each pod has an address of its own
+MAX_RESTARTS = 3  # of a Kubernetes job whose run sets none
+# The exit code of a node whose ranks were lost and may be started again: above all others, because
+# srun returns the largest one, and no signal's.
+LOST = 200
+RESTARTS = "HYBRIDRL_RESTARTS"  # tells ranks how often the job has started them again
+
+
+@dataclass(frozen=True)
+class NodeJob:
+    """A job that runs one command on each of several nodes.
+
+    Args:
+        slots: Ranks of each node.
+        has_gpus: Whether each rank has a GPU.
+        arguments: CONFIG, overrides and options of `hybridrl launch`.
+        folder: Folder in which the command runs.
+        environment: Variables of the command.
+        stop_s: Seconds that the ranks have to save before the job ends.
+        max_restarts: How often lost ranks are started again.
+    """
+
+    name: str
+    num_nodes: int
+    slots: int
+    has_gpus: bool
+    arguments: Sequence[str]
+    folder: str
+    environment: dict[str, str]
+    stop_s: int
+    max_restarts: int = 0
+
+    def node_command(self, program: Sequence[str], node: str, address: str, port: str) -> str:
+        """Returns the shell command of a node; the last three are shell words."""
+        sizes = f"--nodes {self.num_nodes} --slots {self.slots}"
+        place = f"--node {node} {sizes} --address {address} --port {port}"
+        return f"{shlex.join(program)} launch {place} {shlex.join(self.arguments)}"
+
+
+def slurm_script(
+    job: NodeJob, program: Sequence[str], options: Sequence[str], output: Path | None
+) -> str:
+    """Returns an sbatch file, whose text also runs inside an allocation.
+
+    Args:
+        program: Command that is `hybridrl`.
+        options: Further options of sbatch, as --name=value, in place of those of the template.
+        output: File of the job's output, with Slurm's patterns; None for Slurm's default.
+    """
+    gpus = {"gpus-per-node": job.slots} if job.has_gpus else {}
+    given = {
+        "job-name": job.name,
+        "nodes": job.num_nodes,
+        "ntasks-per-node": 1,
+        **gpus,
+        "signal": f"B:USR1@{job.stop_s}",
+        "open-mode": "append",
+        **({"output": output} if output else {}),
+    }
+    named = {option.partition("=")[0].removeprefix("--") for option in options}
+    kept = [f"--{name}={value}" for name, value in given.items() if name not in named]
+    node = job.node_command(program, '"$SLURM_NODEID"', '"$1"', '"$2"')
+    return _rendered(
+        "job.sbatch",
+        job=job,
+        options=[*kept, "--requeue", *options],
+        exports=[f"{name}={shlex.quote(value)}" for name, value in job.environment.items()],
+        folder=shlex.quote(job.folder),
+        node_command=shlex.quote(f"exec {node}"),
+        restarts_variable=RESTARTS,
+        lost=LOST,
+    )
+
+
+def manifest(
+    job: NodeJob, kind: JobKind, image: str, volumes: Sequence[tuple[str, str]], namespace: str
+) -> str:
+    """Returns a Kubernetes manifest as YAML.
+
+    Args:
+        image: Image of the containers, with `hybridrl` on its PATH.
+        volumes: Claims of volumes with the paths at which they are mounted.
+    """
+    program = ["hybridrl"]
+    if kind == "jobset":
+        first = f"{job.name}-node-0-0.{job.name}"  # the first pod, by JobSet's headless service
+        script = "exec " + job.node_command(program, '"$JOB_COMPLETION_INDEX"', first, PORT)
+    else:
+        # The operator numbers pods by variables that torch uses for ranks, which pods are not.
+        node = job.node_command(program, '"$node"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
+        script = f'node="$RANK"; unset RANK WORLD_SIZE; exec {node}'
+    return _rendered(
+        f"{kind}.yaml",
+        job=job,
+        image=image,
+        volumes=volumes,
+        namespace=namespace,
+        script=script,
+        max_restarts=job.max_restarts or MAX_RESTARTS,
+    )
+
+
+def _rendered(name: str, **values: Any) -> str:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(Path(__file__).with_name("templates"))
+    templates = Environment(
+        loader=loader,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    return templates.get_template(name + ".j2").render(**values)

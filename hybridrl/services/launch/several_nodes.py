@@ -1,0 +1,255 @@
+"""Starts `hybridrl train` on several machines: by ssh, Ray, Slurm or Kubernetes. No torch.
+
+All of them start ranks as `hybridrl train` does on one machine, with the same environment
+variables, log files and exit codes; a single node has the further exit code LOST.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from hybridrl.config.identity import run_folder
+from hybridrl.config.rules import check, default_world_size
+from hybridrl.config.schema import Config
+from hybridrl.console import say
+from hybridrl.errors import ConfigError, UserError
+from hybridrl.loop.preflight import model_violations, validate_training
+from hybridrl.services.launch.connections import Host
+from hybridrl.services.launch.hosts import SshCluster, any_port, ask_hosts, read_hostfile, shares
+from hybridrl.services.launch.hosts_job import Cluster, HostsJob
+from hybridrl.services.launch.local_ranks import PROGRAM, Share, launch_run, run_ranks
+from hybridrl.services.launch.pinning import HUB_NAMES, fits_on, laid_out
+from hybridrl.services.launch.rank_ends import conclude, has_lost_ranks
+from hybridrl.services.launch.ray_cluster import RayCluster
+from hybridrl.services.launch.restarts import ElasticLaunch
+from hybridrl.services.launch.schedulers import (
+    LOST,
+    RESTARTS,
+    JobKind,
+    NodeJob,
+    manifest,
+    slurm_script,
+)
+
+SCRIPT = "launch.sbatch"  # in the run folder
+
+
+@dataclass(frozen=True)
+class Run:
+    """What is to be trained.
+
+    Args:
+        config: Configuration of the run.
+        arguments: CONFIG, overrides and options of `hybridrl train`.
+        resume: Checkpoint from which the run continues.
+    """
+
+    config: Config
+    arguments: list[str]
+    resume: Literal["newest", "previous"]
+
+    @property
+    def fits(self) -> Callable[[int], bool] | None:
+        """Whether so many ranks can train it; None if it is started once."""
+        if not self.config.run.max_restarts:
+            return None
+        return lambda size: fits_on(self.config, size)
+
+
+@dataclass(frozen=True)
+class NodeSizes:
+    """What a scheduler gives a job.
+
+    Args:
+        nodes: Number of nodes; None for that of the allocation.
+        slots: Ranks of each node; None for the GPUs of a node of the allocation.
+        has_gpus: Whether each rank has a GPU.
+        stop_s: Seconds that the ranks have to save before the job ends.
+        folder: Folder in which the command runs; None for the current one.
+    """
+
+    nodes: int | None
+    slots: int | None
+    has_gpus: bool = True
+    stop_s: int = 120
+    folder: str | None = None
+
+    def job(self, run: Run, in_allocation: bool = False) -> NodeJob:
+        """Returns the job of a run."""
+        nodes, slots = counts(self.nodes, self.slots, in_allocation)
+        return NodeJob(
+            name=run.config.run.name,
+            num_nodes=nodes,
+            slots=slots,
+            has_gpus=self.has_gpus,
+            arguments=run.arguments,
+            folder=self.folder or os.getcwd(),
+            environment={HUB_NAMES: os.environ[HUB_NAMES]},
+            stop_s=self.stop_s,
+            max_restarts=run.config.run.max_restarts,
+        )
+
+
+def counts(nodes: int | None, slots: int | None, in_allocation: bool = False) -> tuple[int, int]:
+    """Returns nodes and ranks of each, from the allocation where the command gives none."""
+    told = os.environ if in_allocation else {}
+    each = told.get("SLURM_GPUS_ON_NODE") or told.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+    nodes = nodes or int(told.get("SLURM_JOB_NUM_NODES", 0))
+    slots = slots or (int(each) if each and each.isdigit() else 0)
+    for name, value in (("--nodes", nodes), ("--slots", slots)):
+        if not value:
+            raise UserError(name, "nothing", "an integer from 1", f"Add {name}.")
+    return nodes, slots
+
+
+def on_hosts(
+    run: Run,
+    hostfile: Path,
+    world: int | None,
+    ssh: Sequence[str],
+    address: str | None,
+    port: int | None,
+) -> int:
+    """Runs the ranks on hosts over ssh; returns the exit code."""
+    hosts = read_hostfile(hostfile)
+    slots = sum(host.slots for host in hosts)
+    world_size = world or slots
+    least = max(world_size, default_world_size(run.config, 0))
+    if slots < least:
+        raise UserError(
+            "--hostfile",
+            f"{slots} slots on {len(hosts)} hosts",
+            f"{least} slots or more, as --world and the layout ask for",
+            "Add hosts or slots, or make the layout smaller.",
+        )
+    first = address or hosts[0].name
+    parts = shares(hosts, world_size, first, port or any_port())
+    _validate(run, parts)
+    ask_hosts(hosts[: len(parts)], ssh, first)
+    return _run_on(run, SshCluster(hosts, ssh), hosts, parts, port)
+
+
+def on_ray(run: Run, address: str, world: int | None, has_gpus: bool) -> int:
+    """Runs the ranks on the nodes of a Ray cluster; returns the exit code."""
+    cluster = RayCluster(address, has_gpus)
+    try:
+        hosts = cluster.hosts(set())
+        slots = sum(host.slots for host in hosts)
+        least = slots if cluster.has_gpus else default_world_size(run.config, 0)
+        world_size = world or least
+        if not 0 < world_size <= slots:
+            raise UserError(
+                "--ray",
+                f"{slots} free {cluster.unit} slots in the cluster" + cluster.lost_nodes(),
+                f"{max(world_size, 1)} free ones" + ", with a CPU each" * cluster.has_gpus,
+                "Run `ray status`; add nodes, end other jobs, or give --world.",
+            )
+        parts = shares(hosts, world_size, hosts[0].name, any_port())
+        _validate(run, parts)
+        return _run_on(run, cluster, hosts, parts, None)
+    finally:
+        cluster.close()
+
+
+def _validate(run: Run, parts: Sequence[Share]) -> None:
+    world_size = parts[0].world_size
+    laid, _ = laid_out(run.config, world_size)  # rank 0 chooses the layout of the run itself
+    validate_training(laid, world_size, run.resume, [part.count for part in parts])
+
+
+def _run_on(
+    run: Run, cluster: Cluster, hosts: Sequence[Host], parts: Sequence[Share], port: int | None
+) -> int:
+    job = HostsJob(cluster, hosts, parts, port, run.fits)
+    start = ElasticLaunch(run.config.run.max_restarts, job)
+    size = parts[0].world_size
+    return launch_run(["train", *run.arguments], size, run_folder(run.config), start)
+
+
+def on_node(
+    run: Run,
+    node: int,
+    nodes: int | None,
+    slots: int | None,
+    address: str | None,
+    port: int | None,
+) -> int:
+    """Runs the ranks of one node; returns LOST if they may be started again. Rank 0 takes the run
+    folder, because no process stands above all.
+    """
+    num_nodes, each = counts(nodes, slots)
+    if address is None or port is None or node >= num_nodes:
+        found = f"--node {node} --nodes {num_nodes} --address {address} --port {port}"
+        allowed = "a node below --nodes, and the address and port of node 0"
+        raise UserError("--node", found, allowed, "Give all of them.")
+    parts = [Share(each, n * each, num_nodes * each, address, port) for n in range(num_nodes)]
+    _validate(run, parts)
+    logs = run_folder(run.config) / "logs"
+    # The checkpoint that the user went back to is the newest once a step was saved.
+    starts = sum(int(os.environ.get(name, "0")) for name in (RESTARTS, "SLURM_RESTART_COUNT"))
+    given = ["newest" if starts and one == "previous" else one for one in run.arguments]
+    outcome = run_ranks([*PROGRAM, "train", *given], parts[node], logs)
+    code = conclude(outcome, logs)
+    is_elastic = run.config.run.max_restarts > 0 and code == 1 and not outcome.stopped_by
+    return LOST if is_elastic and has_lost_ranks(outcome, logs) else code
+
+
+def by_slurm(run: Run, sizes: NodeSizes, options: Sequence[str], dry_run: bool) -> int:
+    """Submits the job, or runs it in the allocation of this process; returns the exit code."""
+    in_allocation = "SLURM_JOB_ID" in os.environ and not dry_run
+    job = sizes.job(run, in_allocation)
+    laid, _ = laid_out(run.config, job.num_nodes * job.slots)
+    _, violations = model_violations(laid, job.num_nodes * job.slots)
+    if violations:
+        raise ConfigError(violations)
+    for option in options:
+        if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
+            raise UserError("--sbatch", option, "--name or --name=value", "Correct it.")
+    folder = run_folder(run.config).absolute()
+    output = None if in_allocation else folder / "logs" / "slurm-%j.log"
+    text = slurm_script(job, [sys.executable, *PROGRAM], options, output)
+    if dry_run:
+        say(text.rstrip("\n"), sys.stdout)
+        return 0
+    try:
+        if in_allocation:
+            os.execvp("bash", ["bash", "-c", text])
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / SCRIPT).write_text(text, encoding="utf-8")
+        return 1 if subprocess.run(["sbatch", folder / SCRIPT], check=False).returncode else 0
+    except FileNotFoundError as error:
+        raise UserError(
+            "--slurm", f"no {error.filename}", "a host that submits Slurm jobs", "Use --dry-run."
+        ) from error
+
+
+def manifest_of(
+    run: Run,
+    sizes: NodeSizes,
+    kind: JobKind,
+    image: str | None,
+    volumes: Sequence[str],
+    namespace: str,
+) -> str:
+    """Returns a Kubernetes manifest for the run."""
+    job = sizes.job(run)
+    violations = check(run.config, job.num_nodes * job.slots)  # the model may be elsewhere
+    if violations:
+        raise ConfigError(violations)
+    if image is None:
+        raise UserError("--image", "nothing", "an image with hybridrl", "Add --image.")
+    pairs = [volume.partition(":") for volume in volumes]
+    for claim, _, path in pairs:
+        if not claim or not path.startswith("/"):
+            raise UserError("--volume", f"{claim}:{path}", "CLAIM:/PATH", "Correct it.")
+    if not re.fullmatch(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?", job.name):
+        allowed = "small letters, digits and hyphens, 42 at most, for Kubernetes"
+        raise UserError("run.name", job.name, allowed, "Choose another run.name.")
+    return manifest(job, kind, image, [(claim, path) for claim, _, path in pairs], namespace)
