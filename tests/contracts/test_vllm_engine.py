@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -247,12 +248,15 @@ def test_vllm_engine_ends_by_text_what_began_before_others() -> None:
 
 
 def test_vllm_engine_reports_every_token_to_the_other_ranks_of_its_replica() -> None:
-    engine, reported = make_engine(QWEN3), list[tuple[int, int]]()
-    group = {"is_alone": False, "settle": lambda is_last=False: None, "report": reported.extend}
-    engine._agreement = SimpleNamespace(**group)
+    engine, reported = make_engine(QWEN3), defaultdict[int, list[int]](list)
+
+    def report(names: list[str], tokens: list[int]) -> None:
+        for name, token in zip(names, tokens, strict=True):
+            reported[int(name.split("-")[0])].append(token)
+
+    engine._agreement = SimpleNamespace(settle=lambda is_last=False: None, report=report)
     for done in generate(engine, make_requests(5, MIXED)):
-        tokens = [token for request_id, token in reported if request_id == done.request_id]
-        assert tuple(tokens) == done.tokens
+        assert tuple(reported[done.request_id]) == done.tokens
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), 0.5])

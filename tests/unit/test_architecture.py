@@ -133,6 +133,8 @@ TORCH_FREE = [
     "hybrid_engine/planning/senders.py",
     "hybrid_engine/planning/wire.py",
     "rollout/vllm/model_folder.py",
+    "rollout/common/installed_package.py",
+    "rollout/registry.py",
     "rollout/sglang/version.py",
     "rollout/vllm/version.py",
     "training/batches/packing.py",

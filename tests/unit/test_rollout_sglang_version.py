@@ -19,7 +19,9 @@ from hybridrl import ops
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.family import read_model
 from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.rollout.common import installed_package
 from hybridrl.rollout.common.groups import over_layout
+from hybridrl.rollout.common.installed_package import refused_start, too_small_cache
 from hybridrl.rollout.common.sampling import (
     RowSampling,
     log_distribution,
@@ -31,7 +33,7 @@ from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import SamplingParams
 from hybridrl.rollout.sglang import start as sglang_start
 from hybridrl.rollout.sglang import version as sglang_version
-from hybridrl.rollout.sglang.adapter import layout_name
+from hybridrl.rollout.sglang.adapter import SglangEngine
 from hybridrl.rollout.sglang.arguments import (
     CPU_MAX_KV_CACHE_BYTES,
     SPARE_TOKENS,
@@ -45,8 +47,6 @@ from hybridrl.rollout.sglang.scheduler import drawn_logps
 from hybridrl.rollout.sglang.version import (
     installed_version,
     model_rules,
-    refusal,
-    too_small_cache,
 )
 from hybridrl.services.cluster_check import environment
 
@@ -68,9 +68,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
                 raise PackageNotFoundError(name)
             return found[name]
 
-        monkeypatch.setattr(sglang_version, "version", version)
+        monkeypatch.setattr(installed_package, "version", version)
         monkeypatch.setattr(environment, "version", version)
-        monkeypatch.setattr(sglang_version, "requires", lambda name: NEEDS)
+        monkeypatch.setattr(installed_package, "requires", lambda name: NEEDS)
 
     return install
 
@@ -172,8 +172,8 @@ def test_longrope_has_one_table_of_angles_for_all_positions() -> None:
 
 
 def test_messages_of_the_start() -> None:
-    assert "a\nb" not in str(refusal("a\nb", "sglang 0.5.12"))
-    assert "a b; allowed" in str(refusal("a\nb", "sglang 0.5.12"))
+    assert "a\nb" not in str(refused_start("engine", "SGLang", "a\nb", "sglang 0.5.12"))
+    assert "a b; allowed" in str(refused_start("engine", "SGLang", "a\nb", "sglang 0.5.12"))
     assert "got 300 tokens; allowed: at most 128:" in str(too_small_cache(300, 128))
     assert "got 300 tokens; allowed: less:" in str(too_small_cache(300, -3))
 
@@ -214,12 +214,12 @@ def test_gpu_engine_leaves_what_the_trainer_holds() -> None:
 
 def test_names_of_parameters_are_the_layouts() -> None:
     stem = "model.layers.3.mlp.experts."
-    assert layout_name(f"{stem}w13_weight") == f"{stem}routed_experts.w13_weight"
-    assert layout_name("model.norm.weight") == "model.norm.weight"
+    assert SglangEngine._layout_name(f"{stem}w13_weight") == f"{stem}routed_experts.w13_weight"
+    assert SglangEngine._layout_name("model.norm.weight") == "model.norm.weight"
     down = "model.layers.3.self_attn.fused_qkv_a_proj"
-    assert layout_name(f"{down}_with_mqa.weight") == f"{down}.weight"
+    assert SglangEngine._layout_name(f"{down}_with_mqa.weight") == f"{down}.weight"
     alone = "model.layers.3.self_attn.kv_a_proj_with_mqa.weight"  # where queries have no latent
-    assert layout_name(alone) == alone
+    assert SglangEngine._layout_name(alone) == alone
 
 
 @pytest.mark.parametrize(("knows_replicas", "asked"), [(True, [[0, 1], [2, 3]]), (False, [[0, 1]])])

@@ -16,7 +16,7 @@ from hybridrl.loop import rollout_setup
 from hybridrl.models.family import resolve_family
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.common.settings import EngineSettings
-from hybridrl.rollout.vllm import adapter as vllm
+from hybridrl.rollout.vllm.adapter import VllmEngine
 from hybridrl.rollout.vllm.arguments import CPU_BLOCK_SIZE, engine_arguments, prefill_tokens
 
 GIB = 1 << 30
@@ -105,7 +105,11 @@ def test_on_cpu_the_cache_is_bounded_but_holds_one_request() -> None:
 
 def test_the_trainer_tells_the_engine_what_it_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[EngineSettings] = []
-    monkeypatch.setattr(vllm, "VllmEngine", lambda settings, *others: made.append(settings))
+
+    def keep(engine: VllmEngine, settings: EngineSettings, **others: Any) -> None:
+        made.append(settings)
+
+    monkeypatch.setattr(VllmEngine, "__init__", keep)
     config = load_config_dict(
         {
             "run": {"name": "x"},

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from hybridrl.errors import UserError
-from hybridrl.rollout.vllm import version as vllm_version
+from hybridrl.rollout.common import installed_package
 from hybridrl.rollout.vllm.version import installed_version, is_scheduler_known, model_rules
 from hybridrl.services.cluster_check import environment
 
@@ -36,9 +36,9 @@ def install(monkeypatch: pytest.MonkeyPatch):
                 raise PackageNotFoundError(name)
             return found[name]
 
-        monkeypatch.setattr(vllm_version, "version", version)
+        monkeypatch.setattr(installed_package, "version", version)
         monkeypatch.setattr(environment, "version", version)
-        monkeypatch.setattr(vllm_version, "requires", lambda name: NEEDS[name])
+        monkeypatch.setattr(installed_package, "requires", lambda name: NEEDS[name])
 
     return install
 

@@ -26,11 +26,11 @@ def engine_after(turn: Callable[[Any, Any], None], logps: list[list[float]]) -> 
     rows = [RunningRequest(Request(i, (1, 2), 7, SAMPLING, (), (), None)) for i in range(2)]
     engine._rows = dict(enumerate(rows))
     engine._running = {i: _Running(row, requests[i]) for i, row in enumerate(rows)}
-    scheduler = SimpleNamespace(ended=[], drawn=[], has_wrong_logp=False, last_batch=None)
+    scheduler = SimpleNamespace(ended=[], drawn=([], []), has_wrong_logp=False, last_batch=None)
     scheduler.turn = lambda: turn(scheduler, requests)
     engine._scheduler, engine._experts, engine._finished = scheduler, None, []
     engine._agreement = SimpleNamespace(
-        settle=lambda is_last=False: None, report=lambda drawn: None
+        settle=lambda is_last=False: None, report=lambda names, tokens: None
     )
     engine._is_updating, engine._version, engine._tensors = False, 3, {}
     engine._num_empty_turns, engine._by_text, engine._leaving = 0, set(), set()

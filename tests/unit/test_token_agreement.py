@@ -45,7 +45,7 @@ def test_no_rank_gets_another_steps_number_however_ranks_hurry(steps_ahead: int)
             one.settle()
             if draw.random() < 0.05:
                 time.sleep(draw.random() * 0.004)
-            one.report([(0, step), (7, 3 * step)])
+            one.report(["0", "7"], [step, 3 * step])
         one.settle(is_last=True)
         return one._step
 
@@ -61,7 +61,7 @@ def test_all_ranks_hear_of_one_that_draws_otherwise(steps_ahead: int) -> None:
         for step in range(8):
             one.settle()
             begun[rank] = step + 1
-            one.report([(4, 5 if step < 4 or rank != 1 else 6)])
+            one.report(["4"], [5 if step < 4 or rank != 1 else 6])
         one.settle(is_last=True)
 
     for error in on_threads(3, run):
@@ -84,13 +84,13 @@ def test_a_sum_stays_until_the_slowest_peer_has_read_it() -> None:
 def test_a_replica_that_differs_waits_for_nobody_any_more() -> None:
     def run(rank: int, sums: Any) -> bool:
         one = TokenAgreement([10, 11], sums, steps_ahead=1)
-        one.report([(4, 5 + rank)])
+        one.report(["4"], [5 + rank])
         if rank == 0:
-            one.report([(4, 5)])  # its peer is done, and takes no further step
+            one.report(["4"], [5])  # its peer is done, and takes no further step
         for is_last in (True, False, False):
             with pytest.raises(TokensDifferError, match="in engine step 1"):
                 one.settle(is_last)
-        one.report([(4, 5)])
+        one.report(["4"], [5])
         one.settle(is_last=True)  # as for requests that are dropped
         return True
 
@@ -100,7 +100,7 @@ def test_a_replica_that_differs_waits_for_nobody_any_more() -> None:
 def test_a_rank_that_is_done_waits_for_its_peers_last_tokens() -> None:
     def run(rank: int, sums: Any) -> None:
         one = TokenAgreement([10, 11], sums, steps_ahead=1)
-        one.report([(4, 5 + rank)])
+        one.report(["4"], [5 + rank])
         one.settle(is_last=True)
 
     assert all(isinstance(error, TokensDifferError) for error in on_threads(2, run))
@@ -112,7 +112,7 @@ def test_a_rank_says_which_peer_it_waits_for(monkeypatch: pytest.MonkeyPatch) ->
     def run(rank: int, sums: Any) -> None:
         one = TokenAgreement([10, 11], sums)
         if rank == 0:
-            one.report([(4, 5)])
+            one.report(["4"], [5])
             one.settle()
 
     late, _ = on_threads(2, run, timeout_s=0.3)
@@ -133,7 +133,7 @@ def test_a_peer_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
             sums._peers[1] = agreement._process(peer.pid)
             threading.Timer(0.2, peer.kill).start()
             one = TokenAgreement([10, 11], sums)
-            one.report([(4, 5)])
+            one.report(["4"], [5])
             one.settle()
 
     gone, _ = on_threads(2, run, timeout_s=60.0)

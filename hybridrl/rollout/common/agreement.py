@@ -14,7 +14,6 @@ there are messages.
 
 from __future__ import annotations
 
-import itertools
 import os
 import select
 import time
@@ -97,17 +96,12 @@ class TokenAgreement:
             return cls(ranks, _GatheredSums(group), steps_ahead)
         return cls(ranks, _SharedSums(members, ranks, limit_s), steps_ahead)
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether a rank is its replica, so that there is nothing to compare."""
-        return len(self._ranks) == 1
-
-    def report(self, drawn: Sequence[tuple[int, int]]) -> None:
-        """Tells the other ranks what this one drew: (request id, token) in order."""
+    def report(self, names: Sequence[str], tokens: Sequence[int]) -> None:
+        """Tells the other ranks what this one drew: names of requests, and a token of each."""
         if self._sums is None or self._difference is not None:
             return
         self._step += 1
-        own = zlib.crc32(array("q", itertools.chain.from_iterable(drawn)))
+        own = zlib.crc32(array("q", tokens), zlib.crc32("\n".join(names).encode()))
         self._sums.tell(self._step, own)
         self._unsettled.append(self._step)
 

@@ -1,10 +1,13 @@
-"""The ranks of a replica, as engines that lay their own grid over all ranks must be told them."""
+"""Process groups of packages' engines: built over the ranks that a layout gives a replica."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from hybridrl.parallel.layout import RolloutLayout
 
@@ -52,3 +55,53 @@ def over_layout(
         return build(mapped, *args, **kwargs)
 
     return build_over_layout
+
+
+def check_groups(
+    package: str, parallel_state: Any, open_engines: list[Any], rank: int, members: list[int]
+) -> None:
+    """Refuses groups that a package has and that are not the layout's; forgets those of an ended
+    world. A package keeps its groups for the life of the process, and takes what is there.
+
+    Args:
+        package: Its name, for the message.
+        parallel_state: Module of the package that has the groups.
+        open_engines: Engines of the package that are not stopped; emptied with an ended world.
+        rank, members: This rank, and the ranks of its replica.
+    """
+    world = parallel_state._WORLD
+    if world is None:
+        return
+    try:
+        dist.get_process_group_ranks(world.cpu_group)
+    except KeyError:  # destroyed together with the default group that it was made in
+        for name, value in vars(parallel_state).items():
+            if isinstance(value, parallel_state.GroupCoordinator):
+                setattr(parallel_state, name, None)
+        open_engines.clear()
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    found = list(parallel_state.get_tp_group().ranks)
+    if found != members:
+        raise RuntimeError(
+            f"rank {rank}: {package} has the replica {found} open in this process, and the layout "
+            f"asks for {members}: close the first engine"
+        )
+
+
+def end_groups(parallel_state: Any) -> None:
+    """Ends a package's groups; its own shutdown destroys the default group too, the trainer's."""
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+        parallel_state._WORLD = None
+
+
+def least_free_memory(layout: RolloutLayout) -> tuple[int, int]:
+    """Returns the bytes that every engine's GPU has free at least, and those of this GPU."""
+    free, total = torch.cuda.mem_get_info()
+    found: list[int] = [0] * len(layout.ranks)
+    group = dist.new_group(list(layout.ranks), backend="gloo")
+    dist.all_gather_object(found, free, group)
+    dist.destroy_process_group(group)
+    return min(found), total

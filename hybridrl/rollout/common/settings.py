@@ -9,11 +9,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.rollout.engine import Request
 
 if TYPE_CHECKING:
     from hybridrl.rollout.build import EngineInputs
+
+CPU_MAX_KV_CACHE_BYTES = 1 << 30
+# Share of a GPU's memory that stays free: NCCL's buffers, and what torch's allocator cannot use of
+# its own blocks.
+GPU_SLACK = 0.03
 
 
 @dataclass(frozen=True)
@@ -74,16 +80,28 @@ class EngineSettings:
         return {"architectures": list(self.architectures), **self.hf_config}
 
 
-def usable_bytes(settings: EngineSettings, free: int, total: int, slack: float) -> int:
+def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) -> int:
     """Returns what weights and KV cache may take of a GPU.
 
     Args:
-        free, total: bytes of its memory.
-        slack: share of it that stays free.
+        free, total: Bytes of its memory.
+        least: Bytes that are not enough.
+
+    Raises:
+        UserError: No more than `least` can be taken.
     """
-    usable = free - settings.reserved_bytes - int(slack * total)
-    share = settings.gpu_memory_share
-    return usable if share is None else min(usable, int(share * total))
+    usable = free - settings.reserved_bytes - int(GPU_SLACK * total)
+    if settings.gpu_memory_share is not None:
+        usable = min(usable, int(settings.gpu_memory_share * total))
+    if usable <= least:
+        raise UserError(
+            "free memory of the GPU",
+            f"{free / 2**30:.1f} GiB, of which {settings.reserved_bytes / 2**30:.1f} GiB are for "
+            "optimizer state to come",
+            "room for the rollout engine",
+            "Set train.offload_optimizer=true if it is not, or cut the model over more GPUs.",
+        )
+    return usable
 
 
 def token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:

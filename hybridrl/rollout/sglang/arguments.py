@@ -9,19 +9,16 @@ from typing import Any
 
 import torch
 
-from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.rollout.common.settings import (
+    CPU_MAX_KV_CACHE_BYTES,
     EngineSettings,
     kv_cache_blocks,
     token_bytes,
     usable_bytes,
 )
 
-CPU_MAX_KV_CACHE_BYTES = 1 << 30
 CPU_ATTENTION = "torch_native"
-# Of the device's memory: NCCL's buffers, and what torch's allocator cannot use of its own blocks.
-GPU_SLACK = 0.03
 # Of the memory that generation may use, what weights and KV cache may take; the rest is for its
 # activations, its sampler's copies of logits and CUDA graphs.
 GPU_STATIC_SHARE = 0.85
@@ -127,13 +124,5 @@ def _static_share(settings: EngineSettings, weight_bytes: int, free: int, total:
     SGLang measures what is free once the weights are there, and takes of that no more than leaves
     the rest; `max_total_tokens` bounds it from above.
     """
-    usable = usable_bytes(settings, free, total, GPU_SLACK)
-    if usable <= weight_bytes:
-        raise UserError(
-            "free memory of the GPU",
-            f"{free / 2**30:.1f} GiB, of which {settings.reserved_bytes / 2**30:.1f} GiB are for "
-            "optimizer state to come",
-            "room for the rollout engine",
-            "Set train.offload_optimizer=true if it is not, or cut the model over more GPUs.",
-        )
+    usable = usable_bytes(settings, free, total, least=weight_bytes)
     return round(GPU_STATIC_SHARE * usable / free, 4)

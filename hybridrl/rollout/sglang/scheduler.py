@@ -65,10 +65,10 @@ class _Driven:
     recorder: RecordedExperts | None = None
     before_release: Callable[[Any], None]
     said: SaidTokens  # of requests that look back
-    # Since the owner has looked: requests that ended, in order; (request, token) of what was drawn,
-    # where it wants to know; and whether a log-probability is none.
+    # Since the owner has looked: requests that ended, in order; names of requests and the token
+    # that each drew, where it wants to know; and whether a value is no log-probability.
     ended: list[Any]
-    drawn: list[tuple[int, int]]
+    drawn: tuple[list[str], list[int]]
     tells_drawn = False
     has_wrong_logp = False
     _streams: Callable[[], Any]
@@ -128,7 +128,7 @@ class _Driven:
 
     def prepare_turns(self) -> None:
         """Makes the streams that SGLang makes where its loop begins."""
-        self.ended, self.drawn = [], []
+        self.ended, self.drawn = [], ([], [])
         self.is_overlapped = self.enable_overlap
         self._streams = contextlib.nullcontext
         if self.device == "cpu":
@@ -166,7 +166,7 @@ class _Driven:
                 super().process_batch_result(batch, result)  # type: ignore[misc]
             self._note_ended(batch.reqs)
             begun = [request for request in batch.reqs if request.output_ids]
-            self._note([(int(one.rid), one.output_ids[-1]) for one in begun])
+            self._note(begun, [one.output_ids[-1] for one in begun])
             self.has_wrong_logp |= not all(
                 -float("inf") < drawn_logps(one)[-1] <= 0 for one in begun
             )
@@ -177,8 +177,7 @@ class _Driven:
         self.has_wrong_logp |= not bool(((logp_B <= 0) & (logp_B > -torch.inf)).all())
         tokens = result.next_token_ids.tolist()
         ending = keep_tokens(batch.reqs, tokens, logp_B.tolist())
-        if self.tells_drawn:
-            self._note([(int(r.rid), token) for r, token in zip(batch.reqs, tokens, strict=True)])
+        self._note(batch.reqs, tokens)
         if ending:
             part = rows_of(batch, result, ending)
             super().process_batch_result(*part)  # type: ignore[misc]
@@ -190,9 +189,10 @@ class _Driven:
             self.said.remove(request.rid)
         self.ended += ended
 
-    def _note(self, drawn: list[tuple[int, int]]) -> None:
+    def _note(self, requests: Sequence[Any], tokens: list[int]) -> None:
         if self.tells_drawn:
-            self.drawn += drawn
+            self.drawn[0].extend(request.rid for request in requests)
+            self.drawn[1].extend(tokens)
 
     def update_running_batch(self, batch: Any) -> Any:
         """Calls `before_release` with each request whose slots are taken back for others."""
@@ -231,7 +231,7 @@ class _Driven:
             if self.device != "cpu":
                 self.device_module.synchronize()
             self.ended.clear()
-            self.drawn.clear()
+            self.drawn = [], []
             self.said.clear()
             self.has_wrong_logp = False
             self.waiting_queue.clear()

@@ -29,7 +29,15 @@ from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.view import View
 from hybridrl.rollout.common.cpu_experts import experts_forward
-from hybridrl.rollout.common.groups import over_layout, replica_members
+from hybridrl.rollout.common.groups import (
+    check_groups,
+    end_groups,
+    least_free_memory,
+    over_layout,
+    replica_members,
+)
+from hybridrl.rollout.common.installed_package import refused_start, too_small_cache
+from hybridrl.rollout.common.packaged_engine import StartedPackage
 from hybridrl.rollout.common.process_state import (
     keep_generators,
     quiet,
@@ -44,7 +52,7 @@ from hybridrl.rollout.sglang.routing import RecordedExperts, recorded_by
 from hybridrl.rollout.sglang.sampling import SeededSampler, keep_seeds
 from hybridrl.rollout.sglang.scheduler import make_scheduler, without_watchdog
 from hybridrl.rollout.sglang.stand_ins import known_models_kept, stand_in
-from hybridrl.rollout.sglang.version import NAME, installed_version, refusal, too_small_cache
+from hybridrl.rollout.sglang.version import NAME, installed_version
 
 ENVIRONMENT = {
     # Requests end before the length that SGLang is told, which is above the longest request.
@@ -71,22 +79,16 @@ RENAMED = {
 _OPEN: list[Any] = []
 
 
-@dataclass(frozen=True)
-class LiveEngine:
+@dataclass(frozen=True, kw_only=True)
+class LiveEngine(StartedPackage):
     """A started SGLang engine.
 
     Args:
-        scheduler: SGLang's, of sglang/scheduler.py.
-        model: this rank's module; its parameters are what generation reads.
-        tp_group: gloo group of the replica's ranks.
-        version: name and version, for messages.
-        pools: that hold weights and KV cache; None: SGLang knows where they are.
+        scheduler: Scheduler of SGLang, driven by sglang/scheduler.py.
+        pools: Pools that hold weights and KV cache; None: SGLang knows where they are.
     """
 
     scheduler: Any
-    model: torch.nn.Module
-    tp_group: dist.ProcessGroup
-    version: str
     pools: EnginePools | None
 
 
@@ -123,8 +125,8 @@ def start(
     pools = engine_pools(device)
     from sglang.srt.distributed import parallel_state
 
-    _check_groups(rank, members)
-    memory = None if is_cpu else _device_memory(layout)
+    check_groups("SGLang", parallel_state, _OPEN, rank, members)
+    memory = None if is_cpu else least_free_memory(layout)
     arguments = server_arguments(settings, shape, layout.tp, weight_bytes, memory)
     if not is_cpu:
         arguments |= _attention()
@@ -142,10 +144,12 @@ def start(
     ):
         scheduler = _make_scheduler(settings, arguments, layout, rank, device, version)
     _OPEN.append(scheduler)
-    _check_groups(rank, members)
+    check_groups("SGLang", parallel_state, _OPEN, rank, members)
     fits = longest_request(scheduler.max_total_num_tokens)
     group = parallel_state.get_tp_group().cpu_group
-    engine = LiveEngine(scheduler, loaded[0], group, version, pools)
+    engine = LiveEngine(
+        scheduler=scheduler, model=loaded[0], tp_group=group, version=version, pools=pools
+    )
     if fits < settings.max_tokens:
         stop(engine)
         raise too_small_cache(settings.max_tokens, fits)
@@ -186,16 +190,6 @@ def _attention() -> dict[str, str]:
     return {"attention_backend": "flashinfer" if find_spec("flashinfer") else "triton"}
 
 
-def _device_memory(layout: RolloutLayout) -> tuple[int, int]:
-    """Returns the bytes that every engine's device has free at least, and those of this one."""
-    free, total = torch.cuda.mem_get_info()
-    found: list[int] = [0] * len(layout.ranks)
-    group = dist.new_group(list(layout.ranks), backend="gloo")
-    dist.all_gather_object(found, free, group)
-    dist.destroy_process_group(group)
-    return min(found), total
-
-
 def _make_scheduler(
     settings: EngineSettings,
     arguments: dict[str, Any],
@@ -220,7 +214,7 @@ def _make_scheduler(
         except (ValueError, NotImplementedError, AssertionError) as error:
             if not str(error):
                 raise  # says nothing to a user
-            raise refusal(str(error), version) from error
+            raise refused_start(NAME, "SGLang", str(error), version) from error
     keep_seeds()
     scheduler.model_config.hf_eos_token_id = None  # requests say where they end
     scheduler.tp_worker.model_runner.sampler = SeededSampler(scheduler.said)
@@ -258,10 +252,7 @@ def stop(engine: LiveEngine) -> None:
         return
     _OPEN.remove(engine.scheduler)
     if not _OPEN:
-        parallel_state.destroy_model_parallel()
-        if parallel_state._WORLD is not None:
-            parallel_state._WORLD.destroy()
-            parallel_state._WORLD = None
+        end_groups(parallel_state)
 
 
 def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
@@ -312,34 +303,6 @@ def _compute_with_local_experts() -> None:
         return experts_forward(hidden_TD, layer.w13_weight, layer.w2_weight, weights_TK, experts_TK)
 
     fused_moe_native.moe_forward_native = forward
-
-
-def _check_groups(rank: int, members: list[int]) -> None:
-    """Refuses groups that SGLang has and that are not the layout's, and forgets an ended world's.
-
-    SGLang keeps its groups for the life of the process.
-    """
-    from sglang.srt.distributed import parallel_state
-
-    world = parallel_state._WORLD
-    if world is None:
-        return
-    try:
-        dist.get_process_group_ranks(world.cpu_group)
-    except KeyError:  # destroyed together with the default group that it was made in
-        for name, value in vars(parallel_state).items():
-            if isinstance(value, parallel_state.GroupCoordinator):
-                setattr(parallel_state, name, None)
-        _OPEN.clear()
-        return
-    if not parallel_state.model_parallel_is_initialized():
-        return
-    found = list(parallel_state.get_tp_group().ranks)
-    if found != members:
-        raise RuntimeError(
-            f"rank {rank}: SGLang has the replica {found} open in this process, and the layout "
-            f"asks for {members}: close the first engine"
-        )
 
 
 @contextlib.contextmanager

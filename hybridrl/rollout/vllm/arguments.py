@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.rollout.common.settings import (
+    CPU_MAX_KV_CACHE_BYTES,
     EngineSettings,
     kv_cache_blocks,
     token_bytes,
@@ -22,15 +22,12 @@ from hybridrl.rollout.common.settings import (
 CPU_BLOCK_SIZE = 32
 CPU_LATENT_BLOCK_SIZE = 16  # the only one of vLLM's kernel for latent attention
 CPU_PREFILL_TOKENS = 8192
-CPU_MAX_KV_CACHE_BYTES = 1 << 30
 # Tokens that a step computes. The least is vLLM's own number for an engine inside a process (2,048,
 # arg_utils.py, 0.26). Of short prompts it takes only some of the requests into a step, which then
 # begin and end in turn, and each step with a prompt or a last token is scheduled the long way. A
 # small model takes more, as long as what it holds of them is little beside its cache.
 GPU_MIN_PREFILL_TOKENS, GPU_MAX_PREFILL_TOKENS, GPU_PREFILL_BYTES = 2048, 8192, 256 << 20
 GPU_BLOCK_SIZE = 64  # the largest that vLLM's attention kernels for dense models take
-# Of the device's memory: NCCL's buffers, and what torch's allocator cannot use of its own blocks.
-GPU_SLACK = 0.03
 # How much of the memory that generation may use weights and the KV cache take together before vLLM
 # is asked to measure what is left; the rest is for its activations and CUDA graphs.
 GPU_KNOWN_SHARE = 0.8
@@ -121,15 +118,7 @@ def _gpu_memory(
     """Returns vLLM's keywords about memory: no larger a KV cache than requests can fill, so that it
     is quickly mapped, and no more than the trainer leaves.
     """
-    usable = usable_bytes(settings, free, total, GPU_SLACK)
-    if usable <= 0:
-        raise UserError(
-            "free memory of the GPU",
-            f"{free / 2**30:.1f} GiB, of which {settings.reserved_bytes / 2**30:.1f} GiB are for "
-            "optimizer state to come",
-            "room for the rollout engine",
-            "Set train.offload_optimizer=true if it is not, or cut the model over more GPUs.",
-        )
+    usable = usable_bytes(settings, free, total, least=0)
     needed = settings.kv_cache_bytes or _kv_cache_bytes(settings, shape, tp, GPU_BLOCK_SIZE)
     known = needed + weight_bytes
     if settings.kv_cache_bytes or known <= GPU_KNOWN_SHARE * usable:

@@ -23,7 +23,14 @@ from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import Place, RolloutLayout
 from hybridrl.parallel.view import View
-from hybridrl.rollout.common.groups import over_layout, replica_members
+from hybridrl.rollout.common.groups import (
+    check_groups,
+    end_groups,
+    least_free_memory,
+    over_layout,
+    replica_members,
+)
+from hybridrl.rollout.common.packaged_engine import StartedPackage
 from hybridrl.rollout.common.process_state import keep_generators, ranks_in_environment, replaced
 from hybridrl.rollout.common.sampling import uniforms
 from hybridrl.rollout.common.settings import EngineSettings
@@ -47,21 +54,15 @@ SECOND_RUNNER_LIST = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
 _OPEN: list[Any] = []
 
 
-@dataclass(frozen=True)
-class LiveEngine:
+@dataclass(frozen=True, kw_only=True)
+class LiveEngine(StartedPackage):
     """A started vLLM engine.
 
     Args:
         llm: vLLM's `LLMEngine`.
-        model: this rank's module; its parameters are what generation reads.
-        tp_group: gloo group of the replica's ranks.
-        version: distribution and version, for messages.
     """
 
     llm: Any
-    model: torch.nn.Module
-    tp_group: dist.ProcessGroup
-    version: str
 
 
 def start(
@@ -72,7 +73,7 @@ def start(
     device: torch.device,
     weight_bytes: int,
     prepare: Callable[[torch.nn.Module, str], None],
-    listen: Callable[[torch.nn.Module, Any], None],
+    listen: Callable[[torch.nn.Module, Any], object],
 ) -> LiveEngine:
     """Starts this rank's part of its replica, with dummy weights; collective over the world.
 
@@ -96,8 +97,8 @@ def start(
     _import_vllm(version, is_cpu)
     from vllm.distributed import parallel_state
 
-    _check_groups(rank, members)
-    memory = None if is_cpu else _device_memory(layout)
+    check_groups("vLLM", parallel_state, _OPEN, rank, members)
+    memory = None if is_cpu else least_free_memory(layout)
     arguments = engine_arguments(settings, shape, layout.tp, weight_bytes, memory)
     with (
         keep_generators(device, everywhere=True),
@@ -113,14 +114,14 @@ def start(
     finalizer = getattr(llm.engine_core, "_finalizer", None)  # since 0.32
     if finalizer is not None:
         finalizer.detach()  # it runs vLLM's shutdown, see `stop`
-    _check_groups(rank, members)
+    check_groups("vLLM", parallel_state, _OPEN, rank, members)
     group = parallel_state.get_tp_group()
     runner = runner_of(llm)
     if llm.engine_core.engine_core.scheduler.use_v2_model_runner:
         compute_on_current_stream(type(runner))
     else:
         _draw_by_seed_and_position(runner)
-    return LiveEngine(llm, runner.model, group.cpu_group, version)
+    return LiveEngine(llm=llm, model=runner.model, tp_group=group.cpu_group, version=version)
 
 
 def runner_of(llm: Any) -> Any:
@@ -141,16 +142,6 @@ def caches_of(runner: Any) -> list[Tensor]:
             whole.set_(cache.untyped_storage())
             found[whole.data_ptr()] = whole
     return list(found.values())
-
-
-def _device_memory(layout: RolloutLayout) -> tuple[int, int]:
-    """Returns the bytes that every engine's device has free at least, and those of this one."""
-    free, total = torch.cuda.mem_get_info()
-    found: list[int] = [0] * len(layout.ranks)
-    group = dist.new_group(list(layout.ranks), backend="gloo")
-    dist.all_gather_object(found, free, group)
-    dist.destroy_process_group(group)
-    return min(found), total
 
 
 def _make_engine(
@@ -191,10 +182,7 @@ def stop(engine: LiveEngine) -> None:
     core.model_executor.shutdown()
     core.scheduler.shutdown()
     if not _OPEN:
-        parallel_state.destroy_model_parallel()
-        if parallel_state._WORLD is not None:
-            parallel_state._WORLD.destroy()
-            parallel_state._WORLD = None
+        end_groups(parallel_state)
 
 
 def _import_vllm(version: str, is_cpu: bool) -> None:
@@ -226,33 +214,6 @@ def _compute_with_live_parameters() -> None:
     _custom_ops._supports_onednn = False
     utils.check_cpu_sgl_kernel = lambda *args: False
     compute_with_live_experts()
-
-
-def _check_groups(rank: int, members: list[int]) -> None:
-    """Refuses groups that vLLM has and that are not the layout's; forgets those of an ended world.
-
-    vLLM keeps its groups for the life of the process, and takes what is there.
-    """
-    from vllm.distributed import parallel_state
-
-    world = parallel_state._WORLD
-    if world is None:
-        return
-    try:
-        dist.get_process_group_ranks(world.cpu_group)
-    except KeyError:  # destroyed together with the default group that it was made in
-        for name, value in vars(parallel_state).items():
-            if isinstance(value, parallel_state.GroupCoordinator):
-                setattr(parallel_state, name, None)
-        _OPEN.clear()
-    if not parallel_state.model_parallel_is_initialized():
-        return
-    found = list(parallel_state.get_tp_group().ranks)
-    if found != members:
-        raise RuntimeError(
-            f"rank {rank}: vLLM has the replica {found} open in this process, and the layout asks "
-            f"for {members}: close the first engine"
-        )
 
 
 @contextlib.contextmanager
@@ -332,7 +293,7 @@ def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]
 
 
 @contextlib.contextmanager
-def _after_caching(listen: Callable[[torch.nn.Module, Any], None]) -> Iterator[None]:
+def _after_caching(listen: Callable[[torch.nn.Module, Any], object]) -> Iterator[None]:
     """Calls `listen` with the module and the KV cache's configuration once the cache is there."""
     from vllm.v1.worker.gpu_worker import Worker
 

@@ -9,17 +9,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, requires, version
 from typing import Any
 
-from packaging.requirements import Requirement
 from packaging.version import Version
 
 from hybridrl.errors import UserError
+from hybridrl.rollout.common.installed_package import (
+    FALLBACK,
+    check_pins,
+    refused_start,
+    too_small_cache,
+    version_of,
+)
 from hybridrl.rollout.registry import EnginePackage
 
 NAME = "rollout.engine=vllm"
-FALLBACK = "Or set rollout.engine=hf."
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def is_scheduler_known(version: str) -> bool:
 
 def is_installed() -> bool:
     """Whether any build of vLLM is there, of any version."""
-    return any(_version(build.distribution) is not None for build in (CPU, CUDA))
+    return any(version_of(build.distribution) is not None for build in (CPU, CUDA))
 
 
 def installed_version(is_cpu: bool) -> str:
@@ -77,7 +81,7 @@ def installed_version(is_cpu: bool) -> str:
     allowed = f"{build.distribution} {build.oldest} or newer on a host without GPUs"
     if not is_cpu:
         allowed = allowed.replace("without", "with")
-    found = {name: _version(name) for name in (CPU.distribution, CUDA.distribution)}
+    found = {name: version_of(name) for name in (CPU.distribution, CUDA.distribution)}
     installed = {name: number for name, number in found.items() if number is not None}
     fitting = [name for name, number in installed.items() if _is_for_cpu(name, number) == is_cpu]
     if not fitting:
@@ -87,7 +91,7 @@ def installed_version(is_cpu: bool) -> str:
     name, number = fitting[0], installed[fitting[0]]
     if Version(number).release < Version(build.oldest).release:
         raise UserError(NAME, f"{name} {number}", allowed, f"{build.install}. {FALLBACK}")
-    _check_pins(name, number, build)
+    check_pins(NAME, name, number, "vLLM", build.install)
     return f"{name} {number}"
 
 
@@ -121,55 +125,14 @@ def refusal(said: str, longest: int, version: str) -> UserError:
         version: of vLLM, for the message.
     """
     if not re.search(r"KV cache is needed|available memory for the cache", said):
-        told = " ".join(said.strip().splitlines()[:3])
-        return UserError(NAME, told, "a model and sizes that vLLM accepts", f"With {version}.")
+        return refused_start(NAME, "vLLM", said, version)
     fits = re.search(r"maximum model length is (\d+)", said)
-    at_most = f"at most {fits[1]}" if fits else "less"
-    return UserError(
-        "data.max_prompt_tokens + rollout.max_new_tokens",
-        f"{longest} tokens",
-        f"{at_most}: the engine's KV cache, in the memory that is left, has to hold such a request",
-        "Lower one of the two, raise rollout.tp, or leave the engine more memory: more ranks (a "
-        "smaller part of model and optimizer on each) or train.offload_optimizer=true.",
-    )
+    return too_small_cache(longest, None if fits is None else int(fits[1]))
 
 
 def _is_for_cpu(name: str, number: str) -> bool:
     """Whether a build runs on CPUs: the CPU distribution, or a source build that says so."""
     return name == CPU.distribution or "cpu" in (Version(number).local or "")
-
-
-def _check_pins(name: str, number: str, build: Build) -> None:
-    """Compares the installed torch with the one that the wheel's binaries were linked against, and
-    transformers with what that vLLM imports.
-    """
-    for line in requires(name) or ():
-        wanted = Requirement(line)
-        found = _version(wanted.name) if wanted.name in ("torch", "transformers") else None
-        is_other = wanted.marker is not None and not wanted.marker.evaluate({"extra": ""})
-        if wanted.name not in ("torch", "transformers") or is_other:
-            continue
-        if wanted.name == "torch":
-            pins = {Version(pin.version).public for pin in wanted.specifier if pin.operator == "=="}
-            fits = not pins or (found is not None and Version(found).public in pins)
-        else:
-            fits = found is not None and wanted.specifier.contains(found, prereleases=True)
-        if not fits:
-            reason = "was built for" if wanted.name == "torch" else "needs"
-            raise UserError(
-                NAME,
-                f"{wanted.name} {found} with {name} {number}",
-                f"{wanted.name}{wanted.specifier}, which that vLLM {reason}",
-                f"Run: pip install '{wanted.name}{wanted.specifier}', or install another vLLM. "
-                f"{build.install}. {FALLBACK}",
-            )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 PACKAGE = EnginePackage(is_installed, installed_version, model_rules, TESTED)
