@@ -48,7 +48,6 @@ test-sglang: .venv-sglang/installed .venv/installed-sglang
 docs: .venv/installed-docs
 	$(BIN)/python docs/scripts/knobs.py
 	$(BIN)/python docs/scripts/coming_from.py
-	$(BIN)/python docs/scripts/cluster_check.py
 	$(BIN)/python docs/scripts/pictures.py
 	$(BIN)/python docs/scripts/recipes.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

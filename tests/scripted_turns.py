@@ -14,8 +14,9 @@ from hybridrl.config.reward import RewardConfig
 from hybridrl.contracts.batch import Prompt
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.generation.episodes import Episodes
+from hybridrl.generation.in_flight import Limits
+from hybridrl.generation.lagged import LaggedSampler
 from hybridrl.generation.sampler import Sampler
-from hybridrl.generation.schedule import SYNCHRONOUS, Schedule
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import ReplicaGroup
@@ -63,9 +64,11 @@ def make_sampler(
     layout: RolloutLayout,
     environment: Mapping[str, Any],
     reward: Mapping[str, Any],
-    schedule: Schedule = SYNCHRONOUS,
+    limits: Limits | None = None,
 ) -> Sampler:
-    """A sampler of three responses a prompt."""
+    """A sampler of three responses a prompt, which may take several steps where there are limits of
+    what is under way.
+    """
     section = EnvironmentConfig.model_validate(environment)
     engine = Recorded()
     engine.finish_update(0)
@@ -73,18 +76,8 @@ def make_sampler(
     encoder = ObservationEncoder(Numbers(), 100, (STOP,))
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     episodes = Episodes(section, replica, Numbers(), encoder, SEED)
-    return Sampler(
-        world=world,
-        layout=layout,
-        replica=replica,
-        engine=engine,
-        scorer=scorer,
-        sampling=SAMPLING,
-        samples_per_prompt=3,
-        seed=SEED,
-        episodes=episodes,
-        schedule=schedule,
-    )
+    given = world, layout, replica, engine, scorer, SAMPLING, 3, SEED, episodes
+    return Sampler(*given) if limits is None else LaggedSampler(limits, *given)
 
 
 def prompts(**columns: object) -> list[Prompt]:

@@ -41,7 +41,6 @@ READERS = {
         ),
         "train",
     ),
-    "train.freeze": "plan, train, bench, check",
     "rollout": ALL,
     "rollout.verify": "train",
     "rollout.in_flight": "train",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +27,6 @@ from hybridrl.checkpoint.opening import Notify, damage_is_told
 from hybridrl.checkpoint.optimizer_state import (
     Allocator,
     connect,
-    count_step,
     hand_out,
     kept_bytes,
     own_shares,
@@ -61,11 +60,6 @@ class Saved(Protocol):
     @property
     def optimizer(self) -> Any:
         """Megatron's optimizer, None for a model that is not trained."""
-        ...
-
-    @property
-    def frozen_parts(self) -> Sequence[str]:
-        """The parts that are frozen although the model is trained (`train.freeze`)."""
         ...
 
 
@@ -166,13 +160,13 @@ def sharded_state(
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
     }
-    parts = _sharded_weights(model, metadata)
+    parts: dict[str, Any] = {
+        f"model{index}": _only_weights(chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
+        for index, chunk in enumerate(model.chunks)
+    }
     if model.optimizer is None:
         return parts
-    described = parts
-    if model.frozen_parts:  # layers are one tensor otherwise, of which frozen ones would be missing
-        described = _sharded_weights(model, {**metadata, "non_homogeneous_layers": True})
-    weights = described["model0"] if len(model.chunks) == 1 else dict(described)
+    weights = parts["model0"] if len(model.chunks) == 1 else dict(parts)
     for optimizer in model.optimizer.chained_optimizers:
         _make_states(optimizer)
     with own_shares(model.optimizer.chained_optimizers, allocators):
@@ -182,14 +176,6 @@ def sharded_state(
     if not is_loading:
         _separate_storages(parts["optimizer"])
     return parts
-
-
-def _sharded_weights(model: Saved, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all weights, trained and frozen: a checkpoint needs no other files to be loaded."""
-    return {
-        f"model{index}": _only_weights(chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
-        for index, chunk in enumerate(model.chunks)
-    }
 
 
 def connect_shares(model: Saved) -> None:
@@ -253,8 +239,7 @@ def _load_weights(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
 def _make_states(optimizer: Any) -> None:
     """Gives an optimizer that has taken no step yet the states that Megatron saves and loads."""
     adam = optimizer.optimizer
-    count_step(adam, 0)
-    if len(adam.state) or not any(group["params"] for group in adam.param_groups):
+    if len(adam.state):
         return
     # Not by Megatron's own way, a step with zero gradients: it would count, and decay the weights.
     if not isinstance(adam, torch.optim.Adam):  # transformer-engine's, which counts by group

@@ -17,22 +17,13 @@ from typing import Annotated, Any
 import typer
 
 from hybridrl.cli.check import refuse_without_rollouts
-from hybridrl.cli.options import (
-    ConfigFile,
-    Json,
-    Overrides,
-    World,
-    json_only,
-    refuse_other_job,
-)
+from hybridrl.cli.options import ConfigFile, Json, Overrides, World, json_only, refuse_other_job
 from hybridrl.config.load import load_config
 from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.console import say
 from hybridrl.errors import UserError
-from hybridrl.loop.preflight import (
-    validate_training,
-)
+from hybridrl.loop.preflight import validate_training
 from hybridrl.parallel.failure import is_launched, rank_file
 from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.rollout.registry import engine_package, offered_engines

@@ -10,21 +10,12 @@ from typing import Any, NoReturn
 import typer
 
 from hybridrl.cli import options
-from hybridrl.cli.options import (
-    Json,
-    Overrides,
-    World,
-    json_only,
-    refuse_other_job,
-    torchrun_world,
-)
+from hybridrl.cli.options import Json, Overrides, World, json_only, refuse_other_job, torchrun_world
 from hybridrl.config.load import load_config
 from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
-from hybridrl.loop.preflight import (
-    validate_training,
-)
+from hybridrl.loop.preflight import validate_training
 from hybridrl.parallel.failure import is_launched
 from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.rollout.registry import ENGINES, offered_engines

@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 
 from hybridrl.checkpoint.folders import FileFormat
-from hybridrl.loop.preflight import (
-    validate_conversion,
-)
+from hybridrl.loop.preflight import validate_conversion
 from hybridrl.services.launch.local_ranks import is_rank, launch_without_run
 
 

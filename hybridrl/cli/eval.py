@@ -12,23 +12,14 @@ import typer
 
 from hybridrl.checkpoint.folders import STEP_FOLDER, newest_checkpoint
 from hybridrl.checkpoint.manifest import MANIFEST
-from hybridrl.cli.options import (
-    Json,
-    Overrides,
-    World,
-    json_only,
-    refuse_other_job,
-    torchrun_world,
-)
+from hybridrl.cli.options import Json, Overrides, World, json_only, refuse_other_job, torchrun_world
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config, load_config_dict
 from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.config.starter import has_template
 from hybridrl.errors import UserError
-from hybridrl.loop.preflight import (
-    validate_evaluation,
-)
+from hybridrl.loop.preflight import validate_evaluation
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.models.hf.directory import CONFIG_FILE
 from hybridrl.parallel.failure import is_launched

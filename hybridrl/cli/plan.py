@@ -9,13 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hybridrl.cli.options import (
-    ConfigFile,
-    Json,
-    Overrides,
-    World,
-    json_only,
-)
+from hybridrl.cli.options import ConfigFile, Json, Overrides, World, json_only
 from hybridrl.config.identity import pinned
 from hybridrl.config.load import load_config
 from hybridrl.config.rules import default_world_size

@@ -9,22 +9,13 @@ from typing import Annotated, Any, Literal, NoReturn
 import typer
 
 from hybridrl import console
-from hybridrl.cli.options import (
-    ConfigFile,
-    Overrides,
-    World,
-    refuse_other_job,
-    torchrun_world,
-)
+from hybridrl.cli.options import ConfigFile, Overrides, World, refuse_other_job, torchrun_world
 from hybridrl.config.identity import run_folder
 from hybridrl.config.load import load_config
 from hybridrl.config.rules import default_world_size
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
-from hybridrl.loop.preflight import (
-    validate_replay,
-    validate_training,
-)
+from hybridrl.loop.preflight import validate_replay, validate_training
 from hybridrl.parallel.failure import is_launched
 from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.services.launch.leaving import wait_for_gate

@@ -1,15 +1,13 @@
 """Signs of life of every rank in the job's store, and the end of a job that has lost one.
 
 Each rank of a job of several has two threads. One writes the rank's `Beat` to the store every
-BEAT_S and reads whether there is a verdict; rank 0's also reads all beats (one request for all of
-them, 3 ms for 1,000) and publishes what watch.py finds; rank 1's does while rank 0 is silent. A
-`HangObserver` sees the same beats and names hangs, which end nothing. The other thread ends the
-process when there is a verdict, or when the store itself does not answer any more.
+BEAT_S and reads whether there is a verdict; rank 0's also reads all beats (3 ms for 1,000) and
+publishes what watch.py finds; rank 1's does while rank 0 is silent. A `HangObserver` sees the same
+beats and names hangs, which end nothing. The other thread ends the process when there is a verdict,
+or when the store itself does not answer any more, after its stacks are in its log.
 
-Who waits for whom: `wait` waits for others to enter the same collective, as long as all beat, and
-raises PeerError on a verdict. A rank whose main thread is elsewhere, in a kernel or a collective
-that nothing can call back, is ended by its second thread, after its stacks are in its log. Rank 0,
-in which the store may be, ends last.
+`wait` waits for others to enter the same collective, as long as all beat, and raises PeerError on a
+verdict. Rank 0, in which the store may be, ends last.
 """
 
 from __future__ import annotations
@@ -57,22 +55,19 @@ _CURRENT: list[Heartbeat] = []
 
 
 class Heartbeat:
-    """This rank's signs of life, and what it knows of the others'.
+    """This rank's signs of life, and what it knows about the others'.
 
     Args:
-        store: of the job, for this object alone; None: no other rank, nothing to do.
-        rank: this one.
-        size: of the job.
-        watch: judges the ranks; rank 0's is used.
+        store: The job's store, for this object alone; None if there is no other rank.
+        watch: Judges the ranks; that of rank 0 is used.
 
     Attributes:
-        group: the default process group that it belongs to.
-        phase: tells the current phase of the step; may be replaced.
-        run_folder: for reports of hangs; None: there is none.
-        verdict: why all must end; None as long as they need not.
-        stop_signal: the signal that asked this rank, or one that it has heard of, to save and end;
-            0: none. Ranks learn of it at different times; of `World.stop_signal` all at the same
-            place.
+        group: The default process group that it belongs to.
+        phase: Returns the current phase of the step; may be replaced.
+        run_folder: Folder for reports of hangs; None if there is none.
+        verdict: Why all must end; None as long as they need not.
+        stop_signal: Signal that asked this rank, or another one, to save and end; 0 if none. Ranks
+            learn of it at different times, of `World.stop_signal` all at the same place.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, watch: Watch) -> None:
@@ -140,11 +135,8 @@ class Heartbeat:
 
     @contextlib.contextmanager
     def part(self, what: str, is_unbounded: bool = False) -> Iterator[None]:
-        """Tells what the block does.
-
-        Args:
-            what: it does.
-            is_unbounded: whether ranks wait for each other in its collectives without a bound.
+        """Names what the block does; `is_unbounded` if ranks wait for each other in its collectives
+        without a bound.
         """
         self._parts.append(what)
         before = self._within_since
@@ -164,18 +156,18 @@ class Heartbeat:
         ranks: Sequence[int] | None = None,
         poll: Callable[[], None] | None = None,
     ) -> None:
-        """Waits for a gloo collective of a group without a bound, as long as all ranks live.
+        """Waits for a gloo collective without a bound, as long as all ranks live.
 
         Args:
-            work: the collective, started.
-            what: is over for those that wait.
-            group: a name for the collective's group; its members alone number what they enter.
-            ranks: that are in it; None: all.
-            poll: called now and then; may raise.
+            work: The collective, started.
+            what: What is over for those that wait.
+            group: Name of the collective's group; its members alone number what they enter.
+            ranks: Ranks of the group; None for all.
+            poll: Called now and then; may raise.
 
         Raises:
-            PeerError: a rank is lost or stays away.
-            RuntimeError: the collective failed.
+            PeerError: A rank is lost or stays away.
+            RuntimeError: The collective failed.
         """
         number = self._entered[group] = self._entered.get(group, 0) + 1
         if is_done_within(work, POLL_S):

@@ -158,17 +158,3 @@ def test_a_host_that_every_layout_needs_is_waited_for(tmp_path: Path) -> None:
     print(f"training went on after {took:.1f} s")
     assert "no layout fits without 127.0.0.1: waiting" in output
     assert job.returncode == 143 and took < 60, output[-4000:]
-
-
-@pytest.mark.dist
-@pytest.mark.full
-def test_a_wait_for_a_host_ends_with_a_signal(tmp_path: Path) -> None:
-    hosts = Hosts(tmp_path)
-    with hosts.job("steps.num_steps=100000", "train.pp=3") as job:
-        hosts.wait(job, lambda: len(hosts.records()) > 0, 120)
-        hosts.kill_host(job, 2)
-        time.sleep(15)
-        job.send_signal(signal.SIGINT)
-        output, _ = job.communicate(timeout=60)
-    assert "waiting" in output and job.returncode == 130, output[-4000:]
-    assert not (hosts.run_folder / "run.lock").exists()

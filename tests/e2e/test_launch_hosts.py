@@ -9,7 +9,6 @@ from __future__ import annotations
 import getpass
 import json
 import os
-import random
 import shlex
 import shutil
 import signal
@@ -19,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from command_line import QUICKSTART, ROOT, exported_weights, run, start
@@ -138,8 +136,8 @@ def test_two_hosts_over_ssh_give_the_weights_of_the_local_launcher(
 @pytest.mark.dist
 @pytest.mark.full
 @pytest.mark.skipif(SSHD is None or not CAN_MAKE, reason="needs OpenSSH's server and namespaces")
-@pytest.mark.parametrize("count", [2, 4])
-def test_nodes_over_ssh_give_the_weights_of_the_local_launcher(count: int, tmp_path: Path) -> None:
+def test_nodes_over_ssh_give_the_weights_of_the_local_launcher(tmp_path: Path) -> None:
+    count = 2
     names = [f"node-{letter}" for letter in "abcd"[:count]]
     ssh, servers = write_sshd_files(tmp_path, 2222), list[subprocess.Popen[str]]()
     with network_nodes(names, tmp_path / "nodes") as nodes:
@@ -177,122 +175,21 @@ def started(logs: Path, output: subprocess.Popen[str], steps: int) -> None:
         time.sleep(0.05)
 
 
-def ranks_of(folder: Path) -> list[psutil.Process]:
-    """The rank processes of a run."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            line = " ".join(process.cmdline())
-            if str(folder) in line and "RANK" in process.environ():
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
-def check_end(tmp_path: Path, ssh: str, act: Sequence[object], expect: int, *expected: str) -> str:
-    """Starts a long run, does something to it (a signal and whom it is for) and checks its end."""
-    folder = tmp_path / "runs"
-    hostfile = hosts(tmp_path, "localhost", "127.0.0.1")
-    job = start(command(folder, hostfile, ssh, "steps.num_steps=100000"))
-    try:
-        started(folder / "quickstart-grpo" / "logs", job, 1)
-        number, whom = act
-        if whom == "launcher":
-            job.send_signal(number)  # type: ignore[arg-type]
-        elif whom == "connection":
-            ended = [
-                p for p in psutil.Process(job.pid).children() if "launch.node" in str(p.cmdline())
-            ]
-            ended[1].send_signal(number)  # type: ignore[arg-type]
-        else:
-            rank = next(p for p in ranks_of(folder) if p.environ()["RANK"] == whom)
-            rank.send_signal(number)  # type: ignore[arg-type]
-        output, _ = job.communicate(timeout=90)
-    finally:
-        job.kill()
-    assert job.returncode == expect, output[-4000:]
-    assert all(text in output for text in expected), output[-4000:]
-    deadline = time.monotonic() + 20
-    while ranks_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not ranks_of(folder)
-    return output
-
-
 @pytest.mark.dist
 @pytest.mark.full
 def test_sigterm_saves_on_all_hosts(tmp_path: Path, stub: str) -> None:
-    check_end(tmp_path, stub, (signal.SIGTERM, "launcher"), 143, "stopped by SIGTERM")
-    run_folder = tmp_path / "runs" / "quickstart-grpo"
-    assert list((run_folder / "checkpoints").iterdir()) and not (run_folder / "run.lock").exists()
-
-
-@pytest.mark.dist
-@pytest.mark.full
-def test_a_killed_rank_of_another_host_ends_the_job_and_is_named(tmp_path: Path, stub: str) -> None:
-    told = check_end(tmp_path, stub, (signal.SIGKILL, "1"), 1, "rank 1 on host", "by SIGKILL")
-    log = (tmp_path / "runs" / "quickstart-grpo" / "logs" / "rank_0.log").read_text()
-    assert "by SIGKILL in phase" in log and told.count("hybridrl: rank 1 on host") == 1
-
-
-@pytest.mark.dist
-@pytest.mark.full
-def test_a_lost_connection_ends_the_job_and_is_named(tmp_path: Path, stub: str) -> None:
-    said = "the connection to host 127.0.0.1 was killed by SIGKILL"
-    check_end(tmp_path, stub, (signal.SIGKILL, "connection"), 1, said)
-
-
-@pytest.mark.dist
-@pytest.mark.full
-def test_ranks_of_all_hosts_end_with_their_launcher(tmp_path: Path, stub: str) -> None:
-    check_end(tmp_path, stub, (signal.SIGKILL, "launcher"), -signal.SIGKILL)
-
-
-@pytest.mark.dist
-@pytest.mark.full
-def test_a_mistake_that_only_ranks_meet_ends_with_code_2(tmp_path: Path, stub: str) -> None:
+    folder = tmp_path / "runs"
     hostfile = hosts(tmp_path, "localhost", "127.0.0.1")
-    knobs = ("reward.function=own_rewards:fails_on_odd_lengths", "reward.isolated=false")
-    bad = command(tmp_path / "runs", hostfile, stub, *knobs)
-    output = run(*bad, expect=2)
-    assert "raised ValueError at" in output and "Traceback" not in output
-    (folder,) = (tmp_path / "runs").iterdir()
-    assert [path.name for path in folder.iterdir()] == ["logs"]
-
-
-UNSEEN = """#!/bin/sh
-while [ $# -gt 2 ]; do shift; done
-[ "$1" = localhost ] && exec sh -c "$2"
-exec sh -c "$2" >/dev/null
-"""
-
-
-@pytest.mark.dist
-@pytest.mark.full
-def test_a_rank_that_failed_is_no_success_where_its_hosts_outcome_is_never_seen(
-    tmp_path: Path,
-) -> None:
-    """The rank is killed at random moments, from its start on."""
-    hostfile, chance = hosts(tmp_path, "localhost", "127.0.0.1"), random.Random(0)
-    ssh = tmp_path / "unseen"
-    ssh.write_text(UNSEEN)
-    ssh.chmod(0o755)
-    for index in range(int(os.environ.get("HYBRIDRL_MOMENTS", "3"))):
-        folder = tmp_path / str(index)
-        job = start(command(folder, hostfile, str(ssh), "steps.num_steps=100000"))
-        try:
-            deadline = time.monotonic() + 120
-            while not (found := [p for p in ranks_of(folder) if p.environ()["RANK"] == "1"]):
-                assert job.poll() is None and time.monotonic() < deadline
-                time.sleep(0.05)
-            time.sleep(chance.uniform(0, 20))
-            found[0].kill()
-            output, _ = job.communicate(timeout=90)
-        finally:
-            job.kill()
-        assert job.returncode == 1, output[-4000:]
-        assert "the connection to host 127.0.0.1 ended with code 0" in output, output[-4000:]
+    job = start(command(folder, hostfile, stub, "steps.num_steps=100000"))
+    try:
+        started(folder / "quickstart-grpo" / "logs", job, 1)
+        job.send_signal(signal.SIGTERM)
+        output, _ = job.communicate(timeout=90)
+    finally:
+        job.kill()
+    assert job.returncode == 143 and "stopped by SIGTERM" in output, output[-4000:]
+    run_folder = folder / "quickstart-grpo"
+    assert list((run_folder / "checkpoints").iterdir()) and not (run_folder / "run.lock").exists()
 
 
 def refused(tmp_path: Path, ssh: str, lines: Sequence[str], *knobs: str) -> str:

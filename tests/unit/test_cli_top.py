@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.checkpoint.run_lock import RunLock
-from hybridrl.cli.top import read_run, run_text, watch
+from hybridrl.cli.top import run_text, watch
 from hybridrl.errors import UserError
 from hybridrl.metrics.sinks import JsonlSink
 from hybridrl.metrics.timing import PhaseTimer
@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_top_says_what_ranks_do_and_what_the_last_step_gave(folder: Path) -> None:
-    lines = run_text(read_run(folder)).splitlines()
+    lines = run_text(folder).splitlines()
     assert lines[0].startswith(f"math: step 2/40, held by process {os.getpid()} on host")
     assert lines[1] == (
         "last step: 4.00 s a step, 900 tokens/s a rank, reward 0.250, 61.50 GiB at most on a rank"
@@ -71,7 +71,7 @@ def test_top_says_what_ranks_do_and_what_the_last_step_gave(folder: Path) -> Non
 
 
 def test_top_says_what_waits_in_runs_with_a_lag(folder: Path) -> None:
-    assert "queue" not in run_text(read_run(folder))
+    assert "queue" not in run_text(folder)
     sink = JsonlSink(folder / "metrics.jsonl", last_step=2)
     sink.write(
         3,
@@ -88,7 +88,7 @@ def test_top_says_what_waits_in_runs_with_a_lag(folder: Path) -> None:
         },
     )
     sink.close()
-    lines = run_text(read_run(folder)).splitlines()
+    lines = run_text(folder).splitlines()
     assert lines[1:3] == [
         "last step: reward 0.250",
         "queue: 12 samples unfinished, 4 finished ones wait for a step, 0 thrown away, "
@@ -110,7 +110,7 @@ def test_top_says_how_a_run_ended_and_not_for_how_long_ranks_have_been_gone(
 ) -> None:
     (folder / "run.lock").unlink()
     (folder / "run.json").write_text(json.dumps({"starts": [{"exit": "finished"}, start]}))
-    lines = run_text(read_run(folder)).splitlines()
+    lines = run_text(folder).splitlines()
     assert lines[0].startswith(f"math: step 2/40, {state}") and lines[1].startswith("last step: 4")
     assert (len(lines) == 2) == state.startswith("finished")
     if not state.startswith("finished"):
@@ -124,7 +124,7 @@ def test_top_says_how_a_run_ended_and_not_for_how_long_ranks_have_been_gone(
 def test_top_says_that_who_holds_the_folder_is_gone(folder: Path) -> None:
     file = folder / "run.lock"
     file.write_text(json.dumps({**json.loads(file.read_text()), "process_start": 1.0}))
-    said = run_text(read_run(folder)).splitlines()[0]
+    said = run_text(folder).splitlines()[0]
     assert said.startswith("math: step 2/40, no process holds the folder; process ")
     assert said.endswith("no longer runs")
 
@@ -142,7 +142,7 @@ def test_top_reads_a_run_that_has_just_begun(
 
 def test_top_refuses_what_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="a run folder"):
-        read_run(tmp_path)
+        run_text(tmp_path)
 
 
 def test_top_tells_of_ranks_without_progress_until_a_step_is_taken(folder: Path) -> None:
@@ -152,8 +152,8 @@ def test_top_tells_of_ranks_without_progress_until_a_step_is_taken(folder: Path)
     )
     before = time.time() - 60
     os.utime(folder / "metrics.jsonl", (before, before))
-    lines = run_text(read_run(folder)).splitlines()
+    lines = run_text(folder).splitlines()
     assert lines[-1] == said and said.endswith("hangs/step_3.txt")
     after = time.time() + 60
     os.utime(folder / "metrics.jsonl", (after, after))
-    assert "stands still" not in run_text(read_run(folder))
+    assert "stands still" not in run_text(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -27,6 +28,7 @@ exec sh -c "$2"
 RANK = """
 import os, signal, sys, time
 from pathlib import Path
+from hybridrl.errors import UserError
 from hybridrl.parallel.failure import Failure, report
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
@@ -37,11 +39,14 @@ print("world", os.environ["WORLD_SIZE"], flush=True)
 def stopped(number, frame):
     os._exit(128 + number)
 signal.signal(signal.SIGTERM, stopped)
-(folder / f"started_{rank}_{os.getppid()}").touch()
+(folder / f"started_{rank}_{os.getpid()}").touch()
 if act("kill"):
     os.kill(os.getpid(), signal.SIGKILL)
 if act("lose"):
     os.kill(os.getppid(), signal.SIGKILL)
+if act("refuse"):
+    report(Failure.of(UserError("reward", "x", "y", "Correct it.")))
+    os._exit(2)
 if act("error"):
     report(Failure.of(RuntimeError("boom")))
     os._exit(1)
@@ -59,16 +64,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(hosts_job, "PROGRAM", (str(program),))
     monkeypatch.setattr(hosts_job, "WAIT_S", 0.1)
     monkeypatch.setattr(connections, "KILL_AFTER_S", 1.0)
-    monkeypatch.setattr(hosts_job, "BACK_S", 1.0)
+    monkeypatch.setattr(hosts_job, "BACK_S", 20.0)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     return tmp_path
 
 
-def launch(folder: Path, max_restarts: int = 0) -> int:
-    """Runs a rank on each of two hosts, which one rank can train too; returns the exit code."""
+def launch(folder: Path, max_restarts: int = 0, least: int = 1) -> int:
+    """Runs a rank on each of two hosts; `least` ranks can train too. Returns the exit code."""
     hosts = [Host("localhost", 1), Host("127.0.0.1", 1)]
     cluster = SshCluster(hosts, [str(folder / "ssh")])
-    fits = (lambda size: True) if max_restarts else None
+    fits = (lambda size: size >= least) if max_restarts else None
     job = HostsJob(cluster, hosts, shares(hosts, 2, "127.0.0.1", 0), None, fits)
     logs = folder / "logs"
     logs.mkdir()
@@ -80,6 +85,7 @@ def launch(folder: Path, max_restarts: int = 0) -> int:
     [
         ("kill", 1, "rank 1 on host"),
         ("error", 1, "boom"),
+        ("refuse", 2, "reward: got x; allowed: y. Correct it."),
         ("lose", 1, "the connection to host 127.0.0.1"),
         ("", 0, ""),
     ],
@@ -139,3 +145,45 @@ def test_a_signal_reaches_the_ranks_of_all_hosts(folder: Path) -> None:
 
     threading.Thread(target=stop).start()
     assert launch(folder, max_restarts=1) == 143
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_host_that_every_layout_needs_is_waited_for(
+    is_stopped: bool, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    down = folder / "down_127.0.0.1"
+    (folder / "lose_1").touch()
+
+    def act() -> None:
+        while not list(folder.glob("started_1_*")):
+            time.sleep(0.01)
+        down.touch()
+        time.sleep(3.0)
+        if is_stopped:
+            os.kill(os.getpid(), signal.SIGINT)
+        else:
+            down.unlink()
+
+    threading.Thread(target=act).start()
+    assert launch(folder, max_restarts=1, least=2) == (130 if is_stopped else 0)
+    assert "no layout fits without 127.0.0.1: waiting" in capfd.readouterr().err
+
+
+def test_ranks_end_with_their_launcher(folder: Path) -> None:
+    for rank in range(2):
+        (folder / f"wait_{rank}").touch()
+    code = (
+        f"import test_hosts_job as t; from pathlib import Path; folder = Path({str(folder)!r}); "
+        "t.hosts_job.PROGRAM = (str(folder / 'rank.py'),); t.launch(folder)"
+    )
+    paths = os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    variables = {**os.environ, "PYTHONPATH": paths}
+    launcher = subprocess.Popen([sys.executable, "-c", code], env=variables)
+    while len(pids := [int(f.name.split("_")[2]) for f in folder.glob("started_*")]) < 2:
+        time.sleep(0.05)
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 20
+    while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)

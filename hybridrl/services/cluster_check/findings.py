@@ -1,8 +1,4 @@
-"""Judges what `hybridrl check --cluster` has measured: facts in, findings out.
-
-A finding names the node or pair, what was found there, and a command or step that fixes it.
-docs/reference/cluster_check.md is made from KINDS.
-"""
+"""Judges what `hybridrl check --cluster` has measured: facts in, findings out."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
 
 from hybridrl.services.cluster_check.probe import GpuFacts, NodeFacts
 
@@ -23,84 +18,6 @@ SLOW_GPU = 0.8  # of the median of equal GPUs: clocks of healthy ones differ by 
 SLOW_PAIR = 0.5  # of the fastest pair
 
 
-class Kind(NamedTuple):
-    """A kind of finding.
-
-    Args:
-        looks_at: What is judged, with its bound.
-        remedy: The command; braces are filled from the finding.
-    """
-
-    looks_at: str
-    remedy: str
-
-
-KINDS: dict[str, Kind] = {
-    "node-unreachable": Kind("each node answers", "{ssh} {node} true"),
-    "package": Kind("`hybridrl check` of each node has no problem", "{fix}"),
-    "differs": Kind(
-        "the same Python, packages, driver and GPUs on all nodes",
-        "bring {name} on {node} to {common}, as on the others; or leave the node out",
-    ),
-    "gpus-unusable": Kind(
-        "torch can use every GPU of the node",
-        "nvidia-smi (no driver: apt-get install nvidia-driver-580-server, in containers docker run"
-        " --gpus all); unset CUDA_VISIBLE_DEVICES; python -c 'import torch; torch.cuda.init()'",
-    ),
-    "gpu-memory": Kind(
-        "at most 1 GiB of a GPU's memory taken",
-        "nvidia-smi --query-compute-apps=pid,used_memory --format=csv; kill what is left over",
-    ),
-    "gpu-ecc": Kind(
-        "no uncorrected memory error since the node started",
-        "nvidia-smi --gpu-reset -i {index}; if errors return, replace the GPU",
-    ),
-    "gpu-fault": Kind(
-        "matrix products on every GPU end, and are right",
-        "dmesg | grep -i xid; nvidia-smi --gpu-reset -i {index}",
-    ),
-    "gpu-slow": Kind(
-        "matrix products at 80% of the median of equal GPUs or faster",
-        "nvidia-smi -q -d PERFORMANCE,CLOCK,POWER -i {index}; look for throttling",
-    ),
-    "clock": Kind("clocks within 2 s of each other", "chronyc makestep, or: timedatectl set-ntp 1"),
-    "name-unknown": Kind(
-        "nodes resolve each other's names", "add {name} to /etc/hosts of {node}, or to DNS"
-    ),
-    "name-elsewhere": Kind(
-        "a node's own name means the address of the interface to the others",
-        "export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}",
-    ),
-    "files-limit": Kind(
-        "16,384 open files", "ulimit -n 65536; for good in /etc/security/limits.conf"
-    ),
-    "locked-memory": Kind(
-        "no limit of locked memory where there is RDMA",
-        "ulimit -l unlimited; for good in /etc/security/limits.conf",
-    ),
-    "disk-full": Kind(
-        "room: run folder 20 GiB, cache 10, temporary files 2, shared memory 1",
-        "df -h {folder}; delete files there, or {move}",
-    ),
-    "pair-fails": Kind(
-        "every pair of nodes connects",
-        "open TCP ports between {first} and {second}: nft list ruleset",
-    ),
-    "pair-slow": Kind(
-        "half of the rate of the fastest pair or more",
-        "tc qdisc show; ethtool {interface}; iperf3 -c {second} on {first}",
-    ),
-    "all-reduce": Kind(
-        "an all-reduce over all nodes ends, with the right sum",
-        "GLOO_SOCKET_IFNAME={interface} NCCL_DEBUG=INFO hybridrl check --cluster",
-    ),
-    "shared-missing": Kind(
-        "nodes see each other's files in run.dir", "findmnt -T {folder} on {node}; mount it there"
-    ),
-    "shared-unwritable": Kind(
-        "run.dir can be written by every node", "touch {folder}/x on {node}; chown or remount it"
-    ),
-}
 MOVES = {
     "run": "move run.dir",
     "temporary": "set TMPDIR",
@@ -142,109 +59,95 @@ class ClusterFacts:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that should be fixed.
-
-    Args:
-        kind: A key of KINDS.
-        where: The node, GPU or pair.
-        found: What is wrong there.
-        remedy: What fixes it.
-    """
+    """Something that should be fixed; `where` is the node, GPU or pair."""
 
     kind: str
     where: str
     found: str
     remedy: str
 
-    @staticmethod
-    def of(kind: str, where: str, found: str, **parts: object) -> Finding:
-        """Returns a finding with its remedy filled in."""
-        remedy = KINDS[kind].remedy.format(**{"node": where, **parts})
-        return Finding(kind, where, found, remedy)
-
 
 def judge(facts: ClusterFacts, ssh: str = "ssh") -> list[Finding]:
-    """Returns all findings, in the order in which they should be fixed.
-
-    Args:
-        facts: Facts about the cluster.
-        ssh: Command that reaches nodes, for remedies.
-    """
+    """Returns all findings; `ssh` is the command that reaches nodes, for remedies."""
     found = [
-        Finding.of("node-unreachable", node, said, ssh=ssh)
+        Finding("node-unreachable", node, said, f"{ssh} {node} true")
         for node, said in facts.unreachable.items()
     ]
     for node in facts.nodes:
-        found += [*_node(node, facts.folder), *_unconnected(node, facts)]
-    for rule in (_differing, _clocks, _slow_gpus, _links):
+        found += [*_software(node), *_names(node), *_room(node, facts.folder)]
+    for rule in (_differing, _clocks, _slow_gpus, _links, _unseen):
         found += rule(facts)
-    for name, unseen in facts.unseen.items():
-        if unseen:
-            said = f"{facts.folder} does not show files of {', '.join(unseen)}"
-            found.append(Finding.of("shared-missing", name, said, folder=facts.folder))
-    order = list(KINDS)
-    return sorted(found, key=lambda one: order.index(one.kind))
+    return found
 
 
-def _node(node: NodeFacts, folder: str) -> Iterator[Finding]:
-    """Judges a node by itself."""
-    name = node.node
+def _software(node: NodeFacts) -> Iterator[Finding]:
+    """Judges the packages and the GPUs of a node."""
     for package, said, fix in node.problems:
-        yield Finding.of("package", name, f"{package}: {said}", fix=fix)
+        yield Finding("package", node.node, f"{package}: {said}", fix)
     if max(len(node.gpus), node.num_gpus_on_bus) > node.num_torch_gpus:
         said = f"{node.num_gpus_on_bus} GPUs on the bus, nvidia-smi lists {len(node.gpus)}"
-        yield Finding.of("gpus-unusable", name, f"{said}, torch can use {node.num_torch_gpus}")
+        said += f", torch can use {node.num_torch_gpus}"
+        fix = (
+            "nvidia-smi (no driver: apt-get install nvidia-driver-580-server, in containers docker "
+            "run --gpus all); unset CUDA_VISIBLE_DEVICES; python -c 'import torch; "
+            "torch.cuda.init()'"
+        )
+        yield Finding("gpus-unusable", node.node, said, fix)
     for gpu in node.gpus:
-        where = f"{name} gpu {gpu.index}"
+        where, reset = f"{node.node} gpu {gpu.index}", f"nvidia-smi --gpu-reset -i {gpu.index}"
         if gpu.used_bytes > MAX_USED_GPU_BYTES:
             said = f"{_gib(gpu.used_bytes)} of {_gib(gpu.total_bytes)} are taken"
-            yield Finding.of("gpu-memory", where, said)
+            fix = "nvidia-smi --query-compute-apps=pid,used_memory --format=csv; end what is left"
+            yield Finding("gpu-memory", where, said, fix)
         if gpu.ecc_errors:
             said = f"{gpu.ecc_errors} uncorrected memory errors"
-            yield Finding.of("gpu-ecc", where, said, index=gpu.index)
+            fix = f"{reset}; if errors return, replace the GPU"
+            yield Finding("gpu-ecc", where, said, fix)
         if gpu.fault:
-            yield Finding.of("gpu-fault", where, gpu.fault, index=gpu.index)
+            yield Finding("gpu-fault", where, gpu.fault, f"dmesg | grep -i xid; {reset}")
+
+
+def _names(node: NodeFacts) -> Iterator[Finding]:
     for other in node.unknown_names:
-        yield Finding.of("name-unknown", name, f"does not know {other}", name=other)
+        fix = f"add {other} to /etc/hosts of {node.node}, or to DNS"
+        yield Finding("name-unknown", node.node, f"does not know {other}", fix)
     if node.address and node.own_address and node.own_address != node.address:
         said = f"its name means {node.own_address}, others reach it by {node.address}"
-        yield Finding.of("name-elsewhere", name, said, interface=node.interface)
+        name = node.interface
+        fix = f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
+        yield Finding("name-elsewhere", node.node, said, fix)
+
+
+def _room(node: NodeFacts, folder: str) -> Iterator[Finding]:
+    """Judges limits and disk space of a node."""
+    name, for_good = node.node, "for good in /etc/security/limits.conf"
     if 0 <= node.max_files < MIN_FILES:
         said = f"{node.max_files} open files, fewer than {MIN_FILES}"
-        yield Finding.of("files-limit", name, said)
+        yield Finding("files-limit", name, said, f"ulimit -n 65536; {for_good}")
     if node.has_rdma and node.max_locked_bytes >= 0:
-        yield Finding.of("locked-memory", name, f"{node.max_locked_bytes >> 10} KiB")
+        said = f"{node.max_locked_bytes >> 10} KiB of locked memory, and RDMA"
+        yield Finding("locked-memory", name, said, f"ulimit -l unlimited; {for_good}")
     for use, (place, free_bytes) in node.free_bytes.items():
         least = MIN_FREE_BYTES[use]
         if free_bytes < least:
             said = f"{place} ({use}) has {_gib(free_bytes)} free, of {_gib(least)}"
-            yield Finding.of("disk-full", name, said, folder=place, move=MOVES[use])
+            fix = f"df -h {place}; delete files there, or {MOVES[use]}"
+            yield Finding("disk-full", name, said, fix)
     if node.folder_fault:
-        said = f"{folder}: {node.folder_fault}"
-        yield Finding.of("shared-unwritable", name, said, folder=folder)
-
-
-def _unconnected(node: NodeFacts, facts: ClusterFacts) -> Iterator[Finding]:
-    """Judges the pairs of a node, each once, without the nodes that did not answer."""
-    others = {other.node: other.unconnected for other in facts.nodes}
-    for peer, fault in node.unconnected.items():
-        if peer in others and (node.node < peer or node.node not in others[peer]):
-            first, second = sorted((node.node, peer))
-            said = f"from {node.node}: {fault}"
-            where = f"{first} - {second}"
-            yield Finding.of("pair-fails", where, said, first=first, second=second)
+        fix = f"touch {folder}/x on {name}; chown or remount it"
+        yield Finding("shared-unwritable", name, f"{folder}: {node.folder_fault}", fix)
 
 
 def _differing(facts: ClusterFacts) -> Iterator[Finding]:
     """Judges what should be the same on all nodes: those that differ from most are named."""
-    names = dict.fromkeys(name for node in facts.nodes for name in node.versions)
-    for name in names:
+    for name in dict.fromkeys(name for node in facts.nodes for name in node.versions):
         values = [node.versions.get(name, "none") or "none" for node in facts.nodes]
         common = Counter(values).most_common(1)[0][0]
         for node, value in zip(facts.nodes, values, strict=True):
             if value != common:
                 said = f"{name} {value}, the others {common}"
-                yield Finding.of("differs", node.node, said, name=name, common=common)
+                fix = f"bring {name} on {node.node} to {common}, or leave the node out"
+                yield Finding("differs", node.node, said, fix)
 
 
 def _clocks(facts: ClusterFacts) -> Iterator[Finding]:
@@ -255,7 +158,8 @@ def _clocks(facts: ClusterFacts) -> Iterator[Finding]:
         off = node.clock_ahead_s - middle
         if abs(off) > MAX_CLOCK_S:
             said = f"its clock is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}"
-            yield Finding.of("clock", node.node, said)
+            fix = "chronyc makestep, or: timedatectl set-ntp 1"
+            yield Finding("clock", node.node, said, fix)
 
 
 def _slow_gpus(facts: ClusterFacts) -> Iterator[Finding]:
@@ -269,29 +173,41 @@ def _slow_gpus(facts: ClusterFacts) -> Iterator[Finding]:
         for name, gpu, tflops in alike:
             if tflops < bound:
                 said = f"{tflops:.0f} TFLOP/s, below {bound:.0f}"
-                yield Finding.of("gpu-slow", f"{name} gpu {gpu.index}", said, index=gpu.index)
+                fix = f"nvidia-smi -q -d PERFORMANCE,CLOCK,POWER -i {gpu.index}"
+                yield Finding("gpu-slow", f"{name} gpu {gpu.index}", said, fix)
 
 
 def _links(facts: ClusterFacts) -> Iterator[Finding]:
-    interfaces = {node.node: node.interface or "eth0" for node in facts.nodes}
-    fastest = {
-        backend: max(pair.gb_per_s for pair in facts.pairs if pair.backend == backend)
-        for backend in {pair.backend for pair in facts.pairs}
-    }
+    """Judges links between nodes, without the nodes that did not answer."""
+    nodes = {node.node: node for node in facts.nodes}
+    for node in facts.nodes:
+        for peer, fault in node.unconnected.items():
+            other = nodes.get(peer)
+            if other is not None and (node.node < peer or node.node not in other.unconnected):
+                first, second = sorted((node.node, peer))
+                fix = f"open TCP ports between {first} and {second}: nft list ruleset"
+                said = f"from {node.node}: {fault}"
+                yield Finding("pair-fails", f"{first} - {second}", said, fix)
     for pair in facts.pairs:
-        if pair.gb_per_s < (bound := SLOW_PAIR * fastest[pair.backend]):
-            yield Finding.of(
-                "pair-slow",
-                f"{pair.first} - {pair.second}",
-                f"{pair.backend}: {pair.gb_per_s:.3g} GB/s, below {bound:.3g}",
-                interface=interfaces[pair.first],
-                first=pair.first,
-                second=pair.second,
-            )
+        rates = [other.gb_per_s for other in facts.pairs if other.backend == pair.backend]
+        if pair.gb_per_s < (bound := SLOW_PAIR * max(rates)):
+            name = nodes[pair.first].interface
+            fix = f"tc qdisc show; ethtool {name}; iperf3 -c {pair.second} on {pair.first}"
+            said = f"{pair.backend}: {pair.gb_per_s:.3g} GB/s, below {bound:.3g}"
+            yield Finding("pair-slow", f"{pair.first} - {pair.second}", said, fix)
     for backend, _, fault in facts.all_reduce:
         if fault:
-            interface = next(iter(interfaces.values()))
-            yield Finding.of("all-reduce", "all nodes", f"{backend}: {fault}", interface=interface)
+            name = facts.nodes[0].interface
+            fix = f"GLOO_SOCKET_IFNAME={name} NCCL_DEBUG=INFO hybridrl check --cluster"
+            yield Finding("all-reduce", "all nodes", f"{backend}: {fault}", fix)
+
+
+def _unseen(facts: ClusterFacts) -> Iterator[Finding]:
+    for name, unseen in facts.unseen.items():
+        if unseen:
+            said = f"{facts.folder} does not show files of {', '.join(unseen)}"
+            fix = f"findmnt -T {facts.folder} on {name}; mount it there"
+            yield Finding("shared-missing", name, said, fix)
 
 
 def _gib(num_bytes: int) -> str:

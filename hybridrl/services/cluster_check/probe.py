@@ -114,7 +114,7 @@ def facts(node: str, peers: Sequence[str], port: int, folder: str, token: str) -
     """
     addresses = {peer: _resolved(peer) for peer in peers}
     known = {peer: address for peer, address in addresses.items() if address}
-    unconnected = _connect(known, port)
+    unconnected = _connect(known, len(peers), port)
     address = next((own for peer in known.values() if (own := _address_towards(peer))), "")
     has_interface = bool(os.environ.get("GLOO_SOCKET_IFNAME"))
     folder_fault = ""
@@ -219,8 +219,10 @@ def _exists(file: Path) -> bool:
     return False
 
 
-def _connect(addresses: Mapping[str, str], port: int) -> dict[str, str]:
-    """Connects to all peers while they connect to this node; returns what failed, by name."""
+def _connect(addresses: Mapping[str, str], num_peers: int, port: int) -> dict[str, str]:
+    """Connects to the peers with known addresses while all peers connect to this node; returns what
+    failed, by name.
+    """
     unconnected = dict(addresses)
     deadline = time.monotonic() + CONNECT_S
     with socket.create_server(("", port), backlog=1024) as server:
@@ -228,7 +230,7 @@ def _connect(addresses: Mapping[str, str], port: int) -> dict[str, str]:
 
         def accept() -> None:
             with suppress(OSError):
-                for _ in addresses:
+                for _ in range(num_peers):
                     server.accept()[0].close()
 
         accepting = threading.Thread(target=accept, daemon=True)

@@ -143,10 +143,10 @@ class HostsJob:
             self._left_out = {}  # rather those that did not come back than none
             if self._choose(hosts):
                 return True
-            if received or not self._down or time.monotonic() > deadline:
+            if received or time.monotonic() > deadline:
                 return False
             if not is_told:
-                names = ", ".join(sorted(self._down))
+                names = ", ".join(sorted(self._down)) or "more free slots"
                 said = f"hybridrl: no layout fits without {names}: waiting {BACK_S:g} s for them"
                 say(said)
                 is_told = True

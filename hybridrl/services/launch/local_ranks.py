@@ -1,11 +1,8 @@
 """Starts the ranks of one machine and watches them. No torch.
 
-Owns the rank processes: their environment, log files and end. What their end means for the job, and
-what is said of it, is in rank_ends.py; what they hold after it, in leaving.py. Who waits for whom:
-the launcher waits for every rank of its machine; ranks wait for each other only inside collectives.
-Invariant: when a rank fails, no other of the machine outlives it by more than the grace and kill
-delays below, and none of them at all where one was killed: nothing that the others could still do
-or say would count. Ranks die with their launcher.
+The launcher waits for every rank of its machine. When a rank fails, no other of the machine
+outlives it by more than the grace and kill delays below; when one was killed the others are ended
+at once, because nothing that they could still do would count. Ranks die with their launcher.
 """
 
 from __future__ import annotations
@@ -55,14 +52,11 @@ STACKS_S = 0.5  # time for that
 
 @dataclass(frozen=True)
 class Share:
-    """The ranks of a job that one launcher starts.
+    """The ranks of a job that one launcher starts: `count` ranks from `first` on.
 
     Args:
-        count: how many.
-        first: the lowest of them.
-        world_size: ranks of the job.
-        address: of rank 0's machine, as all machines know it.
-        port: of the job's store there; 0: any, where rank 0 is the only one to be told.
+        address: Address of rank 0's machine, as all machines know it.
+        port: Port of the job's store there; 0 for any, if this launcher starts all ranks.
     """
 
     count: int
@@ -132,18 +126,16 @@ def launch(
     program: Sequence[str] = PROGRAM,
     environment: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Runs `hybridrl ARGUMENTS` as `world_size` local ranks and waits for all of them.
+    """Runs `hybridrl ARGUMENTS` as local ranks and waits for all of them.
 
     Args:
-        arguments: the command line after `hybridrl`.
-        world_size: number of ranks.
-        log_dir: where `rank_N.log` is appended to, and ranks put `rank_N.phase`, `rank_N.error`.
-        program: what Python runs in place of hybridrl, for tests.
-        environment: further variables of the ranks.
+        log_dir: Folder of `rank_N.log` (appended to), `rank_N.phase` and `rank_N.error`.
+        program: What Python runs in place of hybridrl, for tests.
+        environment: Further variables of the ranks.
 
     Returns:
-        The exit code: 0, 2 where a rank met a user's mistake, 128 + the number of the signal that
-        the job was stopped by (130, 143), 1 for anything else.
+        The exit code: 0, 2 if a rank met a user's mistake, 128 + the number of the signal that
+        stopped the job (130, 143), 1 for anything else.
     """
     command = [*program, *arguments]
     return conclude(run_ranks(command, Share.whole(world_size), log_dir, environment), log_dir)
@@ -160,17 +152,11 @@ def run_ranks(
     """Runs this machine's ranks of a job and waits for them.
 
     Args:
-        command: what Python runs.
-        share: which ranks they are.
-        log_dir: as of `launch`.
-        environment: further variables of the ranks.
-        steer: called at the start with the list of signals that the ranks are to get; it may append
-            to it from a thread. Two signals end the ranks at once.
-        leaving: of the starts before, whose processes these ranks wait for; takes those that have
-            ended here and are not gone yet. None: this start is the only one, and waits for all.
-
-    Returns:
-        How they ended.
+        command: What Python runs.
+        steer: Called at the start with the list of signals that the ranks get; it may append to it
+            from a thread. Two signals end the ranks at once.
+        leaving: Processes of the starts before, for which these ranks wait; takes those that have
+            ended here and are not gone yet. None if this is the only start, which waits for all.
     """
     ranks: list[_Rank] = []
     copied, of_starts = CopiedStderr(), leaving or Leaving()
@@ -212,11 +198,7 @@ def _start_all(
     environment: Mapping[str, str],
     gate: int | None,
 ) -> None:
-    """Starts the ranks, each of which is in the list as soon as it runs.
-
-    Args:
-        gate: of `Leaving`; is closed.
-    """
+    """Starts the ranks, each of which is in the list as soon as it runs; closes `gate`."""
     try:
         # Rank 0 listens on this socket, for the job's store: a port that was only found to be free
         # would be anybody's in the seconds until the rank has imported torch.
@@ -236,11 +218,7 @@ def _start_all(
 
 
 def _bind(server: socket.socket, share: Share) -> None:
-    """Takes the port of the job's store.
-
-    Raises:
-        UserError: another process has it.
-    """
+    """Takes the port of the job's store."""
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share.port != 0)
     try:
         server.bind((LOCAL if share.address == LOCAL else "", share.port))
@@ -254,11 +232,8 @@ def _bind(server: socket.socket, share: Share) -> None:
 
 
 def _make_log_dir(log_dir: Path, share: Share) -> None:
-    """Makes the folder and removes what ranks left there at an earlier start: these, or all where
-    no other launcher has a share.
-
-    Raises:
-        UserError: that is not possible.
+    """Makes the folder and removes what ranks left there at an earlier start: these ranks, or all
+    if no other launcher has a share.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -287,15 +262,11 @@ def launch_run(
     folder: Path,
     start: Callable[..., int] | None = None,
 ) -> int:
-    """Runs ranks that write into a run folder; arguments and result as of `launch`, which `start`
-    stands in for.
+    """Runs ranks that write into a run folder, by `start` or else `launch`.
 
-    Where a user's mistake that only ranks could meet (a reward that raises) ends a new run before
-    its first step is over, the folder keeps its logs, which have the traceback, and nothing that
-    would bind the next start to this configuration. The launcher holds the folder for its ranks.
-
-    Raises:
-        UserError: the folder cannot be made, or another run is in it.
+    If a user's mistake that only ranks could meet (a reward that raises) ends a new run before its
+    first step is over, the folder keeps its logs and nothing that would bind the next start to this
+    configuration. The launcher holds the folder for its ranks.
     """
     is_new = not folder.is_dir() or {path.name for path in folder.iterdir()} <= {LOGS}
     try:
@@ -366,10 +337,8 @@ def _start(
     copied: CopiedStderr,
     environment: dict[str, str],
 ) -> _Rank:
-    """Starts a rank; of a machine the one with the store writes to the console too.
-
-    Args:
-        descriptors: that it gets, by the variable that tells it of each.
+    """Starts a rank with descriptors, by the variables that name them; rank 0 also writes to the
+    console.
     """
     environment |= {name: str(descriptor) for name, descriptor in descriptors.items()}
     log = log_dir / f"rank_{index}.log"
@@ -395,10 +364,8 @@ def _start(
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM in a list instead of dying of them; a program that runs this one
-    may hand on what a terminal sends to both, which counts once. SIGUSR1, by which schedulers tell
-    that the time is nearly over, and SIGHUP of a terminal that is closed stand for SIGTERM. An
-    ignored SIGHUP, as of nohup, stays ignored.
+    """Collects SIGINT and SIGTERM, and what stands for them, in a list; a copy of the first signal
+    counts once, because a terminal sends it to this process and to the one that runs it.
     """
     received: list[int] = []
     first: list[float] = []
@@ -446,18 +413,15 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
 
 
 def _is_one_killed(failed: Sequence[_Rank]) -> bool:
-    """Whether one of the ranks that failed got SIGKILL. The others then wait for it in collectives,
-    or report broken connections.
-    """
+    """Whether a rank got SIGKILL: the others wait for it or report broken connections."""
     return any(rank.code == -signal.SIGKILL for rank in failed)
 
 
 def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
     """Ends every rank still alive, and what ranks had started; returns the exit codes by rank.
 
-    Where a rank has failed, the others write first where they were. A stopped rank takes no signal
-    but the last, those that were asked to end already get that one, and so do all where one was
-    killed.
+    If a rank has failed, the others first write their stacks. SIGKILL is for stopped ranks, for
+    those that were asked to end already, and for all if one was killed.
     """
     alive = [rank for rank in ranks if rank.code is None]
     failed = [] if received else [rank for rank in ranks if rank.failed]

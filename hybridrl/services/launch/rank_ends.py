@@ -1,9 +1,8 @@
-"""How ranks ended, what that means for the job, and what is said of it. No torch.
+"""Reports how the ranks of a job ended. No torch.
 
-A launcher knows the ranks of its machine. Where a job has several machines, what their launchers
-know comes together in one `Outcome`, so that the same is said as of one machine. Invariant: the
-exit code is 2 for a user's mistake, 0 where all is done, 128 + the signal's number where the job
-was stopped by one, else 1 (of one node of a job that may start lost ranks again, schedulers.LOST).
+The outcomes of several machines are put together, so that the report is that of one machine. The
+exit code is 2 for a user's mistake, 0 if all is done, 128 + the signal's number if a signal stopped
+the job, else 1.
 """
 
 from __future__ import annotations
@@ -25,14 +24,7 @@ OWN_ERRORS = ("mistake", "error")  # kinds of failures that would come again
 
 @dataclass(frozen=True)
 class EndedRank:
-    """A rank whose process is gone.
-
-    Args:
-        index: its number.
-        code: the exit code of the process; -N: signal N.
-        log: its log file, beside which its other files lie.
-        host: where it ran.
-    """
+    """A rank whose process is gone; `code` is the exit code, -N for signal N."""
 
     index: int
     code: int
@@ -64,10 +56,9 @@ class Outcome:
     """How the ranks of a launcher ended.
 
     Args:
-        ranks: all of them.
-        culprits: numbers of those that failed by themselves; the launcher ended the others.
-        stopped_by: the signal that they were asked to stop with; 0: none.
-        fault: why rank 0's log is cut off; None if it is whole, or not of these.
+        culprits: Numbers of the ranks that failed by themselves; the launcher ended the others.
+        stopped_by: Signal that asked them to stop; 0 if none.
+        fault: Why the log of rank 0 is cut off; None if it is not.
     """
 
     ranks: Sequence[EndedRank]

@@ -1,12 +1,10 @@
-"""A run goes on after it has lost ranks or hosts: its ranks are started again. No torch.
+"""Starts the ranks of a run again after ranks or hosts were lost. No torch.
 
-Owns how often, and what counts as a loss. The ranks know nothing of it: they go on from the newest
-state, as at any start, with the same batches. Only what ends a rank from outside counts, a signal
-that it was not asked by, silence, or the end of its host; an error of its own would come again. A
-start that loses a rank before it has taken a step says that the rank does not come back: the next
-one is without it, with the largest number of ranks below that the layout allows, and only after
-another loss all are tried again. Where ranks can run, and how many, is an `ElasticJob`'s: of one
-host here, of several in hosts_job.py.
+The ranks continue from the newest state, as at any start, with the same batches. Only what ends a
+rank from outside is a loss: a signal that it was not asked by, silence, or the end of its host; an
+error of its own would come again. If a start loses a rank before it has taken a step, the rank does
+not come back: the next start is without it, and only after another loss all are tried again. Where
+ranks can run is an `ElasticJob`'s matter: of one host here, of several in hosts_job.py.
 """
 
 from __future__ import annotations
@@ -28,12 +26,8 @@ from hybridrl.services.launch.rank_ends import conclude, lost_ranks
 
 @dataclass(frozen=True)
 class End:
-    """How one start of a job ended.
-
-    Args:
-        code: the exit code.
-        kind: "lost" where ranks were ended from outside; "wider" where they were asked to save and
-            end because more can run; "over" in all other cases.
+    """How one start of a job ended: "lost" if ranks were ended from outside, "wider" if they were
+    asked to save and end because more can run, else "over".
     """
 
     code: int
@@ -54,8 +48,8 @@ class ElasticJob(Protocol):
         """Chooses the ranks of the next start after a loss; returns whether there are any.
 
         Args:
-            comes_back: whether what was lost is to be tried again, and all that was before.
-            received: signals that come meanwhile, which end a wait.
+            comes_back: Whether what was lost, now or before, is tried again.
+            received: Signals that come meanwhile, which end a wait.
         """
 
     def close(self) -> None:
