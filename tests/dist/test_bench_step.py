@@ -159,11 +159,3 @@ def test_measured_memory_is_what_a_phase_needs(
     # Symmetric memory is the trainer's; the context is nobody's; what is lent serves both phases.
     assert memory.peaks["generate"] == (36 + 4) * GIB
     assert memory.peaks["update"] == (45 + 4 + lent) * GIB
-
-
-def test_step_benchmark_refuses_what_it_cannot_run() -> None:
-    for case, said in (("8b/tp2/tp1", "qwen2.5-7b"), ("7b/tp2/tp3", "divisor"), ("7b", "MODEL")):
-        command = [sys.executable, str(BENCHMARK), case, "--out", "out.json"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 1
-        assert said in done.stderr, done.stderr

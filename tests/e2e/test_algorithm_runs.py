@@ -80,6 +80,7 @@ def test_resampling_and_the_kl_coefficient_go_on_after_a_stop_as_without_one(
         assert {name: one[name] for name in names} == {name: two[name] for name in names}
 
 
+@pytest.mark.full
 @pytest.mark.dist
 def test_remax_trains_on_one_sample_a_prompt_against_the_greedy_one(tmp_path: Path) -> None:
     found = train(

@@ -13,15 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from command_line import QUICKSTART, run
-from small_runs import SMALL, files_of_at_most, small_run
+from small_runs import files_of_at_most, small_run
 
 from hybridrl import Trainer
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.manifest import verify_all
 from hybridrl.checkpoint.sharded_files import _FileWriter
 from hybridrl.errors import CheckpointError
-from hybridrl.loop.saves import when_saved
 from hybridrl.parallel import stopping
 
 NAME = "quickstart-grpo"
@@ -182,31 +180,6 @@ def test_a_trainer_that_is_closed_completes_what_is_being_written(tmp_path: Path
         trainer.train_step()
         trainer.save_checkpoint(waits=False)
     assert list(found_in(tmp_path)) == ["step_1"]
-
-
-@pytest.mark.dist
-@pytest.mark.full
-def test_ranks_that_end_by_one_rank_s_error_complete_what_is_being_written(tmp_path: Path) -> None:
-    knobs = ("reward.function=slow_files:fails_at_step_3", "reward.isolated=false")
-    layout = ("train.tp=2", "rollout.engine=hf", "rollout.max_new_tokens=8")
-    given = [QUICKSTART / "grpo.yaml", *SMALL, *KNOBS, *layout, *knobs, "log.console=true"]
-    output = run("train", *given, f"run.dir={tmp_path}", "--world", "2", expect=2)
-    assert "step_2, which was being written, is complete" in output, output[-4000:]
-    assert list(found_in(tmp_path)) == ["step_1", "step_2"]
-
-
-def test_never_is_said() -> None:
-    section = small_config("checkpoint.every_s=0")
-    assert "never before" in when_saved(section, 4)
-    assert "every 600 s, after step 4" in when_saved(small_config(), 4)
-
-
-def small_config(*knobs: str) -> Any:
-    from command_line import QUICKSTART
-
-    from hybridrl.config.load import load_config
-
-    return load_config(QUICKSTART / "grpo.yaml", ["checkpoint.every=0", *knobs]).checkpoint
 
 
 def test_a_phase_that_does_not_end_after_a_signal_ends_unsaved(

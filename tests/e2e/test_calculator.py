@@ -65,6 +65,7 @@ def test_grpo_learns_to_call_the_calculator(warm: Path) -> None:
     assert said["accuracy"] == pytest.approx(summary["accuracy_after"])
 
 
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.parametrize("engine", PACKAGED)
 def test_a_replica_of_two_ranks_has_turns_too(warm: Path, engine: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from packaged import CLASSES, needs
-from refusals import QUICKSTART, files_below, hybridrl, refuse
+from refusals import QUICKSTART, hybridrl
 
 GRPO = (
     "examples/quickstart/grpo.yaml",
@@ -36,25 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.dist
-def test_check_mismatch_prints_one_json_object_and_leaves_nothing(folder: Path) -> None:
-    before = files_below(folder)
-    done = hybridrl(folder, "check", "--mismatch", *GRPO, "--world", "2", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\n") == 1
-    report = json.loads(done.stdout)
-    assert files_below(folder) == before
-    assert report["agree"] is True and report["checkpoint"] is None
-    assert (report["engine"], report["dtype"]) == ("hf", "float32")
-    assert "routing" not in report  # a dense model
-    for name in ("weights", "tokens", "sampling", "numerics"):
-        assert report[name].keys() == {"agrees", "found", "remedy", "details"}
-        assert report[name]["agrees"] is True and report[name]["remedy"] == ""
-    stages = [row["stage"] for row in report["numerics"]["details"]["stages"]]
-    assert stages[:3] == ["embedding", "layers.0.attention", "layers.0.mlp"]
-    assert stages[-2:] == ["norm", "logits"] and len(stages) == 2 * 4 + 3
-
-
+@pytest.mark.full
 @pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "other"), PAIRS)
@@ -103,14 +85,3 @@ def test_check_mismatch_tells_people_what_differs_and_ends_with_code_1(folder: P
         line.split()[1:] == ["difference", "trainer_error", "engine_error"] for line in lines
     )
     assert lines[-1] == "engine and trainer differ"
-
-
-def test_check_mismatch_refuses_what_has_no_engine_to_look_at(folder: Path) -> None:
-    check = ["check", "--mismatch"]
-    refuse(folder, [*check, *GRPO, "rollout.engine=scripted"], "rollout.engine", "scripted")
-    refuse(folder, [*check, "examples/quickstart/sft.yaml"], "algorithm.name", "sft")
-    refuse(folder, [*check, *GRPO, "rollout.top_q=1"], "rollout.top_q", "rollout.top_p")
-    refuse(folder, ["check", "rollout.top_p=1"], "--mismatch")
-    refuse(folder, ["check", "--against", "vllm"], "--against", "--mismatch")
-    refuse(folder, [*check, *GRPO, "--against", "hf"], "--against", "vllm or sglang")
-    refuse(folder, [*check, *GRPO, "--against", "scripted"], "--against", "scripted")

@@ -97,12 +97,10 @@ def test_packaged_engine_that_fails_ends_the_command_which_can_go_on(
 
 
 @of_packages
+@pytest.mark.full
 @pytest.mark.parametrize(
     "failure",
-    [
-        ("2:0", 0, "hybridrl: rank 0 on host"),
-        pytest.param(("1:1", 1, OTHER_FAILED), marks=pytest.mark.full),
-    ],
+    [("2:0", 0, "hybridrl: rank 0 on host"), ("1:1", 1, OTHER_FAILED)],
     ids=["rank 0", "rank 1"],
 )
 def test_engine_rank_that_fails_while_its_peer_sits_in_a_collective(

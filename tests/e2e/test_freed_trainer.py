@@ -42,14 +42,6 @@ def held(found: dict[str, weakref.ref[object]]) -> list[str]:
 
 
 @pytest.mark.usefixtures("real_freeze")
-def test_a_closed_trainer_is_freed(tmp_path: Path) -> None:
-    found = trained(tmp_path)
-    assert gc.get_freeze_count() == 0
-    gc.collect()
-    assert not held(found)
-
-
-@pytest.mark.usefixtures("real_freeze")
 def test_another_trainer_frees_the_one_before_it(tmp_path: Path) -> None:
     gc.disable()
     try:

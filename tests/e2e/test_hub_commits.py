@@ -19,9 +19,9 @@ from small_runs import SMALL, small_run
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridrl import Trainer
-from hybridrl.config.hub import adopted, hub_names
-from hybridrl.config.identity import identity, pinned, saved_config
-from hybridrl.config.load import load_config, load_config_dict, to_yaml
+from hybridrl.config.hub import adopted
+from hybridrl.config.identity import identity
+from hybridrl.config.load import load_config_dict
 from hybridrl.data.sets import data_set_rows
 from hybridrl.errors import ConfigError, DataError, ModelError
 
@@ -173,6 +173,7 @@ def test_a_data_set_stays_at_its_commit(
         answers(f"datasets:org/sums@{A_COMMIT}:train")
 
 
+@pytest.mark.full
 def test_only_one_process_asks_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Main moves right after the first question, as it may between those of two ranks."""
     weights(tmp_path / "a", 0), weights(tmp_path / "b", 1)
@@ -204,33 +205,6 @@ def config_of(**sections: Any) -> Any:
     return load_config_dict({**content, **sections})
 
 
-def test_hub_names_are_found_wherever_they_stand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "local@v1" / "model@x").mkdir(parents=True)
-    judge = {"function": "reward_model", "options": {"path": "o/judge@refs/pr/1"}}
-    dpo = {"algorithm": {"name": "dpo"}, "data": {"prompts": ["x.jsonl", "datasets:o/d@t:c:s"]}}
-    config = config_of(
-        model={"path": "local@v1/model@x", "tokenizer": "short@v1"},
-        algorithm={"name": "gkd", "teacher": "o/teacher"},
-        reward={"functions": {"a": judge, "b": {"function": "m:f", "options": {"path": "o/x"}}}},
-        data={"prompts": "datasets:local@v1/model@x:train", "eval_prompts": "datasets:d:test"},
-        mix={"t": dpo},
-    )
-    assert {".".join(map(str, place)): str(name) for place, name in hub_names(config).items()} == {
-        "model.tokenizer": "short@v1",
-        "algorithm.teacher": "o/teacher",
-        "reward.functions.a.options.path": "o/judge@refs/pr/1",
-        "data.eval_prompts.0": "datasets:d:test",
-        "mix.t.data.prompts.1": "datasets:o/d@t:c:s",
-    }
-    one = hub_names(config_of(reward=judge))
-    assert str(one["reward", "options", "path"]) == "o/judge@refs/pr/1"
-    for text in ("a", "a/b/c", "./a/b", "~/a/b", "/a/b", "a/b@", "/b@v1"):
-        assert hub_names(config_of(model={"path": text})) == {}
-
-
 def test_a_commit_is_adopted_only_from_the_same_repository_in_the_same_place() -> None:
     saved = config_of(
         model={"path": f"o/m@{A_COMMIT}"}, data={"prompts": [f"datasets:o/d@{A_COMMIT}:train"]}
@@ -242,37 +216,3 @@ def test_a_commit_is_adopted_only_from_the_same_repository_in_the_same_place() -
     ):
         config = config_of(model={"path": path}, data={"prompts": prompts})
         assert [str(name) for name in adopted(config, saved).values()] == expected
-
-
-def test_a_commit_replaces_what_was_written_as_an_interpolation(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a = hub.commit(ROWS, rows(1))
-    monkeypatch.setenv("ROWS", "datasets:org/sums:train")
-    monkeypatch.setenv("FILE", "x.jsonl")
-    file = tmp_path / "config.yaml"
-    file.write_text(
-        f"run: {{name: a, dir: {tmp_path}}}\nmodel: {{init: m}}\nalgorithm: {{name: grpo}}\n"
-        "data: {prompts: ['${oc.env:FILE}', '${oc.env:ROWS}'], eval_prompts: '${oc.env:ROWS}'}\n"
-    )
-    given = load_config(file)
-    config = pinned(given)
-    data = yaml.safe_load(to_yaml(config))["data"]
-    assert data["prompts"] == ["${oc.env:FILE}", f"datasets:org/sums@{a}:train"]
-    assert data["eval_prompts"] == [f"datasets:org/sums@{a}:train"]
-    assert len(given.written) == 3 and len(config.written) == 1
-
-
-def test_a_run_folder_that_knows_no_commit_takes_that_of_now(hub: FakeHub, tmp_path: Path) -> None:
-    hub.commit(ROWS, rows(1))
-    knobs = ["steps.num_steps=1", "data.prompts=datasets:org/sums:train"]
-    with small_run(tmp_path, *knobs) as trainer:
-        trainer.fit()
-    file = tmp_path / NAME / "config.yaml"
-    file.write_text(file.read_text().replace(f"@{hub.main[ROWS]}", ""))
-    with small_run(tmp_path, *knobs[1:], "steps.num_steps=2") as trainer:
-        trainer.fit()
-    saved = saved_config(trainer.config)
-    assert saved is not None and saved.data.prompts == (
-        f"datasets:org/sums@{hub.main[ROWS]}:train",
-    )

@@ -104,16 +104,6 @@ def test_every_name_of_the_registry_has_a_test_of_learning() -> None:
     assert "distillation" in DISTILLED
 
 
-def test_make_runs_all_that_make_test_leaves_out() -> None:
-    makefile = (Path(__file__).parents[2] / "Makefile").read_text()
-    for folders in ("tests/unit tests/contracts", "tests/dist tests/e2e"):
-        assert f"pytest {folders}" in makefile and f"pytest {folders} -m ''" in makefile
-    tests = Path(__file__).parents[1]
-    assert {file.parent.name for file in tests.glob("*/test_*.py")} == {
-        *("unit", "contracts", "dist", "e2e")
-    }
-
-
 @pytest.mark.dist
 @pytest.mark.full  # tests/e2e/test_learning_packaged.py learns with `make test`
 @pytest.mark.slow

@@ -110,19 +110,6 @@ def test_four_ranks_take_the_steps_of_one(
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5), key
 
 
-def test_rows_that_prefer_nothing_are_refused_before_any_rank(tmp_path: Path) -> None:
-    config = write_run(tmp_path, {"name": "dpo"})
-    rows = tmp_path / "rows.jsonl"
-    good = rows.read_text().splitlines()[0]
-    rows.write_text(good + "\n" + json.dumps({**json.loads(good), "rejected": "x", "chosen": "x"}))
-    said = run("train", config, "data.on_bad_row=stop", expect=2)
-    assert "rows.jsonl:2" in said and "the same in 'chosen' and 'rejected'" in said
-    assert not (tmp_path / "mine").exists()
-    rows.write_text('{"prompt": "1+1=", "response": "2", "label": true}\n' * 2)
-    said = run("train", config, "algorithm={name: kto}", expect=2)
-    assert "no row with label = false" in said and "Add rows" in said
-
-
 def test_a_trained_reward_model_is_a_sequence_classifier_of_transformers(tmp_path: Path) -> None:
     """Its checkpoint is exported, and transformers' scores separate unseen pairs."""
     config = write_run(tmp_path, {"name": "reward_model"})

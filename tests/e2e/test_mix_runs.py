@@ -13,9 +13,6 @@ import pytest
 import torch
 from command_line import QUICKSTART, exported_weights, run
 
-from hybridrl.config.load import load_config
-from hybridrl.services.planner.plan_report import plan_report
-
 MIXED = QUICKSTART / "grpo_sft.yaml"
 RISE = 0.1  # of held-out accuracy; a deviation of it over 512 prompts is 0.02
 ONE = ("train.tp=1", "train.pp=1", "log.tensorboard=false")
@@ -105,41 +102,3 @@ def test_a_mixed_run_goes_on_after_a_stop_as_without_one(tmp_path: Path) -> None
 
     said = run(*again, "mix.sft.weight=0.2", expect=2)
     assert "mix.sft.weight: got 0.2" in said and "0.1, with which" in said
-
-
-def test_evaluation_needs_no_rows_of_terms(tmp_path: Path) -> None:
-    term = "mix={sft: {algorithm: {name: sft}}}"  # a script gave it rows
-    short = (*SHORT[:2], *ONE, "data.eval_limit=2", "rollout.max_new_tokens=4")
-    command = ("eval", QUICKSTART / "grpo.yaml", *short, f"run.dir={tmp_path}", term)
-    assert "accuracy" in run(*command, "--world", "1")
-
-
-def test_rows_of_a_term_are_checked_before_any_rank(tmp_path: Path) -> None:
-    rows = tmp_path / "pairs.jsonl"
-    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
-    rows.write_text(json.dumps(pair) + "\n" + json.dumps({**pair, "rejected": "2"}) + "\n")
-    data = f"{{prompts: {rows}, on_bad_row: stop}}"
-    term = f"mix={{pairs: {{algorithm: {{name: dpo}}, data: {data}}}}}"
-    said = run("train", MIXED, *SHORT, f"run.dir={tmp_path}", term, expect=2)
-    assert "pairs.jsonl:2" in said and "the same in 'chosen' and 'rejected'" in said
-    wrong = "mix.sft.data.prompts=none.jsonl"
-    said = run("train", MIXED, *SHORT, f"run.dir={tmp_path}", wrong, expect=2)
-    assert "none.jsonl: got no such file" in said
-    wrong = "mix.sft.algorithm={name: 'no_such_module:Mine'}"
-    said = run("train", MIXED, *SHORT, f"run.dir={tmp_path}", wrong, expect=2)
-    assert "mix.sft.algorithm.name: got no_such_module:Mine" in said
-    assert not (tmp_path / "quickstart-grpo-sft").exists()
-
-
-def test_plan_counts_the_reference_of_a_term() -> None:
-    def trained_with(*overrides: str) -> int:
-        config = load_config(MIXED, [*SHORT, "mix.sft.algorithm={name: dpo}", *overrides])
-        report, violations = plan_report(config, 1)
-        assert violations == []
-        return int(report["memory"]["train_peak_bytes"])
-
-    parameters = trained_with() - trained_with("mix.sft.algorithm.name=simpo")
-    assert parameters == trained_with("algorithm.kl_coef=0.1") - trained_with(
-        "mix.sft.algorithm.name=simpo"
-    )
-    assert parameters > 4 * 800_000, "fp32 weights of the model once, shared"

@@ -14,10 +14,6 @@ import pytest
 from fork_starts import COLD
 from refusals import QUICKSTART, TESTS
 
-from hybridrl import Trainer
-from hybridrl.errors import UserError
-from hybridrl.loop.user_arguments import unknown_argument
-
 ROOT = TESTS.parent
 CUSTOM_LOOP = ROOT / "examples" / "custom_loop.py"
 BEST_OF_N = ROOT / "examples" / "best_of_n.py"
@@ -57,13 +53,6 @@ def told(folder: Path) -> dict[str, Any]:
     script = TESTS / "e2e" / "api_session.py"
     found: dict[str, Any] = json.loads(python(script, QUICKSTART, folder, cwd=folder))
     return found
-
-
-def test_importing_hybridrl_imports_no_torch(tmp_path: Path) -> None:
-    heavy = "{'torch', 'megatron', 'transformers', 'numpy'} & set(sys.modules)"
-    # That Trainer is there all the same is what the scripts below begin with.
-    code = f"import sys, hybridrl; assert not {heavy}; print('Trainer' in hybridrl.__all__)"
-    assert python("-c", code, cwd=tmp_path) == "True\n"
 
 
 def test_scripts_of_the_documentation_run_and_show_no_librarys_warnings(tmp_path: Path) -> None:
@@ -108,30 +97,6 @@ def test_scripts_of_the_documentation_run_and_show_no_librarys_warnings(tmp_path
     assert {"reward/correct/mean", "reward/short/mean"} <= first.keys()
     saved = {path.name for path in (tmp_path / "sums-hf").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= saved
-
-
-def test_the_package_lists_what_it_exports_and_hides_no_name() -> None:
-    import hybridrl
-
-    assert {"Trainer", "__version__"} <= set(dir(hybridrl))
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("rewards", "reward"),
-        ("reward_funcs", "reward"),
-        ("train_dataset", "prompts"),
-        ("processing_class", "tokenizer"),
-        ("promts", "prompts"),
-        ("learning_rate", "configuration"),
-    ],
-)
-def test_a_wrong_argument_of_a_trainer_names_the_right_one(name: str, meant: str) -> None:
-    error = unknown_argument([name])
-    assert error.name == name and meant in error.remedy
-    with pytest.raises(UserError, match=name):
-        Trainer.from_config({"run": {"name": "a"}}, **{name: []})
 
 
 def test_trainer_fits_from_a_file_with_overrides(told: dict[str, Any], folder: Path) -> None:

@@ -127,23 +127,6 @@ def test_a_long_run_loads_within_a_second_and_in_silence(chromium: Browser, page
     assert num > 30 and chromium.messages() == []
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 390])
-def test_nothing_is_wider_than_the_window(
-    chromium: Browser, page: str, width: int, scheme: str
-) -> None:
-    chromium.open(page, width, scheme)
-    chromium.wait("Figures.drawn() > 0")
-    chromium.run("document.querySelector('details.sample').open = true")
-    chromium.wait("document.querySelector('.sample-body')")
-    assert chromium.run("return document.documentElement.scrollWidth") == width
-    outside = chromium.run(
-        "return [...document.querySelectorAll('h1,h2,h3,figure,.tools,.tools > *,pre,summary')]"
-        f".filter((e) => e.getBoundingClientRect().right > {width} + 1).map((e) => e.outerHTML)"
-    )
-    assert outside == [] and chromium.messages() == []
-
-
 def test_a_strangers_text_stays_text(chromium: Browser, page: str) -> None:
     chromium.open(page)
     chromium.run(
@@ -174,74 +157,6 @@ def test_page_lets_no_foreign_script_run_and_reaches_nothing(chromium: Browser, 
     assert chromium.run("return typeof window.owned") == "undefined"
     said = chromium.messages()
     assert len(said) >= 3 and all("Content Security Policy" in one for one in said), said
-
-
-def test_zoom_is_of_all_figures_and_goes_back(chromium: Browser, page: str) -> None:
-    chromium.open(page)
-    chromium.wait("Figures.drawn() > 1 && Figures.charts()[0]")
-    time.sleep(0.3)  # a figure that was drawn just now takes no drag yet
-    chromium.drag("figure .u-over", 0.25, 0.5)
-    chromium.wait("Figures.view.range")
-    low, high = chromium.run("return Figures.view.range")
-    assert 0.2 * NUM_STEPS < low < 0.3 * NUM_STEPS and 0.45 * NUM_STEPS < high < 0.55 * NUM_STEPS
-    ranges = "Figures.charts().filter(Boolean).map((c) => [c.scales.x.min, c.scales.x.max])"
-    assert chromium.run(f"return {ranges}.every(([a, b]) => a === {low} && b === {high})")
-    chromium.run("document.querySelectorAll('figure')[8].scrollIntoView()")
-    chromium.wait("Figures.charts()[8]")  # drawn now, and of the same steps
-    assert chromium.run(f"return {ranges}.every(([a, b]) => a === {low} && b === {high})")
-    chromium.run("document.querySelector('.reset').click()")
-    assert chromium.run("return Figures.view.range") is None
-    assert chromium.run(f"return {ranges}[0]") == [1, NUM_STEPS]
-    assert chromium.messages() == []
-
-
-def test_tools_smooth_and_scale(chromium: Browser, page: str) -> None:
-    chromium.open(page)
-    chromium.wait("Figures.charts()[0]")
-    way = "((v) => v.slice(1).reduce((sum, x, i) => sum + Math.abs(x - v[i]), 0))"
-    before = chromium.run(f"return {way}(Figures.charts()[0].data[1])")
-    chromium.run("Figures.change({smoothing: 0.9})")
-    raw, smooth = chromium.run(f"return [1, 2].map((i) => {way}(Figures.charts()[0].data[i]))")
-    assert raw == before and smooth < raw / 5
-    mean = chromium.run("return [1, 2].map((i) => Figures.charts()[0].data[i][0])")
-    assert mean[0] == mean[1]  # the first value is its own mean, without a bias to 0
-    assert chromium.run("return Figures.charts()[0].scales.y.distr") == 1
-    chromium.run("Figures.change({isLog: true})")
-    assert chromium.run("return Figures.charts()[0].scales.y.distr") == 3
-    chromium.run("Figures.change({x: 'hours'})")
-    hours = chromium.run("return Figures.charts()[0].data[0].slice(-1)[0]")
-    assert 40 * NUM_STEPS / 3600 < hours < 60 * NUM_STEPS / 3600
-    assert chromium.messages() == []
-
-
-def test_stacked_areas_add_up_to_the_step(chromium: Browser, page: str) -> None:
-    chromium.open(page)
-    chromium.run(
-        "[...document.querySelectorAll('figure')].find((f) => "
-        "f.textContent.startsWith('Time of a step')).scrollIntoView()"
-    )
-    chart = "Figures.charts().find((c) => c && c.series.some((s) => s.label === 'rest'))"
-    chromium.wait(chart)
-    top, whole = chromium.run(
-        f"return [{chart}.data[1][7], Page.data().runs[0].metrics['time_s/step'].v[7]]"
-    )
-    assert top == pytest.approx(whole, rel=1e-4)  # values have 6 digits
-
-
-def test_two_runs_are_told_apart_and_can_be_hidden(
-    chromium: Browser, long_run: Path, tmp_path: Path
-) -> None:
-    write_run(tmp_path / "other", 100, 2, seed=1)
-    chromium.open(write_report(tmp_path / "other", long_run).as_uri())
-    chromium.wait("Figures.charts()[0]")
-    labels = "Figures.charts()[0].series.slice(1).map((s) => s.label)"
-    assert chromium.run(f"return {labels}") == ["A: other", "B: long"]
-    title = chromium.run("return document.querySelector('figure h3').textContent")
-    assert title == "Reward: mean"
-    chromium.run("document.querySelectorAll('#tools .run input')[1].click()")
-    assert chromium.run(f"return {labels}") == ["A: other"]
-    text = chromium.run("return document.getElementById('differences').textContent")
-    assert "train.tp32" in text and chromium.messages() == []
 
 
 def test_served_page_follows_the_run(chromium: Browser, tmp_path: Path) -> None:

@@ -99,26 +99,3 @@ def test_a_failing_scorer_stops_the_run_or_gets_its_value(tmp_path: Path) -> Non
     for record in map(json.loads, lines):
         share = record["reward/own_rewards:fails_on_odd_lengths/errors"] / 32
         assert record["reward/mean"] == pytest.approx(1 - 2 * share, abs=1e-6)
-
-
-def test_a_run_whose_every_response_fails_says_so(tmp_path: Path) -> None:
-    config = write_run(tmp_path, function="bad_rewards_of_own:nan", on_error="drop")
-    (tmp_path / "bad_rewards_of_own.py").write_text("def nan(p, r, c): return float('nan')\n")
-    from command_line import start
-
-    process = start(["train", str(config)], {"PYTHONPATH": str(tmp_path)})
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 2, output
-    assert "no score for any response of a step" in output
-
-
-def test_a_run_whose_rewards_are_all_equal_says_so(tmp_path: Path) -> None:
-    (tmp_path / "equal_rewards.py").write_text("def one(p, r, c): return 1.0\n")
-    config = write_run(tmp_path, function="equal_rewards:one")
-    from command_line import start
-
-    process = start(["train", str(config)], {"PYTHONPATH": str(tmp_path)})
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    assert output.count("all advantages are 0 (reward/uniform_groups is 1)") == 1
-    assert "step 2: all" not in output

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -97,17 +96,6 @@ def test_a_step_that_failed_is_taken_again_with_the_same_prompts(tmp_path: Path)
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_the_start_says_what_will_be_saved_and_the_end_is_saved_by_default(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with small_run(tmp_path, TOLD, "steps.num_steps=1") as trainer:
-        trainer.fit()
-    said = capsys.readouterr().out
-    assert "every 600 s, after step 1 and on SIGINT or SIGTERM" in said
-    assert "the newest 2 stay" in said
-    assert steps(tmp_path) == ["step_1"]
-
-
 def test_checkpoints_are_kept_by_lineage(tmp_path: Path) -> None:
     knobs = ("checkpoint.every=2", "checkpoint.keep=2", "steps.num_steps=12")
     root = tmp_path / NAME / "checkpoints"
@@ -126,36 +114,6 @@ def test_checkpoints_are_kept_by_lineage(tmp_path: Path) -> None:
         trainer.fit()
     assert steps(tmp_path) == ["step_10", "step_12"]
     assert newest_checkpoint(root) == root / "step_12"
-
-
-def test_a_checkpoint_of_another_folder_starts_a_lineage_of_its_own(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        with small_run(tmp_path / name, "checkpoint.every=1", "steps.num_steps=2") as trainer:
-            trainer.fit()
-    with small_run(tmp_path / "two", "checkpoint.keep=1", "steps.num_steps=3") as trainer:
-        trainer.load_checkpoint(tmp_path / "one" / NAME / "checkpoints" / "step_2")
-        trainer.fit()
-    assert steps(tmp_path / "two") == ["step_1", "step_2", "step_3"]
-    assert steps(tmp_path / "one") == ["step_1", "step_2"]
-
-
-def test_a_folder_that_cannot_be_removed_is_told_of(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(path: Path, ignore_errors: bool = False) -> None:
-        if not ignore_errors:
-            raise PermissionError(1, "not permitted", str(path))
-
-    monkeypatch.setattr(shutil, "rmtree", refuse)
-    knobs = (TOLD, "checkpoint.every=1", "checkpoint.keep=1", "steps.num_steps=2")
-    with small_run(tmp_path, *knobs) as trainer:
-        trainer.fit()
-    assert "step_1 could not be removed: [Errno 1] not permitted" in capsys.readouterr().out
-    assert steps(tmp_path) == ["step_1", "step_2"]
-    monkeypatch.undo()
-    with small_run(tmp_path, *knobs) as trainer:
-        trainer.fit(num_steps=1)
-    assert steps(tmp_path) == ["step_3"]
 
 
 def test_a_checkpoint_keeps_its_name_until_another_has_taken_it(tmp_path: Path) -> None:

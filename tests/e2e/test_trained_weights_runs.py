@@ -86,13 +86,3 @@ def test_a_run_whose_training_memory_is_given_back_goes_on_from_a_checkpoint(
         same = [{k: v for k, v in s.items() if k.startswith(SAME)} for s in steps]
         found.append([one for one in same if one])
     assert len(found[0]) == 2 and found[0] == found[1]
-
-
-def test_weights_without_masters_are_not_freed(tmp_path: Path) -> None:
-    told = run(
-        *("train", *PPO, f"run.dir={tmp_path}", FREED),
-        *("model.dtype=float32", "rollout.transport=peer", "--world", "4"),
-        expect=2,
-    )
-    for text in ("model.dtype", "rollout.transport", FREED, "Set model.dtype=bfloat16", "packed"):
-        assert text in told, told

@@ -107,6 +107,7 @@ def cpu_s(call: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_advantages_and_losses_of_a_million_tokens_take_50_ms(name, million, record_property):
     section = {"name": name, **KNOBS.get(name, {})}

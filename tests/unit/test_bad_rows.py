@@ -12,10 +12,7 @@ import pytest
 from command_line import QUICKSTART
 
 from hybridrl.cli import main
-from hybridrl.config.schema import RewardConfig
-from hybridrl.contracts.prompts import Prompt
-from hybridrl.errors import DataError, UserError
-from hybridrl.loop.run_data import check_answers
+from hybridrl.errors import UserError
 from hybridrl.services.launch import training
 
 U, A = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
@@ -202,22 +199,3 @@ def test_rows_that_the_reward_cannot_score_are_found_before_ranks_start(
         with pytest.raises(UserError, match=rf"{path}:2: got "):
             main.app(command, standalone_mode=False)
         main.app([*command, "reward.on_error=value"], standalone_mode=False)  # which says it all
-
-
-def test_rows_in_memory_that_the_reward_cannot_score_are_named() -> None:
-    prompts = [Prompt(4 + i, "p", (1,), {"answer": text}) for i, text in enumerate(("1", "one"))]
-    with pytest.raises(DataError, match=r"^prompts\[5\]: got the answer 'one'; allowed: a number"):
-        check_answers(RewardConfig(function="gsm8k"), prompts)
-    check_answers(RewardConfig(function="gsm8k", on_error="drop"), prompts)
-
-
-def test_an_evaluation_set_without_answers_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(training, "launch_run", lambda *_: 0)
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "p", "answer": "a"}\n{"prompt": "p"}\n')
-    sets = f"eval.sets={{mine: {{form: prompts, path: {path}}}}}"
-    command = ["train", str(QUICKSTART / "grpo.yaml"), *SMALL, sets, f"run.dir={tmp_path}"]
-    with pytest.raises(UserError, match=r"eval\.sets\.mine\.path: got no answer in row 2"):
-        main.app(command, standalone_mode=False)

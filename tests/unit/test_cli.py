@@ -344,21 +344,6 @@ def test_plan_refuses_a_layout_that_cannot_cut_a_reward_model(here: Path) -> Non
     assert "divisor of the model's 14 attention heads" in violation["allowed"], violation
 
 
-def test_plan_counts_copies_of_the_state(here: Path) -> None:
-    def held(**sections: dict[str, Any]) -> int:
-        return report_of(here, 2, **sections)["memory"]["state_copy_bytes"]
-
-    restarts = {"run": {"name": "t", "max_restarts": 1}}
-    assert held() == held(**restarts, checkpoint={"copy_every": 0}) == 0
-    saved = report_of(here, 2)["memory"]["checkpoint_copy_bytes"]
-    assert held(**restarts) == held(**restarts, checkpoint={"copy_every": 4}) == 3 * saved > 0
-    # Copies of GPUs' tensors are in page-locked segments: of a large model whole GiB.
-    on_gpus = {"rollout": {"engine": "vllm"}}
-    locked = report_of(here, 2, **on_gpus)["memory"]["checkpoint_copy_bytes"]
-    files = held(**restarts, **on_gpus) - locked
-    assert locked % (1 << 30) == 0 and 0 < locked - files / 2 < 1 << 30
-
-
 def test_plan_counts_the_models_beside_the_policy(here: Path) -> None:
     def held(**sections: dict[str, Any]) -> int:
         return report_of(here, 1, **sections)["memory"]["train_peak_bytes"]

@@ -150,17 +150,6 @@ def test_a_pipe_that_nobody_reads_is_waited_for_once(is_blocking: bool) -> None:
     assert rest.endswith(b"did not take them\nafter\n")
 
 
-def test_a_letter_that_the_console_lacks_is_written_as_its_number() -> None:
-    process, reads = start(
-        "print('\\u2713')",
-        subprocess.PIPE,
-        subprocess.PIPE,
-        env={**os.environ, "PYTHONIOENCODING": "ascii"},
-    )
-    assert process.communicate()[0] == "\\u2713\n"
-    end(process, reads)
-
-
 def test_streams_of_tests_and_notebooks_stay_and_others_come_back(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -179,16 +168,3 @@ with console.protected():
     own += "\n    assert sys.stdout is not before; print(1)\nassert sys.stdout is before; print(2)"
     done = subprocess.run([sys.executable, "-c", own], capture_output=True, text=True, check=True)
     assert done.stdout == "1\n2\n"
-
-
-def test_a_program_may_protect_its_console_again() -> None:
-    # As a script does that calls Trainer.fit twice.
-    program = (
-        "from hybridrl import console\n"
-        "for _ in range(2):\n"
-        "    with console.protected():\n"
-        "        print('a')\n"
-    )
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "a\na\n"), done.stderr

@@ -26,6 +26,7 @@ print(shortage(256, [TrainLayout(256)], True))
 """
 
 
+@pytest.mark.full
 def test_a_rank_raises_its_soft_limit_and_says_what_is_needed_beyond_the_hard_one() -> None:
     arguments = [sys.executable, "-c", RANK, "256", "1024"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
@@ -33,14 +34,6 @@ def test_a_rank_raises_its_soft_limit_and_says_what_is_needed_beyond_the_hard_on
     assert limits == "(1024, 1024)"
     needed = num_needed(256, [TrainLayout(256)], is_cpu=True)
     assert "(ulimit -n): got 1024" in said and f"at least {needed} for 256 ranks" in said, said
-
-
-def test_need_grows_with_the_groups_of_the_layout() -> None:
-    on_cpu = num_needed(256, [TrainLayout(256)], is_cpu=True)
-    assert 3000 < on_cpu < 5000
-    assert num_needed(256, [TrainLayout(256, tp=8, pp=4)], is_cpu=True) < on_cpu
-    assert num_needed(1024, [TrainLayout(1024)], is_cpu=False) < 8 * 1024
-    assert num_needed(2, [TrainLayout(2)], is_cpu=True) < 256
 
 
 @pytest.mark.parametrize("layout", [TrainLayout(1), TrainLayout(8, tp=2, pp=2, cp=2)])

@@ -26,10 +26,6 @@ def instructions(file: Path) -> list[tuple[str, str]]:
     return [(name, rest.strip()) for name, _, rest in found]
 
 
-def test_there_is_one_for_gpus_and_one_for_cpus() -> None:
-    assert [file.stem for file in FILES] == ["cpu", "gpu"]
-
-
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_instructions_are_known_and_their_sources_exist(file: Path) -> None:
     found = instructions(file)

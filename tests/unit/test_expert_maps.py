@@ -175,6 +175,7 @@ def test_engines_are_laid_out_alike_when_made_again_and_on_some_ranks() -> None:
     assert assign(apart, parts, ranks=(2, 3, 6, 7)) == found.linear
 
 
+@pytest.mark.full
 def test_engines_of_a_235b_model_on_256_ranks_are_laid_out_within_three_seconds() -> None:
     train = TrainLayout(256, tp=4, ep=8, pp=2)
     assert is_within(3.0, lambda: laid(train, 16, QWEN3_235B, node=8))

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from hybridrl.models.expert_stacks import in_stacks, is_run, place_in_stack, stacks_are_even
+from hybridrl.models.expert_stacks import in_stacks, place_in_stack, stacks_are_even
 from hybridrl.parallel.layout import TrainLayout
 
 MIXTURE = "0/decoder.layers.3.mlp.experts."
@@ -27,11 +27,6 @@ def test_every_stack_ascends_in_the_reverse_of_the_order(names: list[str]) -> No
     places = [place_in_stack(name) for name in order[-2:0:-1]]
     stacks = [f"{MIXTURE}linear_{fc}" for fc in ("fc2", "fc1")]
     assert places == [(stack, i) for stack in stacks for i in range(12)]
-
-
-def test_a_run_is_of_one_stack_and_without_gaps() -> None:
-    assert is_run(GROUPED[2:6]) and is_run(ONE_BY_ONE[4:8:2]) and is_run(GROUPED[:1])
-    assert not is_run(GROUPED[2:6:2]) and not is_run(GROUPED[10:14]) and not is_run(["a", "b"])
 
 
 @pytest.mark.parametrize("ep", [1, 2])

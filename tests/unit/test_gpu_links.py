@@ -57,6 +57,7 @@ def test_check_reports_the_failing_pair_with_a_fix(monkeypatch: pytest.MonkeyPat
     assert "python -m hybridrl.services.cluster_check.gpu_links 0,1,2,3" in item.fix
 
 
+@pytest.mark.full
 def test_processes_sum_up_within_their_time() -> None:
     found = all_reduce([0, 1], 60, "cpu")
     assert found.fault == "" and found.gb_per_s is not None and found.gb_per_s > 0

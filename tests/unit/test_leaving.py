@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
 import time
 
 import pytest
 
-from hybridrl.services.launch import leaving as leaving_module
 from hybridrl.services.launch.leaving import GATE_FD, Leaving, is_killed, wait_for_gate
 
 
@@ -54,37 +52,3 @@ def test_the_gate_opens_when_all_processes_are_gone(monkeypatch: pytest.MonkeyPa
     assert GATE_FD not in os.environ  # children of a rank have no such descriptor
     wait_for_gate()
     assert leaving.gate() is None
-
-
-def test_a_process_that_takes_long_to_go_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(leaving_module, "SLOW_S", 0.1)
-    leaving, process = Leaving(), process_of("sleep", "0.5")
-    leaving.take([("rank 3", process)])
-    leaving.wait()
-    assert process.returncode == 0
-    said = capsys.readouterr().err
-    assert f"rank 3 has ended, and process {process.pid} of it still holds memory" in said
-
-
-class Closed:
-    """A console that is gone."""
-
-    def write(self, text: str) -> int:
-        raise BrokenPipeError
-
-    def flush(self) -> None:
-        raise BrokenPipeError
-
-
-def test_the_gate_opens_also_where_nobody_can_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaving_module, "SLOW_S", 0.1)
-    monkeypatch.setattr(sys, "stderr", Closed())
-    leaving, process = Leaving(), process_of("sleep", "0.5")
-    leaving.take([("rank 3", process)])
-    gate = leaving.gate()
-    assert gate is not None
-    with os.fdopen(gate, "rb") as pipe:
-        assert select.select([pipe], [], [], 10)[0] == [pipe]
-    assert process.returncode == 0

@@ -91,15 +91,6 @@ def test_rounds_are_bounded_and_what_stays_is_counted(rounds: int) -> None:
     assert metrics["generate/resampled_groups"] == 3 * rounds
 
 
-def test_all_groups_uninformative_are_counted_and_all_replaced_where_that_is_possible() -> None:
-    batch, metrics, *_ = run(set(), 2)
-    assert metrics["reward/uniform_groups"] == 1.0
-    assert batch.num_samples == 4 * NUM_SAMPLES
-    batch, metrics, *_ = run({4, 5, 6, 7}, 1)
-    assert prompts_of(batch) == [4, 5, 6, 7]
-    assert metrics["reward/uniform_groups"] == 0.0
-
-
 def test_a_round_without_scores_brings_nothing_and_ends_nothing() -> None:
     batch, metrics, asked, source = run({0, 3, 8}, 3, lost=range(4, 8))
     # Of the second round none is left, of the third prompt 8 alone.
@@ -125,17 +116,6 @@ def steps_of(share: float, truncated: float = 0.0) -> dict[str, float]:
     return {UNIFORM: share, TRUNCATED: truncated, "reward/mean": 0.25}
 
 
-def test_a_step_whose_groups_are_all_uniform_is_said_once() -> None:
-    warning = UniformGroupsWarning()
-    assert warning.text(1, {}) is None  # an algorithm without groups
-    assert warning.text(2, steps_of(0.99)) is None
-    said = warning.text(3, steps_of(1.0))
-    assert said is not None and said.startswith("step 3: all advantages are 0")
-    assert UNIFORM in said and "warning" not in said and "cut off" not in said
-    assert warning.text(4, steps_of(0.5)) is None
-    assert warning.text(5, steps_of(1.0)) is None
-
-
 def test_ten_uniform_steps_in_a_row_are_a_warning_that_says_what_to_do() -> None:
     warning = UniformGroupsWarning()
     told = {step: warning.text(step, steps_of(1.0)) for step in range(1, 10)}
@@ -149,15 +129,3 @@ def test_ten_uniform_steps_in_a_row_are_a_warning_that_says_what_to_do() -> None
     for key in ("rollout.temperature", "steps.samples_per_prompt", "algorithm.max_resampling"):
         assert key in told[20]
     assert told[70] is not None and "60 steps in a row" in told[70]
-
-
-def test_responses_that_are_cut_off_come_first_where_rewards_are_flat() -> None:
-    warning = UniformGroupsWarning()
-    for step in range(1, 11):
-        said = warning.text(step, steps_of(1.0, truncated=0.94))
-        if step in (1, 10):
-            kind = "warning: step" if step == 10 else "step"
-            start = f"{kind} {step}: 94% of the responses were cut off at rollout.max_new_tokens"
-            assert said is not None and said.startswith(start)
-    said = UniformGroupsWarning().text(1, steps_of(1.0, truncated=0.5))
-    assert said is not None and "cut off" not in said

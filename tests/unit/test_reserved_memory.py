@@ -11,7 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -68,48 +67,6 @@ def test_pages_are_there_before_they_are_locked_and_until_they_are_unlocked(
     del memory
     gc.collect()
     assert len(unlocked) == 1 and unlocked[0] >= SIZE and resident_bytes(address) < SIZE
-
-
-def test_the_range_that_was_asked_for_first_has_its_pages_first() -> None:
-    order, may_lock = list[str](), threading.Event()
-
-    def lock_first(address: int, num_bytes: int) -> None:
-        may_lock.wait(10)
-        order.append("first")
-
-    first = ReservedMemory(SIZE, 2, lock_first, lambda address: None)
-    while not first.num_taken:
-        time.sleep(0.001)
-    second = ReservedMemory(
-        SIZE, 2, lambda address, num_bytes: order.append("second"), lambda address: None
-    )
-    time.sleep(0.05)
-    assert not second.num_taken
-    may_lock.set()
-    assert second.tensor() is not None and order == ["first", "second"]
-
-
-def test_memory_that_cannot_be_locked_is_given_back() -> None:
-    addresses = []
-
-    def lock(address: int, num_bytes: int) -> None:
-        addresses.append(address)
-        raise RuntimeError("CUDA: no")
-
-    memory = ReservedMemory(SIZE, 2, lock, lambda address: pytest.fail("it is not locked"))
-    assert memory.tensor() is None
-    del memory
-    gc.collect()
-    assert resident_bytes(addresses[0]) < SIZE
-
-
-def test_a_child_gets_no_copy_of_the_memory() -> None:
-    memory = ReservedMemory(SIZE, 1, lambda address, num_bytes: None, lambda address: None)
-    found = memory.tensor()
-    assert found is not None
-    if not (child := os.fork()):
-        os._exit(int(resident_bytes(found.data_ptr()) > 0))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 class OnDevice:
@@ -205,21 +162,3 @@ def test_threads_take_half_of_a_rank_s_processors(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(os, "cpu_count", lambda found=num_cores: found)
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid, n=allowed: set(range(n)))
         assert threads_beside_training(num_ranks) == num_threads
-
-
-def longest_lap() -> float:
-    """Returns the longest pause of a thread beside one that takes pages, as a share of all."""
-    memory = np.empty(256 * MIB, np.uint8)
-    working = threading.Thread(target=reserved_memory._touch, args=([memory], []))
-    began = last = time.perf_counter()
-    longest = 0.0
-    working.start()
-    while working.is_alive():
-        now = time.perf_counter()
-        longest, last = max(longest, now - last), now
-    return longest / (time.perf_counter() - began)
-
-
-def test_pages_are_taken_without_the_interpreter_lock() -> None:
-    # Else each is nearly 1; where other processes keep this one waiting some are.
-    assert min(longest_lap() for _ in range(5)) < 0.5

@@ -15,15 +15,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from hybridrl.config.load import load_config_dict
-from hybridrl.errors import ConfigError, ModelError
-from hybridrl.loop.preflight import validate_training
+from hybridrl.errors import ModelError
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import read_model
 from hybridrl.models.megatron.rotary_positions import rotary_frequencies
-from hybridrl.platform import Platform
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.services.planner.plan_text import plan_text
-from hybridrl.training.from_config import model_source
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -153,11 +150,6 @@ def test_longrope_that_engines_and_transformers_would_compute_otherwise_is_refus
         read_model(None, config)
 
 
-def test_factor_and_magnitude_may_say_what_follows_from_the_lengths() -> None:
-    said = changed(factor=4.0, attention_factor=1.1832159566, original_max_position_embeddings=32)
-    assert read_model(None, said)[1] == read_model(None, PHI35)[1]
-
-
 def config_of(folder: Path, model: dict[str, Any], **sections: Any) -> Any:
     (folder / "config.json").write_text(json.dumps(model))
     return load_config_dict(
@@ -188,32 +180,6 @@ def test_plan_says_which_factors_a_run_has(tmp_path: Path) -> None:
     assert said in plan_text(report)
     report, _ = plan_report(config_of(tmp_path, LLAMA), 1)
     assert report["positions"] is None and "longrope" not in plan_text(report)
-
-
-@pytest.mark.parametrize("role", ["policy", "teacher", "reward model"])
-def test_plan_and_train_and_ranks_refuse_longer_sequences_alike(role: str, tmp_path: Path) -> None:
-    model = {**LLAMA, "rope_scaling": DYNAMIC}
-    sections: dict[str, Any] = {"rollout": {"max_new_tokens": 109}}
-    other, place = tmp_path / "other", tmp_path
-    if role != "policy":
-        other.mkdir()
-        (other / "config.json").write_text(json.dumps(model))
-        model, place = LLAMA, other
-    if role == "teacher":
-        sections["algorithm"] = {"name": "on_policy_distillation", "teacher": str(other)}
-    elif role == "reward model":
-        sections["reward"] = {"function": "reward_model", "options": {"path": str(other)}}
-    config = config_of(tmp_path, model, **sections)
-    said = "dynamic, with sequences of up to 129 tokens; allowed: sequences of at most"
-    report, violations = plan_report(config, 1)
-    assert report["train"] is None and [v for v in violations if said in str(v)], violations
-    if role == "policy":
-        with pytest.raises(ConfigError, match="sequences of up to 129"):
-            validate_training(config, 1)
-    section = config.model.model_copy(update={"init": str(place)})
-    source = model_source(section, Platform.detect(), config.longest_sequence())
-    with pytest.raises(ModelError, match="sequences of up to 129"):
-        _ = source.computed_config
 
 
 @pytest.mark.dist

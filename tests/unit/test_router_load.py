@@ -43,10 +43,6 @@ def test_shares_of_scores_add_up_to_one(function: str, of_zero: float) -> None:
     assert float(shares_TE[1, 1] / shares_TE[1, 0]) == pytest.approx(ratio)
 
 
-def test_load_of_nothing_is_no_metric() -> None:
-    assert load_metrics(torch.zeros(2, 5, dtype=torch.float64), 2) == {}
-
-
 def test_a_layer_that_replays_nothing_lowers_the_share() -> None:
     moe = MoeShape(4, 2, 16, dense_layers=(0,))
     shape = ModelShape(3, 16, 4, 2, 4, 32, 99, False, moe=moe)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybridrl.loop import run_starts
-from hybridrl.loop.run_starts import RunStarts, StartTimes, commit, exit_of
+from hybridrl.loop.run_starts import RunStarts, StartTimes, exit_of
 from hybridrl.parallel.failure import LAUNCHER_PID
 
 
@@ -68,12 +68,6 @@ def test_times_of_a_start_are_of_its_parts_and_end_with_the_last(
     assert of_process.seconds["imports"] > times.seconds["imports"]
 
 
-def test_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text('{"starts": [{"beg')
-    RunStarts(tmp_path).begin(0, 1, 1, None)
-    assert len(noted(tmp_path)) == 1
-
-
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -85,8 +79,3 @@ def test_a_damaged_file_is_begun_anew(tmp_path: Path) -> None:
 )
 def test_exit_says_how_a_start_ended(error: BaseException | None, text: str) -> None:
     assert exit_of(error) == text
-
-
-def test_commit_is_that_of_the_checkout_or_none() -> None:
-    found = commit()
-    assert found is None or len(found.rstrip("+")) == 40

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, ScoredBatch
-from hybridrl.contracts.samples import UNKNOWN_LOGP
-from hybridrl.loop.sample_records import character_counts, runs, sample_records
+from hybridrl.loop.sample_records import character_counts, sample_records
 from hybridrl.roles.roles import Roles
 
 HERE = Producer.here("the test")
@@ -87,11 +86,6 @@ def test_samples_that_were_not_learned_from_have_no_difference() -> None:
     assert learned_by(scored, None) is None
 
 
-def test_no_log_probability_is_taken_for_an_unknown_one() -> None:
-    # Rounding makes one positive at most by a few units of the last place.
-    assert UNKNOWN_LOGP / 2 > 1e-3
-
-
 @pytest.mark.parametrize(
     ("text", "pieces", "counts"),
     [
@@ -109,8 +103,3 @@ def test_characters_are_counted_by_token(text: str, pieces: list[str], counts: l
     found = character_counts(text, pieces)
     assert found == counts
     assert sum(found) == len(text) if pieces else True
-
-
-def test_values_are_kept_as_runs() -> None:
-    assert runs([3, 3, 4, 3]) == [[3, 2], [4, 1], [3, 1]]
-    assert runs([]) == []

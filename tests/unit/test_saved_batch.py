@@ -20,7 +20,6 @@ from hybridrl.checkpoint.random_states import rng_state, set_rng_state
 from hybridrl.cli.train import replay_text
 from hybridrl.config.load import load_config_dict, to_yaml
 from hybridrl.contracts.batch import TrainBatch
-from hybridrl.debug.step_replay import changed
 from hybridrl.errors import DataError
 from hybridrl.loop.saved_batch import FILE_NAME, SavedBatch, file_name
 from hybridrl.platform import Platform
@@ -73,16 +72,6 @@ def test_saved_batch_has_each_prompt_once_and_a_small_header(tmp_path: Path) -> 
     assert int.from_bytes(content[:8], "little") < 15_000  # it has two terms
     for text in texts:
         assert content.count(text.encode()) == 1
-
-
-def test_saved_batch_leaves_nothing_where_writing_fails(tmp_path: Path) -> None:
-    (tmp_path / "taken" / "by a folder").mkdir(parents=True)
-    with pytest.raises(OSError):
-        saved_batch(train_batch()).write(tmp_path / "taken")
-    assert [file.name for file in tmp_path.iterdir()] == ["taken"]
-
-
-Parts = tuple[dict[str, str], dict[str, Any], dict[str, torch.Tensor]]
 
 
 def of_header(header: dict[str, str], told: dict[str, Any], tensors: dict[str, Any]) -> None:
@@ -182,20 +171,6 @@ def test_random_states_bring_back_those_that_megatron_tracks() -> None:
         assert torch.equal(tracker.get_states()["model-parallel-rng"], state)
     finally:
         tracker.set_states(before)
-
-
-def test_changed_knobs_are_told_by_their_full_names() -> None:
-    def yaml(*overrides: str) -> str:
-        return to_yaml(load_config_dict(MINIMAL, overrides))
-
-    assert changed(yaml(), yaml()) == []
-    # The line "  tp: 2" is in both.
-    before, after = yaml("train.tp=2", "rollout.tp=1"), yaml("train.tp=2", "rollout.tp=2")
-    assert changed(before, after) == ["rollout.tp: 2 (1 in the run)"]
-    assert changed("a: {b: 1, c: 2}", "a: {b: 1, d: {}}") == [
-        "a.d: {} (absent in the run)",
-        "a.c: absent (2 in the run)",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -64,14 +63,6 @@ def test_starter_knows_chats_by_the_template(here: Path) -> None:
     }
     assert not data["base.yaml"]["chat_template"] and "system_prompt" not in data["base.yaml"]
     assert data["chat.yaml"]["chat_template"] and "system_prompt" not in data["chat.yaml"]
-
-
-def test_starter_adds_no_message_that_the_model_never_saw_and_reads_the_last_word() -> None:
-    text = starter_text(Start("grpo", "model", "train.jsonl", "hf"))
-    extract = yaml.safe_load(text)["reward"]["extract"]
-    found = {re.findall(extract, said)[-1] for said in ("It is 3.5.", "3.5", "Answer: 3.5\n")}
-    assert found == {"3.5"}
-    assert "system_prompt:" not in text and "may answer worse" in text
 
 
 def test_starter_takes_a_reward_of_ones_own(here: Path) -> None:
@@ -136,21 +127,6 @@ def test_starter_has_the_columns_that_an_algorithm_reads(task: str, columns: set
     assert {value for key, value in data.items() if key.endswith("_key")} == columns
 
 
-@pytest.mark.parametrize(
-    ("model", "name"),
-    [
-        ("Qwen/Qwen2.5-0.5B-Instruct", "qwen2.5-0.5b-instruct-sft"),
-        ("organisation/Name@v1.0", "name-sft"),
-        ("runs/quickstart-sft/hf", "quickstart-sft-sft"),
-        ("some folder/_my model/", "my-model-sft"),
-        ("..", "run-sft"),
-    ],
-)
-def test_starter_names_the_run_after_its_model(model: str, name: str) -> None:
-    text = starter_text(Start("sft", model, "train.jsonl", "hf"))
-    assert yaml.safe_load(text)["run"]["name"] == name
-
-
 def knobs_of(model: str, engine: str) -> tuple[int, ...]:
     """Returns the sizes of a written starter: prompt and response tokens, prompts a step."""
     arguments = ["init", "grpo", model, "--engine", engine, "--output", f"{engine}.yaml"]
@@ -159,12 +135,6 @@ def knobs_of(model: str, engine: str) -> tuple[int, ...]:
     Path(f"{engine}.yaml").unlink()
     lengths = found.data.max_prompt_tokens, found.rollout.max_new_tokens
     return *lengths, found.steps.prompts_per_step
-
-
-def test_starter_of_a_cpu_has_short_steps(here: Path) -> None:
-    assert knobs_of("model", "vllm") == (512, 1024, 64)
-    assert knobs_of("model", "hf") == (512, 64, 8)
-    assert knobs_of("organisation/name", "hf") == (512, 64, 8)
 
 
 @pytest.mark.parametrize(("positions", "lengths"), [(1024, (512, 512)), (256, (128, 128))])

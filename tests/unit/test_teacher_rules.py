@@ -8,15 +8,13 @@ from typing import Any
 
 import pytest
 
-from hybridrl.algorithms.base import Needs
 from hybridrl.config.identity import identity as identity_of
 from hybridrl.config.identity import identity_violations
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.config.teacher import is_scored
-from hybridrl.errors import ConfigError, UserError
+from hybridrl.errors import ConfigError
 from hybridrl.loop.preflight import model_violations, validate_training
-from hybridrl.roles.teacher import make_teacher
 from hybridrl.services.planner.plan_report import plan_report
 
 SMALL = {
@@ -100,13 +98,6 @@ def test_a_teacher_that_cannot_teach_is_refused_by_name(
     assert len(found) == 1 and said in found[0], found
 
 
-def test_of_two_models_the_teacher_is_named(tmp_path: Path) -> None:
-    write(tmp_path / "student", SMALL)
-    write(tmp_path / "teacher", {**LARGE, "model_type": "qwen2"})
-    (found,) = violations(tmp_path)
-    assert found.startswith('algorithm.teacher: config.json: model_type: got "qwen2"'), found
-
-
 def test_a_larger_embedding_is_taken_where_the_tokenizers_agree(tmp_path: Path) -> None:
     write(tmp_path / "student", SMALL, TOKENS)
     write(tmp_path / "teacher", {**LARGE, "vocab_size": 300}, TOKENS | {"d": 4})
@@ -123,16 +114,6 @@ def test_a_larger_embedding_is_taken_where_the_tokenizers_agree(tmp_path: Path) 
         "whose token 1 is 'c'; allowed: a teacher with the policy's tokens, of which 1" in found[0]
     )
     assert "family as the teacher" in found[0]
-
-
-def test_rewards_are_compared_only_between_samples_of_a_prompt(tmp_path: Path) -> None:
-    write(tmp_path / "student", SMALL)
-    write(tmp_path / "teacher", LARGE)
-    given = {"name": "on_policy_distillation"}
-    found = violations(tmp_path, "algorithm.reward_coef=0.5", **given)
-    assert len(found) == 1 and "steps.samples_per_prompt: got 1; allowed: 2 or more" in found[0]
-    both = ("algorithm.reward_coef=0.5", "steps.samples_per_prompt=2")
-    assert violations(tmp_path, *both, **given) == []
 
 
 def test_a_teacher_alone_needs_no_answers_in_the_data(tmp_path: Path) -> None:
@@ -160,12 +141,6 @@ def test_a_teacher_alone_needs_no_answers_in_the_data(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="'answer'"):
             validate_training(config, 1)
     assert is_scored(config_of(tmp_path, "algorithm={name: grpo}"))
-
-
-def test_an_algorithm_of_ones_own_is_told_who_has_a_teacher(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "algorithm={name: 'mine:Mine'}")
-    with pytest.raises(UserError, match="mine:Mine; .* Use on_policy_distillation"):
-        make_teacher(config, None, None, {}, Needs(teacher=True), 1.0)  # type: ignore[arg-type]
 
 
 def test_the_teacher_is_in_the_plan_and_in_the_identity(tmp_path: Path) -> None:

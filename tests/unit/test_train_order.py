@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from clock import is_within
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -148,14 +147,6 @@ def test_an_order_that_does_not_name_each_axis_once_is_refused(order: str) -> No
     assert "train.order=auto" in found.remedy and DEFAULT_ORDER in found.remedy
 
 
-def test_an_order_that_megatron_does_not_take_is_refused() -> None:
-    order = {"order": "pp-tp-cp-ep-dp"}
-    assert check(load_config_dict({**CONFIG, "train": {"pp": 2, **order}}), 8) == []
-    (found,) = check(load_config_dict({**CONFIG, "train": {"pp": 2, "cp": 2, **order}}), 8)
-    assert found.name == "train.order" and "ends with pp" in str(found)
-    assert "train.cp=2" in str(found) and "put pp last" in found.remedy
-
-
 # Layouts of 4 to 16 ranks on nodes of 4 or 8: (ranks, node, tp, pp, cp, rollout.tp).
 LAYOUTS = [
     (4, 4, 2, 2, 1, 4),
@@ -210,19 +201,6 @@ def test_auto_receives_the_minimum_of_all_orders_that_keep_tensor_parallel_group
 
 
 @pytest.mark.parametrize(
-    ("tp", "pp", "rollout_tp", "own", "least"),
-    [(2, 2, 4, 3.81, 1.90), (2, 1, 4, 3.81, 0), (4, 1, 2, 3.81, 3.81)],
-)
-def test_auto_saves_gigabytes_with_a_7b_model(
-    tp: int, pp: int, rollout_tp: int, own: float, least: float
-) -> None:
-    found = order_layout(TrainConfig(tp=tp, pp=pp), QWEN2, QWEN25_7B, 4, rollout_tp, 4).choice
-    assert found is not None
-    received = (found.default_receive * 2 / 1e9, found.receive * 2 / 1e9)
-    assert received == pytest.approx((own, least), abs=0.007)
-
-
-@pytest.mark.parametrize(
     ("world", "node", "tp", "pp", "cp", "rollout_tp"),
     [
         (16, 8, 2, 1, 2, 8),  # without context parallel groups on a node nothing were received
@@ -265,11 +243,6 @@ def test_an_order_that_is_set_is_used_and_judged() -> None:
     assert found.sources == sources_and_parts(found.layout, 4)[0]
 
 
-def test_orders_of_engines_of_one_rank_are_not_searched() -> None:
-    found = order_layout(TrainConfig(tp=2, pp=2), QWEN2, QWEN25_7B, 8, 1, 8)
-    assert found.choice is None and found.layout.order == DEFAULT_ORDER
-
-
 def test_optimizer_shares_are_what_an_order_is_chosen_for() -> None:
     config = TrainConfig(tp=2, fuse_param_gather=True)
     found = order_layout(config, QWEN2, QWEN25_7B, 4, 4, 4)
@@ -277,17 +250,6 @@ def test_optimizer_shares_are_what_an_order_is_chosen_for() -> None:
     sources, parts = sources_and_parts(own, 4)
     assert found.choice == choose_order(own, equal_shares(own, sources), parts, 4)
     assert found.sources == equal_shares(found.layout, found.whole)
-
-
-@pytest.mark.parametrize(
-    ("world", "tp", "pp", "cp", "rollout_tp"), [(1024, 2, 8, 4, 8), (1024, 4, 8, 4, 16)]
-)
-def test_an_order_of_a_thousand_ranks_is_chosen_in_under_two_seconds(
-    world: int, tp: int, pp: int, cp: int, rollout_tp: int
-) -> None:
-    shape = ModelShape(80, 8192, 64, 8, 128, 28672, 128256)  # Llama 3 70B
-    config = TrainConfig(tp=tp, pp=pp, cp=cp)
-    assert is_within(2.0, lambda: order_layout(config, QWEN2, shape, world, rollout_tp, 8), 3)
 
 
 @pytest.mark.parametrize("train", [{"tp": 2, "pp": 2}, {"tp": 2}])
@@ -306,15 +268,6 @@ def test_plan_says_which_order_it_chose_and_what_another_costs(train: dict[str, 
     assert "Set train.order=auto" in own["rollout"]["choices"]["remedy"]
     again, _ = plan_report(load_config_dict({**sections, "train": {**train, "order": chosen}}), 4)
     assert again["rollout"] == report["rollout"] and again["reshard"] == report["reshard"]
-
-
-def test_an_order_that_megatron_does_not_take_is_not_chosen() -> None:
-    """Of all orders only some that do not end with pp cost less here."""
-    shape = ModelShape(4, 64, 8, 8, 8, 96, 256)
-    train = TrainLayout(8, tp=2, pp=2, cp=2)
-    sources, parts = sources_and_parts(train, 8, shape)
-    assert assign(sources, parts, is_ascending=False).cost < assign(sources, parts).cost
-    assert choose_order(train, sources, parts).order == DEFAULT_ORDER
 
 
 @pytest.mark.parametrize(
@@ -339,13 +292,3 @@ def test_the_world_is_laid_out_as_plan_says(
     report, _ = plan_report(config, 8, ClusterFile(gpus_per_node=node))
     assert made == TrainLayout(8, tp=2, pp=2, order=report["order"]["axes"])
     assert (made.order == DEFAULT_ORDER) is is_own
-
-
-@pytest.mark.usefixtures("one_rank_of_eight")
-def test_without_known_nodes_the_order_is_megatrons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor-parallel group could be put on two."""
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    sections = {"train": {"tp": 2, "pp": 2}, "rollout": {"engine": "vllm", "tp": 4}}
-    config = load_config_dict({**CONFIG, **sections})
-    made = training_layout(config, placed(config, Machines(8))[0])
-    assert made == TrainLayout(8, tp=2, pp=2)
