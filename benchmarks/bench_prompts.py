@@ -43,7 +43,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import DataConfig
 from hybridrl.data.mixture import hold_out
-from hybridrl.data.prompt_store import ENDING, PromptStore, cache_folder
+from hybridrl.data.prompt_store import ENDING, PromptStore, prompts_folder
 from hybridrl.data.prompts import PromptSource, Reading
 from hybridrl.loop.preflight import validate_training
 
@@ -207,7 +207,9 @@ def measure(args: argparse.Namespace, folder: Path, tokenizer: str) -> dict[str,
     return {
         "tokenizer": tokenizer,
         "text_mb": round(rows.stat().st_size / 1e6, 1),
-        "file_mb": round(max(p.stat().st_size for p in cache_folder().glob(f"*{ENDING}")) / 1e6, 1),
+        "file_mb": round(
+            max(p.stat().st_size for p in prompts_folder().glob(f"*{ENDING}")) / 1e6, 1
+        ),
         "first_check_s": checks[0],
         "first_start_s": round(first[0], 1),
         "later_check_s": checks[1],
