@@ -10,9 +10,6 @@ the sum of their proportional set sizes, in which a page that several share coun
 of as many ranks with FEW prompts. Ideal: 4 bytes a token, once a node. Mapped pages are clean: the
 system may take them back.
 
-Two tokenizers: the quickstart's, of a token a digit, and one of NUM_WORDS words, with which rows
-are five times as long in text.
-
     python benchmarks/bench_prompts.py
 
 Exit code 1 where the memory is above --most-gb or a later start, with its check, takes longer than
@@ -31,14 +28,12 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from case_record import commit
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import DataConfig
@@ -48,15 +43,7 @@ from hybridrl.data.prompts import PromptSource, Reading
 from hybridrl.loop.preflight import validate_training
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
-NUM_WORDS, TAKEN, FEW, WAITED_S, SHARE = 30_000, 512, 10, 1800, 0.01
-
-
-def words_tokenizer() -> Any:
-    """Returns a tokenizer of one token a word."""
-    words = {f"w{number}": number for number in range(NUM_WORDS)} | {"<end>": NUM_WORDS}
-    fast = Tokenizer(models.WordLevel(words, unk_token="w0"))
-    fast.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=fast, eos_token="<end>")
+TAKEN, FEW, WAITED_S, SHARE = 512, 10, 1800, 0.01
 
 
 def quickstart_tokenizer() -> Any:
@@ -64,21 +51,14 @@ def quickstart_tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(str(QUICKSTART / "model"), trust_remote_code=False)
 
 
-# What makes a tokenizer, the texts of its tokens, and what stands between them.
-TOKENIZERS: dict[str, tuple[Callable[[], Any], list[str], str]] = {
-    "quickstart": (quickstart_tokenizer, [*"0123456789+=,"], ""),
-    "words": (words_tokenizer, [f"w{number}" for number in range(NUM_WORDS)], " "),
-}
-
-
-def write_rows(path: Path, num: int, num_tokens: int, tokenizer: str) -> Reading:
+def write_rows(path: Path, num: int, num_tokens: int) -> Reading:
     """Writes a JSONL file of random prompts with answers, always the same ones, and returns how it
     is read.
     """
-    rng, (_, words, between) = random.Random(0), TOKENIZERS[tokenizer]
+    rng = random.Random(0)
     with path.open("w") as file:
         for number in range(num):
-            text = between.join(rng.choices(words, k=num_tokens))
+            text = "".join(rng.choices("0123456789+=,", k=num_tokens))
             file.write(f'{{"prompt": "{text}", "answer": "{number}"}}\n')
     return Reading(DataConfig(prompts=(str(path),), max_prompt_tokens=num_tokens))
 
@@ -119,13 +99,12 @@ def rank(
     number: int,
     share: float,
     reading: Reading,
-    tokenizer: str,
     told: Any,
     barrier: Any,
     results: Any,
 ) -> None:
     """Starts as one rank, and puts its seconds and memory into `results`."""
-    store = PromptStore(TOKENIZERS[tokenizer][0]())
+    store = PromptStore(quickstart_tokenizer())
     barrier.wait()
     began = time.perf_counter()
     if number:
@@ -147,10 +126,10 @@ def rank(
     results.put({**seconds, "memory_mb": memory, "fingerprint": fingerprint})
 
 
-def first_start(reading: Reading, tokenizer: str, results: Any) -> None:
+def first_start(reading: Reading, results: Any) -> None:
     """Tokenizes, and puts the seconds into `results`."""
     began = time.perf_counter()
-    PromptStore(TOKENIZERS[tokenizer][0]()).load(reading)
+    PromptStore(quickstart_tokenizer()).load(reading)
     results.put(time.perf_counter() - began)
 
 
@@ -165,14 +144,12 @@ def in_processes(context: Any, functions: list[tuple[Any, ...]], results: Any) -
     return found
 
 
-def later_start(
-    context: Any, reading: Reading, tokenizer: str, ranks: int, share: float = 0.0
-) -> dict[str, Any]:
+def later_start(context: Any, reading: Reading, ranks: int, share: float = 0.0) -> dict[str, Any]:
     """Starts ranks that map what is there and hold out a share; returns their seconds, of the
     slowest, and memory.
     """
     barrier, told = context.Barrier(ranks), {"ranks": ranks, "found": context.Queue()}
-    given = share, reading, tokenizer, told, barrier
+    given = share, reading, told, barrier
     functions = [(rank, number, *given) for number in range(ranks)]
     found = in_processes(context, functions, context.Queue())
     if len({one["fingerprint"] for one in found}) != 1:
@@ -184,28 +161,28 @@ def later_start(
     return {"ranks": ranks, **slowest, "memory_mb": sum(one["memory_mb"] for one in found)}
 
 
-def measure(args: argparse.Namespace, folder: Path, tokenizer: str) -> dict[str, Any]:
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Generates the file, and returns what the starts took."""
     rows = folder / "rows.jsonl"
-    reading = write_rows(rows, args.prompts, args.tokens, tokenizer)
-    few = write_rows(folder / "few.jsonl", FEW, args.tokens, tokenizer)
+    reading = write_rows(rows, args.prompts, args.tokens)
+    few = write_rows(folder / "few.jsonl", FEW, args.tokens)
     checks = [round(check_s(reading, folder), 2) for _ in range(2)]
-    print(f"{tokenizer}: checked in {checks[0]} s, then in {checks[1]} s", flush=True)
+    print(f"checked in {checks[0]} s, then in {checks[1]} s", flush=True)
     context = multiprocessing.get_context("spawn")
-    first = in_processes(context, [(first_start, reading, tokenizer)], context.Queue())
-    in_processes(context, [(first_start, few, tokenizer)], context.Queue())
-    print(f"{tokenizer}: first start in {first[0]:.1f} s", flush=True)
-    verify(reading, TOKENIZERS[tokenizer][0]())
+    first = in_processes(context, [(first_start, reading)], context.Queue())
+    in_processes(context, [(first_start, few)], context.Queue())
+    print(f"first start in {first[0]:.1f} s", flush=True)
+    verify(reading, quickstart_tokenizer())
     later = []
     for ranks in args.ranks:
-        held = later_start(context, few, tokenizer, ranks)["memory_mb"]
-        found = later_start(context, reading, tokenizer, ranks)
-        split = later_start(context, reading, tokenizer, ranks, SHARE)
+        held = later_start(context, few, ranks)["memory_mb"]
+        found = later_start(context, reading, ranks)
+        split = later_start(context, reading, ranks, SHARE)
         found["until_ready_with_share_s"] = split["until_ready_s"]
         later.append({**found, "memory_mb": round(found["memory_mb"] - held, 1)})
-        print(f"{tokenizer}: {later[-1]}", flush=True)
+        print(f"{later[-1]}", flush=True)
     return {
-        "tokenizer": tokenizer,
+        "tokenizer": "quickstart",
         "text_mb": round(rows.stat().st_size / 1e6, 1),
         "file_mb": round(
             max(p.stat().st_size for p in prompts_folder().glob(f"*{ENDING}")) / 1e6, 1
@@ -223,7 +200,6 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--prompts", type=int, default=1_000_000)
     parser.add_argument("--tokens", type=int, default=200, help="of each prompt")
-    parser.add_argument("--tokenizers", nargs="+", choices=TOKENIZERS, default=list(TOKENIZERS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="of the node")
     parser.add_argument("--most-gb", type=float, default=1.2, help="of all ranks together")
     parser.add_argument("--most-s", type=float, default=60, help="of a later start")
@@ -232,7 +208,7 @@ def options() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measures, writes the result after each tokenizer, prints it, and judges it."""
+    """Measures, writes and prints the result, and judges it."""
     args = options()
     cases: list[dict[str, Any]] = []
     result = {
@@ -248,14 +224,13 @@ def main() -> None:
         "cases": cases,
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for tokenizer in args.tokenizers:
-        folder = Path(tempfile.mkdtemp(prefix="bench-prompts-"))
-        os.environ["HYBRIDRL_CACHE"] = str(folder)
-        try:
-            cases.append(measure(args, folder, tokenizer))
-        finally:
-            shutil.rmtree(folder)
-        args.out.write_text(json.dumps(result, indent=2) + "\n")
+    folder = Path(tempfile.mkdtemp(prefix="bench-prompts-"))
+    os.environ["HYBRIDRL_CACHE"] = str(folder)
+    try:
+        cases.append(measure(args, folder))
+    finally:
+        shutil.rmtree(folder)
+    args.out.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result, indent=2))
     for case in cases:
         for later in case["later_starts"]:
