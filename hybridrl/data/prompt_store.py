@@ -16,6 +16,7 @@ which come once, stay in each rank's memory.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -53,7 +54,10 @@ _CHOOSES = {
     *("prompts", "weights", "shuffle", "validation", "eval_prompts", "eval_share", "eval_limit"),
     "max_response_tokens",  # comes with the reading
 }
-_CODE = [*sorted(Path(__file__).parent.glob("*.py")), Path(files.__file__)]
+_CODE = [
+    *sorted(Path(__file__).parent.glob("*.py")),
+    *map(Path, (files.__file__, inspect.getfile(Prompt))),
+]
 _LEFT_OUT = TypeAdapter(LeftOut)
 
 Rows = Iterable[Mapping[str, object]]
