@@ -35,11 +35,9 @@ class Wait:
     """A rank waits until others have entered a collective that it has entered.
 
     Args:
-        group: which process group; ranks number what they enter in each.
-        number: of the collective, from 1.
-        ranks: the group's; None: all.
-        what: is over for those that wait.
-        seconds: so far.
+        number: Number of the collective in the group, from 1.
+        ranks: Ranks of the group; None for all.
+        what: What is over for those that wait.
     """
 
     group: str
@@ -61,12 +59,10 @@ class Call:
 
     Args:
         group: torch's name of the process group, and its description.
-        number: of the call in the group; sends and receives have numbers of their own.
-        what: operation, dtype and shape.
-        ranks: the group's.
-        is_over: whether it has ended.
-        is_p2p: whether it is a send or a receive.
-        peer: the other rank of such a call; None: not known.
+        number: Number of the call in the group; sends and receives have numbers of their own.
+        what: Operation, dtype and shape.
+        is_p2p: Whether it is a send or a receive.
+        peer: The other rank of such a call; None if it is not known.
     """
 
     group: str
@@ -85,27 +81,24 @@ class Call:
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says of itself every few seconds.
+    """What a rank says about itself every few seconds.
 
     Args:
-        count: one more each time.
-        host: its name, for people.
-        host_id: the same for ranks that can see each other's processes.
-        phase: of the step.
-        part: what it does that all must agree on, "" between such parts.
-        at: the innermost lines of its main thread.
-        entered: how many collectives it has entered, by group.
-        wait: for whom its main thread waits, if for somebody.
-        within: seconds since it began a part in whose collectives ranks wait for each other
-            without a bound (files are written or read); None: it is in none.
-        is_in_collective: whether its main thread is in a call of torch.distributed.
-        found: what is wrong with processes of other ranks on its host.
-        has_left: whether it took leave.
-        knows: whether it has read the verdict.
-        stop_epoch: how many times it has forgotten such signals; others count only in the same.
-        stop_signal: the signal that asked it, or for rank 0 any rank, to save and end; 0: none.
-        idle_s: seconds for which nothing that counts its work has changed.
-        latest: if it is idle: its calls that are not over, and the last one in each group.
+        count: One more each time.
+        host_id: The same for ranks that can see each other's processes.
+        part: What it does that all must agree on; empty between such parts.
+        at: Innermost lines of its main thread.
+        entered: Number of collectives it has entered, by group.
+        wait: What its main thread waits for, if it waits.
+        within: Seconds since it began a part in whose collectives ranks wait for each other
+            without a bound (files are written or read); None if it is in none.
+        is_in_collective: Whether its main thread is in a call of torch.distributed.
+        found: What is wrong with processes of other ranks on its host.
+        knows: Whether it has read the verdict.
+        stop_signal: Signal that asked it, or for rank 0 any rank, to save and end; 0 if none.
+        stop_epoch: How often it has forgotten such signals; others count only in the same.
+        idle_s: Seconds for which nothing that counts its work has changed.
+        latest: Calls that are not over, and the last one in each group, if it is idle.
     """
 
     count: int
@@ -151,12 +144,7 @@ class Beat:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all ranks must end.
-
-    Args:
-        message: for people; names the ranks that are to blame.
-        culprit: the first of them; None where none is.
-    """
+    """Why all ranks must end; `culprit` is the first rank to blame, None if none is."""
 
     message: str
     culprit: int | None
@@ -175,10 +163,10 @@ class Watch:
     """Looks at the beats of all ranks, again and again.
 
     Args:
-        every_s: between two looks.
-        silent_s: without a beat, that make a rank a lost one.
-        collective_timeout_s: that a collective may take once all have entered it.
-        stall_timeout_s: that ranks wait for others which beat; None: for ever.
+        every_s: Seconds between two looks.
+        silent_s: Seconds without a beat after which a rank may be lost.
+        collective_timeout_s: Bound of a collective that all have entered.
+        stall_timeout_s: Bound of the wait for ranks that beat; None for no bound.
     """
 
     def __init__(

@@ -175,9 +175,7 @@ def test_a_killed_raylet_ends_the_job_with_its_name(
         time.sleep(0.1)
     raylets.kill(index)
     output = ended(job, 1)
-    assert (
-        "hybridrl: Ray's actor of rank" in output and f"10.77.0.{index + 1} was lost" in output
-    ), output
+    assert f"the connection to host 10.77.0.{index + 1} was lost" in output, output
     deadline = time.monotonic() + 30
     while lost_ranks(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.2)
@@ -257,9 +255,9 @@ def test_nodes_of_a_cluster_are_checked_though_its_slots_are_taken(
     assert facts["unreachable"] == {} and job.returncode == int(not found["ok"])
     (link,) = [pair for pair in facts["pairs"] if pair["backend"] == "gloo"]
     assert {link["first"], link["second"]} == {"10.77.0.1", "10.77.0.2"} and link["gb_per_s"] > 0
-    assert [shared["unseen"] for shared in facts["shared"]] == [[], []]
+    assert list(facts["unseen"].values()) == [[], []]
     assert not list(runs.iterdir())
-    assert all(abs(node["clock_ahead_s"]) < 0.05 for node in facts["nodes"]), facts["nodes"]
+    assert all(abs(node["clock_ahead_s"]) < 1.0 for node in facts["nodes"]), facts["nodes"]
     # Of this machine: its room and rates.
     kinds = {one["kind"] for one in found["findings"]}
     assert kinds <= {"shared-slow", "memory", "processor-slow", "disk-full"}, found["findings"]

@@ -38,7 +38,7 @@ def test_hanging_rank_is_named_after_the_stall_timeout_with_its_stack(tmp_path: 
     assert said.startswith("hybridrl: rank 1 on host ") and "'reward, step 1'" in said, said
     assert "scripted_reward.py" in said and "in hangs_on_rank_1" in said, said
     assert "run.stall_timeout_s=8" in said and "rank_1.log" in said, said
-    assert f"stacks of all ranks: {tmp_path}/quickstart-grpo/hangs/step_1.html" in said, said
+    assert f"all ranks: {tmp_path}/quickstart-grpo/hangs/step_1.txt" in said, said
     assert "Traceback" not in output, output[-4000:]
     logs = tmp_path / "quickstart-grpo" / "logs"
     assert "in hangs_on_rank_1" in (logs / "rank_1.log").read_text()

@@ -165,12 +165,12 @@ class RayCluster:
         self._ray = connect(address)
         self.unit = "GPU" if has_gpus and self._ray.cluster_resources().get("GPU") else "CPU"
         self._ids: dict[str, str] = {}  # nodes that are set up as this one, by address
+        self._refused: dict[str, str] = {}  # nodes that are not
         self._taken: dict[str, int] = {}  # slots of the start that runs, or has ended last
         self._connections: list[RayConnection] = []
-        wrong = [error for error in self._ask_new(set()) if error is not None]
-        if wrong:
+        if wrong := self._ask_new(set()):
             self.close()
-            raise ConfigError(wrong)
+            raise ConfigError(list(wrong.values()))
 
     @property
     def has_gpus(self) -> bool:
@@ -204,8 +204,8 @@ class RayCluster:
         asked how they are set up.
         """
         try:
-            for error in self._ask_new(down):
-                if error is not None:
+            for name, error in self._ask_new(down).items():
+                if name not in down:  # those are asked again and again
                     say(f"hybridrl: {error}")
             free = self._free()
         except (self._ray.exceptions.RayError, RuntimeError, ConnectionError) as error:
@@ -222,7 +222,7 @@ class RayCluster:
         strategies = self._ray.util.scheduling_strategies
         return strategies.NodeAffinitySchedulingStrategy(node, soft=False)
 
-    def _ask_new(self, down: Set[str]) -> list[UserError | None]:
+    def _ask_new(self, down: Set[str]) -> dict[str, UserError]:
         """Asks the nodes that are new or were lost; keeps those that are set up as this one and
         returns what is wrong with each of the others.
         """
@@ -230,11 +230,13 @@ class RayCluster:
             one["NodeManagerAddress"]: one["NodeID"] for one in self._ray.nodes() if one["Alive"]
         }
         kept = {n: i for n, i in self._ids.items() if alive.get(n) == i and n not in down}
-        asked = [name for name in alive if name not in kept]
+        asked = [n for n, i in alive.items() if n not in kept and self._refused.get(n) != i]
         folder = os.getcwd()
 
         def setup() -> tuple[str, bool]:
-            return __version__, os.path.isdir(folder)
+            import hybridrl  # of that node: Ray sends the values of names from outside
+
+            return hybridrl.__version__, os.path.isdir(folder)
 
         task = self._ray.remote(setup)
         answers = [
@@ -243,7 +245,7 @@ class RayCluster:
         ]
         if answers:
             self._ray.wait(answers, num_returns=len(answers), timeout=ASK_S)
-        wrong: list[UserError | None] = []
+        wrong: dict[str, UserError] = {}
         for name, answer in zip(asked, answers, strict=True):
             found = "no answer"
             try:
@@ -256,7 +258,9 @@ class RayCluster:
                 continue
             allowed = f"hybridrl {__version__} and the folder {folder}"
             remedy = "Share the environment and the working folder; run `ray start` in them."
-            wrong.append(UserError(f"node {name}", found, allowed, remedy))
+            wrong[name] = UserError(f"node {name}", found, allowed, remedy)
+            if name not in down:
+                self._refused[name] = alive[name]
         self._ids = {name: kept[name] for name in alive if name in kept}
         return wrong
 

@@ -28,23 +28,18 @@ from hybridrl.parallel.watch import (
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks that stand still.
-
-    Args:
-        suspects: to look at first.
-        message: for people.
-    """
+    """Ranks without progress: those to look at first, and a message for people."""
 
     suspects: Sequence[int]
     message: str
 
 
 class HangWatch:
-    """Looks at the beats of all ranks, again and again; tells each hang once.
+    """Looks at the beats of all ranks, again and again; returns each hang once.
 
     Args:
-        idle_s: seconds without progress in a phase of a step that make a rank stand still.
-        start_s: the same before the first step: models are read and engines started there.
+        idle_s: Seconds without progress, in a phase of a step, after which a rank stands still.
+        start_s: The same before the first step, where models are read and engines started.
     """
 
     def __init__(self, idle_s: float, start_s: float) -> None:
@@ -92,12 +87,7 @@ class HangWatch:
 
 
 def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
-    """Returns the hang of which ranks that stand still are part; None: there is none.
-
-    Args:
-        beats: of all ranks.
-        still: the ranks that stand still.
-    """
+    """Returns the hang in which the ranks are that stand still; None if there is none."""
     calls, transfers = _Calls(beats, still), _transfers(beats, still)
     awaited = {rank: _awaited(rank, beats, still, calls) for rank in still}
     waits_for_slow = {rank for rank in still if awaited[rank] - still}
@@ -273,12 +263,8 @@ def _elsewhere_text(suspects: Sequence[int], beats: Sequence[Beat], waiting: Seq
 def _slow_transfers(
     transfers: Mapping[str, Sequence[int]], beats: Sequence[Beat], waiting: Sequence[int]
 ) -> Hang | None:
-    """Returns what there is to say of sends and receives that do not end; None if there are none.
-
-    Args:
-        transfers: Their ranks by their names.
-        beats: Of all ranks.
-        waiting: Ranks that wait for those.
+    """Returns what there is to say about sends and receives that do not end; None if there are
+    none. `waiting` are the ranks that wait for them.
     """
     if not transfers:
         return None
