@@ -34,7 +34,7 @@ from hybridrl.algorithms import make_algorithm
 from hybridrl.config.schema import GrpoConfig
 from hybridrl.contracts.batch import Producer, Prompt, RolloutBatch, ScoredBatch, TrainBatch
 from hybridrl.contracts.checks import columns_of
-from hybridrl.generation.gathered import gathered_batch, table_of
+from hybridrl.generation.sample_tables import gathered_batch, table_of
 from hybridrl.parallel.exchange import Route, bring
 from hybridrl.training.batches.packing import even_sizes
 from hybridrl.training.batches.prompt_sharing import ScheduleInputs, schedule_samples

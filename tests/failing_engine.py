@@ -18,22 +18,22 @@ from hybridrl.parallel import waiting_room
 __all__ = ["digits"]
 
 
-def plant(step: int) -> None:
+def plant(planted_step: int) -> None:
     from hybridrl.generation.sampler import Sampler
 
     submit = Sampler.submit
 
-    def submit_and_arm(self: Sampler, prompts: Any, samples: int, number: int, *more: Any) -> None:
-        submit(self, prompts, samples, number, *more)
+    def submit_and_arm(self: Sampler, *given: Any, step: int, **named: Any) -> None:
+        submit(self, *given, step=step, **named)
         calls: list[int] = []
 
         def fail_at_third(*_: Any) -> None:
-            calls.append(number)
+            calls.append(step)
             if len(calls) == 3:
                 Path(os.environ["PLANTED_TIME"]).write_text(str(time.time()))
                 raise RuntimeError("planted in a forward pass")
 
-        if number == step:
+        if step == planted_step:
             # SGLang calls no hooks above the decoder, vLLM none of the decoder itself.
             layer = self.engine.model.get_submodule("model.layers.0")
             layer.register_forward_pre_hook(fail_at_third)

@@ -14,9 +14,8 @@ from hybridrl.config.reward import RewardConfig
 from hybridrl.contracts.batch import Prompt
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.generation.episodes import Episodes
-from hybridrl.generation.in_flight import Limits
-from hybridrl.generation.lagged import LaggedSampler
 from hybridrl.generation.sampler import Sampler
+from hybridrl.generation.schedule import SYNCHRONOUS, Schedule
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import ReplicaGroup
@@ -64,11 +63,9 @@ def make_sampler(
     layout: RolloutLayout,
     environment: Mapping[str, Any],
     reward: Mapping[str, Any],
-    limits: Limits | None = None,
+    schedule: Schedule = SYNCHRONOUS,
 ) -> Sampler:
-    """A sampler of three responses a prompt, which may take several steps where there are limits of
-    what is under way.
-    """
+    """A sampler of three responses a prompt."""
     section = EnvironmentConfig.model_validate(environment)
     engine = Recorded()
     engine.finish_update(0)
@@ -76,8 +73,18 @@ def make_sampler(
     encoder = ObservationEncoder(Numbers(), 100, (STOP,))
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     episodes = Episodes(section, replica, Numbers(), encoder, SEED)
-    given = world, layout, replica, engine, scorer, SAMPLING, 3, SEED, episodes
-    return Sampler(*given) if limits is None else LaggedSampler(limits, *given)
+    return Sampler(
+        world=world,
+        layout=layout,
+        replica=replica,
+        engine=engine,
+        scorer=scorer,
+        sampling=SAMPLING,
+        samples_per_prompt=3,
+        seed=SEED,
+        episodes=episodes,
+        schedule=schedule,
+    )
 
 
 def prompts(**columns: object) -> list[Prompt]:

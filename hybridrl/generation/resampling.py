@@ -14,7 +14,7 @@ import torch
 
 from hybridrl.algorithms.base import GroupAlgorithm
 from hybridrl.contracts.batch import Prompt, ScoredBatch
-from hybridrl.generation.gathered import with_token_versions
+from hybridrl.generation.sample_tables import with_token_versions
 
 UNIFORM = "reward/uniform_groups"
 TRUNCATED = "response_tokens/truncated"

@@ -1,30 +1,36 @@
-"""Generation over all replicas: prompts spread out, responses scored where they were made, and what
-all must know of them told.
+"""Generation over all replicas: prompts are dealt out, responses are scored where they were made,
+and all ranks learn the lengths and rewards.
 
 Collective: every rank calls with the same prompts. A replica generates the samples of whole
-prompts, so a reward that looks at a group sees all of it; which, follows from how long responses
-were so far (spread.py). Afterwards every rank has the same batch, in the order of the sample
+prompts, so a reward that looks at a group sees all of it; which prompts follows from how long
+responses were so far (spread.py). Afterwards every rank has the same batch, in the order of sample
 numbers, with the tokens of the samples that it has scored: each rank of a replica scores its share.
+With an environment (episodes.py) what ends in the engine goes to it, and comes back as the
+request of the next turn or as a response.
 
-Where an algorithm compares with it, the greedy response to each prompt is generated and scored as
-one more sample of the group, under the number -1 - group; its reward becomes a reward part of the
-group's samples, and it leaves the batch.
+What starts when is the schedule's (schedule.py). Without a lag each replica runs until its share of
+the step is done; a checkpoint in the middle of it keeps finished and begun responses. With a lag
+all engines stop together when enough groups are complete, and in_flight.py keeps the others for the
+next step (partial rollouts, Kimi k1.5, arXiv 2501.12599, sec. 2.6.2). Where a step ends follows
+from the samples and not from the time, so a run repeats itself. (On another number of replicas too,
+while `rollout.max_batch` holds all requests of each and its engine advances each by a token a step,
+which SGLang does not where samples wait for the first one of their prompt.) Engines with ranks of
+their own also generate while the policy trains (docs/adr/0011), on a thread that the main thread
+waits for before new weights come.
 
-With an environment (episodes.py) a response has several turns: what ends in the engine goes to it,
-and comes back as the request of the next turn, or as a response.
-
-A checkpoint may be taken while a step's rollouts are under way: `state` holds what is finished and
-what is begun, and after `load_state` the next `generate` of that step goes on from there, on any
-number of replicas.
+Where an algorithm compares with it, the greedy response to each prompt is one more sample of the
+group, number -1 - group; its reward becomes a reward part of the group's samples, and it leaves the
+batch.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -32,15 +38,25 @@ import numpy as np
 from hybridrl.contracts.batch import GREEDY, Producer, Prompt, RolloutBatch, ScoredBatch
 from hybridrl.data.prompts import PromptSource
 from hybridrl.errors import UserError
+from hybridrl.generation.background import BackgroundThread
 from hybridrl.generation.episodes import (
     Episodes,
+    OpenResponse,
     Response,
     as_rollout,
     episode_counts,
     episode_metrics,
 )
-from hybridrl.generation.gathered import compared_with_greedy, gathered_batch, table_of
-from hybridrl.generation.idle import Clock, busy_of_replicas
+from hybridrl.generation.in_flight import InFlight, Sample, States
+from hybridrl.generation.joint_stop import STEPS_BETWEEN_SUMS, JointStop
+from hybridrl.generation.sample_tables import compared_with_greedy, gathered_batch, table_of
+from hybridrl.generation.sampler_metrics import (
+    Clock,
+    WaitClock,
+    added,
+    busy_of_replicas,
+    idle_shares,
+)
 from hybridrl.generation.saved_rollouts import (
     SavedRollouts,
     digest_of,
@@ -49,13 +65,15 @@ from hybridrl.generation.saved_rollouts import (
     rollout_state,
     without_samples,
 )
+from hybridrl.generation.schedule import SYNCHRONOUS, Group, Schedule
 from hybridrl.generation.spread import ResponseLengths, group_work, spread
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
+from hybridrl.metrics.timing import Span
 from hybridrl.metrics.values import GENERATED_TOKENS
 from hybridrl.parallel import progress
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
-from hybridrl.parallel.replica import ReplicaGroup
+from hybridrl.parallel.replica import EngineGroup, ReplicaGroup
 from hybridrl.parallel.stopping import check_stop
 from hybridrl.rewards.base import Scorer
 from hybridrl.rollout.engine import (
@@ -66,27 +84,34 @@ from hybridrl.rollout.engine import (
     request_seed,
 )
 
-# Steps of the engine between two looks whether a rank of the replica is asked to stop, if it has
-# several ranks: they must leave generation together, and asking takes a collective.
-STEPS_BETWEEN_LOOKS = 32
-DROPPED_GROUPS = "reward/dropped_groups"  # of which no sample is left
-Progress = Callable[[int, int], None]
+# Engine steps after which the ranks of a replica ask each other for a stop signal: they must leave
+# generation together, and asking is a collective.
+STEPS_BETWEEN_STOP_CHECKS = 32
+DROPPED_GROUPS = "reward/dropped_groups"  # groups without a sample
+CANCEL_S = 60.0  # a thread that generates sees that it is cancelled after two sums at most
+logger = logging.getLogger(__name__)
 
 
 class Sampler:
     """Samples responses to prompts with this rank's engine replica and its peers.
 
     Args:
-        world: for the collectives.
-        layout: which replica this rank belongs to.
-        replica: its ranks.
-        engine: this rank's part of its replica.
-        scorer: gives each response its reward.
-        sampling: of training samples.
-        samples_per_prompt: responses to each prompt.
-        seed: of the run.
-        episodes: with the environment, if there is one.
-        reward_models: of this world: each adds its scores to a batch.
+        world: All ranks.
+        layout: Replicas over the ranks.
+        replica: Ranks of this rank's replica.
+        engine: This rank's part of its replica.
+        scorer: Rewards of responses.
+        sampling: How training samples are drawn.
+        samples_per_prompt: Responses to each prompt.
+        seed: Seed of the run.
+        episodes: Responses of several turns; None: there is no environment.
+        reward_models: Reward models that add their scores to a batch.
+        schedule: What may start when.
+
+    Attributes:
+        in_flight: Groups that take several steps; empty without a lag.
+        generated: Lengths of what the last step generated on all replicas, with greedy responses
+            and those that were replaced or dropped; not of evaluations.
     """
 
     def __init__(
@@ -101,40 +126,52 @@ class Sampler:
         seed: int,
         episodes: Episodes | None = None,
         reward_models: Sequence[Callable[[ScoredBatch], ScoredBatch]] = (),
+        schedule: Schedule = SYNCHRONOUS,
     ) -> None:
-        self.episodes = episodes
-        self._episode_counts: dict[str, int] = {}  # since the last `score_or_none`
         self.world, self.layout, self._replica = world, layout, replica
-        self.engine, self.scorer = engine, scorer
+        self.engine, self.scorer, self.episodes = engine, scorer, episodes
         self.sampling, self.samples_per_prompt, self.seed = sampling, samples_per_prompt, seed
+        self.reward_models, self.schedule = reward_models, schedule
+        self.generated: GeneratedLengths = {}
         self._step, self._next_step = -1, 0
-        self._prompts: dict[int, Prompt] = {}
-        self._owners: dict[int, tuple[Prompt, int]] = {}
+        self._is_evaluation = self._has_greedy = False
+        self._prompts: dict[int, Prompt] = {}  # of the batch, by group
+        self._owners: dict[int, tuple[Prompt, int]] = {}  # prompt and group, by sample
         self._done: dict[int, Completion] = {}
-        self._digests: dict[int, str] = {}  # of the step's prompts, by sample
         self._earlier: dict[int, Completion] = {}  # of earlier calls of the step
+        self._digests: dict[int, str] = {}  # of the step's prompts, by sample
         self._saved = SavedRollouts()  # of the checkpoint that was loaded
         self._drawn = sampling  # how the responses of the current step are drawn
         self._lengths = ResponseLengths()
-        self._has_greedy = False
-        # Seconds that this rank's engine worked since the last `score_or_none`; and of all
-        # replicas, by `generate` call of the step, their mean and the longest.
-        self._busy_s = 0.0
-        self._busy_of_calls: list[tuple[float, float]] = []
-        self.reward_models = reward_models
-        self._reward_counts: dict[str, int] = {}  # of the step, all ranks together
-        # What was generated for the last step, on all replicas, with greedy responses and those
-        # that were replaced or dropped; not for evaluations.
-        self.generated: GeneratedLengths = {}
-        self._is_evaluation = False
+        self.in_flight = InFlight(
+            schedule=schedule,
+            world=world,
+            layout=layout,
+            replica=replica,
+            samples_per_prompt=samples_per_prompt,
+            sampling=sampling,
+            lengths=self._lengths,
+        )
+        # Since the last `score_or_none`.
+        self._episode_counts: dict[str, int] = {}
+        self._busy_s = 0.0  # work of this rank's engine
+        self._waits = WaitClock()
+        # In the step, over all ranks.
+        self._reward_counts: dict[str, int] = {}
+        self._busy_of_calls: list[tuple[float, float]] = []  # mean and longest, by `generate` call
+        self._clocks: Sequence[Clock] = ()  # of earlier rounds
+        self._idle: dict[str, float] = {}
+        # Generation while the policy trains.
+        self._busy_ahead_s = 0.0
+        self._is_cancelled = self._is_awaited = False
+        if schedule.generates_ahead:
+            self._engines = EngineGroup(layout, world.rank, world.heartbeat)
+            self._thread = BackgroundThread(world.platform.device)
 
     def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
-        """Returns the prompts that the next `generate` is to be called with.
-
-        Args:
-            source: of the run's prompts.
-            per_step: prompts that a step learns from.
-        """
+        """Returns the prompts that the next `generate` begins, so that it completes `per_step`."""
+        if self.schedule.carries_over:
+            return self.in_flight.take(source, per_step)
         return source.take(per_step)
 
     def generate(
@@ -145,64 +182,96 @@ class Sampler:
         step: int | None = None,
         first_group: int = 0,
         sampling: SamplingParams | None = None,
-        on_progress: Progress | None = None,
         greedy: bool = False,
     ) -> RolloutBatch | None:
-        """Generates this replica's share: the samples of the prompts that fall to it.
+        """Generates this replica's share of the samples of a step.
+
+        Without a lag, and for evaluations, these are the samples of the prompts. With a lag these
+        prompts come to those under way, and as many groups are completed as the last `take` was
+        asked for, or as a step has.
 
         Args:
-            prompts: of the whole step, the same on all ranks.
-            samples_per_prompt: responses to each prompt, in place of the sampler's own.
-            step: enters the seeds, so that every step samples anew; None: one more than last time.
-            first_group: number of the first prompt's group; a second call of a step that goes on
-                from the first one's groups (dynamic sampling) gives how many those were.
-            sampling: in place of the sampler's own (evaluation is greedy).
-            on_progress: called with (finished, all) of this replica.
-            greedy: generates the greedy response to each prompt as well.
+            prompts: Prompts to begin, the same on all ranks; with a lag those of `take`.
+            samples_per_prompt: Responses to each prompt, in place of the sampler's own.
+            step: Step, which enters the seeds; negative: an evaluation; None: one more than last
+                time.
+            first_group: Number of the first prompt's group; a further call for a step (dynamic
+                sampling) gives how many groups came before. With a lag groups have numbers of the
+                run.
+            sampling: How responses are drawn, in place of the sampler's own.
+            greedy: Whether to generate the greedy response to each prompt as well.
 
         Returns:
             The samples in order of their numbers; None where this replica has no prompt.
 
         Raises:
-            StopAsked: a signal asks to stop; what was generated so far is kept, for `state`.
+            StopAsked: A signal asks to stop; what was generated so far is kept, for `state`.
+            ValueError: With a lag: the step could never end with these prompts, or samples are to
+                be drawn in another way than the run's.
         """
         if step is None:
             step, self._next_step = self._next_step, self._next_step + 1
-        num_samples = samples_per_prompt or self.samples_per_prompt
-        with self.world.all_agree("generation"):
-            self.submit(prompts, num_samples, step, first_group, sampling, greedy)
-            for num_steps in itertools.count():
-                if not self.has_unfinished or self._must_stop(num_steps):
-                    break
-                self.advance()
-                if on_progress is not None:
-                    on_progress(len(self._done), len(self._owners))
-        check_stop(self.world)
+        if step >= 0 and self.schedule.carries_over:
+            if samples_per_prompt is not None or sampling is not None:
+                raise ValueError("steps with max_policy_lag sample as the run does")
+            self._generate_enough(prompts, step, greedy)
+        else:
+            with self.world.all_agree("generation"):
+                self.submit(
+                    prompts,
+                    samples_per_prompt or self.samples_per_prompt,
+                    step=step,
+                    first_group=first_group,
+                    sampling=sampling,
+                    greedy=greedy,
+                )
+                for num_steps in itertools.count():
+                    if not self.has_unfinished or self._must_stop(num_steps):
+                        break
+                    self.advance()
+            check_stop(self.world)
         return self.collect()
 
     def _must_stop(self, num_steps: int) -> bool:
-        """Whether this replica is to leave generation, after so many steps of its engine."""
-        is_asked = self.world.heartbeat.stop_signal != 0
+        """Whether this replica leaves generation for a signal, after so many engine steps."""
+        is_asked = self._is_asked_to_stop()
         if self.layout.tp == 1:
             return is_asked
-        # An engine that is idle waits for tools, for long.
-        is_due = num_steps % STEPS_BETWEEN_LOOKS == 0 or not self.engine.has_unfinished
+        # An idle engine waits for tools, for long.
+        is_due = num_steps % STEPS_BETWEEN_STOP_CHECKS == 0 or not self.engine.has_unfinished
         return is_due and self._replica.is_any(is_asked)
 
-    @contextmanager
-    def ahead(
-        self, source: PromptSource, waits: AbstractContextManager[None] | None = None
-    ) -> Iterator[None]:
-        """Generates beside what the block does, where a run may do so: here nothing.
+    def _is_asked_to_stop(self) -> bool:
+        return self.world.heartbeat.stop_signal != 0
 
-        Args:
-            source: of the run's prompts.
-            waits: surrounds the wait for generation, after the block.
-        """
-        yield
-
-    def cancel(self) -> None:
-        """Ends what is generated beside other work, for nobody to use."""
+    def _generate_enough(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> None:
+        """Generates until all replicas together have completed the step's groups."""
+        began = time.perf_counter()
+        if self.engine.version != step:
+            raise RuntimeError(f"step {step} generates with version {self.engine.version}")
+        if self.in_flight.begin_round(step, len(prompts)):
+            self._forget_counts(step)
+        self._is_evaluation = False
+        with self.world.all_agree("generation") as agreement:
+            self._submit_in_flight(prompts, step, greedy)
+            stop = JointStop(
+                self.world.begin_sum_on_host,
+                lambda found: bool(found[0]) or self.in_flight.may_end(found[1:]),
+            )
+            for num_steps in itertools.count():
+                if stop.is_reached(
+                    num_steps,
+                    lambda: [int(self._is_asked_to_stop()), *self.in_flight.num_complete()],
+                ):
+                    break
+                self._advance_in_time(num_steps, self._is_asked_to_stop)
+            agreement.value = self._leave_engine()
+        self._waits.waited_s += time.perf_counter() - began
+        check_stop(self.world)
+        self.in_flight.note_states(agreement.values)
+        self._prompts = {group.number: group.prompt for group in self.in_flight.end_round()}
+        self._owners = {n: owner for n, owner in self._owners.items() if owner[1] in self._prompts}
+        self._done = {number: self._done[number] for number in self._owners}
 
     def submit(
         self,
@@ -217,7 +286,7 @@ class Sampler:
         there.
 
         Raises:
-            UserError: a greedy response is asked for, and a scorer has the name of its part.
+            UserError: Greedy responses are asked for, and a scorer has the name of their part.
         """
         if greedy and GREEDY in (part.name for part in self.scorer.parts):
             raise UserError(
@@ -233,38 +302,86 @@ class Sampler:
         self._prompts = dict(enumerate(prompts, first_group))
         if self.episodes is not None:
             self.episodes.forget()
-        requests = []
         params = self._drawn = sampling or self.sampling
-        num, longest = samples_per_prompt + greedy, params.max_new_tokens
 
         def numbers(group: int) -> list[int]:
             first = group * samples_per_prompt
             return [*range(first, first + samples_per_prompt), *[-1 - group] * greedy]
 
-        shares = self._shares(prompts, num, first_group, longest)
+        expected = self._lengths.expected(prompts, float(params.max_new_tokens))
+        work = [
+            group_work(prompt, tokens, samples_per_prompt + greedy)
+            for prompt, tokens in zip(prompts, expected, strict=True)
+        ]
+        shares = [[first_group + i for i in share] for share in spread(work, self.layout.replicas)]
         saved = self._saved_of(
             step, [[one for group in share for one in numbers(group)] for share in shares]
         )
+        requests = []
         place = self.layout.assignment[self.world.rank]
         for group in [] if place is None else shares[place[0]]:
-            digest = digest_of(self._prompts[group].tokens)
+            prompt = self._prompts[group]
+            digest = digest_of(prompt.tokens)
             for sample_id in numbers(group):
-                self._owners[sample_id] = (self._prompts[group], group)
-                how, prompt = of_sample(params, sample_id), self._prompts[group]
+                self._owners[sample_id] = (prompt, group)
                 self._digests[sample_id] = digest
-                found = saved.find(step, sample_id, prompt, how)
+                found = saved.find(step, sample_id, prompt, of_sample(params, sample_id))
                 if found.whole is not None:
                     self._done[sample_id] = found.whole
-                    continue
-                if self.episodes is not None:
-                    self.episodes.begin(step, sample_id, prompt, how, found.turns)
-                if found.request is not None:
-                    requests.append(found.request)
-                elif self.episodes is None:
-                    seed = request_seed(self.seed, step, sample_id)
-                    requests.append(Request(sample_id, prompt.tokens, seed, how))
+                elif request := self._request(sample_id, step, prompt, found.request, found.turns):
+                    requests.append(request)
         self.engine.submit(requests)
         self._take_turns([])
+
+    def _request(
+        self,
+        sample_id: int,
+        step: int,
+        prompt: Prompt,
+        begun: Request | None,
+        turns: Mapping[str, Any] | None,
+    ) -> Request | None:
+        """Returns what the engine begins a sample with, or goes on with; None where the environment
+        comes first.
+
+        Args:
+            sample_id: Number of the sample.
+            step: Step that began it.
+            prompt: Prompt of its group.
+            begun: Request that the engine had before.
+            turns: Turns of the environment so far.
+        """
+        sampling = of_sample(self._drawn, sample_id)
+        if self.episodes is not None:
+            self.episodes.begin(step, sample_id, prompt, sampling, turns)
+            return begun
+        seed = request_seed(self.seed, step, sample_id)
+        return begun or Request(sample_id, prompt.tokens, seed, sampling)
+
+    def _submit_in_flight(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> None:
+        """Hands all groups under way and new prompts to the engines; collective."""
+        self._step, self._has_greedy, self._drawn = step, greedy, self.sampling
+        self._owners, self._done = {}, {}
+        dealt = self.in_flight.deal(prompts, greedy)
+        if self.episodes is not None:
+            self.episodes.forget()  # evaluations may have had some
+        requests = []
+        for group, samples in dealt:
+            for sample_id, sample in samples.items():
+                self._owners[sample_id] = (group.prompt, group.number)
+                if isinstance(sample, Completion):
+                    self._done[sample_id] = sample
+                elif request := self._request_in_flight(sample_id, sample, group):
+                    requests.append(request)
+        self.engine.submit(requests)
+
+    def _request_in_flight(
+        self, sample_id: int, sample: Request | OpenResponse | None, group: Group
+    ) -> Request | None:
+        if isinstance(sample, Request):
+            return sample
+        begun, turns = (None, None) if sample is None else (sample.request, sample.turns)
+        return self._request(sample_id, group.born, group.prompt, begun, turns)
 
     def _forget_counts(self, step: int) -> None:
         """Begins the counts of a step, or of an evaluation."""
@@ -272,15 +389,15 @@ class Sampler:
         self._digests = {}
         self._is_evaluation = step < 0
         if not self._is_evaluation:
-            self.generated = {}
+            self.generated, self._clocks = {}, ()
 
     def _saved_of(self, step: int, numbers: Sequence[Sequence[int]]) -> SavedRollouts:
-        """Returns what the checkpoint that was loaded has of this replica's samples, which rank 0
-        sends; collective.
+        """Returns what the loaded checkpoint has of this replica's samples, which rank 0 sends;
+        collective.
 
         Args:
-            step: of the samples.
-            numbers: of the samples of each replica.
+            step: Step of the samples.
+            numbers: Numbers of the samples of each replica.
         """
         if step < 0 or step != self._saved.step:
             return SavedRollouts()
@@ -289,18 +406,6 @@ class Sampler:
             parts = [self._saved.of(of_replica) for of_replica in numbers]
             sent = {rank: parts[self.layout.place(rank)[0]] for rank in self.layout.ranks}
         return SavedRollouts(self.world.exchange_objects(sent)[0])
-
-    def _shares(
-        self, prompts: Sequence[Prompt], samples_per_prompt: int, first_group: int, longest: int
-    ) -> list[list[int]]:
-        """Returns the numbers of the groups that each replica generates, most work first."""
-        work = [
-            group_work(prompt, tokens, samples_per_prompt)
-            for prompt, tokens in zip(
-                prompts, self._lengths.expected(prompts, float(longest)), strict=True
-            )
-        ]
-        return [[first_group + i for i in share] for share in spread(work, self.layout.replicas)]
 
     @property
     def has_unfinished(self) -> bool:
@@ -317,32 +422,162 @@ class Sampler:
             progress.advance()
         self._keep(self._take_turns(self.engine.collect()))
 
-    def _keep(self, finished: Sequence[Completion]) -> None:
-        """Keeps responses that ended, and has them scored meanwhile."""
-        self._done |= {done.request_id: done for done in finished}
-        self._begin_scoring(finished)
+    def _advance_in_time(self, num_steps: int, gives_up: Callable[[], bool]) -> None:
+        """Lets the engine take a step, if it has something to do. Environments answer before each
+        sum of counts what they were asked before the last one, so the samples do not depend on how
+        long they take.
 
-    def _begin_scoring(self, finished: Sequence[Completion]) -> None:
-        """Has responses scored that this rank scores, while others are generated."""
-        for done in finished:
-            prompt, group = self._owners[done.request_id]
-            if self._is_mine_to_score(group):
-                observed = done.observed if isinstance(done, Response) else None
-                self.scorer.begin(done.request_id, prompt, done.tokens, observed)
+        Args:
+            num_steps: Steps that were taken.
+            gives_up: Whether not to wait for environments any more.
+        """
+        if self.has_unfinished:
+            self.advance()
+        if self.episodes is not None and (num_steps + 1) % STEPS_BETWEEN_SUMS == 0:
+            ended, requests = self.episodes.answer_due(gives_up)
+            self.engine.submit(requests)
+            self._keep(ended)
+
+    @property
+    def _goes_on_later(self) -> bool:
+        """Whether what is unfinished when generation ends goes on in the next step."""
+        return self.schedule.carries_over and not self._is_evaluation
 
     def _take_turns(self, completions: Sequence[Completion]) -> Sequence[Completion]:
-        """Returns the responses that ended; of the others the engine gets the next turns."""
+        """Returns the responses that ended; the engine gets the next turns of the others."""
         if self.episodes is None:
             return completions
+        if self._goes_on_later:
+            return self.episodes.end_turns(completions)
         ended, requests = self.episodes.advance(completions, not self.engine.has_unfinished)
         self.engine.submit(requests)
         return ended
 
-    def _is_mine_to_score(self, group: int) -> bool:
-        """Whether the samples of a group are this rank's to score: each rank of a replica has its
-        share of whole groups.
+    def _keep(self, finished: Sequence[Completion]) -> None:
+        """Keeps responses that ended, and has them scored while others are generated; with a lag
+        whole groups only, since others may move to another replica.
         """
+        self._done |= {done.request_id: done for done in finished}
+        for done in finished:
+            prompt, group = self._owners[done.request_id]
+            scored = [done.request_id]
+            if self._goes_on_later:
+                scored = []
+                if self.in_flight.finish_sample(group):
+                    scored = [one for one, (_, number) in self._owners.items() if number == group]
+            if self._is_mine_to_score(group):
+                for number in scored:
+                    whole = self._done[number]
+                    observed = whole.observed if isinstance(whole, Response) else None
+                    self.scorer.begin(number, prompt, whole.tokens, observed)
+
+    def _is_mine_to_score(self, group: int) -> bool:
+        """Whether this rank scores a group: the ranks of a replica share whole groups out."""
         return group % self.layout.tp == self.layout.tp_rank(self.world.rank)
+
+    def _leave_engine(self) -> dict[int, States] | None:
+        """Takes all samples out of the engine; returns the states of this replica's groups."""
+        begun = {request.request_id: request for request in self.engine.pending()}
+        self.engine.clear()
+        samples: dict[int, Sample] = {**begun, **self._done}
+        if self.episodes is not None:
+            for turns in self.episodes.state():
+                number = turns["sample_id"]
+                samples[number] = OpenResponse(turns, begun.get(number))
+            self.episodes.forget()
+        return self.in_flight.leave_engine(samples)
+
+    @contextmanager
+    def ahead(
+        self, source: PromptSource, waits: AbstractContextManager[None] | None = None
+    ) -> Iterator[None]:
+        """Generates while the block runs, if the schedule says so: what is under way and further
+        prompts, with the present weights. Collective.
+
+        Args:
+            source: Prompts of the run.
+            waits: Context of the wait for generation, after the block.
+        """
+        if not self.schedule.generates_ahead:
+            yield
+            return
+        try:
+            self._begin_ahead(source)
+            yield
+        except BaseException:
+            self._cancel_ahead()
+            raise
+        with waits or nullcontext():
+            self._end_ahead()
+
+    def _begin_ahead(self, source: PromptSource) -> None:
+        self.in_flight.drop_late()
+        prompts = self.in_flight.take_ahead(source)
+        with self.world.all_agree("beginning to generate ahead"):
+            self._submit_in_flight(prompts, self._step, self._has_greedy)
+        self._is_cancelled = self._is_awaited = False
+        if self.world.rank in self.layout.ranks:
+            self._thread.start(self._generate_ahead, "generate ahead")
+
+    def _generate_ahead(self) -> None:
+        """Generates until few samples of all replicas are unfinished; on a thread of its own, on
+        the ranks with an engine. One that fails makes the others stop with it.
+        """
+        failure: Exception | None = None
+        pause_at = self.schedule.ahead_until
+        assert pause_at is not None
+
+        def counts() -> list[int]:
+            has_failed = failure is not None or self._gives_up_ahead()
+            return [int(has_failed), self.in_flight.num_unfinished()]
+
+        stop = JointStop(
+            self._engines.begin_sum, lambda found: bool(found[0]) or found[1] <= pause_at
+        )
+        for num_steps in itertools.count():
+            if stop.is_reached(num_steps, counts):
+                break
+            try:
+                if failure is None:
+                    self._advance_in_time(num_steps, self._gives_up_ahead)
+            except Exception as error:
+                failure = error
+        if failure is not None:
+            raise failure
+
+    def _gives_up_ahead(self) -> bool:
+        """Whether generation beside training ends now: nobody will use its samples, or a signal
+        asks to stop and training is done. Until then it goes on after a signal: if it ends by
+        itself, the run that goes on has the same samples.
+        """
+        return self._is_cancelled or (self._is_awaited and self._is_asked_to_stop())
+
+    def _end_ahead(self) -> None:
+        """Waits until the engines pause, and takes their samples out."""
+        began = time.perf_counter()
+        self._is_awaited = True
+        with self.world.all_agree("generating ahead") as agreement:
+            self._thread.join(self.world.check)
+            agreement.value = self._leave_engine()
+        self._waits.waited_s += time.perf_counter() - began
+        # Part of the next step, also where an evaluation comes before it.
+        self._busy_ahead_s, self._busy_s = self._busy_s, 0.0
+        self.in_flight.note_states(agreement.values)
+
+    def _cancel_ahead(self) -> None:
+        """Ends generation beside training, for nobody to use; all ranks with an engine call it, or
+        end.
+        """
+        self._is_cancelled = True
+        try:
+            self._thread.join(self.world.check, CANCEL_S)
+        except Exception as error:  # the error that ended the step is the one to raise
+            logger.warning("generating ahead: %s: %s", type(error).__name__, error)
+
+    @property
+    def ahead_span(self) -> Span | None:
+        """When this rank's engine last generated while the policy trained."""
+        return self._thread.span if self.schedule.generates_ahead else None
 
     def collect(self) -> RolloutBatch | None:
         """Returns the finished samples of what was submitted; the engine must have nothing left."""
@@ -364,7 +599,7 @@ class Sampler:
         ordered by sample number; tokens stay on the rank that scored them.
 
         Raises:
-            UserError, PeerError: the reward failed on some rank, or no response has a score; raised
+            UserError, PeerError: The reward failed on some rank, or no response has a score; raised
                 on all of them.
         """
         if (scored := self.score_or_none(local)) is None:
@@ -381,7 +616,7 @@ class Sampler:
                 scored = compared_with_greedy(scored)
             mine = None if scored is None else table_of(scored)
             counts = self.scorer.take_counts() | self._episode_counts
-            agreement.value = (self._clock(), mine, counts, self._lengths_of(local))
+            agreement.value = (self._take_clock(), mine, counts, self._lengths_of(local))
             self._episode_counts = {}
         self._note_busy([clock for clock, *_ in agreement.values])
         tables = [table for _, table, *_ in agreement.values]
@@ -400,7 +635,7 @@ class Sampler:
         return batch
 
     def _lengths_of(self, local: RolloutBatch | None) -> GeneratedLengths:
-        """Returns what this rank's replica has generated, if this rank is its first."""
+        """Returns the lengths that this rank's replica has generated, on its first rank."""
         if local is None or self._is_evaluation or not self._replica.is_first:
             return {}
         found: GeneratedLengths = {}
@@ -412,16 +647,17 @@ class Sampler:
     def metrics(self) -> dict[str, float]:
         """Returns `generate/idle_share`, the part of the generation of the last step that replicas
         waited for the slowest, on average, `generate/tokens`, of all prompts and responses with
-        their observations, the scorers' counts and what `episode_metrics` says; the same on all
-        ranks.
+        their observations, the scorers' counts and what `episode_metrics` says; with a lag also
+        `lag/*`, and `idle/*` where engines generate ahead. The same on all ranks.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
         took = sum(longest for _, longest in self._busy_of_calls)
-        counts = episode_metrics(self._reward_counts)
         return {
             "generate/idle_share": 1 - worked / took if took > 0 else 0.0,
             GENERATED_TOKENS: float(num_generated(self.generated)),
-            **counts,
+            **episode_metrics(self._reward_counts),
+            **(self.in_flight.metrics() if self.schedule.carries_over else {}),
+            **self._idle,
         }
 
     def num_errors(self) -> int:
@@ -434,13 +670,19 @@ class Sampler:
         for name, count in counts.items():
             self._reward_counts[name] = self._reward_counts.get(name, 0) + count
 
-    def _clock(self) -> Clock:
-        """Returns how long this rank's engine worked since the last handover of samples."""
-        return Clock(self._busy_s)
+    def _take_clock(self) -> Clock:
+        """Returns this rank's times since the last handover of samples."""
+        if not self._goes_on_later:
+            return Clock(self._busy_s)
+        busy_s, self._busy_ahead_s = self._busy_s + self._busy_ahead_s, 0.0
+        return self._waits.take(busy_s)
 
     def _note_busy(self, clocks: Sequence[Clock]) -> None:
         self._busy_s = 0.0
         self._busy_of_calls.append(busy_of_replicas(clocks, self.layout))
+        if self.schedule.generates_ahead and not self._is_evaluation:
+            self._clocks = added(self._clocks, clocks)
+            self._idle = idle_shares(self._clocks, self.layout.ranks)
 
     def _observe(self, batch: ScoredBatch) -> None:
         """Takes in how long the responses to each prompt were."""
@@ -463,26 +705,39 @@ class Sampler:
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether there are responses that a checkpoint would keep, on some rank."""
-        return self._step >= 0
+        """Whether there are responses of a step under way that a checkpoint would keep, on some
+        rank. With a lag it keeps what the step began with.
+        """
+        return self._step >= 0 and not self.schedule.carries_over
 
     def end_step(self) -> None:
-        """Forgets the responses of a step: they were learned from."""
+        """Forgets the responses of a step, which were learned from."""
         self._step, self._earlier = -1, {}
         self._saved = SavedRollouts()
+        self.in_flight.end_step()
 
     def drop(self) -> None:
-        """Forgets all responses, whole and begun ones, and what the engine is to generate."""
+        """Forgets all responses of the step under way, whole and begun ones, and what the engine is
+        to generate.
+        """
         self._step, self._earlier, self._owners, self._done = -1, {}, {}, {}
         self.engine.clear()
         self.scorer.forget()
         if self.episodes is not None:
             self.episodes.forget()
+        self.in_flight.rewind()
 
     def state(self) -> dict[str, Any]:
-        """Returns the rollouts of the current step, finished and begun, until `end_step`, of all
-        replicas on rank 0 and none on others; and the lengths that responses had; JSON. Collective.
+        """Returns the rollouts that a checkpoint keeps, of all replicas on rank 0 and none on
+        others, and the lengths that responses had; JSON. Collective.
+
+        Without a lag these are the finished and begun ones of the current step, until `end_step`;
+        with a lag those that were under way at its beginning.
         """
+        found = {"next_step": self._next_step}
+        if self.schedule.carries_over:
+            sampling = dataclasses.asdict(self.sampling)
+            return {**found, "step": -1, "sampling": sampling, **self.in_flight.state()}
         mine = None
         if self._replica.is_first and self._step >= 0:
             turns = [] if self.episodes is None else self.episodes.state()
@@ -490,31 +745,30 @@ class Sampler:
             mine = rollout_state(whole, self.engine.pending(), turns, self._digests)
         parts = [part for part in self.world.exchange_objects({0: mine}) if part is not None]
         return {
+            **found,
             "step": self._step,
             "sampling": dataclasses.asdict(self._drawn),
             **joined(parts),
             "response_lengths": self._lengths.state(),
-            "next_step": self._next_step,
         }
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None = None) -> None:
-        """Makes the next `generate` of the saved step go on from these rollouts; what the engine
-        has is dropped. Collective.
+        """Makes the next `generate` of the saved step go on from these rollouts; drops what the
+        engine has. Collective.
 
         Args:
-            state: of `state`, after a trip through JSON; that of rank 0 is used.
-            source: of the run's prompts, where it stood then.
+            state: Result of `state`, after a trip through JSON; that of rank 0 is used.
+            source: Prompts of the run, where they stood then.
         """
         is_first = self.world.rank == 0
         told = self.world.broadcast_object(without_samples(state) if is_first else None, 0)
-        self._take_in(state if is_first else told, source)
-
-    def _take_in(self, state: Mapping[str, Any], source: PromptSource | None) -> None:
-        """Goes on from a state of which rank 0 alone has the samples; collective."""
+        state = state if is_first else told
         self.drop()
         self._saved = SavedRollouts(state)
         self._lengths.load_state(state.get("response_lengths", {}))
         self._next_step = int(state.get("next_step", 0))
+        if self.schedule.carries_over:
+            self.in_flight.load_state(state, source)
 
     def _note_episodes(
         self, done: Mapping[int, Completion], owners: Mapping[int, tuple[Prompt, int]]

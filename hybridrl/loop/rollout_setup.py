@@ -20,11 +20,9 @@ from hybridrl.data.end_tokens import end_tokens
 from hybridrl.environments.chat import ObservationEncoder
 from hybridrl.environments.table import check_environment, observes_messages
 from hybridrl.errors import ConfigError
-from hybridrl.generation.ahead import AheadSampler
 from hybridrl.generation.episodes import Episodes
-from hybridrl.generation.in_flight import Limits
-from hybridrl.generation.lagged import LaggedSampler
 from hybridrl.generation.sampler import Sampler
+from hybridrl.generation.schedule import Schedule
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.memory.alias import TrainingShard, shared_names
 from hybridrl.hybrid_engine.memory.lending import LentMemory, MemoryLender
@@ -229,17 +227,23 @@ def make_sampler(
     engine.token_texts = TokenTexts(tokenizer)
     replica = ReplicaGroup(layout, world.rank, world.heartbeat)
     episodes = make_episodes(config, world, replica, source, tokenizer, ends)
-    parts = world, layout, replica, engine, scorer, sampling
-    of_run = config.steps.samples_per_prompt, config.run.seed, episodes, reward_models
-    if (limits := lag_limits(config, placement)) is None:
-        return Sampler(*parts, *of_run)
-    if limits.ahead_until is None:
-        return LaggedSampler(limits, *parts, *of_run)
-    return AheadSampler(limits, *parts, *of_run)
+    return Sampler(
+        world=world,
+        layout=layout,
+        replica=ReplicaGroup(layout, world.rank, world.heartbeat),
+        engine=engine,
+        scorer=scorer,
+        sampling=sampling,
+        samples_per_prompt=config.steps.samples_per_prompt,
+        seed=config.run.seed,
+        episodes=episodes,
+        reward_models=reward_models,
+        schedule=make_schedule(config, placement),
+    )
 
 
-def lag_limits(config: Config, placement: Placement | None = None) -> Limits | None:
-    """Returns what bounds the prompts under way; None without a lag.
+def make_schedule(config: Config, placement: Placement | None = None) -> Schedule:
+    """Returns what may start when.
 
     Args:
         placement: of the run; None: all models are on all ranks.
@@ -248,13 +252,19 @@ def lag_limits(config: Config, placement: Placement | None = None) -> Limits | N
         UserError: the user's own algorithm does not say that it corrects for a lag.
     """
     steps, rollout = config.steps, config.rollout
+    num = steps.prompts_per_step
     if not steps.max_policy_lag:
-        return None
+        return Schedule(max_lag=0, per_step=num, in_flight=num)
     if not needs_of(config.algorithm).allows_lag:
         raise no_lag(config)
-    sizes = steps.max_policy_lag, steps.prompts_per_step, num_in_flight(config)
     is_ahead = placement is not None and generates_ahead(config, placement)
-    return Limits(*sizes, rollout.at_lag_bound, max_unfinished(config) if is_ahead else None)
+    return Schedule(
+        max_lag=steps.max_policy_lag,
+        per_step=num,
+        in_flight=num_in_flight(config),
+        at_bound=rollout.at_lag_bound,
+        ahead_until=max_unfinished(config) if is_ahead else None,
+    )
 
 
 def make_hybrid_engine(

@@ -21,9 +21,9 @@ from small_runs import small_run
 
 from hybridrl.contracts.batch import ScoredBatch, TrainBatch
 from hybridrl.data.prompts import PromptSource
-from hybridrl.generation.in_flight import Limits
 from hybridrl.generation.sampler import Sampler
 from hybridrl.generation.saved_rollouts import SAMPLES
+from hybridrl.generation.schedule import Schedule
 from hybridrl.loop.loop import Trainer
 from hybridrl.parallel.exchange import bring, collect
 from hybridrl.parallel.groups import World
@@ -152,7 +152,7 @@ def check_saved_rollouts(world: World) -> None:
         make_sampler(world, layout, SUMS, REWARD) for layout in (layouts[0], *layouts)
     )
     expected = whole.score(whole.generate(prompts(), step=STEP))
-    begun.submit(prompts(), 3, STEP)
+    begun.submit(prompts(), 3, step=STEP)
     for _ in range(3):
         begun.advance()
     state = saved_state(world, begun)
@@ -176,11 +176,11 @@ def check_saved_rollouts(world: World) -> None:
 
 def check_what_is_under_way(world: World) -> None:
     """The same where samples take several steps."""
-    limits = Limits(max_lag=1, per_step=4, in_flight=8)
+    schedule = Schedule(max_lag=1, per_step=4, in_flight=8)
     layouts = [RolloutLayout.consecutive(4, tp) for tp in (1, 1, 2)]
     rows = [replace(one, prompt_id=n) for n, one in enumerate(prompts() * 4)]
     found = []
-    samplers = [make_sampler(world, layout, SUMS, REWARD, limits) for layout in layouts]
+    samplers = [make_sampler(world, layout, SUMS, REWARD, schedule) for layout in layouts]
     sources = [PromptSource(rows, seed=1, shuffle=False) for _ in samplers]
     for sampler, source in zip(samplers[:2], sources[:2], strict=True):
         sampler.score(sampler.generate(sampler.take(source, 4), step=0))

@@ -42,7 +42,7 @@ OVERRIDES = (
 
 def shares(trainer: Trainer, prompts: list[Prompt], first_group: int = 0) -> list[list[int]]:
     """Submits and returns the groups of each replica; then finishes them."""
-    trainer.sampler.submit(prompts, 3, 0, first_group)
+    trainer.sampler.submit(prompts, 3, step=0, first_group=first_group)
     owners: Any = trainer.sampler._owners
     return trainer.world.gather_objects(sorted({group for _, group in owners.values()}))
 
@@ -100,7 +100,7 @@ def check_dropped_groups(trainer: Trainer, prompts: list[Prompt]) -> None:
 
     sampler.scorer = Scorer(RewardConfig(), trainer.tokenizer, greedy)
     with pytest.raises(UserError, match="a scorer named 'greedy'"):
-        sampler.submit(prompts, 3, 0, greedy=True)
+        sampler.submit(prompts, 3, step=0, greedy=True)
     sampler.scorer = scorer
 
 

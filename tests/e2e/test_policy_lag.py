@@ -23,8 +23,7 @@ from hybridrl import Trainer
 from hybridrl.config.needs import Needs
 from hybridrl.contracts.batch import GREEDY, RolloutBatch, ScoredBatch, TrainBatch
 from hybridrl.errors import UserError
-from hybridrl.generation import looks
-from hybridrl.generation.lagged import LaggedSampler
+from hybridrl.generation import joint_stop
 
 STEPS = 6
 LAGGED = ("rollout.max_new_tokens=40", "data.max_prompt_tokens=40", "train.learning_rate=1e-3")
@@ -122,8 +121,7 @@ def test_every_token_has_the_version_that_made_it(
         found = record(trainer)
         metrics = [trainer.train_step() for _ in range(STEPS)]
         sampler = trainer.sampler
-        assert isinstance(sampler, LaggedSampler)
-        pool = sampler._pool
+        pool = sampler.in_flight.pool
         # The algorithm corrects for it, without being told.
         assert trainer.algorithm.correction.weight == "token"  # type: ignore[attr-defined]
     taken: list[int] = []
@@ -180,20 +178,21 @@ def numbers(batch: RolloutBatch | None) -> list[int]:
 def test_a_further_round_takes_what_the_step_would_throw_away(
     uses_late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looks, "STEPS_BETWEEN_ENDS", 2)  # steps end before all of their groups do
+    monkeypatch.setattr(
+        joint_stop, "STEPS_BETWEEN_SUMS", 2
+    )  # steps end before all of their groups do
     with small_run(tmp_path, *knobs("scripted", 1, "rollout.at_lag_bound=drop")) as trainer:
         trainer.check_engine()
         trainer.train_step()
         sampler, source = trainer.sampler, trainer.prompts
-        assert isinstance(sampler, LaggedSampler)
         taken = numbers(sampler.generate(sampler.take(source, 4), step=1))
-        late = {group.number for group in sampler._pool.groups if group.born == 0}
+        late = {group.number for group in sampler.in_flight.pool.groups if group.born == 0}
         assert late and not late & set(taken)
         if uses_late:
             more = numbers(sampler.generate(sampler.take(source, 4), step=1))
             assert late <= set(more) and len(more) == 4
         sampler.end_step()
-        assert not late & {group.number for group in sampler._pool.groups}
+        assert not late & {group.number for group in sampler.in_flight.pool.groups}
         assert sampler.metrics()["lag/dropped"] == (0 if uses_late else 2 * len(late))
 
 

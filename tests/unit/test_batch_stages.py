@@ -27,7 +27,7 @@ from hybridrl.contracts.batch import (
 from hybridrl.contracts.checks import RESPONSE, columns_of, holds
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS, MicroBatch
 from hybridrl.contracts.versions import repeated_versions
-from hybridrl.generation.gathered import gathered_batch, table_of
+from hybridrl.generation.sample_tables import gathered_batch, table_of
 from hybridrl.parallel.exchange import collect
 
 HERE = Producer.here("test")

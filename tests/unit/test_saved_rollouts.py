@@ -11,7 +11,7 @@ import pytest
 
 from hybridrl.contracts.batch import Prompt
 from hybridrl.data.prompts import PromptSource
-from hybridrl.generation.pool import restored_pool
+from hybridrl.generation.in_flight import restored_pool
 from hybridrl.generation.saved_rollouts import (
     Found,
     SavedRollouts,

@@ -1,11 +1,11 @@
-"""Work on a thread of its own, beside what the main thread does.
+"""Runs work on a thread of its own while the main thread goes on.
 
 Who waits for whom: the main thread waits in `join` for the work; the work waits for no main thread,
-its own or another rank's. So the two can follow each other's collectives in no wrong order: those
-of the work are in process groups that the main thread does not use meanwhile.
+on this rank or another. Collectives of the work use process groups that the main thread does not
+use meanwhile, so their order does not matter.
 
-On a GPU the work is queued on a stream of its own. The main thread's kernels of before are through
-when it begins, and its own when `join` returns.
+On a GPU the work has a stream of its own, which begins after the main thread's kernels and is done
+when `join` returns.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hybridrl.metrics.timing import Span
 POLL_S = 0.05  # how often the main thread looks whether the job goes on
 
 
-class Beside:
+class BackgroundThread:
     """Runs one function at a time.
 
     Args:
-        device: that it computes on.
+        device: Device of the work.
 
     Attributes:
-        span: of the work that was joined last, by `time.perf_counter`.
+        span: Beginning and end of the last joined work, by `time.perf_counter`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,11 +38,6 @@ class Beside:
         self._error: BaseException | None = None
         self._began = self._ended = 0.0
         self.span: Span | None = None
-
-    @property
-    def is_running(self) -> bool:
-        """Whether there is work that was not joined."""
-        return self._thread is not None
 
     def start(self, work: Callable[[], None], name: str) -> None:
         """Begins work; the last one must have been joined."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from hybridrl.generation.looks import STEPS_BETWEEN_ENDS, Looks
+from hybridrl.generation.joint_stop import STEPS_BETWEEN_SUMS, JointStop
 
 Wait = Callable[[], torch.Tensor]
 
@@ -47,10 +47,10 @@ class Sums:
 
 def run(sums: Sums, rank: int, finishes: list[int], needed: int) -> int:
     """Takes steps, of which `finishes` end a group each, until `needed` are complete over all."""
-    looks = Looks(sums.of(rank), lambda found: found[0] >= needed)
+    stop = JointStop(sums.of(rank), lambda found: found[0] >= needed)
     for num_steps in range(1000):
         done = sum(one <= num_steps for one in finishes)
-        if looks.may_end(num_steps, lambda done=done: [done]):
+        if stop.is_reached(num_steps, lambda done=done: [done]):
             return num_steps
     raise AssertionError("it never ended")
 
@@ -87,13 +87,13 @@ def test_all_ranks_end_at_a_step_that_follows_from_the_counts(
     ended, sums = on_two(finishes, needed)
     assert ended == [expected, expected]
     # A sum that nobody reads would meet the next exchange of the ranks.
-    assert sums.begun == [max(expected // STEPS_BETWEEN_ENDS, 1)] * 2
+    assert sums.begun == [max(expected // STEPS_BETWEEN_SUMS, 1)] * 2
 
 
-def test_a_rank_that_is_a_look_ahead_does_not_wait() -> None:
+def test_a_rank_that_is_a_sum_ahead_does_not_wait() -> None:
     parts: list[list[int]] = []
 
-    def looks(rank: int) -> Looks:
+    def stop_of(rank: int) -> JointStop:
         number = -1
 
         def begin(values: torch.Tensor) -> Wait:
@@ -108,11 +108,11 @@ def test_a_rank_that_is_a_look_ahead_does_not_wait() -> None:
             assert number == 0 or sorted(parts[number]) == [0, 1], f"waits for sum {number}"
             return torch.zeros(1)
 
-        return Looks(begin, lambda found: False)
+        return JointStop(begin, lambda found: False)
 
-    both, at = [looks(0), looks(1)], [0, 0]
+    both, at = [stop_of(0), stop_of(1)], [0, 0]
     # Each is in turn up to 15 steps ahead of the last step of the other one.
     for rank, until in [(0, 16), (1, 9), (0, 24), (1, 32), (0, 25), (1, 40), (0, 48)]:
         for num_steps in range(at[rank], until):
-            assert not both[rank].may_end(num_steps, lambda: [0])
+            assert not both[rank].is_reached(num_steps, lambda: [0])
         at[rank] = until

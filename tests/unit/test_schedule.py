@@ -8,20 +8,10 @@ from dataclasses import replace
 import pytest
 
 from hybridrl.contracts.batch import Prompt
-from hybridrl.generation.in_flight import (
-    Group,
-    Limits,
-    choose,
-    count_by_deadline,
-    deal,
-    lag_metrics,
-    may_end,
-    num_new,
-    queue_metrics,
-    remaining_tokens,
-)
+from hybridrl.generation.sampler_metrics import lag_metrics, queue_metrics
+from hybridrl.generation.schedule import SYNCHRONOUS, Group, Schedule, deal, remaining_tokens
 
-LIMITS = Limits(max_lag=1, per_step=2, in_flight=3)
+SCHEDULE = Schedule(max_lag=1, per_step=2, in_flight=3)
 
 
 def group(number: int, born: int = 0, done: str = "..", tokens: int = 0) -> Group:
@@ -43,31 +33,31 @@ def group(number: int, born: int = 0, done: str = "..", tokens: int = 0) -> Grou
 def test_a_step_ends_with_its_groups_and_with_what_may_not_be_older(
     complete: list[int], held: list[int], ends: bool
 ) -> None:
-    assert may_end(complete, held, LIMITS) is ends
-    drops = Limits(1, 2, 3, "drop")
-    assert may_end(complete, held, drops) is (sum(complete) >= 2)
+    assert SCHEDULE.may_end(complete, held) is ends
+    drops = Schedule(1, 2, 3, "drop")
+    assert drops.may_end(complete, held) is (sum(complete) >= 2)
 
 
 def test_a_step_leaves_no_more_than_later_steps_can_take() -> None:
-    limits = Limits(max_lag=2, per_step=2, in_flight=6)
+    schedule = Schedule(max_lag=2, per_step=2, in_flight=6)
     # Four would have to be taken in the next step: one of the older ones is waited for.
-    assert not may_end([0, 0, 2], [0, 3, 2], limits)
-    assert may_end([0, 1, 1], [0, 3, 2], limits)
+    assert not schedule.may_end([0, 0, 2], [0, 3, 2])
+    assert schedule.may_end([0, 1, 1], [0, 3, 2])
 
 
 def test_the_oldest_complete_groups_are_taken() -> None:
     groups = [group(4, 1, "xx"), group(2, 1, "xx"), group(0, 0, "x."), group(3, 1, "xx")]
-    taken, left, late = choose(groups, 1, Limits(1, 2, 3, "drop"))
+    taken, left, late = Schedule(1, 2, 3, "drop").choose(groups, 1)
     assert [one.number for one in taken] == [2, 3]
     assert [one.number for one in left] == [4]
     assert [one.number for one in late] == [0]  # thrown away: it is of step 0
-    assert [one.number for one in choose(groups, 0, LIMITS)[1]] == [0, 4]
+    assert [one.number for one in SCHEDULE.choose(groups, 0)[1]] == [0, 4]
 
 
 @pytest.mark.parametrize(("lag", "in_flight"), [(1, 4), (1, 6), (1, 8), (2, 11), (3, 16)])
 def test_no_group_is_learned_from_too_late(lag: int, in_flight: int) -> None:
     """Random lengths, long ones among them: with all that is allowed under way."""
-    limits, draw = Limits(lag, 4, in_flight), random.Random(lag * 100 + in_flight)
+    schedule, draw = Schedule(lag, 4, in_flight), random.Random(lag * 100 + in_flight)
     lengths: dict[int, int] = {}
     done: dict[int, int] = {}
     held: list[Group] = []
@@ -84,12 +74,12 @@ def test_no_group_is_learned_from_too_late(lag: int, in_flight: int) -> None:
                 )
                 for one in held
             ]
-            born = count_by_deadline([one.born for one in held], step, limits)
+            born = schedule.by_deadline([one.born for one in held], step)
             whole = [one.born for one in held if one.is_complete]
-            if may_end(count_by_deadline(whole, step, limits), born, limits):
+            if schedule.may_end(schedule.by_deadline(whole, step), born):
                 break
             done = {number: tokens + 1 for number, tokens in done.items()}
-        taken, held, late = choose(held, step, limits)
+        taken, held, late = schedule.choose(held, step)
         assert len(taken) == 4 and not late
         assert all(step - one.born <= lag for one in taken)
         assert not taken_in.keys() & {one.number for one in taken}
@@ -101,30 +91,30 @@ def test_no_group_is_learned_from_too_late(lag: int, in_flight: int) -> None:
 def test_lengths_that_are_all_equal_take_no_more_steps_of_an_engine(
     lag: int, in_flight: int
 ) -> None:
-    limits, length, num_steps = Limits(lag, 4, in_flight), 40, 0
+    schedule, length, num_steps = Schedule(lag, 4, in_flight), 40, 0
     left: dict[int, int] = {}
     born: dict[int, int] = {}
     held: list[int] = []
     for step in range(24):
-        for _ in range(num_new(len(held), limits)):
+        for _ in range(schedule.num_new(len(held))):
             held.append(len(left))
             born[held[-1]], left[held[-1]] = step, length
         while True:
             found = [group(one, born[one], ".." if left[one] else "xx") for one in held]
             whole = [one.born for one in found if one.is_complete]
             of_all = [one.born for one in found]
-            if may_end(*(count_by_deadline(b, step, limits) for b in (whole, of_all)), limits):
+            if schedule.may_end(*(schedule.by_deadline(b, step) for b in (whole, of_all))):
                 break
             left = {number: max(tokens - 8, 0) for number, tokens in left.items()}
             num_steps += 8
-        held = [one.number for one in choose(found, step, limits)[1]]
+        held = [one.number for one in schedule.choose(found, step)[1]]
     assert num_steps <= 24 * length
 
 
 @pytest.mark.parametrize(("lag", "in_flight"), [(1, 4), (1, 6), (1, 8), (2, 11), (3, 16)])
 def test_further_rounds_of_a_step_end_and_leave_nothing_too_late(lag: int, in_flight: int) -> None:
     """After its groups a step takes further ones, up to twice, for those that teach nothing."""
-    limits, draw = Limits(lag, 4, in_flight), random.Random(lag * 10 + in_flight)
+    schedule, draw = Schedule(lag, 4, in_flight), random.Random(lag * 10 + in_flight)
     left: dict[int, int] = {}  # tokens that a group still needs, by number
     born: dict[int, int] = {}
     held: list[int] = []
@@ -133,27 +123,35 @@ def test_further_rounds_of_a_step_end_and_leave_nothing_too_late(lag: int, in_fl
         for room in (4, draw.randint(0, 4), draw.randint(0, 4)):
             if not room:
                 break
-            for _ in range(num_new(len(held), limits, room=room)):
+            for _ in range(schedule.num_new(len(held), room=room)):
                 held.append(len(left))
                 born[held[-1]], left[held[-1]] = step, draw.choice([1, 2, 3, 40, 90])
             for _ in range(200):
                 found = [group(one, born[one], "xx" if not left[one] else "x.") for one in held]
                 whole = [one.born for one in found if one.is_complete]
                 of_all = [born[one] for one in held]
-                if may_end(
-                    *(count_by_deadline(b, step, limits) for b in (whole, of_all)), limits, room
+                if schedule.may_end(
+                    *(schedule.by_deadline(b, step) for b in (whole, of_all)), room
                 ):
                     break
                 for number in held:
                     left[number] = max(left[number] - 1, 0)
             else:
                 raise AssertionError("the round does not end")
-            taken, kept, late = choose(found, step, limits, room)
+            taken, kept, late = schedule.choose(found, step, room)
             assert len(taken) == room and not late
             assert all(step - one.born <= lag for one in taken)
             held = [one.number for one in kept]
             num_taken, num_rounds = num_taken + room, num_rounds + 1
     assert num_rounds > 100 and num_taken + len(held) == len(left)
+
+
+def test_without_a_lag_a_step_takes_all_that_it_begins() -> None:
+    schedule = Schedule(max_lag=0, per_step=3, in_flight=3)
+    groups = [group(number, 4, "xx") for number in range(3)]
+    assert schedule.num_new(0) == 3 and schedule.choose(groups, 4) == (groups, [], [])
+    assert schedule.may_end([3], [3]) and not schedule.may_end([2], [3])
+    assert not (schedule.carries_over or SYNCHRONOUS.carries_over or schedule.generates_ahead)
 
 
 def test_what_goes_on_is_dealt_by_what_is_left_of_it() -> None:
@@ -195,10 +193,10 @@ def test_queue_counts_samples_of_groups_under_way() -> None:
     assert queue_metrics([]) == {"lag/unfinished": 0.0, "lag/waiting": 0.0}
 
 
-@pytest.mark.parametrize(("lag", "in_flight"), [(0, 2), (1, 1), (1, 5)])
-def test_limits_that_cannot_be_kept_are_refused(lag: int, in_flight: int) -> None:
+@pytest.mark.parametrize(("lag", "in_flight"), [(-1, 2), (0, 3), (1, 1), (1, 5)])
+def test_a_schedule_that_cannot_be_kept_is_refused(lag: int, in_flight: int) -> None:
     with pytest.raises(ValueError, match="in_flight"):
-        Limits(lag, 2, in_flight)
+        Schedule(lag, 2, in_flight)
 
 
 @pytest.mark.parametrize(
@@ -208,14 +206,14 @@ def test_what_is_generated_ahead_is_learned_from_in_time(
     lag: int, in_flight: int, until: int
 ) -> None:
     """While a step trains, groups are begun with its weights that later steps alone may take."""
-    limits, draw = Limits(lag, 4, in_flight, ahead_until=until), random.Random(lag * 10 + until)
+    schedule, draw = Schedule(lag, 4, in_flight, ahead_until=until), random.Random(lag * 10 + until)
     left: dict[int, int] = {}  # tokens that a group still needs, by number
     born: dict[int, int] = {}
     held: list[int] = []
     taken_in: dict[int, int] = {}
 
     def begin(step: int, is_ahead: bool) -> None:
-        for _ in range(num_new(len(held), limits, is_ahead)):
+        for _ in range(schedule.num_new(len(held), is_ahead)):
             held.append(len(left))
             born[held[-1]], left[held[-1]] = step, draw.choice([1, 2, 3, 40, 90])
 
@@ -232,10 +230,10 @@ def test_what_is_generated_ahead_is_learned_from_in_time(
             found = groups()
             whole = [one.born for one in found if one.is_complete]
             of_all = [one.born for one in found]
-            if may_end(*(count_by_deadline(b, step, limits) for b in (whole, of_all)), limits):
+            if schedule.may_end(*(schedule.by_deadline(b, step) for b in (whole, of_all))):
                 break
             advance()
-        taken, kept, late = choose(found, step, limits)
+        taken, kept, late = schedule.choose(found, step)
         assert len(taken) == 4 and not late
         assert all(step - one.born <= lag for one in taken)
         taken_in |= {one.number: step for one in taken}
