@@ -40,7 +40,6 @@ from hybridrl.hybrid_engine.planning.nodes import TRANSPORTS as PLANNED
 from hybridrl.hybrid_engine.planning.nodes import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.loop.loop import Trainer
-from hybridrl.models.expert_stacks import in_stacks
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.training.model import ParallelModel
 from hybridrl.training.peer_weights import PeerWeights
@@ -306,29 +305,16 @@ def freeze(
     model.freeze()
     model._peer_weights = peer_weights
     if peer_weights is not None:
-        # Chunks of a virtual pipeline have the same names.
-        named = {
-            f"{index}/{name}": parameter
-            for index, chunk in enumerate(model.chunks)
-            for name, parameter in chunk.named_parameters()
-        }
-        parameters = [named[name] for name in reversed(in_stacks(list(named)))]
-        wrapped = SimpleNamespace(
-            buffers=list(map(buffer_of, parameters)),
-            expert_parallel_buffers=[],
-            named_buffers=lambda: (
-                pair for chunk in model.chunks for pair in chunk.named_buffers()
-            ),
-        )
-        peer_weights.move([wrapped])
-
-
-def buffer_of(parameter: torch.nn.Parameter) -> SimpleNamespace:
-    """Returns a parameter as Megatron's buffer of it alone."""
-    whole = (0, parameter.numel(), 0)
-    return SimpleNamespace(
-        param_data=parameter.data.view(-1), buckets=[], param_index_map={parameter: whole}
-    )
+        wrapped = [
+            SimpleNamespace(
+                buffers=[],
+                expert_parallel_buffers=[],
+                named_buffers=chunk.named_buffers,
+                named_parameters=chunk.named_parameters,
+            )
+            for chunk in model.chunks
+        ]
+        peer_weights.move(wrapped)
 
 
 def config_of(job: Mapping[str, Any]) -> Any:

@@ -76,13 +76,14 @@ def vocab_backward(
     grad_entropy_T: torch.Tensor | None,
     grad_weight_VD: torch.Tensor | None,
     cap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    is_trained: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes this shard's part of the gradients of log-probability and entropy.
 
     Args and returns: as of `reference.vocab_backward`.
     """
     stats, grads = (max_T, log_sum_T, entropy_T), (grad_logp_T, grad_entropy_T, grad_weight_VD)
-    arguments = hidden_TD, weight_VD, target_T, temperature, *stats, *grads, cap
+    arguments = hidden_TD, weight_VD, target_T, temperature, *stats, *grads, cap, is_trained
     if hidden_TD.is_cuda:
         from hybridrl.kernels import token_logprobs
 

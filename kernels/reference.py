@@ -77,7 +77,8 @@ def vocab_backward(
     grad_entropy_T: torch.Tensor | None,
     grad_weight_VD: torch.Tensor | None,
     cap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    is_trained: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes this shard's part of the gradients of log-probability and entropy.
 
     With z the logits, p = softmax(z), H the entropy: d logp / dz_j = [j is target] - p_j and
@@ -91,14 +92,14 @@ def vocab_backward(
         grad_logp_T, grad_entropy_T: of the loss, fp32; no entropy's: nothing depends on it.
         grad_weight_VD: fp32, that the weight's gradient is added to; None: it is a new tensor of
             the weight's type.
+        is_trained: Whether the weight has a gradient.
 
     Returns:
-        Gradient of hidden_TD (to be summed over shards), and the tensor with that of weight_VD.
+        Gradient of hidden_TD (to be summed over shards), and the tensor with that of weight_VD;
+        None if it has none.
     """
     grad_hidden = torch.zeros_like(hidden_TD)
-    grad_weight = weight_VD.new_zeros(weight_VD.shape, dtype=torch.float32)
-    if grad_weight_VD is not None:
-        grad_weight = grad_weight_VD
+    grad_weight = _fp32_gradient(weight_VD, grad_weight_VD, is_trained)
     weight = weight_VD.float()
     for start in range(0, hidden_TD.size(0) if weight.size(0) else 0, CHUNK_TOKENS):
         rows = slice(start, start + CHUNK_TOKENS)
@@ -116,10 +117,20 @@ def vocab_backward(
             grad *= _slope(products, cap)
         grad /= temperature
         grad_hidden[rows] = (grad @ weight).to(grad_hidden.dtype)
-        grad_weight += grad.T @ hidden
-    if grad_weight_VD is None:
+        if grad_weight is not None:
+            grad_weight += grad.T @ hidden
+    if grad_weight is not None and grad_weight_VD is None:
         grad_weight = grad_weight.to(weight_VD.dtype)
     return grad_hidden, grad_weight
+
+
+def _fp32_gradient(
+    weight_VD: torch.Tensor, grad_weight_VD: torch.Tensor | None, is_trained: bool
+) -> torch.Tensor | None:
+    """Returns what the gradient of a weight is summed in; None if it has none."""
+    if grad_weight_VD is not None or not is_trained:
+        return grad_weight_VD
+    return torch.zeros_like(weight_VD, dtype=torch.float32)
 
 
 def vocab_top(
@@ -179,20 +190,19 @@ def vocab_chosen_backward(
     grad_TK: torch.Tensor,
     grad_weight_VD: torch.Tensor | None,
     cap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    is_trained: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes this shard's part of the gradients of `vocab_chosen`; no atomics.
 
     Args:
         hidden_TD, weight_VD, columns_TK, temperature, cap: as of `vocab_chosen`.
         grad_TK: of the loss, fp32.
-        grad_weight_VD: as of `vocab_backward`.
+        grad_weight_VD, is_trained: as of `vocab_backward`.
 
     Returns: as `vocab_backward`.
     """
     grad_hidden = torch.zeros_like(hidden_TD)
-    grad_weight = weight_VD.new_zeros(weight_VD.shape, dtype=torch.float32)
-    if grad_weight_VD is not None:
-        grad_weight = grad_weight_VD
+    grad_weight = _fp32_gradient(weight_VD, grad_weight_VD, is_trained)
     grad_TK = grad_TK.masked_fill(columns_TK < 0, 0.0) / temperature
     for rows in _chosen_chunks(columns_TK, weight_VD):
         columns_NK, grad_NK = columns_TK[rows].clamp(min=0), grad_TK[rows]
@@ -201,9 +211,10 @@ def vocab_chosen_backward(
             products_NK = (weight_NKD @ hidden_TD[rows].float()[..., None])[..., 0]
             grad_NK = grad_NK * _slope(products_NK, cap)
         grad_hidden[rows] = (grad_NK[:, None] @ weight_NKD)[:, 0].to(grad_hidden.dtype)
-        parts_ND = (grad_NK[..., None] * hidden_TD[rows].float()[:, None]).flatten(0, 1)
-        grad_weight.index_put_((columns_NK.flatten(),), parts_ND, accumulate=True)
-    if grad_weight_VD is None:
+        if grad_weight is not None:
+            parts_ND = (grad_NK[..., None] * hidden_TD[rows].float()[:, None]).flatten(0, 1)
+            grad_weight.index_put_((columns_NK.flatten(),), parts_ND, accumulate=True)
+    if grad_weight is not None and grad_weight_VD is None:
         grad_weight = grad_weight.to(weight_VD.dtype)
     return grad_hidden, grad_weight
 

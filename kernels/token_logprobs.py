@@ -75,7 +75,8 @@ def vocab_backward(
     grad_entropy_T: torch.Tensor | None,
     grad_weight_VD: torch.Tensor | None,
     cap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    is_trained: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes this shard's part of the gradients; arguments and result as of the reference.
 
     The gradient of a logit is rounded to the weight's type; sums of them are fp32.
@@ -84,7 +85,9 @@ def vocab_backward(
     grad_entropy_T = None if grad_entropy_T is None else grad_entropy_T.contiguous()
     is_added, is_empty = grad_weight_VD is not None, 0 in (hidden_TD.size(0), weight_VD.size(0))
     fresh = torch.zeros_like if is_empty else torch.empty_like
-    grad_weight = fresh(weight_VD) if grad_weight_VD is None else grad_weight_VD
+    grad_weight = grad_weight_VD
+    if is_trained and grad_weight is None:
+        grad_weight = fresh(weight_VD)
     if is_empty:
         return torch.zeros_like(hidden_TD), grad_weight
     num_tokens, width = hidden_TD.size(0), _width(hidden_TD.size(0), weight_VD.size(0))
@@ -113,8 +116,9 @@ def vocab_backward(
             num_warps=_warps(width),
         )
         _multiply(grads[:, :columns], weight, grad_hidden, is_added=first > 0)
-        rows = grad_weight[first : first + columns]
-        _multiply(grads[:, :columns].T, hidden_TD, rows, is_added=is_added)
+        if grad_weight is not None:
+            rows = grad_weight[first : first + columns]
+            _multiply(grads[:, :columns].T, hidden_TD, rows, is_added=is_added)
     return grad_hidden.to(hidden_TD.dtype), grad_weight
 
 

@@ -41,6 +41,7 @@ READERS = {
         ),
         "train",
     ),
+    "train.freeze": "plan, train, bench, check",
     "rollout": ALL,
     "rollout.verify": "train",
     "rollout.in_flight": "train",

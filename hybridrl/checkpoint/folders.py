@@ -50,6 +50,7 @@ class SavedState(BaseModel):
             with responses, by step.
         seconds: of training so far.
         num_updates: optimizer steps of each trained model.
+        freeze: `train.freeze` of the run, whose optimizer states are of what was trained.
         layout: of the ranks that saved; random states go on in the same layout only.
         family: what `model.family` would have to say.
         dtype: of the policy's weights.
@@ -67,6 +68,7 @@ class SavedState(BaseModel):
     evaluations: dict[str, dict[str, float]] = {}
     seconds: float = Field(0.0, ge=0, allow_inf_nan=False)
     num_updates: dict[str, int] = {}
+    freeze: list[str] = []
     layout: str
     family: str
     dtype: Literal["float32", "bfloat16", "float16"]

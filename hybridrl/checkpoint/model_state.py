@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,7 @@ from hybridrl.checkpoint.opening import Notify, damage_is_told
 from hybridrl.checkpoint.optimizer_state import (
     Allocator,
     connect,
+    count_step,
     hand_out,
     kept_bytes,
     own_shares,
@@ -60,6 +61,11 @@ class Saved(Protocol):
     @property
     def optimizer(self) -> Any:
         """Megatron's optimizer, None for a model that is not trained."""
+        ...
+
+    @property
+    def frozen_parts(self) -> Sequence[str]:
+        """The parts that are frozen although the model is trained (`train.freeze`)."""
         ...
 
 
@@ -160,13 +166,13 @@ def sharded_state(
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": False,
     }
-    parts: dict[str, Any] = {
-        f"model{index}": _only_weights(chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
-        for index, chunk in enumerate(model.chunks)
-    }
+    parts = _sharded_weights(model, metadata)
     if model.optimizer is None:
         return parts
-    weights = parts["model0"] if len(model.chunks) == 1 else dict(parts)
+    described = parts
+    if model.frozen_parts:  # layers are one tensor otherwise, of which frozen ones would be missing
+        described = _sharded_weights(model, {**metadata, "non_homogeneous_layers": True})
+    weights = described["model0"] if len(model.chunks) == 1 else dict(described)
     for optimizer in model.optimizer.chained_optimizers:
         _make_states(optimizer)
     with own_shares(model.optimizer.chained_optimizers, allocators):
@@ -176,6 +182,14 @@ def sharded_state(
     if not is_loading:
         _separate_storages(parts["optimizer"])
     return parts
+
+
+def _sharded_weights(model: Saved, metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all weights, trained and frozen: a checkpoint needs no other files to be loaded."""
+    return {
+        f"model{index}": _only_weights(chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
+        for index, chunk in enumerate(model.chunks)
+    }
 
 
 def connect_shares(model: Saved) -> None:
@@ -239,7 +253,8 @@ def _load_weights(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
 def _make_states(optimizer: Any) -> None:
     """Gives an optimizer that has taken no step yet the states that Megatron saves and loads."""
     adam = optimizer.optimizer
-    if len(adam.state):
+    count_step(adam, 0)
+    if len(adam.state) or not any(group["params"] for group in adam.param_groups):
         return
     # Not by Megatron's own way, a step with zero gradients: it would count, and decay the weights.
     if not isinstance(adam, torch.optim.Adam):  # transformer-engine's, which counts by group

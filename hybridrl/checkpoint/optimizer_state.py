@@ -32,6 +32,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from torch import Tensor
 
 STATES = ("param", "exp_avg", "exp_avg_sq")  # as Megatron names them: fp32 weight, Adam's moments
+STEPS = "steps"  # key of an Adam's state that counts its steps where it owns no parameter
 # Of pieces under way when loading, on the host: waiting for each would be slow.
 MOST_BYTES_UNDER_WAY = 256 << 20
 ROUND_BYTES = 64 << 20  # that a rank sends or receives in a round; a GPU holds so much meanwhile
@@ -113,6 +114,20 @@ def hand_out(optimizers: Sequence[Any], states: Any) -> None:
                 for peer, span in cut.others:
                     exchange.send(whole[span], peer)
         exchange.wait()
+
+
+def count_step(adam: Any, num_steps: int = 1) -> None:
+    """Counts steps of an Adam that owns no parameter, as on a stage whose layers are all frozen:
+    Megatron reads the count of all ranks from rank 0's, and finds it with the parameters.
+    """
+    if any(group["params"] for group in adam.param_groups):
+        return
+    if isinstance(adam, torch.optim.Adam):
+        state: dict[Any, Any] = adam.state
+        state.setdefault(STEPS, {"step": torch.tensor(0.0)})["step"] += num_steps
+        return
+    for group in adam.param_groups:  # transformer-engine's, which counts by group
+        group["step"] = group.get("step", 0) + num_steps
 
 
 def kept_bytes(optimizers: Iterable[Any]) -> int:

@@ -370,6 +370,14 @@ class CheckpointStore:
                 "Was it saved by this algorithm?",
             )
         for name, model in models.items():
+            if set(model.frozen_parts) != set(state.freeze):
+                raise CheckpointError(
+                    f"train.freeze of {checkpoint.folder}",
+                    ", ".join(state.freeze) or "nothing frozen",
+                    f"{', '.join(model.frozen_parts) or 'nothing frozen'}, as this run has it",
+                    "Optimizer states are of what was trained. Set train.freeze as it was; or "
+                    "convert the checkpoint to an HF directory and start from it with model.path.",
+                )
             load_model(checkpoint, name, model, self.world, self._notify)
         if state.layout == self.layout:
             self._load_rng(checkpoint)

@@ -34,7 +34,7 @@ _HOW_FAST: Any = {
 _EVALUATES = {"eval_prompts", "eval_limit", "validation"}
 # What is not read where a model is only evaluated: how it learns, by what order and from which
 # rows. Rows that are held out of those depend on data.prompts, so that it stays.
-_TRAINS = ("steps.", "mix.", "rollout.", "run.seed")
+_TRAINS = ("steps.", "mix.", "rollout.", "run.seed", "train.")
 # A checkpoint knows its prompts by their tokens. A run that began before the knob existed has no
 # value of it, and needs false to go on.
 _IN_TOKENS = {"add_special_tokens"}
@@ -166,8 +166,8 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def identity(config: Config) -> dict[str, Any]:
     """Returns what a run folder belongs to: model, algorithm, data, reward, environment, batch
-    numbers, seed and further terms of the loss; without headers of requests and options that come
-    from the environment, which may be keys.
+    numbers, seed, frozen parts and further terms of the loss; without headers of requests and
+    options that come from the environment, which may be keys.
     """
     steps = config.steps
     terms = {
@@ -188,6 +188,7 @@ def identity(config: Config) -> dict[str, Any]:
         },
         "rollout": lag_identity(config),
         "run": {"seed": config.run.seed},
+        "train": {"freeze": list(config.train.freeze)},
     }
     return {**without_secrets(known, config.written), **terms}
 

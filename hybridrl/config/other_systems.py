@@ -58,6 +58,9 @@ VERL: Mapping[str, Counterpart] = {
     "actor_rollout_ref.model.path": _to("model.path"),
     "actor_rollout_ref.model.enable_gradient_checkpointing": _to("train.recompute"),
     "actor_rollout_ref.model.use_remove_padding": _ALWAYS_PACKED,
+    "actor_rollout_ref.model.override_config.moe_config.freeze_moe_router": _to(
+        "train.freeze", note="true: freeze: router"
+    ),
     "actor_rollout_ref.actor.optim.lr": _to("train.learning_rate"),
     "actor_rollout_ref.actor.optim.lr_warmup_steps": _to("train.warmup_steps"),
     "actor_rollout_ref.actor.optim.total_training_steps": _to("steps.num_steps"),

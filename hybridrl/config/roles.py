@@ -50,6 +50,12 @@ def run_models(config: Config, needs: Needs, terms: Iterable[Needs]) -> RunModel
     )
 
 
+def trains_policy(config: Config) -> bool:
+    """Whether a run trains a language model; if not, it trains a reward model."""
+    needs = config.algorithm.needs
+    return needs is None or needs.policy
+
+
 def reward_models(config: Config) -> dict[str, ModelConfig]:
     """Returns the models that the section `reward` names, by the names of their scorers."""
     found = {}

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from hybridrl.config.lists import Texts
 from hybridrl.config.section import Section
 
 
@@ -63,6 +64,8 @@ class TrainConfig(Section):
     """Largest global gradient norm; 0 switches clipping off. 1: stops rare reward spikes."""
     max_skipped_steps: int = Field(3, ge=1)
     """Optimizer steps skipped in a row, for a loss or gradient not finite, that end the run. 3: one bad batch passes; what is broken is not trained past."""
+    freeze: Texts = ()
+    """Parts that keep their weights: embeddings, head, norms, router, experts, layers, layers.N, layers.A-B, or patterns over HF names such as model.layers.*.mlp.*. None: everything is trained. They have no gradients and no optimizer state; a critic's value head is always trained."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
     """What decoder layers are made of. 'auto': transformer-engine's where they work, which are faster."""
     recompute: Literal["none", "selective", "full"] = "none"

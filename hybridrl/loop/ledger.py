@@ -58,6 +58,8 @@ def entries(
         else:
             stays = not model.train.release_weights_in_rollout
             found.append(Entry(f"{role} weights", memory.weight_bytes(), in_rollout=stays))
+            if kept := _num_bytes(model.frozen_weights()):
+                found.append(Entry(f"{role} frozen weights", kept))
             state, _ = memory.state_bytes()
             lent = memory.lent_bytes
             if lent:  # the engine's own memory, which stands below where it is kept

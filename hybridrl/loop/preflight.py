@@ -31,7 +31,7 @@ from hybridrl.config.generation import (
 from hybridrl.config.identity import check_run_folder, run_folder
 from hybridrl.config.needs import Feedback, Needs
 from hybridrl.config.placement import Machines, PlacementConfig, asks_for, named_roles
-from hybridrl.config.roles import reward_models
+from hybridrl.config.roles import reward_models, trains_policy
 from hybridrl.config.rules import check, layer_rules, split_rules, without_training
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config, DataConfig, ModelConfig, RewardConfig
@@ -49,6 +49,7 @@ from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import bias_rule, read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.headers import HfHeaders
+from hybridrl.models.trainable import freeze_rules
 from hybridrl.models.weights import Head, fused_layout, hf_shapes
 from hybridrl.parallel.descriptors import shortage
 from hybridrl.parallel.host_gpus import local_gpu_names, num_local_gpus
@@ -96,6 +97,8 @@ def model_violations(
                 # The rules know no vocabulary.
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
+            head: Head = "lm" if trains_policy(config) else "value"
+            found += freeze_rules(config.train.freeze, family, shape, head)
         except UserError as error:
             found.append(error)
     taught = [*on_policy_rules(config), *_teacher(config, hf_config)] if has_teacher else []

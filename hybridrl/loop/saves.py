@@ -116,6 +116,7 @@ def run_state(
         "evaluations": evaluations,
         "seconds": seconds,
         "num_updates": {name: model.num_updates for name, model in trained.items()},
+        "freeze": list(next(iter(trained.values())).frozen_parts) if trained else [],
     }
 
 

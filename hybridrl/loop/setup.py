@@ -17,6 +17,7 @@ from hybridrl.config.hub import hub_names, with_names
 from hybridrl.config.identity import pinned
 from hybridrl.config.lag import generates_ahead
 from hybridrl.config.placement import Machines, Placement
+from hybridrl.config.roles import trains_policy
 from hybridrl.config.rules import check, without_training
 from hybridrl.config.rules_placement import placed
 from hybridrl.config.schema import Config
@@ -25,6 +26,8 @@ from hybridrl.config.teacher import teacher_rules
 from hybridrl.errors import ConfigError
 from hybridrl.hybrid_engine.planning.order import is_settled, lay_out, order_layout
 from hybridrl.models.family import bias_rule, read_model
+from hybridrl.models.trainable import freeze_rules
+from hybridrl.models.weights import Head
 from hybridrl.parallel.groups import World, same_on_all_ranks
 from hybridrl.parallel.host_gpus import Host, LocalGpu
 from hybridrl.parallel.joining import from_rank_0
@@ -81,9 +84,12 @@ def check_rules(config: Config, machines: Machines, trains: bool = True) -> None
     found = check(config, size, model_config, dtype, is_script=True, machines=machines)
     if trains:
         found += [*on_policy_rules(config), *teacher_rules(config, model_config or {})]
-    rate = config.train.moe.bias_update_rate
-    if rate and model_config is not None and not found:
-        found += bias_rule(rate, *read_model(config.model.family, model_config))
+    train = config.train
+    if model_config is not None and not found:
+        family, shape = read_model(config.model.family, model_config)
+        found += bias_rule(train.moe.bias_update_rate, family, shape)
+        head: Head = "lm" if trains_policy(config) else "value"
+        found += freeze_rules(train.freeze, family, shape, head)
     if not trains:
         found = without_training(found)
     if found:

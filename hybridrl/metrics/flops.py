@@ -5,6 +5,9 @@ Recomputed activations, padding and the masked half of attention scores do not c
 rate is comparable between ways of computing the same (Chowdhery et al. 2022, "PaLM", appendix B),
 nor do output heads where nothing is predicted. What samples share counts once where it is computed
 once: their rate is that of the hardware, and what sharing saves is a number of its own.
+The backward pass of a matrix product is two products of the same size: the gradient of its input,
+if something before it is trained, and that of its weight, if the weight is trained. The backward
+pass of attention is twice its forward pass.
 Matrix products and attention only; norms, rotary positions, softmax and the optimizer are left out.
 """
 
@@ -12,10 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from hybridrl.models.family import ModelShape
+from hybridrl.models.trainable import ALL, BackwardShares
 
-TRAIN_PASSES = 3  # the backward of a matrix product is two products of the same size
 # Dense bf16 tensor-core FLOP/s by the words of the device's name, the special before the general;
 # NVIDIA's data sheets of each product, whose numbers with sparsity are twice these.
 PEAK_FLOPS_PER_S = {
@@ -81,6 +85,34 @@ def attended_pairs(shape: ModelShape, length: int) -> int:
     return num_whole * whole + (shape.num_layers - num_whole) * windowed
 
 
+class Flops(NamedTuple):
+    """FLOPs of a forward pass: of products with the layers' weights, of attention, of the head."""
+
+    weights: int
+    attention: int
+    head: int
+
+
+def _forward(
+    shape: ModelShape,
+    lengths: Iterable[int],
+    head_tokens: int,
+    head_size: int | None,
+    prefixes: Iterable[int] | None,
+) -> Flops:
+    lengths = list(lengths)
+    shared = [0] * len(lengths) if prefixes is None else list(prefixes)
+    tokens = sum(lengths) - sum(shared)
+    pairs = sum(attended_pairs(shape, length) for length in lengths)
+    pairs -= sum(attended_pairs(shape, prefix) for prefix in shared)
+    outputs = shape.vocab_size if head_size is None else head_size
+    return Flops(
+        2 * matmul_params(shape) * tokens,
+        2 * shape.num_heads * (shape.head_dim + shape.value_dim) * pairs,
+        2 * shape.hidden_size * outputs * head_tokens,
+    )
+
+
 def forward_flops(
     shape: ModelShape,
     lengths: Iterable[int],
@@ -102,15 +134,7 @@ def forward_flops(
         head_size: outputs of the head; None: the vocabulary, 1 for a value head.
         prefixes: Leading tokens of each sequence that are computed with another; None: no token is.
     """
-    lengths = list(lengths)
-    shared = [0] * len(lengths) if prefixes is None else list(prefixes)
-    tokens = sum(lengths) - sum(shared)
-    pairs = sum(attended_pairs(shape, length) for length in lengths)
-    pairs -= sum(attended_pairs(shape, prefix) for prefix in shared)
-    layers = 2 * matmul_params(shape) * tokens
-    layers += 2 * shape.num_heads * (shape.head_dim + shape.value_dim) * pairs
-    outputs = shape.vocab_size if head_size is None else head_size
-    return layers + 2 * shape.hidden_size * outputs * head_tokens
+    return sum(_forward(shape, lengths, head_tokens, head_size, prefixes))
 
 
 def train_flops(
@@ -119,9 +143,20 @@ def train_flops(
     head_tokens: int,
     head_size: int | None = None,
     prefixes: Iterable[int] | None = None,
+    backward: BackwardShares = ALL,
 ) -> int:
-    """Returns the FLOPs of one forward and backward pass; arguments as of `forward_flops`."""
-    return TRAIN_PASSES * forward_flops(shape, lengths, head_tokens, head_size, prefixes)
+    """Returns the FLOPs of one forward and backward pass.
+
+    Args:
+        shape, lengths, head_tokens, head_size, prefixes: as of `forward_flops`.
+        backward: What the backward pass computes.
+    """
+    found = _forward(shape, lengths, head_tokens, head_size, prefixes)
+    return round(
+        found.weights * (1 + backward.flow + backward.weights)
+        + found.attention * (1 + 2 * backward.attention)
+        + found.head * (1 + backward.head_flow + backward.head_weights)
+    )
 
 
 GeneratedLengths = dict[int, tuple[int, list[tuple[int, int]]]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -272,6 +272,12 @@ class Row:
     stage: Stage = "layer"
     num_experts: int = 0
     layers: tuple[int, ...] | None = None
+
+    def layers_of(self, shape: ModelShape) -> Sequence[int]:
+        """Returns the layers that have the parameter; one, 0, for a parameter of no layer."""
+        if self.layers is not None:
+            return self.layers
+        return range(shape.num_layers if self.stage == "layer" else 1)
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str,
     """
     shapes: dict[str, Shape] = {}
     for row in _rows(family, shape, head):
-        for layer in _layers(row, shape):
+        for layer in row.layers_of(shape):
             for expert in range(row.num_experts or 1):
                 for part, size in _hf_tensors(row).items():
                     shapes[part.format(L=layer, E=expert)] = size
@@ -132,7 +132,7 @@ def megatron_layout(
             cut = plain_cut(row, layout.etp, layout.expert_coordinates(rank).etp, "train.etp")
         else:
             cut = megatron_cut(row, shape, layout.tp, where.tp)
-        held_layers = _layers(row, shape)
+        held_layers = row.layers_of(shape)
         if row.stage == "layer":
             for chunk, layers in enumerate(chunks):
                 for index, layer in enumerate(layers):
@@ -217,7 +217,7 @@ def fused_layout(
             name = name.replace(".gate_proj.", ".gate_up_proj.")
         elif row.kind == "replicated" and len(row.parts) > 1:
             name = name.replace(".q_a_proj.", ".fused_qkv_a_proj.")
-        for layer in _layers(row, shape):
+        for layer in row.layers_of(shape):
             held.add(row, layer, name.format(L=layer), cut)
     return held.layout()
 
@@ -361,12 +361,6 @@ def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
         )
 
 
-def _layers(row: Row, shape: ModelShape) -> Sequence[int]:
-    if row.layers is not None:
-        return row.layers
-    return range(shape.num_layers if row.stage == "layer" else 1)
-
-
 def _experts(row: Row, layout: TrainLayout, rank: int) -> Sequence[int]:
     """Returns the global indices of the experts for which a rank holds the row's parameter; of a
     row without experts one index, which no name has.
@@ -395,7 +389,7 @@ def _hold_fused_experts(
     count = row.num_experts // ep
     stem = row.parts[0].split("{E}")[0]
     fused = "routed_experts." + ("w13_weight" if row.kind == "gate_up" else "w2_weight")
-    for layer in _layers(row, shape):
+    for layer in row.layers_of(shape):
         for local in range(count):
             name = f"{stem.format(L=layer)}{fused}/{local}"
             held.add(row, layer, name, cut, ep_rank * count + local)

@@ -27,8 +27,8 @@ from hybridrl.metrics.flops import (
     train_flops,
 )
 from hybridrl.models.families.by_length import said_of_length
-from hybridrl.models.family import ModelShape
 from hybridrl.models.score_token import BEFORE_LAST, LAST
+from hybridrl.models.trainable import said_of_freeze
 from hybridrl.models.weights import Head
 from hybridrl.parallel.exchange import bring
 from hybridrl.parallel.groups import World, same_on_all_ranks
@@ -38,7 +38,6 @@ from hybridrl.roles.critic import Critic
 from hybridrl.roles.policy import LossTerm, Policy
 from hybridrl.roles.reward_models import RewardModel, make_reward_models
 from hybridrl.roles.teacher import Teacher, make_teacher
-from hybridrl.training.batches.batch_plan import BatchPlanner
 from hybridrl.training.exploded import explosion_of
 from hybridrl.training.from_config import build_model, model_source
 from hybridrl.training.model import ModelSource, ParallelModel
@@ -181,19 +180,18 @@ class Roles:
             generated: all that was generated for it.
             terms: batches of further terms, whose columns are made in the update too.
         """
-        shape = self.source.shape
+        shape, policy = self.source.shape, self.policy.model
         trains_policy = self.trains_policy(num_steps_done)
         lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
-        planner = self.policy.model.planner
         value = value_update = 0
         if self.critic is not None:
-            of_critic = self.critic.model.planner
+            critic = self.critic.model
             seen, learned = (
-                of_critic.shared_tokens(batch, is_lookup) for is_lookup in (True, False)
+                critic.planner.shared_tokens(batch, is_lookup) for is_lookup in (True, False)
             )
             value = forward_flops(shape, lengths, responses, 1, seen)
-            value_update = train_flops(shape, lengths, responses, 1, learned)
-        lookups, update = _lm_flops(shape, batch, planner)
+            value_update = train_flops(shape, lengths, responses, 1, learned, critic.backward)
+        lookups, update = _lm_flops(policy, batch)
         if self.teacher is not None:
             teacher = self.teacher.model
             shared = teacher.planner.shared_tokens(batch, is_lookup=True)
@@ -203,28 +201,36 @@ class Roles:
             "logprobs": lookups + value,
             "update": trains_policy * update
             + value_update
-            + sum(sum(_lm_flops(shape, term, planner)) for term in terms),
+            + sum(sum(_lm_flops(policy, term)) for term in terms),
         }
 
     def sharing(self, batch: TrainBatch) -> dict[str, float]:
         """Returns by what factor shared prompts lower the model FLOPs of the policy's update;
         nothing where samples do not share prompts.
         """
-        planner, shape = self.policy.model.planner, self.source.shape
-        if not planner.shares_prompts or "policy" not in self.trained:
+        policy = self.policy.model
+        if not policy.planner.shares_prompts or "policy" not in self.trained:
             return {}
-        sizes = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
-        computed = train_flops(shape, *sizes, prefixes=planner.shared_tokens(batch))
-        return {"train/shared_prompts_speedup": train_flops(shape, *sizes) / max(computed, 1)}
+        computed = _update_flops(policy, batch, policy.planner.shared_tokens(batch))
+        return {"train/shared_prompts_speedup": _update_flops(policy, batch) / max(computed, 1)}
 
 
-def _lm_flops(shape: ModelShape, batch: TrainBatch, planner: BatchPlanner) -> tuple[int, int]:
+def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
     """Returns what a batch's columns of log-probabilities took, and its update of the policy."""
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     num = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
-    seen, learned = planner.shared_tokens(batch, is_lookup=True), planner.shared_tokens(batch)
-    forward = forward_flops(shape, lengths, responses, prefixes=seen)
-    return num * forward, train_flops(shape, lengths, responses, prefixes=learned)
+    seen = policy.planner.shared_tokens(batch, is_lookup=True)
+    forward = forward_flops(policy.source.shape, lengths, responses, prefixes=seen)
+    return num * forward, _update_flops(policy, batch, policy.planner.shared_tokens(batch))
+
+
+def _update_flops(
+    policy: ParallelModel, batch: TrainBatch, shared: Sequence[int] | None = None
+) -> int:
+    """Returns what an update takes; `shared` tokens of each sample are computed with another."""
+    lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
+    backward = policy.backward
+    return train_flops(policy.source.shape, lengths, responses, None, shared, backward)
 
 
 def make_roles(
@@ -268,6 +274,8 @@ def make_roles(
     models["policy"] = model = _build(meshes, "policy", source, config)
     _tell(model, config.longest_sequence(), notify)
     if held.trains_policy:
+        if said := said_of_freeze(config.train.freeze, source.family, source.shape):
+            notify(f"trained: {said}")
         model.make_trainable(config.train.learning_rate, peer_weights(config, world, notify))
     else:
         model.freeze()

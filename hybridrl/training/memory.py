@@ -31,6 +31,15 @@ Place: TypeAlias = Callable[[Tensor, int, int], object]
 """Lets a tensor's storage lie at an address, with so many bytes (`ops.storage_placer`)."""
 
 
+def flat_buffers(chunks: Sequence[Any]) -> list[Any]:
+    """Returns the buffers that hold the trained parameters and their gradients.
+
+    Args:
+        chunks: Megatron's data-parallel wrappers.
+    """
+    return [b for chunk in chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
+
+
 class TrainedModelMemory:
     """Gradient buffers and optimizer state of one model on this rank.
 
@@ -70,13 +79,13 @@ class TrainedModelMemory:
         """
         self._lent, self._place = memory, place
         address = memory.address
-        for buffer in self._gradient_buffers():
+        for buffer in self._buffers:
             data = buffer.grad_data
             if data.untyped_storage().nbytes() > 0:
                 raise RuntimeError("gradients are laid anew only while they are released")
-            place(data, address, _gradient_bytes(buffer))
+            place(data, address, buffer.grad_data.nbytes)
             buffer.grad_data_size = 0  # of what a release has noted nothing is left to be made
-            address += _aligned(_gradient_bytes(buffer))
+            address += _aligned(buffer.grad_data.nbytes)
 
     def release(self) -> None:
         """Frees the gradients, and the optimizer's state once it is copied away."""
@@ -99,9 +108,9 @@ class TrainedModelMemory:
         """
         if self._lent is not None:
             self._lent.restore()
-        for buffer in self._gradient_buffers():
+        for buffer in self._buffers:
             if buffer.grad_data_size > 0:  # elements that a release has noted
-                buffer.grad_data.untyped_storage().resize_(_gradient_bytes(buffer))
+                buffer.grad_data.untyped_storage().resize_(buffer.grad_data.nbytes)
                 buffer.grad_data_size = 0
         if self._host is not None:
             self._host.restore()
@@ -120,7 +129,7 @@ class TrainedModelMemory:
 
     def gradient_bytes(self) -> int:
         """Returns the size of the gradient buffers while training."""
-        return sum(_aligned(_gradient_bytes(buffer)) for buffer in self._gradient_buffers())
+        return sum(_aligned(buffer.grad_data.nbytes) for buffer in self._buffers)
 
     @property
     def lent_bytes(self) -> int:
@@ -137,22 +146,18 @@ class TrainedModelMemory:
     def close(self) -> None:
         """Ends the use of memory that an engine has lent; there are no gradients afterwards."""
         if self._lent is not None:
-            for buffer in self._gradient_buffers():
+            for buffer in self._buffers:
                 self._place(buffer.grad_data, 0, 0)
             self._lent.close()
             self._lent = None
 
-    def _gradient_buffers(self) -> Iterator[Any]:
-        for chunk in self._chunks:
-            yield from chunk.buffers + chunk.expert_parallel_buffers
+    @property
+    def _buffers(self) -> list[Any]:
+        return flat_buffers(self._chunks)
 
     def weight_bytes(self) -> int:
-        """Returns the size of the parameter buffers, be they freed or not."""
-        return sum(
-            buffer.param_data.numel() * buffer.param_data.element_size()
-            for chunk in self._chunks
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers
-        )
+        """Returns the size of the trained parameters' buffers, be they freed or not."""
+        return sum(buffer.param_data.nbytes for buffer in self._buffers)
 
     def state_bytes(self) -> tuple[int, int]:
         """Returns the bytes of the optimizer's state and, of these, those that are not allocated
@@ -333,10 +338,6 @@ class HostMirror:
 
 def _nothing(*_: object) -> None:
     """There is nothing to be done yet."""
-
-
-def _gradient_bytes(buffer: Any) -> int:
-    return int(buffer.grad_data.numel() * buffer.grad_data.element_size())
 
 
 def _aligned(num_bytes: int) -> int:

@@ -24,14 +24,22 @@ from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.megatron.build import (
     build_chunks,
+    named_parameters,
     named_weights,
     transformer_config,
     weight_buffers,
 )
-from hybridrl.models.megatron.layers import choose_layers, shares_prompts
+from hybridrl.models.megatron.layers import begin_gradients, choose_layers, shares_prompts
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.megatron.router_replay import check_layers, replay_metrics
 from hybridrl.models.score_token import LAST, ScoreToken
+from hybridrl.models.trainable import (
+    BackwardShares,
+    backward_shares,
+    frozen,
+    mark,
+    trained_family,
+)
 from hybridrl.models.weights import (
     NOTHING,
     Head,
@@ -222,8 +230,10 @@ class ParallelModel:
         """Returns the same of any rank."""
         if rank not in self.mesh.ranks:
             return NOTHING
-        family, shape, place = self.source.family, self.source.shape, self.mesh.ranks.index(rank)
-        return megatron_layout(family, shape, self.mesh.layout, place, *self._names)
+        return self._layout(self.source.family, self.mesh.ranks.index(rank))
+
+    def _layout(self, family: Family, place: int) -> RankLayout:
+        return megatron_layout(family, self.source.shape, self.mesh.layout, place, *self._names)
 
     def source_layouts(self) -> list[RankLayout]:
         """Returns what an engine may be written from right after a step, by rank."""
@@ -233,7 +243,8 @@ class ParallelModel:
             of_ranks = dict(zip(self.mesh.ranks, parts, strict=True))
             return [of_ranks.get(rank, NOTHING) for rank in range(self.world.size)]
         ranges = owned_ranges(self._chunks, self._optimizer)
-        ranges |= {name: (0, bias.numel()) for name, bias in weight_buffers(self._chunks).items()}
+        unowned = weight_buffers(self._chunks) | self.frozen_weights()
+        ranges |= {name: (0, tensor.numel()) for name, tensor in unowned.items()}
         return gather_layouts(owned_layout(self.layout(), ranges), self.world)
 
     def weights(self) -> dict[str, torch.Tensor]:
@@ -263,6 +274,9 @@ class ParallelModel:
             if peer_weights is not None:
                 peer_weights.move([])
             return
+        place = self.mesh.ranks.index(self.world.rank)
+        mark(named_parameters(self._chunks), self._layout(self.trained_family, place).shapes)
+        begin_gradients(self._chunks, self.train.recompute)
         with self.mesh.active(), self.world.platform.megatron_phase():
             self._forward_chunks, self._optimizer = wrap_for_training(
                 self._chunks,
@@ -292,10 +306,31 @@ class ParallelModel:
         """The memory in which all ranks can read the parameters, if they are in such."""
         return None if self._peer_weights is None else self._peer_weights.memory
 
+    @property
+    def frozen_parts(self) -> tuple[str, ...]:
+        """The parts that are frozen although the model is trained (`train.freeze`)."""
+        return self.train.freeze
+
+    @property
+    def trained_family(self) -> Family:
+        """The model's family, its weight table that of what is trained."""
+        return trained_family(self.source.family, self.source.shape, self.frozen_parts, self.head)
+
+    @property
+    def backward(self) -> BackwardShares:
+        """What a backward pass of the model computes."""
+        source = self.source
+        return backward_shares(source.family, source.shape, self.frozen_parts, self.head)
+
+    def frozen_weights(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters of this rank that no step changes, under their local names."""
+        return {name: p.data for name, p in frozen(named_parameters(self._chunks)).items()}
+
     def freeze(self) -> None:
         """Makes the model forward-only."""
+        mark(named_parameters(self._chunks), ())
         for chunk in self._chunks:
-            chunk.requires_grad_(False).eval()
+            chunk.eval()
 
     def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
         """Cuts a batch into this rank's micro-batches, as `BatchPlanner.plan`."""
@@ -418,12 +453,10 @@ class ParallelModel:
 
     def bad_gradient(self) -> str | None:
         """Returns the first of this rank's parameters whose gradient is not finite, if any."""
-        for index, chunk in enumerate(self._chunks):
-            for name, parameter in chunk.named_parameters():
-                gradient = getattr(parameter, "main_grad", None)  # a frozen one has none
-                # A sync point, after a bad step only.
-                if gradient is not None and not bool(gradient.isfinite().all()):
-                    return f"{index}/{name}"
+        for name, parameter in named_parameters(self._chunks).items():
+            # A sync point, after a bad step only.
+            if parameter.requires_grad and not bool(parameter.main_grad.isfinite().all()):  # type: ignore[attr-defined]
+                return name
         return None
 
 

@@ -13,13 +13,21 @@ import torch
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from hybridrl.checkpoint.optimizer_state import count_step
 from hybridrl.config.schema import TrainConfig
 from hybridrl.models.expert_stacks import in_stacks
+from hybridrl.models.megatron.build import named_parameters
 from hybridrl.models.megatron.layers import add_weight_gradients_in_place
+from hybridrl.models.trainable import stack_frozen
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.peer_weights import PeerWeights
 
@@ -32,8 +40,8 @@ def wrap_for_training(
     mesh: Mesh,
     peer_weights: PeerWeights | None = None,
 ) -> tuple[list[torch.nn.Module], MegatronOptimizer]:
-    """Gives the chunks gradient buffers and a distributed Adam whose state is shared out over the
-    replicas.
+    """Gives the trained parameters gradient buffers and a distributed Adam whose state is shared
+    out over the replicas; frozen ones have none of it.
 
     Weights must be in place: the optimizer copies them into its fp32 masters where the model is in
     bf16. They are moved to `peer_weights` first, if there is one.
@@ -67,6 +75,8 @@ def wrap_for_training(
             chunk.disable_forward_pre_hook(param_sync=False)  # type: ignore[operator]
     if peer_weights is not None:
         peer_weights.move(wrapped)
+    else:
+        stack_frozen(named_parameters(chunks))
     options = OptimizerConfig(
         optimizer="adam",
         lr=peak_learning_rate,
@@ -82,6 +92,10 @@ def wrap_for_training(
     with mesh.as_world(megatron_optimizer):
         # What is loaded of a checkpoint goes over the gloo groups; on CPU what is saved too.
         optimizer = get_megatron_optimizer(options, wrapped, use_gloo_process_groups=True)
+    # Where only experts are trained on all ranks, the optimizer of the other parameters is a stub.
+    optimizer = ChainedOptimizer(
+        [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
+    )
     config.grad_scale_func = optimizer.scale_loss
     return wrapped, optimizer
 
@@ -108,12 +122,11 @@ def owned_ranges(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str,
     parameters, under their local names; parameters that are other ranks' altogether are missing.
     """
     found = {}
-    for index, chunk in enumerate(chunks):
-        for name, parameter in chunk.named_parameters():
-            for part in optimizer.chained_optimizers:
-                if parameter in part.model_param_gbuf_map:
-                    span = part._get_model_param_range_map(parameter)["param"]
-                    found[f"{index}/{name}"] = (span.start, span.end)
+    for name, parameter in named_parameters(chunks).items():
+        for part in optimizer.chained_optimizers:
+            if parameter in part.model_param_gbuf_map:
+                span = part._get_model_param_range_map(parameter)["param"]
+                found[name] = (span.start, span.end)
     return found
 
 
@@ -140,6 +153,8 @@ def apply_gradients(optimizer: Any, grad_norm: float) -> None:
                 part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
             )
     optimizer.step_with_ready_grads()
+    for part in optimizer.chained_optimizers:
+        count_step(part.optimizer)
 
 
 def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int) -> float:

@@ -1,8 +1,8 @@
 """Puts a model's parameters where the other ranks of its node can read them.
 
-Megatron keeps the parameters of a model in flat buffers. After the data-parallel wrapper has made
-them and before the optimizer takes views, each is moved into one piece of peer memory a rank, of
-the same size on all ranks; so are the biases of routers, which are no parameters.
+Megatron keeps the trained parameters of a model in flat buffers. After the data-parallel wrapper
+has made them and before the optimizer takes views, each is moved into one piece of peer memory a
+rank, of the same size on all ranks; so are frozen parameters and the biases of routers, one by one.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import torch
 
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
-from hybridrl.models.megatron.build import weight_buffers
+from hybridrl.models.megatron.build import named_parameters, weight_buffers
+from hybridrl.models.trainable import frozen
 from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.peer_memory import PeerMemory
+from hybridrl.training.memory import flat_buffers
 
 ALIGNMENT = 512  # bytes; of the start of a buffer, more than any copy asks for
 
@@ -42,10 +44,10 @@ class PeerWeights:
         Raises:
             OSError, RuntimeError: there is no room for a second copy, or it cannot be shared.
         """
-        buffers = [b for chunk in wrapped for b in chunk.buffers + chunk.expert_parallel_buffers]
-        biases = list(weight_buffers(wrapped).values())
+        buffers = flat_buffers(wrapped)
+        alone = [*weight_buffers(wrapped).values(), *frozen(named_parameters(wrapped)).values()]
         starts, size = [], 0
-        for tensor in (*(buffer.param_data for buffer in buffers), *biases):
+        for tensor in (*(buffer.param_data for buffer in buffers), *alone):
             starts.append(size)
             size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         most = int(self._world.max_over_world(torch.tensor(size, dtype=torch.float64)))
@@ -54,9 +56,9 @@ class PeerWeights:
         own = self.memory.of(self._world.rank)
         for buffer, start in zip(buffers, starts, strict=False):
             _move(buffer, own[start : start + buffer.param_data.nbytes])
-        for bias, start in zip(biases, starts[len(buffers) :], strict=True):
-            place = own[start : start + bias.nbytes].view(bias.dtype)
-            bias.data = place.copy_(bias)
+        for tensor, start in zip(alone, starts[len(buffers) :], strict=True):
+            place = own[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            tensor.data = place.copy_(tensor.data)
 
 
 def peer_weights(config: Config, world: World, notify: Callable[[str], None]) -> PeerWeights | None:

@@ -1,5 +1,7 @@
 """Whether the parameters of a trained model are whole on this rank, and what makes them so.
 
+Only trained parameters are gathered and freed: frozen ones have no masters, and stay.
+
 A distributed optimizer updates the part of each flat parameter buffer that this rank owns. Whole
 parameters come from a gather over the data-parallel ranks, which Megatron makes at the end of the
 step. Two knobs make it later:
@@ -22,6 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+
+from hybridrl.training.memory import flat_buffers
 
 
 class TrainedWeights:
@@ -83,8 +87,7 @@ class TrainedWeights:
         """Makes the parameters whole again."""
         if self._is_away:
             for buffer in self._buffers():
-                size = buffer.param_data.numel() * buffer.param_data.element_size()
-                buffer.param_data.untyped_storage().resize_(size)
+                buffer.param_data.untyped_storage().resize_(buffer.param_data.nbytes)
                 buffer.param_data.zero_()  # what lies between the parameters, too
             for optimizer in self._optimizer().chained_optimizers:
                 optimizer._copy_main_params_to_model_params()
@@ -99,7 +102,6 @@ class TrainedWeights:
 
     def _buffers(self) -> Iterator[Any]:
         """Yields the buffers that masters can fill; an fp32 one is its own master."""
-        for chunk in self._chunks:
-            for buffer in chunk.buffers + chunk.expert_parallel_buffers:
-                if buffer.param_dtype != torch.float32:
-                    yield buffer
+        for buffer in flat_buffers(self._chunks):
+            if buffer.param_dtype != torch.float32:
+                yield buffer

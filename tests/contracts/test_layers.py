@@ -19,6 +19,7 @@ from tiny_models import tiny_model
 
 from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.model_state import _make_states, load_model
+from hybridrl.checkpoint.optimizer_state import count_step
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
@@ -196,6 +197,15 @@ def test_states_before_the_first_step_count_no_step_and_change_no_weight() -> No
     assert adam.param_groups[0]["step"] == 0
     assert list(adam.state) == parameters[:1]
     assert all(parameter.grad is None for parameter in parameters)
+
+
+def test_an_optimizer_without_parameters_counts_its_steps() -> None:
+    """Rank 0 writes the count of all ranks, also if its layers are all frozen."""
+    adam = CountingAdam([])
+    for _ in range(2):
+        count_step(adam)
+    _make_states(SimpleNamespace(optimizer=adam))
+    assert adam.param_groups[0]["step"] == 2 and not adam.state
 
 
 def test_states_of_torchs_adam_before_the_first_step_are_those_it_begins_with() -> None:

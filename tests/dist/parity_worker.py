@@ -113,7 +113,7 @@ def objective(output, micro):
 
 
 def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """Returns, for every HF tensor, this rank's reduced gradients and where it holds them."""
+    """Returns, for every HF tensor, this rank's reduced gradients and where it has some."""
     shapes = hf_shapes(model.source.family, model.source.shape, model.head)
     found = {
         name: (torch.zeros(shape), torch.zeros(shape, dtype=torch.bool))
@@ -123,6 +123,8 @@ def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor,
     local = {}
     for index, chunk in enumerate(model.chunks):
         for name, parameter in chunk.named_parameters():
+            if not parameter.requires_grad:
+                continue
             held = torch.zeros(parameter.numel(), dtype=torch.bool)
             for optimizer in model.optimizer.chained_optimizers:
                 if parameter in optimizer.model_param_gbuf_map:
@@ -133,7 +135,7 @@ def gradients_in_hf_names(model: ParallelModel) -> dict[str, tuple[torch.Tensor,
                 held.view(parameter.shape),
             )
     for region in model.layout().regions:
-        if region.hf not in found:
+        if region.hf not in found or region.local not in local:
             continue
         gradient, held = local[region.local]
         inner = tuple(slice(a, b) for a, b in region.local_box)

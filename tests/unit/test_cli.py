@@ -173,7 +173,7 @@ def test_plan_as_json_is_one_object(here: Path) -> None:
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     added = {"fits", "verdict", "step", "gpu_memory_bytes", "positions", "order", "ranks"}
-    added |= {"assumptions"}
+    added |= {"assumptions", "trained"}
     assert set(report) == {"cluster", "train", "rollout", "reshard", "memory", "violations", *added}
     assert report["train"] == {"tp": 1, "pp": 1, "vpp": 1, "cp": 1, "ep": 1, "dp": 4}
     assert report["violations"] == []
@@ -377,3 +377,7 @@ def test_plan_memory_follows_the_sharding(here: Path) -> None:
     # Half of the optimizer's state; world, data parallel, and that with context parallel.
     assert two["train_peak_bytes"] == one["train_peak_bytes"] - 6 * PARAMETERS + 3 * GROUP_BYTES
     assert ppo["train_peak_bytes"] - one["train_peak_bytes"] == 18 * PARAMETERS
+    frozen = report_of(here, 1, rollout=rollout, train={"freeze": ["embeddings"]})["memory"]
+    kept = 152064 * 3584
+    assert one["train_peak_bytes"] - frozen["train_peak_bytes"] == 16 * kept
+    assert one["rollout_peak_bytes"] - frozen["rollout_peak_bytes"] == 12 * kept

@@ -169,7 +169,8 @@ def test_ledger_counts_lent_memory_once(keeps_memory: bool) -> None:
     lent = LentMemory(driver, memory.gradient_bytes(), pieces_of(driver, 6 * MIB))
     memory.lay_gradients(lent, lambda *_: None)
     train = SimpleNamespace(release_weights_in_rollout=False)
-    models: Any = {"policy": SimpleNamespace(memory=memory, train=train)}
+    model = SimpleNamespace(memory=memory, train=train, frozen_weights=dict)
+    models: Any = {"policy": model}
     engine = {"weights": Holding(6 * MIB)}
     found = entries(models, engine, keeps_memory)
     gradients = sum(e.num_bytes for e in found if "gradients" in e.name and e.in_training)

@@ -22,6 +22,7 @@ from hybridrl.metrics.flops import (
 )
 from hybridrl.models.families.qwen2 import shape
 from hybridrl.models.family import ModelShape, MoeShape, resolve_family
+from hybridrl.models.trainable import ALL
 from hybridrl.roles.roles import Roles
 from hybridrl.training.batches.prompt_sharing import Unit, shared_tokens
 from hybridrl.training.model import ModelSource
@@ -121,7 +122,8 @@ def test_flops_of_terms_are_those_of_their_columns_and_their_update() -> None:
     planner = SimpleNamespace(
         shares_prompts=True, shared_tokens=lambda batch, is_lookup=False: shared[id(batch)]
     )
-    policy: Any = SimpleNamespace(model=SimpleNamespace(planner=planner))
+    model = SimpleNamespace(planner=planner, source=source, backward=ALL)
+    policy: Any = SimpleNamespace(model=model)
     roles = Roles(source, policy, None, None, {"policy": None}, 0)  # type: ignore[dict-item]
     assert roles.flops(main, 0, {}) == {"generate": 0, "logprobs": one, "update": 3 * one}
     mixed = roles.flops(main, 0, {}, [sft, pairs])

@@ -41,7 +41,8 @@ def test_gradients_beyond_the_bound_are_scaled_to_it(bound: float, expected: lis
     parameter = torch.nn.Parameter(torch.zeros(2))
     parameter.grad = torch.tensor([3.0, 4.0])
     config = SimpleNamespace(clip_grad=bound, use_precision_aware_optimizer_no_fp8_or_ds_fp8=False)
-    part = SimpleNamespace(config=config, get_parameters=lambda: [parameter])
+    adam = SimpleNamespace(param_groups=[{"params": [parameter]}])
+    part = SimpleNamespace(config=config, get_parameters=lambda: [parameter], optimizer=adam)
     taken: list[torch.Tensor] = []
     optimizer = SimpleNamespace(
         chained_optimizers=[part],

@@ -185,7 +185,7 @@ def test_the_kv_cache_holds_the_longest_requests_of_evaluations() -> None:
         (1, ()),
         (2, ("train.tp=2", "rollout.tp=2")),
         (4, ("train.tp=2", "train.cp=2")),
-        (4, ("train.pp=2", "train.tp=2", "rollout.tp=2")),
+        (4, ("train.pp=2", "train.tp=2", "rollout.tp=2", "train.freeze=[embeddings,layers.0-19]")),
         (4, ("rollout.transport=packed",)),
         (16, ("train.tp=4", "rollout.tp=4")),
     ],

@@ -241,10 +241,9 @@ def _reduce_apart(
     """
     if shape.whole_qk_norm:
         config.qk_layernorm = False
-    for chunk in chunks:
-        for name, parameter in chunk.named_parameters():
-            if EXPERTS in name:
-                parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron's attribute
+    for name, parameter in named_parameters(chunks).items():
+        if EXPERTS in name:
+            parameter.allreduce = False  # type: ignore[attr-defined]  # Megatron's attribute
 
 
 def _block_spec(
@@ -291,12 +290,17 @@ def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
     """Returns this rank's weights under the weight table's local names, "<chunk>/<megatron name>":
     its parameters, and the buffers that are weights too.
     """
-    parameters = {
-        f"{index}/{name}": parameter.data
+    found = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
+    return found | weight_buffers(chunks)
+
+
+def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
+    """Returns this rank's parameters under their local names."""
+    return {
+        f"{index}/{name}": parameter
         for index, chunk in enumerate(chunks)
         for name, parameter in chunk.named_parameters()
     }
-    return parameters | weight_buffers(chunks)
 
 
 def weight_buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:

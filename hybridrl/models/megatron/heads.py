@@ -120,6 +120,7 @@ class _TokenStatsFunction(torch.autograd.Function):
             grad_entropy,
             None if main_grad_VD is None else main_grad_VD[: ctx.num_columns],
             ctx.cap,
+            ctx.needs_input_grad[1],
         )
         is_added = main_grad_VD is not None
         grad_weight = _placeholder(weight_VD) if is_added else _padded(grad_shard, weight_VD)
@@ -167,6 +168,7 @@ class _ChosenLogits(torch.autograd.Function):
             grad_NK,
             None if main_grad_VD is None else main_grad_VD[: ctx.num_columns],
             ctx.cap,
+            ctx.needs_input_grad[1],
         )
         grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
         # Of a gradient that is in the main one, autograd hears from the targets' statistics alone.
@@ -174,8 +176,10 @@ class _ChosenLogits(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
-def _padded(grad_shard: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
+def _padded(grad_shard: torch.Tensor | None, weight_VD: torch.Tensor) -> torch.Tensor | None:
     """Returns the gradient with zeros for the vocabulary's padding."""
+    if grad_shard is None:
+        return None
     missing = weight_VD.size(0) - grad_shard.size(0)
     return torch.nn.functional.pad(grad_shard, (0, 0, 0, missing)) if missing else grad_shard
 
@@ -187,7 +191,7 @@ def _at_rows(part: torch.Tensor, rows_N: torch.Tensor, num_positions: int) -> to
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
     """Returns where Megatron's data-parallel wrapper accumulates the weight's gradient in fp32."""
-    if not hasattr(weight, "grad_added_to_main_grad"):  # not wrapped
+    if not hasattr(weight, "grad_added_to_main_grad"):  # not wrapped, or frozen
         return None
     main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]  # Megatron's
     return main_grad if main_grad.dtype == torch.float32 else None

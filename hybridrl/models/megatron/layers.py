@@ -40,6 +40,7 @@ from hybridrl.models.megatron.post_norm import norm_after
 from hybridrl.models.megatron.router import Router
 from hybridrl.models.megatron.router_replay import ReplayingLayer
 from hybridrl.models.megatron.specs import module_of, submodules_of, with_module
+from hybridrl.models.trainable import has_trained
 from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
 
 LayerKind = Literal["torch", "transformer_engine"]
@@ -385,6 +386,35 @@ def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
     for part in module.modules():
         if hasattr(part, "fuse_wgrad_accumulation"):
             part.fuse_wgrad_accumulation = True  # type: ignore[assignment]  # a plain attribute
+
+
+def begin_gradients(chunks: Iterable[Any], recompute: str) -> None:
+    """Lets gradients begin at the first trained layer of a model whose embeddings are frozen. What
+    is computed again in the backward pass has gradients only if its input has one.
+
+    With recompute 'full', which is of all layers, they begin before the first one.
+
+    Args:
+        chunks: Megatron's GPTModels, their frozen parameters marked.
+        recompute: as `train.recompute`.
+    """
+    if recompute == "none":
+        return
+    for chunk in chunks:
+        # What another stage sends has a gradient.
+        if not chunk.pre_process or has_trained(chunk.embedding):
+            continue
+        trained = [layer for layer in chunk.decoder.layers if has_trained(layer)]
+        if trained:
+            entry = chunk.decoder if recompute == "full" else trained[0]
+            entry.register_forward_pre_hook(_with_gradient, with_kwargs=True)
+
+
+def _with_gradient(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    hidden = kwargs["hidden_states"]
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        kwargs = {**kwargs, "hidden_states": hidden.detach().requires_grad_()}
+    return args, kwargs
 
 
 def lean_mlp(submodules: MLPSubmodules) -> type:

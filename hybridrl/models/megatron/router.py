@@ -24,6 +24,7 @@ from hybridrl.models.megatron.router_replay import (
     expert_layer_index,
     replay_of,
 )
+from hybridrl.models.trainable import has_trained
 
 
 class Router(TopKRouter):
@@ -172,11 +173,13 @@ def balance(chunks: Iterable[torch.nn.Module], load: Tensor, rate: float) -> Non
     the mean of its layer, up where fewer (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
 
     Args:
-        chunks: of a model on this rank, whose routers have biases.
+        chunks: of a model on this rank, whose routers have biases; frozen routers keep theirs.
         load: as from `load_of`, of all ranks.
         rate: of the step.
     """
     for router in routers(chunks):
+        if not has_trained(router):
+            continue
         tokens_E = load[router.layer_number - 1, :-1]
         router.expert_bias.add_(rate * (tokens_E.mean() - tokens_E).sign().to(router.expert_bias))
 

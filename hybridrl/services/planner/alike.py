@@ -12,10 +12,12 @@ from typing import Literal
 
 from hybridrl.config.placement import Place
 from hybridrl.config.schema import Config
+from hybridrl.models.family import Family
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.phase_memory import (
+    Elements,
     Held,
     HeldEngine,
     HeldModel,
@@ -78,9 +80,17 @@ def held_alike(config: Config, models: Sequence[RoleModel], world_size: int) -> 
     if traits.shares_memory and not train.release_weights_in_rollout:
         shared = shared_elements(family, shape, layout, tp, ep, not train.fuse_param_gather)
     place = Place(tuple(range(world_size)), train.tp, train.pp, train.cp, train.ep, train.vpp)
+
+    def sizes(model: RoleModel, of: Family) -> Elements:
+        return fullest_stage(of, model.shape, layout, model.head)
+
     held = [
         HeldModel(
-            model, place, layout, *fullest_stage(model.family, model.shape, layout, model.head)
+            model,
+            place,
+            layout,
+            sizes(model, model.family),
+            sizes(model, model.trained_family) if model.is_trained else Elements(),
         )
         for model in models
     ]

@@ -73,7 +73,7 @@ def estimate(
         models,
         layout,
         assumed,
-        (held[0].num_params, held[0].num_updated),
+        (held[0].trained.num, held[0].num_updated),
         itemsize * engine,
         itemsize * crossing,
         requests * rollout.tp if is_fused else requests,
@@ -81,7 +81,7 @@ def estimate(
     if memory.has_engine and ENGINES[rollout.engine].sleeps:
         cache = memory.rollout_with(requests) - memory.rollout_with(0)
         asleep = itemsize * (engine - shared) + cache
-        trained = sum(one.num_params for one in held if one.model.is_trained)
+        trained = sum(one.trained.num for one in held)
         # Gradients lie in memory of the engine.
         both = memory.train + asleep - min(asleep, MAIN_GRAD_BYTES * trained)
         always = train.offload_optimizer or train.release_weights_in_rollout
@@ -94,4 +94,4 @@ def _own_elements(layout: TrainLayout, held: HeldModel, tp: int) -> int:
     """Returns about how much of its engine a rank trains with: all that it holds, or of it the part
     that an engine cut further needs.
     """
-    return held.num_params * layout.tp // max(tp, layout.tp)
+    return held.held.num * layout.tp // max(tp, layout.tp)

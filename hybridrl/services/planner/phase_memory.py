@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from hybridrl.checkpoint.memory_folders import GENERATIONS
 from hybridrl.config.lag import requests_under_way
@@ -18,6 +18,7 @@ from hybridrl.config.schema import Config
 from hybridrl.config.source import read_model_config
 from hybridrl.config.teacher import read_teacher
 from hybridrl.models.family import Family, ModelShape, read_model
+from hybridrl.models.trainable import BackwardShares, backward_shares, trained_family
 from hybridrl.models.weights import EXPERTS, Head, RankLayout
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
@@ -123,6 +124,7 @@ class RoleModel:
         family, shape: of the model.
         is_trained: it has gradients and an optimizer.
         head: with which its parameters are counted; a critic is taken to be as large as the policy.
+        freeze: Parts without gradients and optimizer although the model is trained.
     """
 
     role: str
@@ -130,6 +132,26 @@ class RoleModel:
     shape: ModelShape
     is_trained: bool = False
     head: Head = "lm"
+    freeze: tuple[str, ...] = ()
+
+    @property
+    def trained_family(self) -> Family:
+        """The family, its weight table that of what is trained; `is_trained`."""
+        return trained_family(self.family, self.shape, self.freeze, self.head)
+
+    @property
+    def backward(self) -> BackwardShares:
+        """What a backward pass computes."""
+        return backward_shares(self.family, self.shape, self.freeze, self.head)
+
+
+class Elements(NamedTuple):
+    """Elements of a model on a rank, and how many of them are of experts, which have fewer
+    replicas.
+    """
+
+    num: int = 0
+    experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -140,22 +162,21 @@ class HeldModel:
         model: which.
         place: where it lies; models of one place share process groups.
         layout: how it is cut there.
-        num_params: parameters of that of the ranks which holds most.
-        num_expert_params: of those, parameters of experts, which have fewer replicas.
+        held: Parameters of the rank that holds most.
+        trained: Trained parameters of the rank that trains most.
     """
 
     model: RoleModel
     place: Place
     layout: TrainLayout
-    num_params: int
-    num_expert_params: int = 0
+    held: Elements
+    trained: Elements = Elements()
 
     @property
     def num_updated(self) -> int:
         """Parameters whose optimizer state is on a rank: ranks that hold the same share them."""
-        layout, experts = self.layout, self.num_expert_params
-        own = (self.num_params - experts) // (layout.dp * layout.cp)
-        return own + experts // layout.edp
+        layout, (num, experts) = self.layout, self.trained
+        return (num - experts) // (layout.dp * layout.cp) + experts // layout.edp
 
 
 @dataclass(frozen=True)
@@ -205,11 +226,12 @@ def role_models(
         config, models: of the run.
         family, shape: of the policy.
     """
-    found = [RoleModel("policy", family, shape, models.trains_policy)]
+    freeze = config.train.freeze
+    found = [RoleModel("policy", family, shape, models.trains_policy, freeze=freeze)]
     if models.has_reference:
         found.append(RoleModel("reference", family, shape))
     if models.has_critic:
-        found.append(RoleModel("critic", family, shape, is_trained=True))
+        found.append(RoleModel("critic", family, shape, is_trained=True, freeze=freeze))
     if models.has_teacher and (hf_config := read_teacher(config)) is not None:
         found.append(RoleModel("teacher", *read_model(None, hf_config)))
     for name, section in models.reward_models.items():
@@ -228,10 +250,11 @@ def estimate_memory(
 ) -> Memory:
     """Estimates what ranks hold in each phase; `held` is all of it that the fullest holds.
 
-    Training holds parameters, fp32 gradients, the optimizer's share of a data-parallel rank, frozen
-    models, activations and logits, and weights of an engine that does not sleep. Generation holds
-    parameters, the optimizer's state unless it is offloaded, the engine's own weights and the KV
-    cache. On GPUs both hold NCCL's groups and the engine's graphs; the CUDA context is not counted.
+    Training holds parameters, fp32 gradients and the optimizer's share of a data-parallel rank of
+    those that are trained, frozen models, activations and logits, and weights of an engine that
+    does not sleep. Generation holds parameters, the optimizer's state unless it is offloaded, the
+    engine's own weights and the KV cache. On GPUs both hold NCCL's groups and the engine's graphs;
+    the CUDA context is not counted.
 
     Args:
         config: of the run.
@@ -242,14 +265,11 @@ def estimate_memory(
     """
     itemsize = itemsize_of(config, on_gpu)
     optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
-    frozen = trained = gradients = states = 0
-    for one in held.models:
-        if one.model.is_trained:
-            trained += one.num_params * itemsize
-            gradients += one.num_params * MAIN_GRAD_BYTES
-            states += optimizer * one.num_updated
-        else:
-            frozen += one.num_params * itemsize
+    trained = itemsize * sum(one.trained.num for one in held.models)
+    frozen = itemsize * sum(one.held.num for one in held.models) - trained
+    saved = itemsize * sum(one.held.num for one in held.models if one.model.is_trained)
+    gradients = MAIN_GRAD_BYTES * sum(one.trained.num for one in held.models)
+    states = optimizer * sum(one.num_updated for one in held.models)
     engine, kv_cache = ENGINES[config.rollout.engine], 0
     num_requests = _num_requests(config, held.engine.num_ranks if held.engine else world_size)
     replay = replay_bytes(config, shape, num_requests)
@@ -278,7 +298,7 @@ def estimate_memory(
         num_requests=num_requests,
         least_requests=1 if engine.has_fixed_kv_cache else num_requests,
         staging=config.rollout.staging_mib * MIB,
-        saved=trained + states,
+        saved=saved + states,
         replay=replay,
     )
 
@@ -416,20 +436,20 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     return kept * itemsize * stages // parts + scratch
 
 
-def fullest(layouts: Sequence[RankLayout]) -> tuple[int, int]:
-    """Returns the elements of the rank that holds most, and how many of them are of experts."""
+def fullest(layouts: Sequence[RankLayout]) -> Elements:
+    """Returns the elements of the rank that holds most."""
     different = {id(layout): layout for layout in layouts}.values()
     found = []
     for layout in different:
         elements = {name: prod(shape) for name, shape in layout.shapes.items()}
         experts = sum(num for name, num in elements.items() if EXPERTS in name)
-        found.append((sum(elements.values()), experts))
+        found.append(Elements(sum(elements.values()), experts))
     return max(found)
 
 
 def most_elements(layouts: Sequence[RankLayout]) -> int:
     """Returns the elements of the rank that holds most."""
-    return fullest(layouts)[0]
+    return fullest(layouts).num
 
 
 def itemsize_of(config: Config, on_gpu: bool) -> int:

@@ -29,6 +29,7 @@ from hybridrl.models.weights import (
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.phase_memory import (
+    Elements,
     Held,
     HeldEngine,
     HeldModel,
@@ -173,21 +174,17 @@ def held_by_ranks(
         peers_bytes = itemsize * most_elements(placed.whole)
     sets: dict[tuple[bool, ...], list[int]] = {}
     for rank in range(placement.num_ranks):
-        holds = [rank in elements for _, _, elements in parts]
+        holds = [rank in part.elements for part in parts]
         sets.setdefault((*holds, rank in placement.rollout), []).append(rank)
     found = []
     for ranks in sets.values():
-        held = [
-            HeldModel(model, place, layout, *max(elements[rank] for rank in ranks))
-            for model, (place, layout, elements) in zip(models, parts, strict=True)
-            if ranks[0] in elements
-        ]
+        held = [part.fullest(ranks) for part in parts if ranks[0] in part.elements]
         engine = None
         if ranks[0] in placement.rollout:
             own = (most_elements([placed.targets[r]]) - placed.shared[r] for r in ranks)
             engine = HeldEngine(itemsize * max(own), len(placement.rollout))
-        own_bytes = sum(itemsize * h.num_params for h in held if h.model.role == "policy")
-        sums = [sum(of[rank][0] for _, _, of in parts if rank in of) for rank in ranks]
+        own_bytes = sum(itemsize * h.held.num for h in held if h.model.role == "policy")
+        sums = [sum(part.num_on(rank) for part in parts) for rank in ranks]
         most = max(sums)
         fullest = tuple(rank for rank, one in zip(ranks, sums, strict=True) if one == most)
         found.append((tuple(ranks), Held(held, engine, max(0, peers_bytes - own_bytes), fullest)))
@@ -202,18 +199,47 @@ class _Sizes:
         key = policy.family, policy.shape, placed.layout, policy.head
         self._found = {key: [placed.whole[rank] for rank in placed.placement.policy.ranks]}
 
-    def of(self, model: RoleModel) -> tuple[Place, TrainLayout, dict[int, tuple[int, int]]]:
-        """Returns where a model lies, how it is cut there, and the elements on each of these
-        ranks, all and those of experts.
-        """
+    def of(self, model: RoleModel) -> _Parts:
+        """Returns where a model lies, how it is cut there, and what each of these ranks holds."""
         place, layout = self._placed.placement.of(model.role), self._placed.layout
         if place != self._placed.placement.policy:
             sizes = place.tp, place.pp, place.cp, place.ep, place.vpp
             layout = TrainLayout(len(place.ranks), *sizes, etp=place.etp)
-        key = model.family, model.shape, layout, model.head
+        held = self._elements(model, model.family, layout)
+        trained = [Elements()] * len(held)
+        if model.is_trained:
+            trained = self._elements(model, model.trained_family, layout)
+        pairs = zip(held, trained, strict=True)
+        return _Parts(model, place, layout, dict(zip(place.ranks, pairs, strict=True)))
+
+    def _elements(self, model: RoleModel, of: Family, layout: TrainLayout) -> list[Elements]:
+        key = of, model.shape, layout, model.head
         if key not in self._found:
             self._found[key] = megatron_layouts(*key)
         parts = self._found[key]
         elements = {id(part): fullest([part]) for part in parts}
-        held = (elements[id(part)] for part in parts)
-        return place, layout, dict(zip(place.ranks, held, strict=True))
+        return [elements[id(part)] for part in parts]
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Parts of a model on ranks.
+
+    Args:
+        model, place, layout: As of HeldModel.
+        elements: What each rank holds, and what it trains of it.
+    """
+
+    model: RoleModel
+    place: Place
+    layout: TrainLayout
+    elements: dict[int, tuple[Elements, Elements]]
+
+    def fullest(self, ranks: Sequence[int]) -> HeldModel:
+        """Returns the most that one of these ranks holds, and the most that one trains."""
+        held, trained = (max(self.elements[rank][which] for rank in ranks) for which in (0, 1))
+        return HeldModel(self.model, self.place, self.layout, held, trained)
+
+    def num_on(self, rank: int) -> int:
+        """Returns the elements that a rank holds."""
+        return self.elements[rank][0].num if rank in self.elements else 0

@@ -26,6 +26,7 @@ from hybridrl.hybrid_engine.planning.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.loop.preflight import model_violations
 from hybridrl.models.families.by_length import said_of_length
 from hybridrl.models.family import read_model
+from hybridrl.models.trainable import said_of_freeze
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import transport_of
@@ -58,6 +59,7 @@ ADDED = (
     "step",
     "gpu_memory_bytes",
     "positions",
+    "trained",
     "order",
     "ranks",
     "assumptions",
@@ -149,6 +151,7 @@ def _report(
         "step": _step(config, roles, placement, assumed),
         "gpu_memory_bytes": assumed.gpu_memory_bytes if assumed else None,
         "positions": said_of_length(hf_config, config.longest_sequence()),
+        "trained": said_of_freeze(config.train.freeze, family, shape) or None,
         "train": {axis: getattr(laid.layout, axis) for axis in (*SIZES, *expert_axes)},
         "order": {
             "axes": order,

@@ -64,6 +64,8 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
     yield "train    " + " ".join(f"{axis}{size}" for axis, size in train.items())
     if report["positions"]:
         yield f"position {report['positions']}"
+    if report["trained"]:
+        yield f"trained  {report['trained']}"
     yield f"order    {report['order']['axes']}: {report['order']['reason']}"
     replicas = rollout["replicas"]
     yield (

@@ -19,6 +19,7 @@ from hybridrl.models.expert_stacks import stacks_are_even
 from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.weights import EXPERTS, Head, RankLayout, fused_layout, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
+from hybridrl.services.planner.phase_memory import Elements
 
 LAYER = re.compile(r"(?:^|[./])layers\.(\d+)\.")
 KEPT = 4096  # layouts whose numbers are kept; a search asks for some hundred
@@ -41,8 +42,8 @@ class _Thin:
 
 def fullest_stage(
     family: Family, shape: ModelShape, layout: TrainLayout, head: Head = "lm"
-) -> tuple[int, int]:
-    """Returns the elements of the rank that holds most, and how many of them are of experts.
+) -> Elements:
+    """Returns the elements of the rank that holds most.
 
     Args:
         family, shape: of the model.
@@ -53,9 +54,7 @@ def fullest_stage(
 
 
 @lru_cache(KEPT)
-def _fullest_stage(
-    family: Family, shape: ModelShape, layout: TrainLayout, head: Head
-) -> tuple[int, int]:
+def _fullest_stage(family: Family, shape: ModelShape, layout: TrainLayout, head: Head) -> Elements:
     thin = _thin(family, shape)
     one_stage = replace(layout, world_size=layout.world_size // layout.pp, pp=1, vpp=1)
     of_layer = _by_layer(megatron_layout(thin.layers, shape, one_stage, 0, head).shapes)
@@ -67,7 +66,7 @@ def _fullest_stage(
         for chunk in layout.layers(stage, shape.num_layers):
             sizes += [of_layer.get(thin.kind_of[layer], (0, 0)) for layer in chunk]
         elements, experts = zip(*sizes, strict=True)
-        found.append((sum(elements), sum(experts)))
+        found.append(Elements(sum(elements), sum(experts)))
     return max(found)
 
 

@@ -19,6 +19,7 @@ from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.planning.nodes import transfer_ms
 from hybridrl.metrics.flops import matmul_params
 from hybridrl.models.family import ModelShape
+from hybridrl.models.trainable import ALL, BackwardShares
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.hardware import Assumptions
@@ -167,33 +168,36 @@ class PassTimes:
         """Returns the time of a forward pass over all micro-batches."""
         return PASS_S + self._passes_s(found, 1.0, self._host_s()[0])
 
-    def update_s(self, found: Packs, recompute: str, num_params: int) -> float:
+    def update_s(
+        self, found: Packs, recompute: str, num_trained: int, shares: BackwardShares = ALL
+    ) -> float:
         """Returns the time of forward and backward passes over all of them.
 
         Args:
             found: micro-batches.
             recompute: as `train.recompute`.
-            num_params: that a rank holds.
+            num_trained: Parameters that a rank trains.
+            shares: What the backward pass computes.
         """
         forward, backward = self._host_s()
-        factor = 1 + self._backward()
+        factor = 1 + self._backward() * (shares.flow + shares.weights) / 2
         if recompute == "full":
             factor, backward = factor + 1, backward + forward + HOST_AGAIN_S
         elif recompute == "selective":
             factor += 0.03
-        added_s = found.num_micro * num_params * GRADIENT_TRAFFIC / self._memory_rate
+        added_s = found.num_micro * num_trained * GRADIENT_TRAFFIC / self._memory_rate
         return PASS_S + self._passes_s(found, factor, forward + backward) + added_s
 
-    def optimizer_s(self, num_params: int, num_updated: int) -> float:
+    def optimizer_s(self, num_trained: int, num_updated: int) -> float:
         """Returns the time of gradients' reduction, the optimizer and the parameters' gather.
 
         Args:
-            num_params: that a rank holds.
+            num_trained: Parameters that a rank trains.
             num_updated: of which it holds the optimizer's state.
         """
         layout = self.layout
         replicas = layout.dp * layout.cp
-        moved = num_params * (4 + 2) * (replicas - 1) / replicas
+        moved = num_trained * (4 + 2) * (replicas - 1) / replicas
         spread = layout.tp * replicas
         rate = self._rate(spread)
         adam = num_updated * ADAM_TRAFFIC / self._memory_rate
@@ -364,7 +368,8 @@ def step_times(
         models: of it, the policy first.
         layout: of training.
         assumed: of the cluster.
-        held: parameters of the fullest rank's policy, and of which it has the optimizer's state.
+        held: trained parameters of the fullest rank's policy, and of which it has the optimizer's
+            state.
         engine_bytes: of a rank's engine.
         crossing_bytes: of it, what a rank receives from others.
         max_requests: that a replica decodes together.
@@ -381,8 +386,8 @@ def step_times(
             continue
         if has_rollouts and (updates > 1 or model.role == "critic"):
             scoring += updates * passes.forward_s(found)
-        taken = passes.update_s(found, train.recompute, held[0]) + passes.optimizer_s(*held)
-        update += updates * taken
+        update_s = passes.update_s(found, train.recompute, held[0], model.backward)
+        update += updates * (update_s + passes.optimizer_s(*held))
     generation = reshard = 0.0
     if has_rollouts:
         shape = models[0].shape
