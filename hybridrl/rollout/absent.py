@@ -32,11 +32,7 @@ class AbsentEngine:
         return False
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Takes no requests.
-
-        Raises:
-            ValueError: there are some.
-        """
+        """Takes no requests; raises ValueError if there are some."""
         if requests:
             raise ValueError(f"{len(requests)} requests for a rank that has no engine")
 

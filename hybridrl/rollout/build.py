@@ -24,22 +24,9 @@ from hybridrl.rollout.registry import ENGINES, named
 class EngineInputs:
     """What one rank's part of an engine is built from.
 
-    Args:
-        rollout: the section of the configuration.
-        hf_config: content of the model's config.json.
-        family: of the model.
-        dtype: of parameters and KV cache.
-        layout: the replicas over all ranks; ranks ascend within a replica.
-        rank: this rank.
-        device: where parameters and KV cache live.
-        max_tokens: longest prompt with its response.
-        reserved_bytes: of the device, which the trainer holds during rollout beyond what it holds
-            when the engine starts.
-        timeout_s: bound of collectives inside the engine.
-        shard: the trainer's parameters on this rank, which stay where they are; None: the engine
-            has its own memory.
-        records_experts: whether completions have the experts that were chosen; of engines with the
-            trait `records_experts`.
+    `reserved_bytes` of the device are what the trainer will hold during rollout beyond what it
+    holds when the engine starts. `shard` is the trainer's parameters on this rank, which stay where
+    they are; None: the engine has its own memory. `timeout_s` bounds collectives inside the engine.
     """
 
     rollout: RolloutConfig

@@ -170,13 +170,7 @@ class Completion:
 
 
 class Holding(NamedTuple):
-    """Device memory of an engine.
-
-    Args:
-        num_bytes: on this rank.
-        stays: whether it is held also while the policy trains.
-        is_shared: whether it is the trainer's memory.
-    """
+    """Bytes of an engine on this rank's device; `stays`: also while the policy trains."""
 
     num_bytes: int
     stays: bool = False
@@ -278,13 +272,8 @@ def generate(
     requests: Sequence[Request],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
-    """Runs requests to their end on an idle engine.
-
-    Args:
-        on_progress: called with (finished, all) whenever requests finish.
-
-    Returns:
-        The completions in the order of `requests`.
+    """Runs requests to their end on an idle engine, and returns their completions in order.
+    `on_progress` is called with (finished, all) whenever requests finish.
     """
     if engine.has_unfinished or engine.collect():
         raise RuntimeError("generate() needs an idle engine; collect what was submitted earlier")
@@ -316,11 +305,8 @@ class RunningRequest:
         self.num_recorded = sum(map(len, self._experts))
 
     def record(self, start: int, experts: Experts) -> None:
-        """Keeps the experts of positions from `start` on, of those that have none yet.
-
-        Args:
-            start: at most `num_recorded`.
-            experts: (P, K); copied, as far as it is kept.
+        """Keeps the experts, (P, K), of positions from `start` on that have none yet; `start` is at
+        most `num_recorded`.
         """
         if start > self.num_recorded:
             raise ValueError(
@@ -387,10 +373,7 @@ class RunningRequest:
         self, tokens: Sequence[int], logps: Sequence[float], version: int
     ) -> Completion | None:
         """Adds tokens made by the weights `version`, one at least; returns the completion if the
-        last of them is the response's last.
-
-        Raises:
-            RuntimeError: the response ends before the last of them.
+        last of them ends the response. Raises RuntimeError if an earlier one does.
         """
         sampling, length = self.request.sampling, len(self.tokens) + len(tokens)
         earlier = tokens[:-1]

@@ -159,10 +159,8 @@ def offered_engines() -> list[str]:
 
 
 def known_engine(name: object) -> str:
-    """Passes on the name of an engine in the table.
-
-    Raises:
-        PydanticKnownError: there is no such engine.
+    """Passes on the name of an engine in the table; raises PydanticKnownError if there is no such
+    engine.
     """
     if isinstance(name, str) and name in ENGINES:
         return name

@@ -36,10 +36,9 @@ class ScriptedEngine:
     """Implements `RolloutEngine` and `WeightTarget` without a model.
 
     Args:
-        script: what to answer; must be a function of the request's prompt and seed or id alone.
-        shapes: of the HF tensors that it receives.
-        dtype: of these tensors.
-        max_batch: most requests that advance together.
+        script: Answers; must be a function of the request's prompt and seed or id alone.
+        shapes: HF tensors that it receives.
+        max_batch: Most requests that advance together.
     """
 
     def __init__(

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import torch
-from packaged import engine_module
 
 from hybridrl.contracts.batch import Prompt
 from hybridrl.errors import UserError
 from hybridrl.loop.loop import Trainer
 from hybridrl.parallel.groups import PeerError
 from hybridrl.rollout.build import EngineInputs
+from hybridrl.rollout.common import packaged_engine
 from hybridrl.rollout.common.settings import EngineSettings
 
 BLOCK = 32  # tokens
@@ -69,7 +68,7 @@ def check_cache_too_small(engine: str, model: str, folder: Path) -> None:
         def of(inputs: EngineInputs) -> EngineSettings:
             return replace(EngineSettings.of(inputs), kv_cache_bytes=2 * block)
 
-    vars(import_module(engine_module(engine)))["EngineSettings"] = Small
+    vars(packaged_engine)["EngineSettings"] = Small
     try:
         make_trainer(engine, model, folder, 2)
     except UserError as error:

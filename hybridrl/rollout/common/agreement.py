@@ -1,14 +1,12 @@
 """The check that all tensor-parallel ranks of a replica draw the same tokens.
 
-Who waits for whom: every rank of the group calls `report` after every step and `settle` before the
-next; `settle` waits until all ranks have reported a step. Which one says `steps_ahead`. So no rank
-finds itself done on tokens that its peers do not have, and all hear of a difference before they
-wait for a step that follows it. With `steps_ahead` they may have started that one, each another:
-what it has on the device may never end, and nobody is to wait for it.
+Who waits for whom: every rank calls `report` after each step and `settle` before the next; `settle`
+waits until all ranks have reported a step, the one that `steps_ahead` says. So no rank ends on
+tokens that its peers do not have. With `steps_ahead` ranks may have started different steps when
+they hear of a difference: nobody waits for the device then.
 
-On one host sums lie in memory that all ranks of the replica have mapped: two ranks that are as fast
-wait microseconds. A message took a third of a millisecond of each step to send and up to one to
-come, of four that a step of a small model takes. Between hosts, and where memory cannot be shared,
+On one host the sums lie in memory that all ranks map, which takes microseconds. A message took 0.3
+ms of a step to send and up to 1 ms to arrive. Between hosts, and where memory cannot be shared,
 there are messages.
 """
 
@@ -59,13 +57,11 @@ class TokenAgreement:
     """Compares what the ranks of one replica drew.
 
     Args:
-        ranks: of the replica.
-        sums: how they tell each other what they drew; None: a rank is alone.
-        steps_ahead: how many steps a rank may start before it knows of the tokens that they follow
-            whether its peers have drawn them. 1 for an engine whose step starts a batch and then
-            waits for the one before, which all ranks have started alike; 0 for one that waits for
-            the batch that it starts, or whose start of a batch has so many launches that it waits
-            for room for them: where its peers have started another one, it would wait forever.
+        ranks: Global ranks of the replica.
+        sums: Their exchange of sums; None: a rank is alone.
+        steps_ahead: Steps that a rank may start before it knows whether its peers drew the same
+            tokens: 1 for an engine that starts a batch and then waits for the one before; 0 for one
+            that waits for the batch that it starts, or for room for its launches.
     """
 
     def __init__(self, ranks: Sequence[int], sums: _Sums | None, steps_ahead: int = 0) -> None:
@@ -78,12 +74,8 @@ class TokenAgreement:
     def over(
         cls, group: dist.ProcessGroup, timeout_s: float | None = None, steps_ahead: int = 0
     ) -> TokenAgreement:
-        """Returns that of a group's ranks; collective over it.
-
-        Args:
-            group: gloo group of the replica's ranks.
-            timeout_s: how long `settle` waits for a peer; None: half an hour.
-            steps_ahead: as of the class.
+        """Returns the agreement of a gloo group's ranks; collective over it. `timeout_s` bounds the
+        wait for a peer; None: half an hour.
         """
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
@@ -106,13 +98,11 @@ class TokenAgreement:
         self._unsettled.append(self._step)
 
     def settle(self, is_last: bool = False) -> None:
-        """Waits for the reports of all ranks; once ranks differ, for none any more.
-
-        Args:
-            is_last: whether no step follows; else the last `steps_ahead` reports may be open.
+        """Waits for the reports of all ranks, but for the last `steps_ahead` unless no step
+        follows.
 
         Raises:
-            TokensDifferError: on all of them, naming those that differ; again before each step.
+            TokensDifferError: On all ranks, naming those that differ; again before each step.
         """
         if self._difference is not None and not is_last:
             raise self._difference

@@ -18,16 +18,15 @@ def experts_forward(
     experts_TK: Tensor,
     local_of_expert: Tensor | None = None,
 ) -> Tensor:
-    """Returns the weighted sum of each token's experts, of those that are on this rank; (T, D).
+    """Returns the weighted sum of each token's experts on this rank, (T, D).
 
     Args:
-        hidden_TD: of T tokens.
+        hidden_TD: Hidden states of T tokens.
         gate_up_EID: (local experts, 2 * width, D), the gate's rows first.
         down_EDI: (local experts, D, width).
-        weights_TK: of the K experts of each token.
-        experts_TK: their global numbers.
-        local_of_expert: the local number of each global one, -1 where it is on another rank; None:
-            all are here.
+        weights_TK, experts_TK: Weights and global numbers of each token's K experts.
+        local_of_expert: Local number of each expert, -1 where it is on another rank; None: all are
+            here.
     """
     if local_of_expert is not None:
         experts_TK = local_of_expert[experts_TK.long()]

@@ -1,14 +1,12 @@
 """The memory that an engine gives back while the policy trains: its weights and its KV cache.
 
-Both lie in pieces of physical memory, each with addresses of its own that stay reserved;
-parameters, caches and CUDA graphs are valid again once memory is mapped there. Owns when pieces are
-made, mapped and given back, in place of the engines' own sleep: that knows buffers of the model and
-what some versions make anew, and cannot leave out pieces that are lent to training
-(lending.py). Not owned: who made the pieces (vllm/memory.py, sglang/memory.py).
+Both lie in pieces of physical memory whose addresses stay reserved, so parameters, caches and CUDA
+graphs are valid again once memory is mapped there. Owns when pieces are made, mapped and given
+back, in place of the engines' own sleep, which cannot leave out pieces that are lent to training
+(lending.py).
 
 Invariants: a lent piece stays mapped at the engine's address. What lies beside weights and caches
-in their pieces, as tables of addresses do, has its content whenever the engine is awake. What other
-memory holds (graphs, workspace) stays.
+in their pieces (tables of addresses) keeps its content whenever the engine is awake.
 """
 
 from __future__ import annotations
@@ -29,13 +27,9 @@ Span: TypeAlias = tuple[int, int]  # the first address, and the one after the la
 
 
 class EnginePiece(Protocol):
-    """A piece as the engine's allocator keeps it, which releases its memory when the engine ends.
-
-    Attributes:
-        address: where the engine has it.
-        num_bytes: a multiple of the driver's granularity.
-        tag: what it is for.
-        handle: the driver's, of the memory that is mapped.
+    """A piece as the engine's allocator keeps it: where the engine has it, bytes (a multiple of the
+    driver's granularity), what it is for, and the driver's handle. Its memory is released when the
+    engine ends.
     """
 
     @property
@@ -105,14 +99,9 @@ def check_caches(
     """Refuses an engine whose KV cache is not in its pieces: it would stay while the policy trains.
 
     Args:
-        caches: that were found.
-        num_bytes: that they should have together.
-        pieces: of the engine's allocator.
-        key: and its value, which chose the engine.
-        version: name and version of the engine.
-
-    Raises:
-        UserError: some is missing, or lies elsewhere.
+        caches, num_bytes: Caches that were found, and the bytes that they should have together.
+        pieces: Pieces of the engine's allocator.
+        key, version: Configuration key that chose the engine, and its version, for the message.
     """
     spans = [(piece.address, piece.address + piece.num_bytes) for piece in pieces]
     found = 0
@@ -143,11 +132,9 @@ class EngineMemory:
     """Implements `SleepingMemory` over pieces of physical memory; awake at first.
 
     Args:
-        mapping: of the device.
-        pieces: of the engine's allocator.
-        blocks: of `blocks_in_use`.
-        renewed: parameters that every update writes, each as a whole, and caches.
-        padded: parameters of which an update writes a part, the rest is of no use.
+        blocks: Result of `blocks_in_use`.
+        renewed: Caches, and parameters that every update writes as a whole.
+        padded: Parameters of which an update writes a part; the rest is of no use.
     """
 
     def __init__(
@@ -221,11 +208,7 @@ class EngineMemory:
                 self._asleep.add(piece.address)
 
     def wake_up(self, tag: str) -> None:
-        """Brings memory back for what has this tag and sleeps.
-
-        Raises:
-            torch.OutOfMemoryError: the device has none.
-        """
+        """Brings memory back for what has this tag and sleeps; raises torch.OutOfMemoryError."""
         for piece in self._pieces:
             if piece.tag == tag:
                 self._bring_back(piece)
@@ -245,9 +228,7 @@ class EngineMemory:
 
     def lend(self, num_bytes: int) -> list[Piece]:
         """Lends sleeping pieces, as `lending.MemoryLender`: weights first, whose clearing is free.
-
-        Raises:
-            RuntimeError: the engine is awake, so what it holds would be overwritten.
+        Raises RuntimeError if the engine is awake, whose content would be overwritten.
         """
         free = [one for one in self._pieces if one.address not in self._lent]
         if any(one.address not in self._asleep for one in free):

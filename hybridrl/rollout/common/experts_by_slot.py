@@ -1,25 +1,24 @@
 """The experts that an engine's routers chose, kept by the places of the KV cache.
 
-What routers chose for a token is written where the token's keys lie in the KV cache, so that what
-holds for keys holds for choices: prompts in pieces, prompts that are found in the prefix cache,
-requests that were preempted. They are read before a request loses its place and before the weights
-change.
-
-Owns the buffer: as many rows as the KV cache has tokens, a byte a choice (two from 256 experts on),
-which is well under a hundredth of the cache.
+A choice is written where the token's keys lie, so what holds for keys holds for choices: prompts in
+pieces or found in the prefix cache, preempted requests. Choices are read before a request loses its
+place and before the weights change. The buffer has a row for each token of the KV cache, a byte a
+choice (two from 256 experts on).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hybridrl.contracts.routed_experts import ONE_BYTE, Experts, experts_dtype
 from hybridrl.errors import ModelError
 from hybridrl.models.family import ModelShape
+from hybridrl.rollout.engine import RunningRequest
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # in names of modules
 
@@ -27,18 +26,11 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # in names of modules
 class ExpertsBySlot:
     """Holds the experts of each slot, a token's place in the KV cache of one live engine.
 
-    Made before graphs are captured, so that what writes it is captured too: it lies at a fixed
-    address.
-
-    Args:
-        engine: its name, for messages.
-        shape: of the model.
-        num_slots: of the KV cache; tokens that pad a batch have slots too.
-        device: of the KV cache.
-        found: the layers whose routers can be listened to.
+    Made before graphs are captured: it lies at a fixed address. `found` are the layers whose
+    routers can be listened to; slots of tokens that pad a batch count in `num_slots`.
 
     Raises:
-        ModelError: those are not the layers with experts.
+        ModelError: `found` are not the layers with experts.
     """
 
     def __init__(
@@ -74,10 +66,8 @@ class ExpertsBySlot:
         self._by_slot[slots_T] = experts_TLK
 
     def read(self, slots_T: Tensor) -> Experts:
-        """Returns the experts of these slots, (T, layers * experts a token).
-
-        Raises:
-            RuntimeError: nothing was written for one of them since `forget`.
+        """Returns the experts of these slots, (T, layers * experts a token); raises RuntimeError if
+        one has none.
         """
         # A sync point: once for a request that ends, once for all that are taken out together.
         found = self._by_slot[slots_T.to(self._by_slot.device)].flatten(1).cpu()
@@ -85,6 +75,15 @@ class ExpertsBySlot:
             raise RuntimeError(f"{self._engine} told no experts for a part of {len(found)} tokens")
         experts: Experts = found.numpy().astype(experts_dtype(self._num_experts))
         return experts
+
+    def record(self, rows: Sequence[RunningRequest], slots: Sequence[Tensor]) -> None:
+        """Records the experts of further positions of requests, which lie in these slots."""
+        if not rows:
+            return
+        experts = self.read(torch.cat(list(slots)))
+        ends = np.cumsum([len(one) for one in slots])[:-1]
+        for row, part in zip(rows, np.split(experts, ends), strict=True):
+            row.record(row.num_recorded, part)
 
     def forget(self) -> None:
         """Forgets all: the weights change."""

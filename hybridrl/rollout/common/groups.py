@@ -16,9 +16,8 @@ def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
     """Returns the global ranks of this rank's replica, in tensor-parallel order.
 
     Raises:
-        ValueError: they do not ascend. torch sorts the ranks of a group, engines take the order
-            that they were given for the tensor-parallel rank: they would generate wrong tokens,
-            silently.
+        ValueError: They do not ascend. torch sorts the ranks of a group and engines do not: they
+            would generate wrong tokens, silently.
     """
     replica, _ = layout.place(rank)
     places = {other: layout.place(other) for other in layout.ranks}
@@ -41,11 +40,9 @@ def ranks_by_place(layout: RolloutLayout) -> list[int]:
 def over_layout(
     layout: RolloutLayout, build: Callable[..., Any], knows_replicas: bool
 ) -> Callable[..., Any]:
-    """Returns a function that makes an engine's process groups over the ranks of a layout.
-
-    Args:
-        build: takes lists of ranks, first, as if the engines' ranks were numbered by their places.
-        knows_replicas: whether the lists are those of all replicas; else they are those of one.
+    """Returns a function that makes an engine's process groups over the ranks of a layout. `build`
+    takes lists of ranks as if they were numbered by their places: of all replicas if it
+    `knows_replicas`, else of one.
     """
     ranks, tp = ranks_by_place(layout), layout.tp
     starts = [0] if knows_replicas else range(0, len(ranks), tp)
@@ -60,14 +57,10 @@ def over_layout(
 def check_groups(
     package: str, parallel_state: Any, open_engines: list[Any], rank: int, members: list[int]
 ) -> None:
-    """Refuses groups that a package has and that are not the layout's; forgets those of an ended
-    world. A package keeps its groups for the life of the process, and takes what is there.
+    """Refuses groups of a package that are not the layout's; forgets those of an ended world.
 
-    Args:
-        package: Its name, for the message.
-        parallel_state: Module of the package that has the groups.
-        open_engines: Engines of the package that are not stopped; emptied with an ended world.
-        rank, members: This rank, and the ranks of its replica.
+    A package keeps its groups, in `parallel_state`, for the life of the process. `open_engines`,
+    those that are not stopped, is emptied with an ended world.
     """
     world = parallel_state._WORLD
     if world is None:

@@ -24,17 +24,13 @@ def version_of(distribution: str) -> str | None:
 
 
 def check_pins(key: str, distribution: str, number: str, package: str, install: str) -> None:
-    """Compares the installed torch and transformers with what an engine's wheel names.
+    """Raises UserError unless the installed torch and transformers are what an engine's wheel
+    names.
 
     Args:
         key: Configuration key that chose the engine.
-        distribution: Installed distribution of the engine.
-        number: Its version.
-        package: What it is called, e.g. "vLLM".
-        install: How to install it.
-
-    Raises:
-        UserError: One of the two is missing or does not fit.
+        distribution, number: Installed distribution of the engine, and its version.
+        package, install: Its name in messages, and how to install it.
     """
     for line in requires(distribution) or ():
         wanted = Requirement(line)
@@ -65,11 +61,8 @@ def refused_start(key: str, package: str, said: str, version: str) -> UserError:
 
 
 def too_small_cache(longest: int, fits: int | None) -> UserError:
-    """Returns the refusal of a KV cache that does not hold the longest request.
-
-    Args:
-        longest: Tokens of the longest request that the engine was started for.
-        fits: Tokens that the longest may have; None if unknown.
+    """Returns the refusal of a KV cache that holds `fits` tokens (None: unknown) and not the
+    longest request.
     """
     at_most = "less" if fits is None or fits <= 0 else f"at most {fits}"
     return UserError(

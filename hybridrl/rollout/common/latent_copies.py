@@ -23,15 +23,11 @@ LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 
 @dataclass(frozen=True)
 class LatentCopies:
-    """The copies of one package, by the names of attributes of its attention layers.
+    """Names of attributes of a package's attention layers: the two copies, and the number N of this
+    rank's heads.
 
-    Such a layer also has `kv_b_proj`, whose weight is (N * (P + V), L): of each of N heads the P
-    rows of its key, then the V rows of its value; and `qk_nope_head_dim`, which is P.
-
-    Args:
-        keys: of the copy for queries, (N, P, L).
-        values: of the copy for outputs, (N, L, V).
-        num_heads: of N, this rank's heads.
+    `keys` is (N, P, L) and `values` (N, L, V). The layer's `kv_b_proj.weight` is (N * (P + V), L):
+    of each head P rows of its key, then V rows of its value; `qk_nope_head_dim` is P.
     """
 
     keys: str
@@ -41,17 +37,8 @@ class LatentCopies:
     def check(
         self, model: torch.nn.Module, latent: LatentShape, num_layers: int, version: str
     ) -> None:
-        """Looks for all that `absorb` and `set_epsilon` set: by names alone, they would pass over
-        others.
-
-        Args:
-            model: the package's, loaded.
-            latent: sizes of its attention.
-            num_layers: of it.
-            version: name and version of the package, for the message.
-
-        Raises:
-            ModelError: a layer has not its two copies, or not its norms of latents.
+        """Raises ModelError unless every layer has its copies and norms of latents: `absorb` and
+        `set_epsilon` pass over what has other names.
         """
         copies, norms = len(list(self._copies(model))), len(list(_norms(model)))
         per_layer = 1 + (latent.query_rank > 0)

@@ -52,10 +52,8 @@ def check_live(
     version: str,
     layout_name: Names,
 ) -> None:
-    """Proves that the layout describes a new module's parameters, whose contents are overwritten.
-
-    Raises:
-        ModelError: naming the first parameter that differs.
+    """Raises ModelError unless the layout describes a new module's parameters, whose contents are
+    overwritten.
     """
     tensors = live_tensors(model, layout_name)
     load: Any = model.load_weights

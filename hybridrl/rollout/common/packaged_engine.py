@@ -47,12 +47,8 @@ from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest
 
 @dataclass(frozen=True, kw_only=True)
 class StartedPackage:
-    """A started engine of a package.
-
-    Args:
-        model: Module of this rank; generation reads its parameters.
-        tp_group: gloo group of the replica's ranks.
-        version: Name and version of the package, for messages.
+    """A started engine of a package: its module on this rank, the gloo group of the replica, and
+    the package's name and version for messages.
     """
 
     model: torch.nn.Module
@@ -74,17 +70,9 @@ Recorder = TypeVar("Recorder", bound=ExpertRecorder)
 class PackagedEngine(ABC, Generic[Live, Recorder]):
     """Implements `RolloutEngine` and `WeightTarget` over one rank's part of a package's engine.
 
-    Construction and `close` are collective over the ranks that have an engine.
-
-    Args:
-        settings: Sizes and dtype.
-        family: Model family; its weight table is compared with the package's parameters.
-        layout: Replicas over all ranks; ranks ascend within a replica.
-        rank: This rank.
-        device: Where parameters and KV cache live.
-        shard: Parameters of the trainer on this rank. Those that hold what an engine parameter
-            holds become that parameter, and `shared` names them. None: the engine has its own
-            memory.
+    Construction and `close` are collective over the ranks that have an engine. Parameters of
+    `shard`, the trainer's on this rank, that hold what an engine parameter holds become that
+    parameter, and `shared` names them.
 
     Raises:
         UserError: The package is missing or does not fit, cannot run this model here, or has other
@@ -251,11 +239,8 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
         return self._experts
 
     def _check_logps(self, logps: Sequence[float], number_of: Callable[[int], int | None]) -> None:
-        """Raises what `no_logprob` says where a value is no log-probability.
-
-        Args:
-            logps: Values, one at least.
-            number_of: Returns the request id of a value's place; None: nobody takes that value.
+        """Raises `no_logprob` where a value is no log-probability, unless `number_of` finds no
+        request at its place.
         """
         if math.isfinite(sum(logps)) and max(logps) <= 0:  # the sum is finite if all of them are
             return
@@ -352,10 +337,8 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
         return self._live.model
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests.
-
-        Raises:
-            ValueError: An id is held already, or the package cannot generate such a response.
+        """Queues requests. Raises ValueError if an id is held, or the package cannot generate such
+        a response.
         """
         for request in requests:
             for violation in self._request_rules(request):
@@ -364,10 +347,8 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
         self._rows.update((row.request.request_id, row) for row in rows)
 
     def step(self) -> None:
-        """Hands queued requests to the package and lets it take one step.
-
-        Raises:
-            TokensDifferError: The ranks of this replica drew different tokens in an earlier step.
+        """Hands queued requests to the package and lets it take one step. Raises TokensDifferError
+        if the ranks of this replica drew different tokens in an earlier step.
         """
         if self._is_updating:
             raise RuntimeError(

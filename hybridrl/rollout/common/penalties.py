@@ -32,10 +32,8 @@ class Said(NamedTuple):
 class PenaltyRows:
     """What each row of a batch asks for, on the device of its logits.
 
-    Args:
-        repetition_B1, presence_B1: float32.
-        end_row_E, end_token_E: int64, the rows and their end tokens, of rows with a least length.
-        least_E: int64, tokens of prompt and response before which that token is not drawn.
+    `end_row_E` and `end_token_E` are the rows with a least length and their end tokens; `least_E`
+    is the number of tokens of prompt and response before which that token is not drawn.
     """
 
     repetition_B1: Tensor
@@ -66,13 +64,7 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def mark(table_SV: Tensor, slots: Sequence[int], said: Sequence[Said]) -> None:
-    """Writes rows of a table of IN_PROMPT and IN_RESPONSE anew, where the table is.
-
-    Args:
-        table_SV: uint8.
-        slots: the rows.
-        said: the tokens of each.
-    """
+    """Writes these rows of a (slots, vocabulary) uint8 table of IN_PROMPT and IN_RESPONSE."""
     vocab, device = table_SV.size(1), table_SV.device
     table_SV.index_fill_(0, on_device(torch.tensor(slots), device), 0)
     for part, value in ((0, IN_PROMPT), (1, IN_RESPONSE)):
@@ -87,13 +79,11 @@ def mark(table_SV: Tensor, slots: Sequence[int], said: Sequence[Said]) -> None:
 def penalize(
     logits_BV: Tensor, rows: PenaltyRows, said_BV: Tensor | None, length_B: Tensor
 ) -> Tensor:
-    """Returns logits without end tokens that come too early, and with penalties of tokens that were
-    said, in float32, as vLLM has it: end tokens, then repetition, then presence. A row that asks
-    for nothing keeps its logits to the bit.
+    """Returns float32 logits without end tokens that come too early and with penalties of tokens
+    that were said, in vLLM's order: end tokens, repetition, presence. A row that asks for nothing
+    keeps its logits to the bit.
 
     Args:
-        logits_BV: of the next token, any float dtype; stays as it is.
-        rows: what each row asks for.
         said_BV: uint8, 0, IN_PROMPT or IN_RESPONSE; None: no row asks for penalties.
         length_B: int64, tokens of prompt and response so far.
     """
@@ -113,13 +103,7 @@ def penalize(
 def penalized(
     logits_BV: Tensor, sampling: Sequence[SamplingParams], said: Sequence[Said]
 ) -> Tensor:
-    """Returns `penalize` of the rows that ask for it, whose tokens the host has; others' logits as
-    they are.
-
-    Args:
-        logits_BV: of the next token.
-        sampling, said: of each row.
-    """
+    """Returns logits with `penalize` applied to the rows that ask for it."""
     rows = [row for row, one in enumerate(sampling) if one.looks_back]
     if not rows:
         return logits_BV

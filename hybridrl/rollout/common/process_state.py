@@ -66,10 +66,8 @@ def without_variables(names: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any, if_there: bool = False) -> Iterator[None]:
-    """Sets an attribute of a module or class for as long as the engine starts.
-
-    Args:
-        if_there: does nothing where there is no such attribute, as it may be in another version.
+    """Sets an attribute of a module or class for as long as the engine starts; with `if_there`
+    nothing where there is none, as in some versions.
     """
     if if_there and name not in owner.__dict__:
         yield

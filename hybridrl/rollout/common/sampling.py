@@ -44,15 +44,9 @@ def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.floa
 class RowSampling:
     """How each row of a batch is sampled, on the device of its logits.
 
-    Args:
-        temperature_B: float32, above 0.
-        top_k_B: int64; the vocabulary's size, or more, keeps all.
-        top_p_B: float64; above 1 keeps all: no sum of probabilities reaches it, whatever its
-            rounding.
-        is_greedy_B: whether the row takes the most probable token; it then has temperature 1 and
-            keeps all.
-        are_all_greedy, is_any_greedy: of the rows.
-        has_filter: whether some row does not keep all.
+    `top_k_B` keeps all from the vocabulary's size on; `top_p_B` (float64) keeps all above 1, which
+    no sum of probabilities reaches. A greedy row has temperature 1 and keeps all. `has_filter`:
+    some row does not keep all.
     """
 
     temperature_B: Tensor
@@ -86,27 +80,16 @@ def sample(
 ) -> tuple[Tensor, Tensor]:
     """Draws the next token of every row.
 
-    Args:
-        logits_BV: of the next token, any float dtype; computed with in float32.
-        sampling: how each row is sampled.
-        uniform_B: the randomness of each row, in [0, 1).
-
     Returns:
         tokens_B int64, and logp_B float32: the log-probability under the distribution drawn from
-        (after temperature, top-k and top-p; temperature 0: under the model's own).
+            (after temperature, top-k and top-p; temperature 0: under the model's own).
     """
     rows = RowSampling.of(sampling, logits_BV.device)
     return sample_rows(logits_BV, rows, torch.from_numpy(uniform_B).to(logits_BV.device))
 
 
 def sample_rows(logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws the next token of every row; makes the host wait for nothing.
-
-    Args:
-        uniform_B: float64, in [0, 1).
-
-    Arguments and results otherwise as of `sample`.
-    """
+    """Draws as `sample`, with `uniform_B` float64 in [0, 1); makes the host wait for nothing."""
     logits_BV = logits_BV.float()
     if rows.are_all_greedy:
         tokens_B = logits_BV.argmax(-1)
@@ -121,14 +104,10 @@ def sample_rows(logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor) -> tupl
 def draw_rows(
     logits_BV: Tensor, rows: RowSampling, seed_B: Tensor, count_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draws the next token of every row by the randomness of (seed, count), where the logits are.
+    """Draws the next token of every row by the randomness of (seed, count), int64 with the bits of
+    unsigned numbers.
 
     A row without a filter is computed alike whether or not another row of the batch has one.
-
-    Args:
-        seed_B, count_B: int64, holding the bits of unsigned numbers.
-
-    Arguments and results otherwise as of `sample`.
     """
     tokens_B, logp_B = ops.draw_rows(
         logits_BV, rows.temperature_B, rows.is_greedy_B, seed_B, count_B
@@ -186,14 +165,8 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def no_logprob(
     engine: str, logp: float, request_id: int, version: int, tensors: Mapping[str, Tensor]
 ) -> Exception:
-    """Returns the error of an engine that computed a log-probability which is none, NaN most often.
-
-    Args:
-        engine: its name.
-        logp: what it computed.
-        request_id: for which request.
-        version: of the weights, the number of steps that they were trained for.
-        tensors: the engine's weights, of which some may have exploded; then it is a UserError.
+    """Returns the error of an engine that computed a log-probability which is none, mostly NaN; a
+    UserError if the engine's weights, after `version` steps of training, have exploded.
     """
     text = f"the {engine} engine computed log-probability {logp} for request {request_id} "
     text += f"(weights version {version})"

@@ -1,9 +1,9 @@
-"""The self-test of an engine's weight layout: that the weight table describes the live parameters.
+"""The self-test of an engine's weight layout, before the first weights arrive.
 
-Two tests, both before the first weights arrive and both naming the parameter: names, shapes and
-dtypes are those of the layout; and the engine's own loader, given HF tensors whose every element
-says where it belongs, puts them where the layout has them. So a table that swaps gate and up, or
-orders q, k and v otherwise than this version of the engine, is refused at the start.
+Names, shapes and dtypes are those of the layout; and the engine's own loader, given HF tensors
+whose every element says where it belongs, puts them where the layout has them. A table that swaps
+gate and up, or orders q, k and v otherwise than this version of the engine, is refused. Messages
+name the parameter.
 """
 
 from __future__ import annotations
@@ -27,16 +27,8 @@ CODES = 16
 
 
 def check_parameters(layout: RankLayout, live: Mapping[str, Tensor], engine: str) -> None:
-    """Checks that the engine's parameters are just those of the layout, of one dtype but for those
-    that are kept in fp32.
-
-    Args:
-        layout: what this rank should hold.
-        live: the engine's parameters by name.
-        engine: name and version of the engine, for the message.
-
-    Raises:
-        ModelError: naming the first parameter that differs.
+    """Raises ModelError unless the engine's parameters are just those of the layout, of one dtype
+    but for those that are kept in fp32. `engine` is its name and version.
     """
     for name in sorted(layout.shapes.keys() | live.keys()):
         expected = layout.shapes.get(name)
@@ -63,16 +55,9 @@ def check_placement(
 ) -> None:
     """Lets the engine load coded HF tensors and checks that each region holds its part of them.
 
-    Overwrites the parameters. Looks at the first and the last layer and at what lies outside of
-    layers: the layers between are made alike, and a large model would take seconds more.
-
-    Args:
-        layout, live, engine: as in `check_parameters`.
-        hf_shapes: of every HF tensor of the model.
-        load: the engine's own loader.
-
-    Raises:
-        ModelError: naming the first parameter whose content lies elsewhere.
+    Overwrites the parameters. Looks at the first and the last layer and outside of layers: those
+    between are made alike. Raises ModelError that names the first parameter whose content lies
+    elsewhere.
     """
     looked_at = _first_and_last_layer(hf_shapes)
     like = live[next(iter(layout.shapes))]
@@ -92,11 +77,8 @@ def check_placement(
 
 
 def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
-    """Returns a tensor whose elements depend on the name and on their own row and column.
-
-    Args:
-        name, shape: of the HF tensor, of one or two dims.
-        like: gives dtype and device.
+    """Returns a tensor like `like` whose elements depend on the name and on their own row and
+    column.
     """
     code = torch.zeros((), dtype=like.dtype, device=like.device)
     for dim, size in enumerate(shape):

@@ -27,22 +27,19 @@ class EngineSettings:
     """What one engine is started with.
 
     Args:
-        hf_config: content of the model's config.json.
-        architectures: written into the config where it names none.
-        dtype: of parameters and KV cache, e.g. "float32".
-        max_batch: most requests decoded together.
-        max_tokens: longest prompt with its response.
-        kv_cache_bytes: of this rank; None: what `max_batch` longest requests need, at most 1 GiB on
-            CPU and what the engine finds free on GPUs.
-        reserved_bytes: of the device, which the trainer holds during rollout beyond what it holds
-            when the engine starts.
-        timeout_s: bound of collectives inside the engine; None: the engine's own.
-        eager: run the model module by module, without torch.compile and CUDA graphs (on CPU always
-            so).
-        ep: into how many parts the experts of a layer are dealt, each whole; 1: every rank has a
-            part of each expert.
-        records_experts: whether completions have the experts that were chosen.
-        gpu_memory_share: of a GPU's memory, the most for weights and KV cache; None: no bound.
+        hf_config, architectures: Content of config.json, and what it says where it names no
+            architectures.
+        max_batch: Most requests decoded together.
+        max_tokens: Longest prompt with its response.
+        kv_cache_bytes: KV cache of this rank; None: what `max_batch` longest requests need, at most
+            1 GiB on CPU and what the engine finds free on GPUs.
+        reserved_bytes: Bytes that the trainer will hold during rollout beyond what it holds at the
+            start.
+        timeout_s: Bound of collectives inside the engine; None: the engine's own.
+        eager: Whether it runs without torch.compile and CUDA graphs (on CPU always).
+        ep: Parts into which a layer's whole experts are dealt; 1: every rank has a part of each
+            expert.
+        gpu_memory_share: Most of a GPU's memory for weights and KV cache; None: no bound.
     """
 
     hf_config: Mapping[str, Any]
@@ -81,14 +78,8 @@ class EngineSettings:
 
 
 def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) -> int:
-    """Returns what weights and KV cache may take of a GPU.
-
-    Args:
-        free, total: Bytes of its memory.
-        least: Bytes that are not enough.
-
-    Raises:
-        UserError: No more than `least` can be taken.
+    """Returns what weights and KV cache may take of a GPU. Raises UserError if it is no more than
+    `least`.
     """
     usable = free - settings.reserved_bytes - int(GPU_SLACK * total)
     if settings.gpu_memory_share is not None:

@@ -14,21 +14,14 @@ _MOST_TOKENS_A_CHARACTER = 4
 
 
 class TokenTexts:
-    """Finds stop strings at the end of responses.
-
-    Args:
-        tokenizer: of transformers.
-    """
+    """Finds stop strings at the end of responses, by a tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
     def ends(self, tokens: Sequence[int], strings: Sequence[str]) -> bool:
-        """Whether one of the strings is in the text, of which the last token was drawn just now.
-
-        Args:
-            tokens: of the response alone; without the last of them there was none in it.
-            strings: not empty.
+        """Whether one of the strings is in the text of a response, and was not before its last
+        token.
         """
         longest = max(map(len, strings))
         # One more, which the text goes on within.

@@ -52,11 +52,8 @@ class HfEngine:
 
     Args:
         model_config: HF directory, or the contents of a config.json.
-        dtype: of parameters and KV cache, e.g. "float32".
-        device: where they live.
-        max_batch: most requests decoded together.
-        family: that describes the model; None: found from config.json, where it has experts.
-        records_experts: whether completions have the experts that were chosen.
+        max_batch: Most requests decoded together.
+        family: Family of the model; None: found from config.json, where it has experts.
     """
 
     def __init__(
@@ -368,15 +365,9 @@ def _prefill_chunks(
 
 
 class _Masks:
-    """Which keys a query attends to, as each kind of layer of the model needs it.
-
-    transformers takes masks that it is given as they are, so windows are made here.
-
-    Args:
-        config: of transformers; `layer_types` where layers differ, else `sliding_window` is of all.
-
-    Raises:
-        ModelError: a kind of layer that attends otherwise.
+    """Which keys a query attends to, as each kind of layer of the model needs it; made here, since
+    transformers takes given masks as they are. Raises ModelError for a kind of layer that attends
+    otherwise.
     """
 
     def __init__(self, config: Any) -> None:
@@ -397,12 +388,8 @@ class _Masks:
         self._window: int | None = window if self._is_mixed or not kinds else None
 
     def of(self, position_BQ: Tensor, num_keys: int) -> Tensor | dict[str, Tensor]:
-        """Returns masks (B, 1, Q, K), true, or 0, where a key is attended to, else false, or the
-        least number; by kind where there are two.
-
-        Args:
-            position_BQ: of the queries; keys lie at positions from 0 on.
-            num_keys: how many there are.
+        """Returns masks (B, 1, Q, K), by kind where there are two: true or 0 where a key is
+        attended to, else false or the least number.
         """
         query_BQ1 = position_BQ[:, :, None]
         key_K = torch.arange(num_keys, device=position_BQ.device)
@@ -421,11 +408,7 @@ class _Masks:
 
 
 def _refuse_undecodable(config: Any) -> None:
-    """Refuses models that this engine would decode wrongly.
-
-    Raises:
-        ModelError: naming the key.
-    """
+    """Raises ModelError, naming the key, for models that this engine would decode wrongly."""
     ropes = getattr(config, "rope_parameters", None) or {}
     # Other angles for longer sequences: rows of one batch, whose lengths differ, would share them.
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):

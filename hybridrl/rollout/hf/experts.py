@@ -21,13 +21,8 @@ ROUTER = re.compile(r"layers\.(\d+)\.mlp\.gate$")
 
 
 class ChosenExperts:
-    """Keeps what the routers of a model chose in its last forward pass.
-
-    Args:
-        model: of transformers.
-
-    Raises:
-        ModelError: no router was found, or routers that do not choose.
+    """Keeps what the routers of a model chose in its last forward pass. Raises ModelError without
+    routers that choose.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -57,11 +52,7 @@ class ChosenExperts:
         return keep
 
     def take(self, num_rows: int, length: int) -> Experts:
-        """Returns, once, the experts of the last forward pass, (B, L, K), on the host.
-
-        Args:
-            num_rows, length: of its input.
-        """
+        """Returns, once, the experts of the last forward pass, (B, L, K), on the host."""
         if len(self._chosen) != self._num_layers:
             raise RuntimeError(
                 f"{len(self._chosen)} of {self._num_layers} routers told what they chose"

@@ -119,10 +119,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._record([running.request for running in self._running.values()])
 
     def _record(self, requests: Sequence[Any], num_tokens: int | None = None) -> None:
-        """Records the experts of unfinished requests of SGLang's, while they have their places.
-
-        Args:
-            num_tokens: of prompt and response that each is left with; None: all.
+        """Records the experts of unfinished requests while they have their places, of the first
+        `num_tokens` of prompt and response (None: all).
         """
         if self._experts is None:
             return

@@ -36,11 +36,8 @@ def server_arguments(
     device_memory: tuple[int, int] | None,
 ) -> dict[str, Any]:
     """Returns the keywords of SGLang's ServerArgs, which mean the same in all supported versions.
-
-    Args:
-        settings, shape, tp: of the engine.
-        weight_bytes: of a rank's parameters.
-        device_memory: free, the least of the replica's ranks, and total bytes; None on CPU.
+    `device_memory`: least free bytes of all engines' GPUs, since all must choose alike, and total
+    bytes; None on CPU.
     """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,

@@ -14,16 +14,11 @@ from hybridrl.rollout.sglang.arguments import CPU_ATTENTION
 def latents_on_cpu() -> Iterator[None]:
     """Makes the engine that starts inside compute latent attention with torch's own.
 
-    Works around SGLang 0.5.12 to 0.5.16. Its table of attention backends has no entry for torch's,
-    and takes Triton's instead: keys and values of all heads are computed for prompts, which torch's
-    attention looks for in a cache of such. With the entry made here prompts read the cached latents
-    as decoding does. The entry stays for the process, since every forward pass looks it up; only
-    models with latent attention do. Positions without scaling come from what other models use while
-    the engine starts, and then SGLang's function is put back: for this model on CPUs it knows YaRN
-    alone.
-
-    The entry may go once SGLang has one for torch's attention, and the positions once its function
-    takes a model without scaling on CPUs.
+    Works around SGLang 0.5.12 to 0.5.16. Its table of attention backends takes Triton's entry for
+    torch's attention, which then looks for keys and values of all heads in a cache of latents; the
+    entry made here stays for the process, and may go once SGLang has one. Its function of positions
+    knows YaRN alone on CPUs: positions without scaling come from what other models use, until it
+    takes such a model.
     """
     from sglang.srt.layers.rotary_embedding import get_rope
     from sglang.srt.models import deepseek_v2

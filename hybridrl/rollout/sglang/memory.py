@@ -41,11 +41,8 @@ BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of SGLang's pools, a tensor f
 
 @dataclass
 class PoolPiece:
-    """Implements `EnginePiece` over csrc/engine_pool.cpp.
-
-    Args:
-        tell: csrc's `set_engine_piece`. When the engine ends the allocator releases the handle that
-            it was told last.
+    """Implements `EnginePiece` over csrc/engine_pool.cpp, which releases the handle that `tell`
+    told it last.
     """
 
     address: int
@@ -65,13 +62,7 @@ class PoolPiece:
 
 
 class EnginePools:
-    """Memory pools of one engine, one for each tag.
-
-    Args:
-        operations: of csrc/.
-        make_pool: makes a torch.cuda.MemPool.
-        mapping: of the device.
-    """
+    """Memory pools of one engine, one for each tag. `make_pool` makes a torch.cuda.MemPool."""
 
     def __init__(self, operations: Any, make_pool: Callable[[], Any], mapping: Mapping) -> None:
         self._operations, self._mapping = operations, mapping
@@ -80,17 +71,12 @@ class EnginePools:
 
     @contextlib.contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Lets tensors that are made inside lie in the pool of this tag; as SGLang calls it: once
-        for weights, any number of times for the KV cache.
+        """Lets tensors that are made inside lie in the pool of this tag; SGLang calls it once for
+        weights, any number of times for the KV cache.
 
-        What loading has used beside the weights, and weights that the trainer's took the place of,
-        is given back at its end: SGLang measures then what is left for its cache.
-
-        Args:
-            enable_cpu_backup: for SGLang's own sleep, which is not used.
-
-        Raises:
-            RuntimeError: pieces without tensors were given back, and torch would hand them out.
+        At the end of weights, what loading used beside them is given back: SGLang then measures
+        what is left for its cache. Raises RuntimeError if weights are allocated again: torch would
+        hand out pieces that were given back.
         """
         if tag in self._closed:
             raise RuntimeError(f"SGLang allocates {tag} after it has made them")
@@ -193,15 +179,8 @@ def sleeping_memory(
     in_part: Sequence[Tensor],
     cache_bytes: int,
 ) -> SleepingMemory:
-    """Returns the memory of an engine that has started.
-
-    Args:
-        live: of `start.start`.
-        whole, in_part: of `live_weights.written_parameters`.
-        cache_bytes: that its KV cache has at least.
-
-    Raises:
-        UserError: its KV cache is not where it should be.
+    """Returns the memory of a started engine; `whole` and `in_part` of `written_parameters`. Raises
+    UserError if its KV cache is not where it should be.
     """
     if live.pools is None:
         return SaverMemory(live.scheduler, device)
@@ -217,11 +196,7 @@ def caches_of(scheduler: Any) -> list[Tensor]:
 
 
 class SaverMemory:
-    """Implements `SleepingMemory` by SGLang's own calls, which ask torch_memory_saver.
-
-    Args:
-        scheduler: SGLang's; it has no requests when one of the calls is made.
-    """
+    """Implements `SleepingMemory` by SGLang's own calls, while its scheduler has no requests."""
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
         self._scheduler, self._device = scheduler, device

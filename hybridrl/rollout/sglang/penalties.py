@@ -1,15 +1,13 @@
 """Least lengths and penalties of SGLang's requests: which tokens each has, kept on the device.
 
-SGLang's own penalizers are not used: their repetition penalty passes over the prompt, they count a
-request that is taken back, or that goes on with earlier tokens, as one that has said nothing, and a
-batch under way adds penalties in another order than one alone.
+SGLang's own penalizers are not used: their repetition penalty passes over the prompt, a request
+that is taken back or continued counts as one that has said nothing, and a running batch adds
+penalties in another order than one alone.
 
-A request that asks for any of it has a row of a table from its first pass on. Every pass over its
-prompt, the first one, a part of it, and one after it was taken back, writes the row anew from the
-tokens that the host has; each draw adds its token. Both happen where logits are computed, one pass
-after the other, so that it does not matter whether the host knows a token yet. What is drawn for
-nobody (after a part of a prompt, or as a request is taken back) is overwritten: a pass over the
-prompt follows. Invariant: before a draw for a request its row has all tokens before that draw.
+A request that asks for any has a row of a table. Every pass over its prompt writes the row from the
+tokens that the host has; each draw adds its token, where logits are computed, whether or not the
+host knows it yet. What is drawn for nobody is overwritten by the pass over the prompt that follows.
+Invariant: before a draw the row has all tokens before it.
 """
 
 from __future__ import annotations
@@ -39,13 +37,8 @@ class _Asked(NamedTuple):
 
 
 class _Batch(NamedTuple):
-    """The rows of a batch that ask for something.
-
-    Args:
-        names: of all requests of the batch.
-        row_K: int64, their places in the batch; None: all of it in order.
-        slot_K: int64, their rows of the table.
-        penalties: what they ask for.
+    """The rows of a batch that ask for something: `row_K` are their places in it (None: all, in
+    order), `slot_K` their rows of the table.
     """
 
     names: list[str]
@@ -87,20 +80,12 @@ class SaidTokens:
         self._table = self._batch = self._next = None
 
     def look(self, requests: Sequence[Any], has_prompts: bool) -> None:
-        """Notes whose logits come next.
-
-        Args:
-            requests: SGLang's, of the pass.
-            has_prompts: whether it computes their prompts, and the tokens that they had drawn.
-        """
+        """Notes whose logits come next, and whether the pass computes their prompts."""
         self._next = (requests, has_prompts) if self._asked else None
 
     def penalized(self, logits_BV: Tensor, position_B: Tensor) -> Tensor:
-        """Returns the logits of the pass as its requests ask; as they are where none does.
-
-        Args:
-            logits_BV: of the next token.
-            position_B: of the last token of each row.
+        """Returns the logits of the pass as its requests ask. `position_B` is that of the last
+        token of each row.
         """
         batch = self._rows(logits_BV)
         if batch is None or self._table is None:

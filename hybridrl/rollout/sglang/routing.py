@@ -1,12 +1,8 @@
 """How SGLang's routers tell the experts that they choose, which are kept by places of the KV cache.
 
-SGLang's routers hand what they chose to a recorder of the process, before a rank's own numbers take
-the place of the experts'. Its own recorder copies all choices of each step to the host, into pinned
-memory, which CPUs do not have. This one stands in its place: it keeps them on the device
-(common/experts_by_slot.py), and they are read before a request loses its place, because it ends or
-is taken back, and before the weights change.
-
-Owns the recorder, and what each version asks of one.
+SGLang's recorder copies all choices of each step to pinned host memory, which CPUs do not have.
+This one stands in its place, keeps them on the device (common/experts_by_slot.py), and is read
+before a request loses its place and before the weights change.
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,21 +23,15 @@ from hybridrl.rollout.engine import RunningRequest
 
 
 class RecordedExperts:
-    """Records the experts of every request of one live engine; SGLang's recorder in a process while
-    that engine takes its turn.
+    """Records the experts of every request of one live engine; SGLang's recorder while that engine
+    takes its turn.
 
-    A pass is recorded in two steps: the routers of each layer write into the rows of its tokens,
-    which CUDA graphs capture, and after the pass the rows go to the slots of the tokens' keys.
-
-    Args:
-        model: SGLang's.
-        shape: of the model.
-        num_slots: of the KV cache, with those of tokens that pad a batch.
-        max_tokens: most tokens of a pass, with those that pad it.
-        device: of the KV cache.
+    The routers of each layer write into the rows of a pass's tokens, which CUDA graphs capture;
+    after the pass the rows go to the slots of the tokens' keys. Slots and tokens that pad a batch
+    count in `num_slots` and `max_tokens`.
 
     Raises:
-        ModelError: the layers with experts have no routers that tell what they choose.
+        ModelError: The layers with experts have no routers that tell what they choose.
     """
 
     def __init__(
@@ -73,13 +62,8 @@ class RecordedExperts:
     def get_topk(
         self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
     ) -> Experts:
-        """Is asked by SGLang for the experts of a finished request, before its slots are free.
-
-        Args:
-            req_pool_idx: its row of the pool.
-            seqlen: its tokens, of which the last was in no pass.
-            req_to_token_pool: which has each request's slots.
-            start_len: the first position, always 0 here.
+        """Is asked by SGLang for the experts of a finished request, before its slots are free; its
+        last token was in no pass.
         """
         del start_len
         return self._by_slot.read(req_to_token_pool.req_to_token[req_pool_idx, : seqlen - 1])
@@ -103,12 +87,7 @@ class RecordedExperts:
             if request.req_pool_idx is not None and start < end:
                 found.append(row)
                 slots.append(pool.req_to_token[request.req_pool_idx, start:end])
-        if not found:
-            return
-        experts = self._by_slot.read(torch.cat(slots))
-        ends = np.cumsum([len(one) for one in slots])[:-1]
-        for row, part in zip(found, np.split(experts, ends), strict=True):
-            row.record(row.num_recorded, part)
+        self._by_slot.record(found, slots)
 
     def forget(self) -> None:
         """Forgets all: the weights change."""
@@ -117,10 +96,8 @@ class RecordedExperts:
 
 @contextlib.contextmanager
 def recorded_by(listen: Callable[[int], RecordedExperts | None]) -> Iterator[None]:
-    """Lets an engine that starts inside make its recorder before graphs are captured.
-
-    Args:
-        listen: returns the recorder, given the slots of the KV cache; None: it records nothing.
+    """Lets an engine that starts inside make its recorder before graphs are captured: `listen`
+    returns it (None: it records nothing) given the slots of the KV cache.
     """
     from sglang.srt.model_executor import model_runner
 

@@ -73,11 +73,8 @@ def keep_seeds() -> None:
 class SeededSampler(torch.nn.Module):
     """Takes the place of the sampler of SGLang's model runner.
 
-    While the rows of a batch stay the same its tensors are SGLang's same ones, which are replaced
-    and never written: what is made of them is made once.
-
-    Args:
-        said: the tokens of requests that look back.
+    While the rows of a batch stay the same its tensors are SGLang's same ones, never written: what
+    is made of them is made once.
     """
 
     def __init__(self, said: SaidTokens) -> None:
@@ -124,10 +121,7 @@ class SeededSampler(torch.nn.Module):
         positions: Tensor,
     ) -> Tensor:
         """Returns the next token of each row, (B,), and leaves their log-probabilities in
-        `logits_output`. The arguments are those of SGLang's sampler.
-
-        Args:
-            positions: (B,), of the last token of each row: with the seed the row's randomness.
+        `logits_output`. `positions` are those of the last token of each row.
         """
         seed_B = sampling_info.sampling_seed
         logits_BV = self._said.penalized(logits_output.next_token_logits, positions)

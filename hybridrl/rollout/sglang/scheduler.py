@@ -1,10 +1,8 @@
 """SGLang's scheduler inside this process: one turn of its loop at a time, no sockets, no threads.
 
-SGLang runs a scheduler in a process of its own, whose loop asks sockets for requests and sends
-tokens to others. Here the same loop runs for one turn and is left where it would ask again; what a
-turn did is read from the requests. The loop itself stays SGLang's, with all that its versions do in
-it. Owns what of the scheduler's parts is replaced: sockets, the receiver of requests, the sender of
-tokens, the watchdog that would end the process, checks of idle servers, and what is done with the
+The loop of SGLang's scheduler process runs for one turn and is left where it would ask for requests
+again; what a turn did is read from the requests. Owns what is replaced: sockets, the receiver of
+requests, the sender of tokens, the watchdog, checks of idle servers, and what is done with the
 token of a request that goes on.
 """
 
@@ -265,15 +263,9 @@ def _without_insert(batch: Any, result: Any) -> Iterator[None]:
 def keep_tokens(
     requests: Sequence[Any], tokens: Sequence[int], logps: Sequence[float]
 ) -> list[int]:
-    """Gives requests the tokens that they drew, but for those that end with them.
-
-    Args:
-        requests: SGLang's, of a batch.
-        tokens, logps: of each of them.
-
-    Returns:
-        The places of the requests that end. Those that ended, or were taken back, while the batch
-        was under way get nothing.
+    """Gives SGLang's requests the tokens that they drew, but for those that end with them, whose
+    places it returns. Requests that ended or were taken back while the batch was under way get
+    nothing.
     """
     ending, is_new = [], hasattr(requests[0], "logprob")  # as in `drawn_logps`
     for place, request in enumerate(requests):

@@ -1,10 +1,9 @@
 """Which queued requests wait until another one has computed the prompt that they have in common.
 
-SGLang keeps keys and values by prefix, and finds them once a pass is over: the samples of a prompt
-that come in one pass compute it each. So the first of them goes alone, and the others follow with
-what it left in the cache. That takes one more pass, of few tokens. First samples are no more than
-AHEAD_TOKENS ahead of the others: a cache that is full of prompts has no room for their samples.
-Pure, no torch, no engine.
+SGLang finds keys and values by prefix once a pass is over: samples of a prompt that come in one
+pass compute it each. So the first of them goes alone, one more pass of few tokens. First samples
+are no more than AHEAD_TOKENS ahead of the others: a cache that is full of prompts has no room for
+their samples. Pure, no torch, no engine.
 """
 
 from __future__ import annotations
@@ -22,12 +21,9 @@ AHEAD_TOKENS = 16384
 
 
 class SharedPrompts:
-    """Decides which queued requests an engine begins now; the same on all ranks of a replica, whose
-    engines take the same steps.
-
-    Args:
-        worth_tokens: fewest tokens to be saved for which requests wait.
-        ahead_tokens: of prompts that are computed, and others wait for, at a time.
+    """Decides which queued requests an engine begins now; the same on all ranks of a replica.
+    Requests wait if at least `worth_tokens` are saved; at most `ahead_tokens` of prompts are
+    computed and waited for at a time.
     """
 
     def __init__(self, worth_tokens: int = WORTH_TOKENS, ahead_tokens: int = AHEAD_TOKENS) -> None:
@@ -39,12 +35,8 @@ class SharedPrompts:
         self._first: dict[int, Request] = {}
 
     def due(self, queued: Sequence[Request], is_computing: Callable[[int], bool]) -> list[Request]:
-        """Returns those of the queued requests that are to begin, in their order.
-
-        Args:
-            queued: that have not begun.
-            is_computing: whether the request of this number, which began, has its prompt still to
-                be computed.
+        """Returns the queued requests that are to begin, in order. `is_computing` says whether the
+        prompt of a request that began is still to be computed.
         """
         waits = {prompt for prompt, one in self._first.items() if is_computing(one.request_id)}
         tokens = sum(len(self._first[prompt].prompt) for prompt in waits)

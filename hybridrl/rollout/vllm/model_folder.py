@@ -21,23 +21,14 @@ MOST_AT_ONCE = 16  # processes that start the same part of an engine on one mach
 
 @contextlib.contextmanager
 def model_folder(content: Mapping[str, Any], replica: int, tp_rank: int) -> Iterator[Path]:
-    """Gives a folder whose path is the same at every start of this part of an engine with this
-    content, and by this code.
+    """Gives a folder with this config.json whose path is the same at every start of this place of
+    an engine.
 
-    vLLM finds what it has compiled by a key that contains the path of the model: with another path
-    at each start it compiled the model and its kernels anew, 25 to 40 s. What it has compiled knows
-    the tensor-parallel rank, for which vLLM takes the rank of the job, and the changes that this
-    package makes to the model, which the key does not contain. So each place of an engine has a
-    folder of its own, and each state of this package's code. Processes that start at the same time
-    as others of the same place, of another job, have further ones: one of vLLM's files is read
-    while another process may write it.
-
-    It stands in `cache_folder("engines")` and stays; where that cannot be written, the folder is a
-    temporary one.
-
-    Args:
-        content: of config.json.
-        replica, tp_rank: the place.
+    vLLM finds what it has compiled by the path of the model: with another path it compiles again,
+    25 to 40 s. What it has compiled knows the tensor-parallel rank of the job and this package's
+    changes of the model, which the key does not contain: so each place, and each state of this
+    package's code, has a folder of its own, and so have processes of several jobs at a time. It
+    lies in `cache_folder("engines")`; where that cannot be written, it is temporary.
     """
     text = json.dumps(content, sort_keys=True).encode()
     name = hashlib.sha256(text + _code().encode()).hexdigest()[:16]
@@ -55,7 +46,7 @@ def model_folder(content: Mapping[str, Any], replica: int, tp_rank: int) -> Iter
 @functools.cache
 def _code() -> str:
     """Returns a digest of what changes models of engines before they are compiled."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

@@ -38,14 +38,8 @@ def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueE
 
 
 def sampling_params(request: Request, num_tokens: int) -> Any:
-    """Returns vLLM's SamplingParams of the rest of a response.
-
-    Args:
-        request: of the whole response.
-        num_tokens: that it has, which vLLM gets as a part of the prompt.
-
-    Raises:
-        ValueError: it goes on with presence_penalty.
+    """Returns vLLM's SamplingParams of the rest of a response that has `num_tokens`, which vLLM
+    gets as a part of the prompt. Raises ValueError if it goes on with presence_penalty.
     """
     from vllm.sampling_params import SamplingParams
 

@@ -1,11 +1,8 @@
 """How vLLM's routers tell the experts that they choose, which are kept by places of the KV cache.
 
-vLLM's own way to return them exists in newer versions only, and not with the model runner that CPUs
-have. Here each router writes what it chose for a token where the token's keys lie
-(common/experts_by_slot.py), and they are read before a request loses its place, because it ends or
-is preempted, and before the weights change.
-
-Owns the callbacks of routers.
+vLLM's own way exists in newer versions only, and not with the runner that CPUs have. Here each
+router writes where the token's keys lie (common/experts_by_slot.py), which is read before a request
+loses its place and before weights change.
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,20 +21,12 @@ from hybridrl.rollout.vllm.decoding import cache_fits
 
 
 class RecordedExperts:
-    """Records the experts of every request of one live engine.
-
-    Made before graphs are captured, so that what routers write is captured too: the places of
-    tokens lie at fixed addresses. vLLM gives tokens that pad a batch the place -1, of which the
-    last row is.
-
-    Args:
-        model: vLLM's.
-        cache: vLLM's `KVCacheConfig` of this rank.
-        shape: of the model.
-        device: of the KV cache.
+    """Records the experts of every request of one live engine; made before graphs are captured.
+    `cache` is vLLM's `KVCacheConfig` of this rank. vLLM gives tokens that pad a batch the place -1,
+    of which the last row is.
 
     Raises:
-        ModelError: the layers with experts have no routers that can be listened to, or keys do not
+        ModelError: The layers with experts have no routers that can be listened to, or keys do not
             stay where they are until a request ends.
     """
 
@@ -56,14 +44,9 @@ class RecordedExperts:
             found[layer].set_capture_fn(self._writer(index))
 
     def attach(self, scheduler: Any, running: Mapping[str, RunningRequest]) -> None:
-        """Begins to read what was written of each request, before its place is taken away.
-
-        Args:
-            scheduler: the engine's.
-            running: the requests by vLLM's names, kept up to date by the owner.
-
-        Raises:
-            ModelError: keys do not stay where they are until a request ends.
+        """Begins to read what was written of each request of `running`, by vLLM's names, before its
+        place is taken away. Raises ModelError if keys do not stay where they are until a request
+        ends.
         """
         self._manager, self._running = scheduler.kv_cache_manager, running
         if not cache_fits(self._manager):
@@ -113,12 +96,7 @@ class RecordedExperts:
             if row is not None and row.num_recorded < request.num_computed_tokens:
                 rows.append(row)
                 slots.append(self._slots(request, row.num_recorded))
-        if not rows:
-            return
-        found = self._experts.read(torch.cat(slots))
-        ends = np.cumsum([len(one) for one in slots])[:-1]
-        for row, part in zip(rows, np.split(found, ends), strict=True):
-            row.record(row.num_recorded, part)
+        self._experts.record(rows, slots)
 
     def _slots(self, request: Any, start: int) -> Tensor:
         """Returns the places of a request's computed tokens from `start` on."""

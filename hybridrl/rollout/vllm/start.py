@@ -56,11 +56,7 @@ _OPEN: list[Any] = []
 
 @dataclass(frozen=True, kw_only=True)
 class LiveEngine(StartedPackage):
-    """A started vLLM engine.
-
-    Args:
-        llm: vLLM's `LLMEngine`.
-    """
+    """A started vLLM engine; `llm` is vLLM's `LLMEngine`."""
 
     llm: Any
 
@@ -78,16 +74,16 @@ def start(
     """Starts this rank's part of its replica, with dummy weights; collective over the world.
 
     Args:
-        weight_bytes: of this rank's parameters.
-        prepare: called with the new module and vLLM's version, before vLLM measures what memory is
-            left and captures graphs of the parameters that it finds.
-        listen: called with the module and vLLM's `KVCacheConfig` of this rank, once the cache is
-            there and before graphs are captured.
+        weight_bytes: Bytes of this rank's parameters.
+        prepare: Called with the new module and vLLM's version, before vLLM measures memory and
+            captures graphs.
+        listen: Called with the module and vLLM's `KVCacheConfig` of this rank, before graphs are
+            captured.
 
     Raises:
         UserError: vLLM is missing, does not fit this host, or refuses the model or its memory.
-        ValueError: the layout orders the ranks of a replica otherwise than ascending.
-        RuntimeError: there is no process group, or an engine of another layout is still open.
+        ValueError: The ranks of a replica do not ascend.
+        RuntimeError: There is no process group, or an engine of another layout is still open.
     """
     is_cpu = device.type == "cpu"
     version = installed_version(is_cpu)
@@ -130,11 +126,7 @@ def runner_of(llm: Any) -> Any:
 
 
 def caches_of(runner: Any) -> list[Tensor]:
-    """Returns the memory that keys and values of all layers lie in, as bytes, once each.
-
-    Args:
-        runner: vLLM's model runner.
-    """
+    """Returns the memory of keys and values of all layers, as bytes, once each."""
     found: dict[int, Tensor] = {}
     for layer in runner.kv_caches:  # of some models several of a layer
         for cache in [layer] if isinstance(layer, Tensor) else layer:
@@ -310,16 +302,11 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], object]) -> Iterator
 
 @contextlib.contextmanager
 def second_runner(architectures: Sequence[str]) -> Iterator[None]:
-    """Makes an engine that starts meanwhile compute with vLLM's second model runner, the part of it
-    that runs the model, where it can.
+    """Makes an engine that starts inside compute with vLLM's second model runner, where it can.
 
     vLLM 0.26 takes it for dense models and for the mixtures of experts of a list; newer versions
-    have no list. A step of a Qwen3 mixture was 1.07 to 1.6 times as fast with it on H200. Whatever
-    else speaks against it is vLLM's to see, and VLLM_USE_V2_MODEL_RUNNER in the environment goes
-    before. An engine keeps the runner that it started with.
-
-    Args:
-        architectures: of the model, as its config names them.
+    have no list. A step of a Qwen3 mixture was 1.07 to 1.6 times as fast with it on H200.
+    VLLM_USE_V2_MODEL_RUNNER in the environment goes before.
     """
     from vllm.config import vllm as config
 
@@ -331,12 +318,8 @@ def second_runner(architectures: Sequence[str]) -> Iterator[None]:
 def compute_on_current_stream(runner: type) -> None:
     """Lets vLLM's second model runner compute on the stream that is current.
 
-    It keeps the stream of its first step as `main_stream` (0.26, 0.32), whose work alone the copies
-    of tokens wait for, and makes it current after each step. A step in another thread, on a stream
-    of its own (generation/beside.py), would have tokens copied before they are drawn.
-
-    Args:
-        runner: its class.
+    It keeps the stream of its first step as `main_stream` (0.26, 0.32): a step in another thread,
+    on a stream of its own (generation/beside.py), would have tokens copied before they are drawn.
     """
     if hasattr(runner, "main_stream"):
         current = property(lambda own: torch.cuda.current_stream(own.device))
@@ -345,11 +328,8 @@ def compute_on_current_stream(runner: type) -> None:
 
 def _draw_by_seed_and_position(runner: Any) -> None:
     """Makes a token's randomness a function of its request's seed and its position, and draws all
-    rows at once.
-
-    vLLM's second model runner (GPUs, see `second_runner`) draws that way. The first
-    one keeps a generator a request, whose state a request that continues elsewhere has lost, and
-    draws a row at a time: with 512 requests that is 512 launches a token.
+    rows at once, as the second model runner does. The first one keeps a generator a request, which
+    a continued request has lost, and launches a draw for each row.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 

@@ -17,13 +17,9 @@ MOST_KEPT = 256
 
 
 class SteadyRows:
-    """Rows of requests that decode in step.
-
-    Args:
-        requests: all that run, in the scheduler's order, which `fit`.
-        size: tokens of a block of the cache, at least 3.
-        max_model_len: tokens of a request at most.
-        is_async: whether a step is scheduled before the tokens of the one before it are known.
+    """Rows of requests that decode in step: all that run, in the scheduler's order, which `fit`.
+    `size` is the tokens of a block of the cache, at least 3; `is_async`: a step is scheduled before
+    the tokens of the one before it are known.
     """
 
     def __init__(
@@ -101,12 +97,9 @@ class SteadyRows:
         return (self._computed + number).tolist(), (self._drawn + number).tolist()
 
     def take(self, index: dict[str, int], sampled: Sequence[Sequence[int]]) -> list[int] | None:
-        """Takes a step's tokens, and returns them by row; None, and takes none, where one is its
-        request's last, or some row has not exactly one.
-
-        Args:
-            index: places of the names in `sampled`.
-            sampled: tokens.
+        """Takes a step's tokens and returns them by row; None, and takes none, where one is its
+        request's last, or some row has not exactly one. `index` has the places of names in
+        `sampled`.
         """
         if self._num_taken >= self._room:
             return None

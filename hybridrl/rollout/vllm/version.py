@@ -28,14 +28,9 @@ NAME = "rollout.engine=vllm"
 
 @dataclass(frozen=True)
 class Build:
-    """One build of vLLM that the adapter knows.
-
-    Args:
-        distribution: name on the package index; both builds are imported as `vllm`.
-        oldest: first version whose interface the adapter speaks.
-        install: how to get it.
-        head_dims: sizes of an attention head that its kernels have; empty: all that matter.
-        latent_dims: the same of what latent attention caches of a token.
+    """One build of vLLM that the adapter knows: distribution, first version whose interface it
+    speaks, how to get it, and the sizes of heads and of cached latents that its kernels have
+    (empty: all that matter).
     """
 
     distribution: str
@@ -71,11 +66,8 @@ def is_installed() -> bool:
 
 
 def installed_version(is_cpu: bool) -> str:
-    """Returns distribution and version of the installed vLLM, once it fits this host.
-
-    Raises:
-        UserError: it is missing, made for other devices, too old, or needs another torch or
-            transformers.
+    """Returns distribution and version of the installed vLLM; raises UserError unless it fits this
+    host.
     """
     build = CPU if is_cpu else CUDA
     allowed = f"{build.distribution} {build.oldest} or newer on a host without GPUs"
@@ -96,12 +88,8 @@ def installed_version(is_cpu: bool) -> str:
 
 
 def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
-    """Yields the violation if this host's vLLM has no attention kernel for the size of a head, or
-    for what latent attention caches of a token.
-
-    Args:
-        shape: the model's `ModelShape`.
-        is_cpu: whether this host has no GPUs.
+    """Yields the violation if this host's vLLM has no attention kernel for the size of a head or of
+    a cached latent.
     """
     build = CPU if is_cpu else CUDA
     what, size, known = "model's attention head size", shape.head_dim, build.head_dims
@@ -117,12 +105,8 @@ def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
 
 
 def refusal(said: str, longest: int, version: str) -> UserError:
-    """Returns what vLLM's message at its start means in the user's terms.
-
-    Args:
-        said: what vLLM said about a model, or a size, that it does not start with.
-        longest: tokens of the longest request that it was started for.
-        version: of vLLM, for the message.
+    """Returns what vLLM's message at its start means in the user's terms. `longest`: tokens of the
+    longest request.
     """
     if not re.search(r"KV cache is needed|available memory for the cache", said):
         return refused_start(NAME, "vLLM", said, version)
