@@ -179,8 +179,12 @@ def sharded_state(
         parts["optimizer"] = model.optimizer.sharded_state_dict(
             weights, is_loading=is_loading, metadata=metadata
         )
+    whole = parts["optimizer"]
+    for one in [whole] if len(model.optimizer.chained_optimizers) == 1 else whole.values():
+        if not one["param_state"]:  # Megatron would compare what is empty with other ranks'
+            del one["param_state"]
     if not is_loading:
-        _separate_storages(parts["optimizer"])
+        _separate_storages(whole)
     return parts
 
 

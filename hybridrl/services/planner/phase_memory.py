@@ -4,9 +4,9 @@ torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -281,10 +281,12 @@ def estimate_memory(
     training = always + trained + gradients + states
     training += replay.train if replay and "policy" in held.roles else 0
     training += 0 if engine.sleeps else engine_bytes
-    most = _most_activation_bytes(config, held.models, itemsize)
+    passes = partial(_activation_bytes, config, held.models, itemsize)
+    most = passes(lambda one: [largest_micro_batch(config, one.layout)])
 
     def usual_train() -> int:
-        return training + min(most, _usual_activation_bytes(config, held.models, itemsize))
+        usual = passes(lambda one: usual_micro_batches(config, one.model.shape, one.layout))
+        return training + min(most, usual)
 
     return Memory(
         train=training + most,
@@ -362,33 +364,18 @@ def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> i
     return GROUP_BYTES * num_groups + (GRAPH_BYTES if captures else 0) + staging
 
 
-def _most_activation_bytes(config: Config, models: Sequence[HeldModel], itemsize: int) -> int:
-    """Returns the most that passes may hold of a rank: those of the trained model that takes most,
-    which is what counts beside frozen ones, and of a frozen one where nothing is trained.
+def _activation_bytes(
+    config: Config,
+    models: Sequence[HeldModel],
+    itemsize: int,
+    sizes: Callable[[HeldModel], Iterable[MicroBatchSize]],
+) -> int:
+    """Returns the most that passes over micro-batches of these sizes hold of a rank: those of the
+    trained model that takes most, and of a frozen one where nothing is trained.
     """
-    return max(
-        (
-            _pass_bytes(config, one, itemsize, largest_micro_batch(config, one.layout))
-            for one in _with_passes(models)
-        ),
-        default=0,
-    )
-
-
-def _usual_activation_bytes(config: Config, models: Sequence[HeldModel], itemsize: int) -> int:
-    """Returns what these passes hold with samples of usual length."""
-    return max(
-        (
-            _pass_bytes(config, one, itemsize, packed)
-            for one in _with_passes(models)
-            for packed in usual_micro_batches(config, one.model.shape, one.layout)
-        ),
-        default=0,
-    )
-
-
-def _with_passes(models: Sequence[HeldModel]) -> Sequence[HeldModel]:
-    return [one for one in models if one.model.is_trained] or models
+    with_passes = [one for one in models if one.model.is_trained] or models
+    found = (_pass_bytes(config, one, itemsize, size) for one in with_passes for size in sizes(one))
+    return max(found, default=0)
 
 
 def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatchSize) -> int:

@@ -5,11 +5,11 @@ with what, and what ranks hold. No torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from hybridrl.config.placement import Place, Placement
+from hybridrl.config.placement import Placement
 from hybridrl.config.schema import Config
 from hybridrl.hybrid_engine.memory.alias import shared_names
 from hybridrl.hybrid_engine.planning.assign import Assignment, OrderChoice, assign, evaluate_layout
@@ -174,17 +174,25 @@ def held_by_ranks(
         peers_bytes = itemsize * most_elements(placed.whole)
     sets: dict[tuple[bool, ...], list[int]] = {}
     for rank in range(placement.num_ranks):
-        holds = [rank in part.elements for part in parts]
+        holds = [rank in part for part in parts]
         sets.setdefault((*holds, rank in placement.rollout), []).append(rank)
     found = []
     for ranks in sets.values():
-        held = [part.fullest(ranks) for part in parts if ranks[0] in part.elements]
+        held = [
+            replace(
+                part[ranks[0]],
+                held=max(part[rank].held for rank in ranks),
+                trained=max(part[rank].trained for rank in ranks),
+            )
+            for part in parts
+            if ranks[0] in part
+        ]
         engine = None
         if ranks[0] in placement.rollout:
             own = (most_elements([placed.targets[r]]) - placed.shared[r] for r in ranks)
             engine = HeldEngine(itemsize * max(own), len(placement.rollout))
         own_bytes = sum(itemsize * h.held.num for h in held if h.model.role == "policy")
-        sums = [sum(part.num_on(rank) for part in parts) for rank in ranks]
+        sums = [sum(part[rank].held.num for part in parts if rank in part) for rank in ranks]
         most = max(sums)
         fullest = tuple(rank for rank, one in zip(ranks, sums, strict=True) if one == most)
         found.append((tuple(ranks), Held(held, engine, max(0, peers_bytes - own_bytes), fullest)))
@@ -199,8 +207,8 @@ class _Sizes:
         key = policy.family, policy.shape, placed.layout, policy.head
         self._found = {key: [placed.whole[rank] for rank in placed.placement.policy.ranks]}
 
-    def of(self, model: RoleModel) -> _Parts:
-        """Returns where a model lies, how it is cut there, and what each of these ranks holds."""
+    def of(self, model: RoleModel) -> dict[int, HeldModel]:
+        """Returns what each rank holds of a model that has a part of it."""
         place, layout = self._placed.placement.of(model.role), self._placed.layout
         if place != self._placed.placement.policy:
             sizes = place.tp, place.pp, place.cp, place.ep, place.vpp
@@ -209,8 +217,8 @@ class _Sizes:
         trained = [Elements()] * len(held)
         if model.is_trained:
             trained = self._elements(model, model.trained_family, layout)
-        pairs = zip(held, trained, strict=True)
-        return _Parts(model, place, layout, dict(zip(place.ranks, pairs, strict=True)))
+        parts = zip(place.ranks, held, trained, strict=True)
+        return {rank: HeldModel(model, place, layout, *sizes) for rank, *sizes in parts}
 
     def _elements(self, model: RoleModel, of: Family, layout: TrainLayout) -> list[Elements]:
         key = of, model.shape, layout, model.head
@@ -219,27 +227,3 @@ class _Sizes:
         parts = self._found[key]
         elements = {id(part): fullest([part]) for part in parts}
         return [elements[id(part)] for part in parts]
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """Parts of a model on ranks.
-
-    Args:
-        model, place, layout: As of HeldModel.
-        elements: What each rank holds, and what it trains of it.
-    """
-
-    model: RoleModel
-    place: Place
-    layout: TrainLayout
-    elements: dict[int, tuple[Elements, Elements]]
-
-    def fullest(self, ranks: Sequence[int]) -> HeldModel:
-        """Returns the most that one of these ranks holds, and the most that one trains."""
-        held, trained = (max(self.elements[rank][which] for rank in ranks) for which in (0, 1))
-        return HeldModel(self.model, self.place, self.layout, held, trained)
-
-    def num_on(self, rank: int) -> int:
-        """Returns the elements that a rank holds."""
-        return self.elements[rank][0].num if rank in self.elements else 0
