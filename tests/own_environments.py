@@ -116,17 +116,6 @@ class Slow(Sums):
         return super().step(tokens, text)._replace(done=False)
 
 
-class Greeting(Sums):
-    """Begins with a message, and notes words that others count as well."""
-
-    def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
-        super().reset(prompt, columns)
-        return [{"role": "user", "content": "hello"}] if prompt else None
-
-    def step(self, tokens: Sequence[int], text: str) -> Turn:
-        return super().step(tokens, text)._replace(notes=["turns", "responses", "truncated_call"])
-
-
 class ByProcess(Sums):
     """Answers otherwise in every process, as what looks at clocks or files does."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 import warnings
 from collections.abc import Mapping
@@ -30,18 +29,4 @@ def hangs_on_rank_1(prompt: str, response: str, columns: Mapping[str, object]) -
     """Returns at once, but on rank 1 only after ten minutes."""
     if os.environ["RANK"] == "1":
         time.sleep(600)
-    return 0.0
-
-
-def stops_on_rank_1(prompt: str, response: str, columns: Mapping[str, object]) -> float:
-    """Returns at once, but stops the process of rank 1."""
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return 0.0
-
-
-def is_killed_on_rank_1(prompt: str, response: str, columns: Mapping[str, object]) -> float:
-    """Returns at once, but kills the process of rank 1."""
-    if os.environ["RANK"] == "1":
-        os.kill(os.getpid(), signal.SIGKILL)
     return 0.0

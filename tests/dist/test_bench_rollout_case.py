@@ -84,21 +84,6 @@ def test_rollout_benchmark_measures_and_tells_of_every_part(engine: str, tmp_pat
     assert found == sorted(found)
 
 
-@pytest.mark.full
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a tiny model over gloo")
-@pytest.mark.parametrize("engine", PACKAGED)
-def test_rollout_benchmark_at_its_limit_writes_what_it_has(engine: str, tmp_path: Path) -> None:
-    command, out = command_of(tmp_path, "tiny/tp1/tp1", engine)
-    command += ["--world", "1", "--steps", "0", "--cycles", "1000000", "--limit-s", "20"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 1, done.stdout + done.stderr
-    (case,) = json.loads(out.read_text())["cases"]
-    assert case["error"].startswith("exit ") and "starting" in case["seconds"]
-    assert "rollout_case.py" in case["stacks"]["0"]
-
-
 def command_of(tmp_path: Path, case: str, engine: str) -> tuple[list[str], Path]:
     """Returns a command of a tiny case, and the file that gets its result."""
     model: dict[str, Any] = {**TINY, "architectures": ["Qwen2ForCausalLM"]}

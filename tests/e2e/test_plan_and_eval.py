@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 from documented import undocumented
-from packaged import PACKAGED
 from refusals import QUICKSTART, files_below, hybridrl, refuse, succeed
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -109,21 +108,6 @@ GRPO = (
 )
 
 
-def parameters(config: dict[str, Any]) -> tuple[int, int]:
-    """Returns how many parameters tensor parallelism cuts, and how many every rank has whole."""
-    hidden, layers, inner = (
-        config[key] for key in ("hidden_size", "num_hidden_layers", "intermediate_size")
-    )
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    size = config.get("head_dim", hidden // heads)
-    attention = hidden * size * (2 * heads + 2 * kv_heads)
-    has_biases = config["model_type"] == "qwen2"
-    biases = size * (heads + 2 * kv_heads) if has_biases else 0
-    cut = 2 * config["vocab_size"] * hidden + layers * (attention + biases + 3 * hidden * inner)
-    whole = hidden + layers * (2 * hidden + (0 if has_biases else 2 * size))
-    return cut, whole
-
-
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The quickstart without its prompts, tokenizer and weights."""
@@ -168,29 +152,6 @@ def plan(folder: Path, *arguments: str) -> dict[str, Any]:
     replicas, tp = report["rollout"]["replicas"], report["rollout"]["tp"]
     assert sorted(places) == [(replica, rank) for replica in range(replicas) for rank in range(tp)]
     return report
-
-
-def filled(report: dict[str, Any]) -> list[int]:
-    """Returns how many bytes each rank's engine is filled with."""
-    kinds = (report["reshard"][f"{kind}_bytes"] for kind in ("receive", "local", "alias"))
-    return [sum(found) for found in zip(*kinds, strict=True)]
-
-
-@pytest.mark.parametrize(
-    ("layout", "rollout_tp", "world"), [("train.tp=4 train.pp=2", 4, 8), ("train.tp=4", 2, 4)]
-)
-def test_plan_of_a_large_model(bare: Path, layout: str, rollout_tp: int, world: int) -> None:
-    engine = ("rollout.engine=vllm", f"rollout.tp={rollout_tp}")
-    report = plan(bare, "qwen.yaml", *layout.split(), *engine, "--world", str(world))
-    cut, whole = parameters(QWEN25_7B)
-    assert cut + whole == 7_615_616_512  # as transformers counts them
-    assert filled(report) == [2 * (cut // rollout_tp + whole)] * world
-    assert report["reshard"]["predicted_ms"] > 0
-    assert report["memory"].pop("router_replay") is None  # no experts
-    assert report["memory"].pop("state_copy_bytes") == 0  # lost ranks end the run
-    assert min(report["memory"].values()) > 0
-    assert report["memory"]["train_peak_bytes"] > max(filled(report))
-    assert report["fits"] is True
 
 
 def test_plan_tells_every_violation_as_json(bare: Path) -> None:
@@ -350,17 +311,6 @@ def test_eval_of_an_hf_directory_needs_no_run(quickstart: Path) -> None:
     assert found["sets"]["digits"]["majority"] is None  # that scorer knows of no answers
     assert 0 <= found["sets"]["exact"]["majority"]["value"] <= 1
     assert files_below(quickstart) == before
-
-
-@pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", PACKAGED)
-def test_eval_takes_another_engine_than_the_run(quickstart: Path, engine: str) -> None:
-    found = []
-    for name in ("hf", engine):
-        knobs = (*SMALL, "train.tp=1", "train.pp=1", f"rollout.engine={name}")
-        found.append(json.loads(succeed(quickstart, "eval", SFT[0], *knobs, "--json")))
-    assert found[0] == found[1] and found[0]["checkpoint"] is not None
 
 
 def test_eval_of_a_distillation_needs_no_teacher(tmp_path: Path) -> None:

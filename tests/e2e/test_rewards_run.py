@@ -82,20 +82,3 @@ def test_pass_at_k_leaves_out_groups_of_fewer_than_k(tmp_path: Path) -> None:
         assert record["reward/dropped_groups"] == 2 * NUM_PROMPTS - len(groups)
         dropped += 2 * NUM_PROMPTS - len(groups)
     assert dropped > 0
-
-
-def test_a_failing_scorer_stops_the_run_or_gets_its_value(tmp_path: Path) -> None:
-    config = write_run(tmp_path, function="own_rewards:fails_on_odd_lengths")
-    said = run("train", config, expect=2)
-    assert "raised ValueError" in said and "own_rewards.py:" in said
-    config = write_run(
-        tmp_path,
-        function="own_rewards:fails_on_odd_lengths",
-        on_error="value",
-        error_value=-1.0,
-    )
-    run("train", config, f"run.dir={tmp_path / 'again'}")
-    lines = (tmp_path / "again" / "mine" / "metrics.jsonl").read_text().splitlines()
-    for record in map(json.loads, lines):
-        share = record["reward/own_rewards:fails_on_odd_lengths/errors"] / 32
-        assert record["reward/mean"] == pytest.approx(1 - 2 * share, abs=1e-6)

@@ -17,7 +17,7 @@ from batches import feedback_batch
 from hybridrl.algorithms import make_algorithm
 from hybridrl.algorithms.preference import IMPLICIT, feedback_metrics
 from hybridrl.config.schema import AlgorithmConfig, DpoConfig, KtoConfig
-from hybridrl.contracts.batch import UNRELATED, BatchError, TrainBatch
+from hybridrl.contracts.batch import BatchError, TrainBatch
 from hybridrl.training.batches.collation import micro_batch, unpack
 
 NUM_BATCHES = 200
@@ -178,15 +178,6 @@ def test_metrics_are_of_the_implicit_reward() -> None:
     assert metrics["policy/loss"] == pytest.approx(np.log(2))
 
 
-def test_a_step_of_one_class_trains_and_says_so() -> None:
-    batch = feedback_batch("labels", 6, 3)
-    filled = make_algorithm(KtoConfig()).advantages(replace(batch, reward_B=torch.ones(12)))
-    metrics = feedback_metrics(filled)
-    assert metrics["preference/desirable_fraction"] == 1
-    assert not {"preference/accuracy", "preference/rejected_reward"} & set(metrics)
-    assert (filled.advantages_T[filled.response_mask_T] > 0).all()
-
-
 def test_what_is_not_pairs_is_refused() -> None:
     batch = feedback_batch("pairs", 2, 0)
     for rewards in ([1.0, 1.0, 1.0, 0.0], [0.0] * 4):
@@ -197,10 +188,3 @@ def test_what_is_not_pairs_is_refused() -> None:
         make_algorithm(DpoConfig()).advantages(
             replace(batch, group_B=torch.zeros(4, dtype=torch.int64))
         )
-
-
-def test_kto_without_unrelated_responses_is_refused() -> None:
-    batch = feedback_batch("labels", 3, 0)
-    for parts in ({}, {UNRELATED: torch.zeros(6)}, {UNRELATED: torch.ones(6)}):
-        with pytest.raises(BatchError, match="unrelated.*kto"):
-            make_algorithm(KtoConfig()).advantages(replace(batch, reward_parts=parts))

@@ -395,19 +395,6 @@ def test_groups_are_uninformative_by_what_the_algorithm_compares():
     assert lost(batch, name="dapo", **knobs) == [False] and lost(batch, name="grpo") == [True]
 
 
-def test_remax_takes_one_sample_and_says_where_its_baseline_comes_from():
-    algorithm = make_algorithm(GrpoConfig(name="remax"))
-    batch = train_batch(3, 1)
-    with pytest.raises(
-        BatchError, match=r"part 'greedy'.*sampler.generate\(prompts, greedy=True\)"
-    ):
-        algorithm.advantages(batch)
-    greedy_B = batch.reward_B + torch.tensor([0.0, 0.5, -1.0])
-    filled = algorithm.advantages(batch.with_parts({GREEDY: greedy_B}))
-    for row, a in zip(responses(batch, filled.advantages_T), [0.0, -0.5, 1.0], strict=True):
-        np.testing.assert_allclose(row, a, atol=F32)
-
-
 def test_gdpo_names_the_parts_there_are_and_compares_all_of_them_by_default():
     batch = train_batch(3, 4).with_parts({GREEDY: torch.ones(12)})
     with pytest.raises(BatchError, match=r"no part 'lenght', expected part"):
@@ -423,23 +410,6 @@ def test_gdpo_names_the_parts_there_are_and_compares_all_of_them_by_default():
 def config_of(**algorithm: object) -> object:
     base = {"run": {"name": "a"}, "model": {"init": "m"}}
     return load_config_dict({**base, "algorithm": algorithm}).algorithm
-
-
-@pytest.mark.parametrize(
-    ("given", "nearest"),
-    [
-        ("dr_gpro", "dr_grpo"),
-        ("gspoo", "gspo"),
-        ("reinforce++", "reinforce_pp"),
-        ("cipso", "cispo"),
-        ("kl_conv", "kl_cov"),
-        ("re_max", "remax"),
-        ("VAPO", "vapo"),
-    ],
-)
-def test_an_unknown_name_is_answered_with_the_nearest(given, nearest):
-    with pytest.raises(ConfigError, match=rf"algorithm\.name.*Did you mean '{nearest}'"):
-        config_of(name=given)
 
 
 def test_a_preset_gives_defaults_and_yields_to_what_is_set():

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,27 +19,9 @@ from hybridrl.checkpoint.manifest import (
     read_piece,
     verify_files,
 )
-from hybridrl.checkpoint.optimizer_state import _merged
-from hybridrl.checkpoint.reading import in_threads
 from hybridrl.checkpoint.sharded_files import _FileReader
 from hybridrl.checkpoint.tensor_room import DeviceRoom
 from hybridrl.errors import CheckpointError
-
-
-def test_calls_are_made_beside_each_other_and_end_at_the_first_failure() -> None:
-    both = threading.Barrier(2, timeout=10)
-    in_threads([both.wait, both.wait], 2)
-    made: list[int] = []
-
-    def call(number: int) -> None:
-        made.append(number)
-        time.sleep(0.02)
-        if number in (1, 2):
-            raise RuntimeError(f"call {number}")
-
-    with pytest.raises(RuntimeError, match="call 1"):
-        in_threads([partial(call, number) for number in range(100)], 2)
-    assert len(made) < 10
 
 
 def written(file: Path, sizes: list[int]) -> tuple[bytes, FileEntry]:
@@ -103,16 +83,6 @@ def test_the_first_damaged_piece_of_files_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").unlink()
     with pytest.raises(CheckpointError, match="/a: "):
         verify_files(files, 4)
-
-
-def test_halves_that_lie_in_their_whole_are_not_made_anew() -> None:
-    whole = torch.arange(12.0).view(6, 2)
-    parts = list(whole.chunk(2))
-    assert _merged(whole, torch.cat, parts) is whole
-    elsewhere = [parts[0], parts[1].clone()]
-    for other in (elsewhere, parts[::-1], parts[:1]):
-        made = _merged(whole, torch.cat, other)
-        assert made is not whole and torch.equal(made, torch.cat(other))
 
 
 @pytest.mark.parametrize(("saved", "is_same"), [((8, 2), True), ((12, 2), False), (None, False)])

@@ -126,34 +126,6 @@ def test_a_file_is_written_over_in_place(tmp_path: Path, monkeypatch: pytest.Mon
     assert 99_999 in sizes and 0 not in sizes  # or its memory would be given back first
 
 
-@pytest.mark.parametrize("is_of_process", [False, True])
-def test_threads_leave_checksums_out_and_then_as_they_were(
-    is_of_process: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of a copy and a checkpoint too, whichever ends first."""
-    found: list[bool] = []
-    if is_of_process:  # as of some versions of torch
-        option = [True]
-        monkeypatch.setattr(torch.serialization, "get_crc32_options", lambda: option[0])
-        monkeypatch.setattr(
-            torch.serialization, "set_crc32_options", lambda on: option.insert(0, on)
-        )
-    (tmp_path / "other").mkdir()
-    one, other = writer(tmp_path, [[1.0], [2.0]]), writer(tmp_path / "other", [[2.0]])
-    real = torch.save
-
-    def save(*given: Any) -> None:
-        found.append(torch.serialization.get_crc32_options())
-        if not (tmp_path / "other" / "0").exists():
-            other.write()
-        found.append(torch.serialization.get_crc32_options())
-        real(*given)
-
-    monkeypatch.setattr(torch, "save", save)
-    one.write()
-    assert len(found) == 6 and not any(found) and torch.serialization.get_crc32_options()
-
-
 @pytest.mark.parametrize("fails", ["a tensor", "a file", "the disk"])
 def test_a_failed_file_is_the_result(tmp_path: Path, fails: str) -> None:
     made = writer(tmp_path, [[1.0, 2.0], [3.0, -1.0 if fails == "a tensor" else 4.0]])

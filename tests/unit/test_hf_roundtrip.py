@@ -261,22 +261,6 @@ def test_a_head_that_differs_from_the_tied_embedding_is_refused(
     HfHeaders(tmp_path).check(shapes, missing_ok={"score.weight"})
 
 
-def test_hf_load_of_a_critic_leaves_its_score(tmp_path: Path) -> None:
-    _save("qwen3", tmp_path)
-    hf_config = read_config(tmp_path)
-    family = resolve_family(None, hf_config)
-    shape = family.shape(hf_config)
-    layout = megatron_layout(family, shape, TrainLayout(1), 0, "value")
-    tensors = allocate(layout, torch.float32)
-    tensors["0/output_layer.weight"].fill_(7.0)
-    shapes = hf_shapes(family, shape, "value")
-    absent = load_hf(tmp_path, layout, tensors, shapes, missing_ok={"score.weight"})
-    assert absent == {"score.weight"}
-    assert (tensors["0/output_layer.weight"] == 7.0).all()
-    with pytest.raises(CheckpointError, match="score.weight"):
-        load_hf(tmp_path, layout, tensors, shapes)
-
-
 def test_hf_writer_copies_tokenizer_files_and_sets_the_dtype(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()

@@ -33,7 +33,6 @@ from hybridrl.checkpoint.memory_folders import (
     usable,
 )
 from hybridrl.loop.copying import COST, WAITING_COST, every_steps
-from hybridrl.parallel.ring import next_of
 
 NAME = "quickstart-grpo"
 FIVE, SIX = Ancestor(step=5, order=2), Ancestor(step=6, order=3)
@@ -60,12 +59,6 @@ def manifest(
 ) -> Manifest:
     files = {name: FileEntry(bytes=size, pieces=[]) for name, size in sizes.items()}
     return Manifest(step=step, order=0, lineage=lineage, files=files, unfinished=unfinished)
-
-
-def test_hosts_are_a_ring() -> None:
-    assert next_of([(0, 1)]) == {}
-    assert next_of([(0, 1), (2, 3)]) == {0: 2, 1: 3, 2: 0, 3: 1}
-    assert next_of([(0, 1, 2), (3,), (4, 5)]) == {0: 3, 1: 3, 2: 3, 3: 4, 4: 0, 5: 1}
 
 
 def test_a_copy_is_used_if_hosts_have_all_of_it_together() -> None:
@@ -325,18 +318,6 @@ def test_a_copy_that_was_gone_on_from_stays_until_the_next_is_complete(tmp_path:
     assert starts[-1]["after_step"] == 3 and not copies.exists()
 
 
-@pytest.mark.full
-def test_a_checkpoint_after_a_copy_knows_those_before_it(tmp_path: Path) -> None:
-    more = ("checkpoint.every=2", "checkpoint.asynchronous=false", "steps.num_steps=8")
-    lose(tmp_path, 6, *more)
-    with small_run(tmp_path, *KNOBS, "steps.num_steps=8") as trainer:
-        trainer.fit()
-    starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
-    assert [one["after_step"] for one in starts] == [0, 5]
-    found = Checkpoint.open(tmp_path / NAME / "checkpoints" / "step_8")
-    assert [one.step for one in found.manifest.lineage] == [4, 2]
-
-
 def damage(file: Path) -> None:
     """Flips a bit in the middle of a file."""
     content = bytearray(file.read_bytes())
@@ -381,17 +362,6 @@ def test_a_damaged_copy_is_passed_over(tmp_path: Path) -> None:
         trainer.fit(until=3)
     starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
     assert starts[-1]["after_step"] == 2  # of the checkpoint
-
-
-@pytest.mark.full
-def test_a_run_that_goes_back_forgets_its_copies(tmp_path: Path) -> None:
-    more = ("checkpoint.every=2", "checkpoint.asynchronous=false", "steps.num_steps=6")
-    copies = lose(tmp_path, 5, *more)
-    assert steps_in(copies) == [4, 5]
-    with small_run(tmp_path, *KNOBS) as trainer:
-        trainer.fit(until=3, resume="previous")
-    starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
-    assert starts[-1]["after_step"] == 2 and not copies.exists()
 
 
 @pytest.mark.parametrize("way", [pytest.param("none", marks=pytest.mark.full), "full"])

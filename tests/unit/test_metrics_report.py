@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import math
 import re
 import shutil
 from html.parser import HTMLParser
@@ -14,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from hybridrl.errors import DataError
-from hybridrl.metrics.sinks import JsonlSink, RolloutDump, read_records
+from hybridrl.metrics.sinks import JsonlSink, RolloutDump
 from hybridrl.services.report import page_data
-from hybridrl.services.report.html_page import PAGE, SCRIPTS, STYLES, page, write_report
-from hybridrl.services.report.page_data import column, evenly, points, read_run
+from hybridrl.services.report.html_page import PAGE, SCRIPTS, STYLES, write_report
+from hybridrl.services.report.page_data import evenly, read_run
 from hybridrl.services.report.plots import PLOTS, figures
 
 
@@ -183,21 +181,6 @@ def test_page_runs_nothing_but_the_packages_scripts(tmp_path: Path) -> None:
         assert "http" not in text
 
 
-def test_report_leaves_gaps_where_values_are_not_finite(tmp_path: Path) -> None:
-    lines = ['{"step": 1, "policy/loss": 1.0, "policy/kl": null, "time_s/step": null}']
-    lines += ['{"step": 2, "policy/loss": NaN, "policy/kl": NaN, "eval/accuracy": 0.5}']
-    lines += ['{"step": 3, "policy/loss": Infinity, "time_s/update": null}']
-    lines += ['{"step": 7, "policy/loss": 3.0, "time_s/update": 0.5, "train/skipped_steps": 2}']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    records = read_records(tmp_path / "metrics.jsonl")
-    steps, values = zip(*points(records, "policy/loss"), strict=True)
-    assert steps == (1, 2, 3, 7) and [math.isnan(v) for v in values] == [False, True, True, False]
-    assert points(records, "eval/accuracy") == [(2, 0.5)]
-    assert column(records, "policy/loss") == {"v": [1, None, None, 3]}
-    assert column(records, "time_s/update") == {"v": [None, 0.5], "at": [2, 3]}
-    assert Page(write_report(tmp_path)).row("skipped optimizer steps") == ["2"]
-
-
 def test_report_of_two_runs_tells_configurations_apart(tmp_path: Path) -> None:
     one, other = make_run(tmp_path / "x$1$"), make_run(tmp_path / "y")
     shutil.move(other, other.with_name("_other run"))
@@ -213,35 +196,6 @@ def test_report_of_two_runs_tells_configurations_apart(tmp_path: Path) -> None:
     assert found.row("first measured accuracy") == ["0.250 (step 6)", "0.125 (step 0)"]
     assert found.row("layout") == ["tp 2", "tp 4, pp 2"]
     assert found.row("exit") == ["–", "finished"]
-
-
-def test_header_says_what_a_run_noted_of_its_starts(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    config = "model: {path: m}\ndata: {prompts: [a, b]}\nalgorithm: {name: grpo}\n"
-    config += "train: {tp: 1, pp: 1}\nrollout: {engine: vllm, tp: 2}\nsteps: {num_steps: 40}\n"
-    (run / "config.yaml").write_text(config)
-    first = {"began": "2026-01-01 00:00:00 UTC", "exit": "stopped by SIGTERM"}
-    last = {"world_size": 16, "hosts": 2, "device": "H100", "version": "1.0", "commit": "ab" * 20}
-    last |= {"began": "2026-01-02 00:00:00 UTC"}
-    (run / "run.json").write_text(json.dumps({"starts": [first, last]}))
-    found = Page(write_report(run, planned_gib=[{"training": 1.5, "generation": 2.0}]))
-    wanted = {
-        "model": "m",
-        "data": "a, b",
-        "algorithm": "grpo",
-        "layout": "tp 1; vllm: tp 2",
-        "hardware": "16 × H100, 2 hosts",
-        "hybridrl": "1.0, commit abababababab",
-        "began": "2026-01-01 00:00:00 UTC",
-        "starts": "2",
-        "steps": "12 of 40",
-        "peak memory as planned, GiB": "1.500 in training, 2.000 in generation",
-    }
-    for label, value in wanted.items():
-        assert found.row(label) == [value]
-    rows = {label for part in found.data["summary"] for label, _ in part}
-    assert not {"exit", "ended"} & rows  # it goes on
-    assert found.data["runs"][0]["levels"] == {"memory": {"training": 1.5, "generation": 2.0}}
 
 
 def test_samples_are_evenly_spread_over_dumps(
@@ -268,20 +222,3 @@ def test_report_has_a_figure_of_every_metric_that_a_run_may_have() -> None:
     titles = [plot["title"] for group in figures(names) for plot in group["plots"]]
     assert {plot.title for plot in PLOTS} <= {*titles}
     assert len(titles) == len({*titles})
-
-
-@pytest.mark.parametrize("content", [None, "", '{"step": 1, "rew'])
-def test_report_refuses_a_folder_without_metrics(tmp_path: Path, content: str | None) -> None:
-    if content is not None:
-        (tmp_path / "metrics.jsonl").write_text(content)
-    with pytest.raises(DataError, match="metrics.jsonl"):
-        write_report(tmp_path)
-    assert not (tmp_path / "report.html").exists()
-
-
-def test_served_page_may_ask_its_server_and_no_other(tmp_path: Path) -> None:
-    path = tmp_path / "live.html"
-    data = {"title": "t", "summary": [], "evaluations": [], "groups": [], "runs": []}
-    path.write_bytes(page(data, '"state"'))
-    assert Page(path).policy["connect-src"] == "'self'"
-    assert Page(path).data["tag"] == '"state"'

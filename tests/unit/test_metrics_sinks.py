@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import io
 import json
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tensorboard.backend.event_processing import plugin_event_accumulator
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
 from tensorboard.summary.writer import event_file_writer
 
-from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.sinks import (
-    ConsoleSink,
     JsonlSink,
     RolloutDump,
     TensorBoardSink,
     read_records,
-    step_line,
 )
 from hybridrl.metrics.tables import MAX_CELL_LETTERS, MAX_MARKDOWN_SAMPLES
-
-METRICS = {
-    "time_s/generate": 0.123,
-    "time_s/reward": 0.01,
-    "time_s/logprobs": 0.2,
-    "time_s/advantages": 0.0,
-    "time_s/update": 1.5,
-    "time_s/reshard": 0.04,
-    "time_s/step": 1.9,
-    "reward/mean": 0.5,
-    "eval/accuracy": 0.75,
-}
 
 
 def test_jsonl_sink_shows_each_step_at_once(tmp_path: Path) -> None:
@@ -167,61 +150,6 @@ def test_tensorboard_gets_some_samples_and_forgets_those_of_steps_taken_again(ru
     ]
     TensorBoardSink(run, last_step=1).close()
     assert [step for step, _ in texts(run, "samples")] == [1]
-
-
-def test_tensorboard_has_the_knobs_of_each_start_and_where_the_report_is(run: Path) -> None:
-    TensorBoardSink(run).close()
-    config = run / "config.yaml"
-    config.write_text(config.read_text().replace("1.0e-06", "2.0e-06"))
-    TensorBoardSink(run, last_step=3).close()
-    found = texts(run, "config")
-    assert [step for step, _ in found] == [0, 3]
-    for (_, text), rate in zip(found, ("1e-06", "2e-06"), strict=True):
-        assert shown(text) == [
-            ["knob", "value"],
-            ["run.name", "a"],
-            ["train.learning_rate", rate],
-            ["train.tp", "2"],
-            ["model.init", "a_b|<c>"],
-            ["mix", "[1, null]"],
-        ]
-    assert f"`hybridrl report {run}`" in texts(run, "report")[-1][1]
-    assert [path.name for path in (run / "tensorboard").iterdir() if path.is_dir()] == []
-
-
-def test_step_line_shows_every_phase_that_ran_and_the_results() -> None:
-    assert step_line(7, 120, METRICS) == (
-        "step   7/120 [gen] 0.12s [reward] 0.01s [logp] 0.20s [update] 1.50s"
-        " [reshard] 0.04s reward 0.500 accuracy 0.750"
-    )
-    supervised = {"time_s/generate": 0.0, "time_s/update": 1.5, "policy/loss": 2.0}
-    measured = {"eval/loss": 1.25, "eval/perplexity": 3.49, "eval/preference/accuracy": 0.625}
-    assert step_line(3, 9, {**supervised, **measured}) == (
-        "step 3/9 [update] 1.50s loss 2.000 held-out loss 1.250 perplexity 3.490"
-        " held-out preference accuracy 0.625"
-    )
-    assert step_line(1, 9, {"eval/reward": 1.5}) == "step 1/9 held-out reward 1.500"
-
-
-def test_console_sink_prints_plain_lines_where_there_is_no_terminal() -> None:
-    stream = io.StringIO()
-    sink = ConsoleSink(120, console=Console(file=stream, width=40))
-    sink.write(7, METRICS)
-    sink.message("saved [runs/x]")
-    sink.compare(
-        "Accuracy",
-        {
-            "greedy": (Estimate(0.25, None), Estimate(0.9375, None)),
-            "sampled": (None, Estimate(0.5, 0.02)),
-        },
-    )
-    sink.close()
-    lines = stream.getvalue().splitlines()
-    assert lines[:2] == [step_line(7, 120, METRICS), "saved [runs/x]"]
-    table = "\n".join(lines[2:])
-    for text in ("Accuracy", "before", "after", "0.250", "0.938", "-", "0.500 ± 0.020"):
-        assert text in table
-    assert "\x1b" not in stream.getvalue()
 
 
 def test_rollout_dump_writes_one_file_a_due_step(tmp_path: Path) -> None:

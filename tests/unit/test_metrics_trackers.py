@@ -5,7 +5,6 @@ The signatures are those of wandb 0.31 and mlflow 3.17.
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 import time
@@ -15,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import small_run
 
 from hybridrl.metrics import trackers
 from hybridrl.metrics.sinks import JsonlSink, RolloutDump
@@ -289,28 +287,3 @@ def test_mlflow_begins_once_where_parameters_are_refused_at_first(
     names = [name for name, _ in calls]
     assert names.count("params") == 1 and names.index("params") < names.index("metrics")
     assert sink.num_dropped == 0
-
-
-def test_a_run_gives_trackers_what_its_folder_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: Calls = []
-    monkeypatch.setitem(sys.modules, "wandb", stub_wandb(calls))
-    monkeypatch.setitem(sys.modules, "mlflow", stub_mlflow(calls))
-    knobs = ("steps.num_steps=2", "log.rollouts_every=1", "log.wandb=p", "log.mlflow=e")
-    with small_run(tmp_path, *knobs) as trainer:
-        trainer.fit()
-        run = tmp_path / "quickstart-grpo"
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    logged = [data for name, data in calls if name == "log" and "samples" not in data]
-    assert [data["reward/mean"] for data in logged] == [line["reward/mean"] for line in lines]
-    assert [data["step"] for data in logged] == [1, 2]
-    metrics = dict(value for name, value in calls if name == "metrics")
-    assert [metrics[1]["reward/mean"], metrics[2]["reward/mean"]] == [
-        line["reward/mean"] for line in lines
-    ]
-    tables = [data["samples"] for name, data in calls if name == "log" and "samples" in data]
-    assert [len(table.data) for table in tables] == [8, 8]
-    assert ("finish", 0) in calls and ("end", "FINISHED") in calls
-    (init,) = (value for name, value in calls if name == "init")
-    assert init[-1]["steps"]["num_steps"] == 2

@@ -20,7 +20,6 @@ from hybridrl.debug.verdicts import (
     judge_sampling,
     judge_tokens,
     mean_difference,
-    standing_out,
 )
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, SamplingParams
@@ -88,22 +87,6 @@ def test_warning_comes_once_and_then_every_50_steps() -> None:
     told = [step for step in range(4, 160) if warning.text(step, large) is not None]
     assert told == [53, 103, 153]
     assert MismatchWarning(torch.float32).text(1, {MEAN: 0.002}) is not None
-
-
-@pytest.mark.parametrize(
-    ("differences", "first"),
-    [
-        ([0.0, 2e-7, 9e-6, 9e-7], None),  # jumps below the floor are rounding
-        ([0.0, 2e-7, 3e-5, 4e-5], "2"),
-        ([9e-6, 5e-5, 3e-4, 2e-3], None),  # grows evenly
-        ([9e-6, 5e-5, 6e-4, 2e-3], "2"),
-        ([1e-4, 1e-4], "0"),
-        ([0.0, float("nan")], "1"),
-    ],
-)
-def test_the_first_stage_that_jumps_stands_out(differences: list[float], first: str | None) -> None:
-    named = [(str(number), difference) for number, difference in enumerate(differences)]
-    assert standing_out(named, 1e-5) == first
 
 
 LAYOUT = RolloutLayout.consecutive(4, 2)

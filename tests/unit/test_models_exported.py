@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ModelError
-from hybridrl.loop.model_card import model_card
 from hybridrl.models.hf.directory import write_side_files
 from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.score_token import score_notices, score_token
@@ -74,32 +71,3 @@ def test_older_exports_are_recognized_and_read_where_they_were_trained() -> None
     assert "before the end token" in score_notices(padded, "judge")[0]
     with pytest.raises(ModelError, match="last or before_last"):
         score_token({**new, "hybridrl_score_token": "first"})
-
-
-def config_of(folder: Path, **model: Any) -> Any:
-    content = {
-        "run": {"name": "r", "dir": str(folder)},
-        "model": model,
-        "algorithm": {"name": "sft"},
-        "checkpoint": {"export_hf": True},
-    }
-    return load_config_dict(content)
-
-
-def test_a_card_says_what_was_made_of_what_and_what_was_measured(tmp_path: Path) -> None:
-    model: Any = SimpleNamespace(head="lm")
-    measured = {
-        "0": {"accuracy": 0.1, "accuracy_stderr": 0.01, "s/accuracy": 0.2},
-        "20": {"accuracy": 0.7, "accuracy_stderr": 0.02, "reward": 1.5},
-    }
-    text = model_card(config_of(tmp_path, path="org/base@main"), model, "step_20", measured)
-    assert 'base_model: "org/base"' in text and '"sft"' in text and "# r, step 20" in text
-    assert "| accuracy | 0.1000 ± 0.0100 | 0.7000 ± 0.0200 |" in text
-    assert "| reward |  | 1.5000 |" in text and "export_hf: true" in text
-    # A folder of this host is no base model of the hub, and a reward model has no accuracy.
-    here = model_card(config_of(tmp_path, path=str(tmp_path)), model, "step_1", {})
-    assert "base_model" not in here and f"from `{tmp_path.name}`" in here
-    scorer: Any = SimpleNamespace(head="value")
-    assert "text-classification" in model_card(
-        config_of(tmp_path, init="m"), scorer, "step_1", measured
-    )

@@ -62,11 +62,6 @@ assert same(defaultdict(list, a=[1]))["b"] == []
         "candidate = Solution().twoSum\nassert candidate(nums=[2, 7, 11], target=9) == [0, 1]\n"
         "assert sorted(Solution().twoSum([3, 3], 6)) == [0, 1]",
     ),
-    "nearly equal": (
-        "import math\ndef area(r): return math.pi * r * r",
-        "assert abs(area(3) - 28.274) < 1e-3\nassert math.isclose(area(1), 3.14159, rel_tol=1e-4)\n"
-        "assert round(area(2), 2) == 12.57\nassert f'{area(1):.2f}' == '3.14'",
-    ),
     "order does not matter": (
         "def unique(xs): return (x for x in dict.fromkeys(xs))",
         "assert set(unique([1, 1, 2])) == {1, 2}\nassert sorted(unique('baa')) == ['a', 'b']\n"
@@ -114,13 +109,6 @@ assert same(defaultdict(list, a=[1]))["b"] == []
         "with pytest.raises(ValueError, match='own'):\n    f(0)\n"
         "import contextlib\nwith contextlib.suppress(OwnError):\n    f(0)",
     ),
-    "errors of libraries": (
-        "import json, statistics\ndef parse(s): return json.loads(s)\n"
-        "def mean(xs): return statistics.mean(xs)",
-        "import json\ntry:\n    parse('{')\nexcept json.JSONDecodeError:\n    pass\n"
-        "else:\n    assert False\n"
-        "import statistics\ntry:\n    mean([])\nexcept statistics.StatisticsError:\n    pass",
-    ),
     "arguments changed in place": (
         "def turn(m):\n m[:] = [list(r) for r in zip(*m[::-1])]\n"
         "def zeros(m):\n for r in m: r[0] = 0\ndef add(d, k): d[k] = d.get(k, []) + [1]; return d",
@@ -141,15 +129,6 @@ assert same(defaultdict(list, a=[1]))["b"] == []
         "def fails(x): raise KeyError(x)\n"
         "try:\n    apply(fails, [1])\nexcept KeyError as e:\n    assert e.args == (1,)\n"
         "else:\n    assert False",
-    ),
-    "decorators": (
-        "import functools\ndef memo(f):\n cache = {}\n @functools.wraps(f)\n def w(*a):\n"
-        "  if a not in cache: cache[a] = f(*a)\n  return cache[a]\n return w\n"
-        "@functools.lru_cache\ndef fib(n): return n if n < 2 else fib(n - 1) + fib(n - 2)",
-        "calls = []\n@memo\ndef square(x):\n    calls.append(x)\n    return x * x\n"
-        "assert square(3) == 9 and square(3) == 9 and calls == [3]\n"
-        "assert square.__name__ == 'square'\n"
-        "assert fib(30) == 832040 and fib.cache_info().misses == 31",
     ),
     "generators and iterators": (
         "def count(n):\n while True:\n  yield n\n  n += 1\n"
@@ -179,15 +158,6 @@ assert same(defaultdict(list, a=[1]))["b"] == []
         "assert repr(Item('a')) == \"Item(name='a', price=0.0)\"\n"
         "assert count('aab') == {'a': 2, 'b': 1} and count('aab').most_common(1) == [('a', 2)]\n"
         "n = Numbers([1, 2])\nn.append(3)\nassert n == [1, 2, 3] and n.mean() == 2 and 3 in n",
-    ),
-    "linked nodes of the program": (
-        "class Node:\n def __init__(self, val, next=None): self.val, self.next = val, next\n"
-        "def reverse(head):\n last = None\n while head: head.next, last, head ="
-        " last, head, head.next\n return last",
-        "def values(node):\n    found = []\n    while node:\n        found.append(node.val)\n"
-        "        node = node.next\n    return found\n"
-        "assert values(reverse(Node(1, Node(2, Node(3))))) == [3, 2, 1]\n"
-        "assert reverse(None) is None",
     ),
     "nodes of the tests": (
         "def depth(t): return 0 if t is None else 1 + max(depth(t.left), depth(t.right))\n"
@@ -231,19 +201,6 @@ assert same(defaultdict(list, a=[1]))["b"] == []
         "    return [await later(1), *await asyncio.gather(later(2), later(3))]\n"
         "assert asyncio.run(both()) == [1, 2, 3]",
     ),
-    "global values": (
-        "PRIMES = [2, 3, 5]\ncalls = 0\ndef inc():\n global calls\n calls += 1",
-        "assert PRIMES[:2] == [2, 3]\ninc()\ninc()\nassert calls == 2",
-    ),
-    "a function named like a builtin": (
-        "def sum(a, b): return a * b",
-        "assert sum(10, 15) == 150\nassert sum(1, 2) == 2",
-    ),
-    "modules that the program imported": (
-        "import math, re\nfrom typing import List\n"
-        "def f(x: List[int]) -> float: return math.sqrt(x[0])",
-        "assert f([4]) == math.sqrt(4) and re.match('a', 'ab')",
-    ),
     "properties, class and static methods": (
         "class Circle:\n count = 0\n def __init__(self, r): self._r = r; Circle.count += 1\n"
         " @property\n def area(self): return 3 * self._r ** 2\n"
@@ -253,18 +210,6 @@ assert same(defaultdict(list, a=[1]))["b"] == []
         "c = Circle(2)\nassert c.area == 12\nc.area = 27\nassert c._r == 3\n"
         "assert Circle.unit().area == 3 and Circle.name() == 'c' and Circle.count == 2\n"
         "assert issubclass(Ring, Circle) and isinstance(Ring.unit(), Circle)",
-    ),
-    "copies": (
-        "class Box:\n def __init__(self): self.items = [1]",
-        "import copy\na = Box()\nb = copy.deepcopy(a)\nb.items = [2]\n"
-        "assert a.items == [1] and b.items == [2] and copy.copy(a) is not a",
-    ),
-    "a reference": (
-        "def gcd(a, b):\n while b: a, b = b, a % b\n return a",
-        "import math, random\nrandom.seed(0)\ndef want(a, b): return math.gcd(a, b)\n"
-        "for _ in range(300):\n    a, b = random.randint(1, 999), random.randint(1, 999)\n"
-        "    assert gcd(a, b) == want(a, b)\n"
-        "assert all(gcd(a, a) == a for a in range(1, 99))",
     ),
 }
 
@@ -341,10 +286,6 @@ FORGERIES = {
     ),
     "leaving when asked": ("import os\ndef add(a, b): os._exit(0)", SUM),
     "leaving with SystemExit": ("import sys\ndef add(a, b): sys.exit(0)", SUM),
-    "leaving at exit": (
-        "import atexit, os, sys\natexit.register(os._exit, 0)\ndef add(a, b): sys.exit(0)",
-        SUM,
-    ),
     "an object that equals all": (LIAR + "def add(a, b): return Liar()", SUM),
     "a number that equals all": (
         "class N(int):\n __eq__ = lambda s, o: True\n __hash__ = int.__hash__\n"
@@ -360,25 +301,9 @@ FORGERIES = {
         LIAR + "def add(a, b): return Liar()",
         SUM.replace("add(a, b) == a + b", "math.isclose(add(a, b), a + b)"),
     ),
-    "an object near all to numpy": (
-        LIAR + "def add(a, b): return Liar()",
-        SUM.replace("add(a, b) == a + b", "np.isclose(add(a, b), float(a + b))"),
-    ),
-    "an object near all to pytest": (
-        LIAR + "def add(a, b): return Liar()",
-        "import pytest\n" + SUM.replace("== a + b", "== pytest.approx(a + b)"),
-    ),
     "an object that holds all": (
         LIAR + "def add(a, b): return Liar()",
         SUM.replace("add(a, b) == a + b", "a + b in add(a, b)"),
-    ),
-    "an object that is less than all": (
-        LIAR + "def add(a, b): return Liar()",
-        SUM.replace("add(a, b) == a + b", "a + b - 1 < add(a, b) < a + b + 1"),
-    ),
-    "an object in a set of all": (
-        LIAR + "def add(a, b): return Liar()",
-        SUM.replace("add(a, b) == a + b", "add(a, b) in {a + b, 0}"),
     ),
     "a list of such objects": (
         LIAR + "def add(a, b): return [Liar()]",
@@ -391,14 +316,6 @@ FORGERIES = {
     "a method that returns its object": (
         LIAR + "class Solution(Liar):\n def add(self, a, b): return self",
         SOLUTION,
-    ),
-    "such an object that is near all": (
-        LIAR + "class Solution(Liar):\n def add(self, a, b): return self",
-        NEAR.replace("add(", "Solution().add("),
-    ),
-    "such an object in a list": (
-        LIAR + "class Solution(Liar):\n def add(self, a, b): return [self]",
-        NEAR.replace("add(a, b)", "Solution().add(a, b)[0]"),
     ),
     "such an object of an earlier call": (
         LIAR + "class Solution(Liar):\n made = []\n def __new__(cls):\n"
@@ -420,11 +337,6 @@ FORGERIES = {
     "modules defined": (
         "class math:\n isclose = staticmethod(lambda *a, **k: True)\ndef add(a, b): return 0",
         SUM.replace("add(a, b) == a + b", "math.isclose(add(a, b), a + b)"),
-    ),
-    "modules written": (
-        "open('statistics.py', 'w').write('def mean(x): return 0')\n"
-        "open('sitecustomize.py', 'w').write('import os; os._exit(0)')\ndef add(a, b): return 0",
-        "import statistics\n" + SUM.replace("a + b", "2 * statistics.mean([a, b])"),
     ),
     "an end of the loop over the cases": (
         "def add(a, b): raise StopIteration",

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 from batches import rollout_batch
 
-from hybridrl.config.load import load_config_dict
 from hybridrl.config.reward import ScorerConfig
 from hybridrl.config.schema import RewardConfig
 from hybridrl.contracts.batch import BatchError, RolloutBatch
-from hybridrl.errors import ConfigError, DataError
+from hybridrl.errors import DataError
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.pool import framed
 
@@ -172,12 +171,6 @@ def test_calls_of_an_async_function_wait_beside_each_other_in_one_process(made):
     assert scorer.take_counts() == {"reward/own_rewards:waits/errors": 1}
 
 
-def test_an_async_function_that_blocks_is_killed(made):
-    config = {"function": "own_rewards:waits", "workers": 1, "timeout_s": 0.5}
-    with pytest.raises(BatchError, match=r"took longer than 0.5 s for sample \d"):
-        scored(made, ["block"] * 6, rollout_batch(), **config)
-
-
 def test_a_sum_has_its_terms_as_parts(made):
     functions = {
         "long": {"function": "own_rewards:length", "options": {"scale": 2.0}, "weight": 0.5},
@@ -194,15 +187,6 @@ def test_a_sum_has_its_terms_as_parts(made):
     }
     assert batch.reward_B.tolist() == [1, 1, 1, 1, 1, 1]
     assert counts == dict.fromkeys([f"reward/{n}/errors" for n in functions], 0)
-
-
-def test_what_is_wrong_with_a_row_follows_on_error_from_a_process_too(made):
-    batch = rollout_batch(1, 2)
-    batch = replace(batch, prompts=(replace(batch.prompts[0], columns={}),) * 2)
-    with pytest.raises(DataError, match=r"data\.answer_key"):
-        scored(made, ["1", "2"], batch, function="math")
-    found, counts = scored(made, ["1", "2"], batch, function="math", on_error="value")
-    assert found.reward_B.tolist() == [0, 0] and counts == {"reward/math/errors": 2}
 
 
 def test_a_process_whose_caller_has_gone_ends_without_a_word():
@@ -254,28 +238,3 @@ def test_no_process_outlives_a_trainer_that_is_killed():
     while any(map(is_alive, pids)) and time.monotonic() < until:
         time.sleep(0.05)
     assert not any(map(is_alive, pids))
-
-
-MINIMAL = {"run": {"name": "a"}, "model": {"init": "m"}, "algorithm": {"name": "grpo"}}
-
-
-@pytest.mark.parametrize(
-    ("section", "said"),
-    [
-        (
-            {"functions": {"a": {"function": "math"}}, "function": "gsm8k"},
-            "function: got 'gsm8k'; allowed: only without functions",
-        ),
-        ({"functions": {"a b": {}}}, "names of letters"),
-        ({"functions": {"mean": {}}}, "names of letters"),
-        ({"functions": {"a": {"wieght": 1.0}}}, "Did you mean 'reward.functions.a.weight'"),
-        ({"on_error": "ignore"}, "'stop', 'drop' or 'value'"),
-        ({"error_value": 1.0}, "only with on_error=value"),
-        ({"error_value": float("inf"), "on_error": "value"}, "finite"),
-        ({"weight": float("inf")}, "finite"),
-        ({"timeout_s": 0.0}, "greater than 0"),
-    ],
-)
-def test_wrong_sections_are_refused(section, said):
-    with pytest.raises(ConfigError, match=said):
-        load_config_dict({**MINIMAL, "reward": section})

@@ -12,11 +12,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from batches import rollout_batch
 
-from hybridrl.config.schema import RewardConfig
-from hybridrl.contracts.batch import BatchError
-from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.remote import Remote, RemoteError
 
 Answer = Callable[[BaseHTTPRequestHandler, dict], None]
@@ -151,34 +147,3 @@ def test_no_attempt_outlasts_its_limit(server, answer):
     with pytest.raises(RemoteError, match="2 attempts, the last: .*[tT]ime"):
         ask(server, retries=1, attempt_s=0.3)
     assert time.monotonic() - began < 2.5  # 3 s for each answer otherwise
-
-
-class Numbers:
-    """A tokenizer whose text is the tokens' numbers."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        return " ".join(map(str, token_ids))
-
-
-def test_samples_are_asked_for_at_the_same_time_and_failures_counted(server):
-    def answer(handler, body):
-        time.sleep(0.3)
-        is_bad = body["columns"]["answer"] == "1"
-        reply({"reward": 2.0} if not is_bad else {})(handler, body)
-
-    server.answer = answer
-    options = {"url": server.url}
-    config = {"function": "remote", "options": options, "workers": 6, "on_error": "drop"}
-    scorer = Scorer(RewardConfig.model_validate(config), Numbers())
-    began = time.monotonic()
-    scored = scorer.score(rollout_batch())
-    assert time.monotonic() - began < 1.5  # 1.8 one after the other
-    assert scored is not None
-    assert scored.sample_ids_B.tolist() == [0, 1, 4, 5]
-    assert scored.reward_B.tolist() == [2.0] * 4
-    assert scorer.take_counts() == {"reward/remote/errors": 2}
-    scorer.close()
-    stops = Scorer(RewardConfig.model_validate({**config, "on_error": "stop"}), Numbers())
-    with pytest.raises(BatchError, match=r"raised RemoteError .*on sample [23]: answered \{\}"):
-        stops.score(rollout_batch())
-    stops.close()

@@ -96,17 +96,6 @@ BOMBS = {
 }
 
 
-def test_threads_and_processes_work_within_the_limits(code):
-    program = (
-        "import subprocess, sys, threading\n"
-        "thread = threading.Thread(target=lambda: print('thread', flush=True))\n"
-        "thread.start(); thread.join()\n"
-        "subprocess.run([sys.executable, '-c', 'print(2)'], check=True)\n"
-    )
-    ended = run_program(program, "", {**LIMITS, "memory_mib": 256})
-    assert (ended.code, ended.output.split()) == (0, ["thread", "2"]), ended
-
-
 def descendants_left() -> list[str]:
     """Returns processes of sandboxes that this process started, as far as they can be told."""
     found = []
@@ -320,9 +309,3 @@ def test_root_of_a_container_with_few_users_can_contain_too(code):
     if "unshare" in done.stderr:
         pytest.skip("this kernel lets users make no namespaces")
     assert done.stdout.split() == ["1000"], done
-
-
-def test_a_host_that_cannot_contain_is_refused(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-    with pytest.raises(UserError, match="no namespaces on darwin"):
-        Code()

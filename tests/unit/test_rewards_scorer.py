@@ -106,32 +106,6 @@ def test_a_wrong_single_reward_names_function_line_and_sample(bad):
     check_message(caught.value, my_reward, expected, "expected a finite float")
 
 
-BATCHED = {
-    "two dimensions": (np.zeros((6, 12)), "returned shape (6, 12), expected (6,) floats"),
-    "too few": ([1.0] * 5, "returned shape (5,), expected (6,) floats"),
-    "one number": (1.0, "returned a float, expected (6,) floats"),
-    "a scalar tensor": (torch.tensor(1.0), "returned shape (), expected (6,) floats"),
-    "nan": ([0, 0, float("nan"), 0, 0, 0], "returned nan at index 2"),
-    "texts": (["1"] * 6, "returned a list of <U1"),
-    "none": ([None] * 6, "returned a list of object"),
-    "ragged": ([[1], [1, 2], [1], [1], [1], [1]], "returned rows of several shapes"),
-    "a mapping": ({"reward": 1.0}, "returned a dict"),
-}
-
-
-@pytest.mark.parametrize("bad", BATCHED)
-def test_wrong_batched_rewards_name_function_and_line(bad):
-    value, expected = BATCHED[bad]
-
-    @batched
-    def my_rewards(prompts, responses, columns):
-        return value
-
-    with pytest.raises(BatchError) as caught:
-        scorer(my_rewards).score(rollout_batch())
-    check_message(caught.value, my_rewards, expected)
-
-
 def parsed(text):
     return json.loads(text)
 
@@ -158,15 +132,6 @@ def test_an_error_in_a_library_names_the_users_lines_and_logs_the_whole_tracebac
     assert log.read_text() == trace, "once"
 
 
-def test_a_reward_function_of_another_signature_is_an_error_not_a_crash():
-    def my_reward(prompt, response):
-        return 1.0
-
-    with pytest.raises(BatchError) as caught:
-        scorer(my_reward).score(rollout_batch())
-    check_message(caught.value, my_reward, "raised TypeError on sample 0", "positional arguments")
-
-
 def test_calls_of_an_async_function_wait_beside_each_other():
     under_way = []
 
@@ -184,18 +149,6 @@ def test_calls_of_an_async_function_wait_beside_each_other():
         under_way.clear()
         found = scorer(function).score(rollout_batch())
         assert found.reward_B.tolist() == [0, 0, 1, 1, 2, 2]
-
-
-def test_an_error_of_an_async_function_stops_without_waiting_for_other_calls():
-    async def judged(prompt, response, columns):
-        if columns["answer"] == "1":
-            raise SystemExit(3)
-        await asyncio.sleep(3600)
-
-    with pytest.raises(BatchError) as caught:
-        scorer(judged).score(rollout_batch())
-    line = judged.__code__.co_firstlineno + 2
-    check_message(caught.value, judged, f"called sys.exit(3) at {__file__}:{line} on sample 2")
 
 
 def test_what_is_wrong_with_a_row_follows_on_error():

@@ -14,13 +14,10 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from hybridrl.config.load import load_config_dict
 from hybridrl.errors import ModelError
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import read_model
 from hybridrl.models.megatron.rotary_positions import rotary_frequencies
-from hybridrl.services.planner.plan_report import plan_report
-from hybridrl.services.planner.plan_text import plan_text
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96,
@@ -148,38 +145,6 @@ def test_longrope_that_engines_and_transformers_would_compute_otherwise_is_refus
 ) -> None:
     with pytest.raises(ModelError, match=said):
         read_model(None, config)
-
-
-def config_of(folder: Path, model: dict[str, Any], **sections: Any) -> Any:
-    (folder / "config.json").write_text(json.dumps(model))
-    return load_config_dict(
-        {
-            "run": {"name": "a", "dir": str(folder)},
-            "model": {"init": str(folder)},
-            "algorithm": {"name": "grpo"},
-            "steps": {"samples_per_prompt": 2},
-            "data": {"max_prompt_tokens": 20},
-            "rollout": {"max_new_tokens": 12},
-            **sections,
-        }
-    )
-
-
-def test_plan_says_which_factors_a_run_has(tmp_path: Path) -> None:
-    """Evaluations and terms of the loss count: engine and trainer are the same for them."""
-    mixed = {"algorithm": {"name": "sft"}, "data": {"max_prompt_tokens": 22}}
-    for sections, said in (
-        ({}, "short factors: no sequence is longer than 32 tokens"),
-        ({"rollout": {"max_new_tokens": 13}}, "long factors, for short sequences too"),
-        ({"eval": {"max_new_tokens": 13}}, "long factors"),
-        ({"mix": {"sft": mixed}}, "long factors"),
-        ({"mix": {"sft": {**mixed, "weight": 0}}}, "short factors"),
-    ):
-        report, violations = plan_report(config_of(tmp_path, PHI35, **sections), 1)
-        assert not violations and said in report["positions"], sections
-    assert said in plan_text(report)
-    report, _ = plan_report(config_of(tmp_path, LLAMA), 1)
-    assert report["positions"] is None and "longrope" not in plan_text(report)
 
 
 @pytest.mark.dist

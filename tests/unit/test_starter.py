@@ -42,17 +42,6 @@ def test_starter_of_every_algorithm_passes_plan(here: Path, task: str) -> None:
     assert violations == []
 
 
-def test_starter_says_what_each_knob_is(here: Path) -> None:
-    lines = starter_text(Start("grpo", "model", "train.jsonl", "hf")).splitlines()
-    assert max(map(len, lines)) <= 100
-    knobs = [
-        number for number, line in enumerate(lines) if line.startswith("  ") and "#" not in line
-    ]
-    assert len(knobs) > 20
-    for number in knobs:
-        assert lines[number - 1].lstrip().startswith("# "), lines[number]
-
-
 def test_starter_knows_chats_by_the_template(here: Path) -> None:
     runner = CliRunner()
     runner.invoke(app, ["init", "grpo", "model", "--output", "base.yaml"])
@@ -71,17 +60,6 @@ def test_starter_takes_a_reward_of_ones_own(here: Path) -> None:
     assert yaml.safe_load(Path("grpo.yaml").read_text())["reward"] == {
         "function": "my_rewards:score"
     }
-
-
-def test_starter_of_a_model_without_weights_has_a_rate_for_fresh_ones(here: Path) -> None:
-    runner, sections = CliRunner(), []
-    for name in ("fresh.yaml", "trained.yaml"):
-        assert runner.invoke(app, ["init", "sft", "model", "--output", name]).exit_code == 0
-        sections.append(yaml.safe_load(Path(name).read_text()))
-        (here / "model" / "model.safetensors").write_bytes(b"")
-    fresh, trained = sections
-    assert fresh["model"] == {"init": "model"} and trained["model"] == {"path": "model"}
-    assert fresh["train"]["learning_rate"] >= 30 * trained["train"]["learning_rate"]
 
 
 @pytest.mark.parametrize(
@@ -125,28 +103,6 @@ def test_examples_are_copied_once_and_load_where_they_lie(here: Path) -> None:
 def test_starter_has_the_columns_that_an_algorithm_reads(task: str, columns: set[str]) -> None:
     data = yaml.safe_load(starter_text(Start(task, "model", "train.jsonl", "hf")))["data"]
     assert {value for key, value in data.items() if key.endswith("_key")} == columns
-
-
-def knobs_of(model: str, engine: str) -> tuple[int, ...]:
-    """Returns the sizes of a written starter: prompt and response tokens, prompts a step."""
-    arguments = ["init", "grpo", model, "--engine", engine, "--output", f"{engine}.yaml"]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
-    found = load_config(f"{engine}.yaml")
-    Path(f"{engine}.yaml").unlink()
-    lengths = found.data.max_prompt_tokens, found.rollout.max_new_tokens
-    return *lengths, found.steps.prompts_per_step
-
-
-@pytest.mark.parametrize(("positions", "lengths"), [(1024, (512, 512)), (256, (128, 128))])
-def test_starter_keeps_to_the_positions_of_the_model(
-    here: Path, positions: int, lengths: tuple[int, int]
-) -> None:
-    config = {**QWEN25_7B, "max_position_embeddings": positions}
-    (here / "model" / "config.json").write_text(json.dumps(config))
-    assert knobs_of("model", "vllm") == (*lengths, 64)
-    CliRunner().invoke(app, ["init", "grpo", "model", "--engine", "vllm"])
-    _, violations = plan_report(load_config("grpo.yaml"), 8)
-    assert violations == []
 
 
 @pytest.mark.parametrize(("num_gpus", "engine"), [(0, "hf"), (8, "vllm")])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -13,7 +11,6 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from weight_cases import megatron_reference, random_case_with_experts
 
 from hybridrl.errors import ModelError
-from hybridrl.models.boxes import tiling_fault
 from hybridrl.models.family import ModelShape, MoeShape, Row, resolve_family
 from hybridrl.models.weights import (
     RankLayout,
@@ -133,23 +130,6 @@ def test_weights_deal_experts_and_cut_each() -> None:
     assert "0/decoder.layers.1.mlp.router.weight" not in layout.shapes
 
 
-def test_weights_name_grouped_experts_of_transformer_engine() -> None:
-    train = TrainLayout(2, ep=2)
-    plain = [megatron_layout(QWEN3_MOE, MOE, train, rank) for rank in range(2)]
-    te = [megatron_layout(QWEN3_MOE, MOE, train, rank, te=True, grouped=True) for rank in range(2)]
-    check_coverage(te, hf_shapes(QWEN3_MOE, MOE))
-    for ours, theirs in zip(plain, te, strict=True):
-        name, grouped = (
-            f"0/decoder.layers.2.mlp.experts.{x}"
-            for x in ("local_experts.3.linear_fc2.weight", "linear_fc2.weight3")
-        )
-        assert _held(ours, name) == _held(theirs, grouped) != []
-        # The norm before a router stands alone, that before a dense layer is fused.
-        assert "0/decoder.layers.0.pre_mlp_layernorm.weight" in theirs.shapes
-        assert "0/decoder.layers.1.pre_mlp_layernorm.weight" not in theirs.shapes
-        assert "0/decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in theirs.shapes
-
-
 @pytest.mark.parametrize("batch", range(4))
 def test_weights_with_experts_match_the_reference_in_random_layouts(batch: int) -> None:
     """Regions and padding tile every tensor, every HF element is held, and values are those of
@@ -176,21 +156,6 @@ def test_weights_with_experts_match_the_reference_in_random_layouts(batch: int) 
         assert [one.regions for one in alike] == [one.regions for one in sources], seed
         kinds.add((case.train.ep > 1, case.train.etp > 1, case.rollout_ep > 1))
     assert len(kinds) > 2, kinds
-
-
-def test_weights_refuse_experts_that_do_not_divide() -> None:
-    for train, named in (
-        (TrainLayout(3, ep=3), "train.ep: got 3; allowed: a divisor of the model's 8 experts"),
-        (TrainLayout(8, etp=8), "gate_proj.weight: got 8.*divides 12.*train.etp"),
-    ):
-        with pytest.raises(ModelError, match=named):
-            megatron_layout(QWEN3_MOE, MOE, train, 0)
-    with pytest.raises(ModelError, match=r"rollout.ep: got 2; allowed: a divisor of rollout.tp"):
-        fused_layout(QWEN3_MOE, MOE, 1, 0, ep=2)
-    with pytest.raises(ValueError, match="does not divide the 2 ranks of a pipeline stage"):
-        TrainLayout(4, pp=2, ep=2, etp=2)
-    with pytest.raises(ValueError, match="other pipeline stages"):
-        TrainLayout(8, tp=2, pp=2, order="tp-cp-ep-pp-dp", ep=4).expert_coordinates(0)
 
 
 def test_weights_fuse_and_repeat_heads_as_vllm_does() -> None:
@@ -302,31 +267,3 @@ def test_weights_match_the_reference_where_megatron_cuts_a_head() -> None:
                 rows = slice(*region.local_box[0])
                 built[rows] = hf[region.hf][slice(*region.hf_box[0])]
         assert np.array_equal(built, wanted)
-
-
-def test_tiling_fault_finds_the_first_fault() -> None:
-    assert tiling_fault([((0, 2), (0, 3)), ((2, 4), (0, 3))], (4, 3)) is None
-    assert tiling_fault([((0, 2), (0, 3)), ((2, 4), (1, 3))], (4, 3)) == ("hole", ((2, 4), (0, 1)))
-    assert tiling_fault([((0, 3), (0, 3)), ((2, 4), (0, 3))], (4, 3)) == (
-        "overlap",
-        ((2, 3), (0, 3)),
-    )
-    assert tiling_fault([((0, 5), (0, 3))], (4, 3)) == ("outside", ((0, 5), (0, 3)))
-    assert tiling_fault([((2, 2), (0, 3))], (4, 3)) == ("outside", ((2, 2), (0, 3)))
-    assert tiling_fault([((0, 4),)], (4, 3)) == ("outside", ((0, 4),))
-    assert tiling_fault([], (4,)) == ("hole", ((0, 4),))
-
-
-def test_planning_imports_no_torch() -> None:
-    modules = [
-        "hybridrl.models.weights",
-        "hybridrl.models.family",
-        "hybridrl.models.families.qwen3",
-        "hybridrl.models.hf.directory",
-        "hybridrl.hybrid_engine.planning.plan",
-        "hybridrl.hybrid_engine.planning.proof",
-        "hybridrl.hybrid_engine.planning.assign",
-        "hybridrl.hybrid_engine.planning.chunks",
-    ]
-    code = f"import sys, {', '.join(modules)}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
