@@ -6,20 +6,21 @@ Owns the layout of a batch; knows nothing about engines, models or algorithms. A
 samples is ragged and flat: `tokens_T` holds the prompt and response tokens of one sample after
 the other, `lengths_B` and `prompt_lengths_B` say where each ends. Entry t of a per-token column
 is about token t, given its predecessors in its own sample, and is zero on tokens that were not
-sampled: the prompt's, and those that an environment put into the response. (The experts that an
-engine chose are of every token that it read.) Batches live on the CPU, so that no check waits for a
-device; a `MicroBatch` is what is moved to one: some samples packed, with columns _S, in which what
-is about token t stands at the position of token t - 1, which predicts it. Invariant: an object of
-these types that exists has passed every check, and is never changed afterwards.
+sampled: the prompt's, and those that an environment put into the response. Blobs are ragged arrays
+of the samples that only some models understand (blobs.py). Batches live on the CPU, so that no
+check waits for a device; a `MicroBatch` is what is moved to one: some samples packed, with columns
+_S, in which what is about token t stands at the position of token t - 1, which predicts it.
+Invariant: an object of these types that exists has passed every check, and is never changed
+afterwards.
 
-Per-sample columns (B,) are of all samples of a step on every rank. Per-token columns (T,) are of
-the H samples whose tokens are on this rank, all B where `holders` is None; R are those of their T
-tokens that were sampled.
+Per-sample columns (B,) are of all samples of a step on every rank. Per-token columns (T,) and blobs
+are of the H samples whose tokens are on this rank, all B where `holders` is None; R are those of
+their T tokens that were sampled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from difflib import get_close_matches
@@ -32,7 +33,6 @@ import torch
 from torch import Tensor
 
 from hybridrl.contracts.checks import (
-    EXPERTS,
     FLAG,
     INTEGER,
     NO_MASK,
@@ -50,19 +50,27 @@ from hybridrl.contracts.checks import (
     columns_of,
     holds,
 )
-from hybridrl.contracts.flat import flatten, observed_mask
 from hybridrl.contracts.holders import Holders
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.contracts.prompts import Prompt
-from hybridrl.contracts.routed_experts import token_rows
+from hybridrl.contracts.ragged import (
+    Blob,
+    blobs_of,
+    check_blob,
+    flatten,
+    observed_mask,
+    row_places,
+    starts_of,
+    token_versions,
+)
 from hybridrl.contracts.samples import Rollout, in_gaps
-from hybridrl.contracts.versions import token_versions
 
 __all__ = [
     "GREEDY",
     "LENGTHS",
     "UNRELATED",
     "BatchError",
+    "Blob",
     "MicroBatch",
     "Producer",
     "Prompt",
@@ -91,9 +99,7 @@ class RolloutBatch:
     `producer` who made the batch;
     `versions_T` (T,) int64 the version that sampled each token, None where each sample has one;
     `observed_T` (T,) bool which response tokens an environment gave, None where none has a part;
-    `routed_experts_TK` (T, K) uint8, int16 with more than 256 experts, the experts that the engine
-    chose for each token but the last of a sample, whose row is 0 (contracts/routed_experts.py);
-    None where they were not asked for;
+    `blobs` by name;
     `holders` which ranks have the tokens of which samples, None where each has all;
     `num_observed_B` with `holders`: how many tokens of each response an environment gave.
     """
@@ -109,15 +115,17 @@ class RolloutBatch:
     finished_B: Tensor = field(metadata=holds(FLAG))
     producer: Producer
     observed_T: Tensor | None = field(default=None, metadata=holds(TOKEN_FLAG))
-    routed_experts_TK: Tensor | None = field(default=None, metadata=holds(EXPERTS))
     versions_T: Tensor | None = field(default=None, metadata=holds(TOKEN))
     num_observed_B: Tensor | None = field(default=None, metadata=holds(INTEGER))
     holders: Holders | None = None
+    blobs: Mapping[str, Blob] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._check_lengths()
         for name, value in self.columns().items():
             self._check_column(name, value, self.producer)
+        for name, blob in self.blobs.items():
+            check_blob(name, blob, self.lengths_B, self.rows_H, self.producer)
         if bool(self.tokens_T.lt(0).any()):
             got = f"returned the token {int(self.tokens_T.min())}"
             raise BatchError(self.producer, "tokens_T", got, "token numbers of at least 0")
@@ -183,7 +191,6 @@ class RolloutBatch:
         if any(r.observed is not None for r in rollouts):
             masks = [r.observed or (False,) * len(r.tokens) for r in rollouts]
             observed_T = observed_mask([r.prompt for r in rollouts], masks)
-        experts = [r.experts for r in rollouts if r.experts is not None]
         tokens_T, lengths_B, prompt_lengths_B = flatten(
             [r.prompt.tokens for r in rollouts], [r.tokens for r in rollouts]
         )
@@ -199,8 +206,8 @@ class RolloutBatch:
             finished_B=torch.tensor(finished, dtype=torch.bool),
             producer=producer,
             observed_T=observed_T,
-            routed_experts_TK=torch.from_numpy(token_rows(experts)) if experts else None,
             versions_T=token_versions(rollouts),
+            blobs=blobs_of(rollouts, producer),
         )
 
     @property
@@ -247,7 +254,7 @@ class RolloutBatch:
     @cached_property
     def offsets(self) -> Tensor:
         """Where each sample on this rank starts in `tokens_T`, and at last T: (H + 1,) int64."""
-        return torch.nn.functional.pad(self.lengths_H.cumsum(0), (1, 0))
+        return starts_of(self.lengths_H)
 
     @cached_property
     def sample_index_T(self) -> Tensor:
@@ -284,12 +291,7 @@ class RolloutBatch:
         """Returns where the tokens of these of the samples on this rank are in `tokens_T`, sample
         after sample.
         """
-        lengths_N = self.lengths_H[places_N]
-        shift_N = self.offsets[places_N] - (lengths_N.cumsum(0) - lengths_N)
-        # By numpy, in half of torch's time.
-        index = np.repeat(shift_N.numpy(), lengths_N.numpy())
-        index += np.arange(len(index))
-        return torch.from_numpy(index)
+        return row_places(self.lengths_H, places_N)
 
     def join_columns(self, producer: Producer, **columns: Tensor) -> Self:
         """Returns the batch with these columns added or replaced; errors name `producer`."""
@@ -306,9 +308,23 @@ class RolloutBatch:
             return replace(self, **columns)  # type: ignore[arg-type]
         return self._with(**columns)
 
-    def without_experts(self) -> Self:
-        """Returns the batch without the experts that the engine chose."""
-        return self if self.routed_experts_TK is None else self._with(routed_experts_TK=None)
+    def with_blobs(self, names: Collection[str] = ()) -> Self:
+        """Returns the batch with its blobs of these names alone."""
+        if self.blobs.keys() <= set(names):
+            return self
+        return self._with(blobs={n: blob for n, blob in self.blobs.items() if n in names})
+
+    def join_blob(self, producer: Producer, name: str, blob: Blob) -> Self:
+        """Returns the batch with this blob added or replaced; errors name `producer`."""
+        check_blob(name, blob, self.lengths_B, self.rows_H, producer)
+        return self._with(blobs={**self.blobs, name: blob})
+
+    def require_blob(self, name: str, needed_by: str) -> Blob:
+        """Returns the blob `name`, or raises BatchError saying that `needed_by` needs it."""
+        if name not in self.blobs:
+            got = f"returned a batch without {name}"
+            raise BatchError(self.producer, name, got, f"the blob that {needed_by} needs")
+        return self.blobs[name]
 
     def _with(self, **checked: Any) -> Self:
         # The rest has passed its checks, and what is cached follows from lengths and observations.
@@ -325,11 +341,19 @@ class RolloutBatch:
                 self.producer, "indices", got, f"a list of indices from 0 to {self.num_samples - 1}"
             )
         places_N = self.places_of(index_B)
-        token_index_T = self.token_places(places_N[places_N >= 0])
+        held_N = places_N[places_N >= 0]
+        token_index_T = self.token_places(held_N)
         declared = columns_of(type(self))
         chosen: dict[str, Any] = {
             name: value[token_index_T if declared[name].per_token else index_B]
             for name, value in self.columns().items()
+        }
+        chosen["blobs"] = {
+            name: Blob(
+                blob.values_N[row_places(self.of_held(blob.num_rows_B), held_N)],
+                blob.num_rows_B[index_B],
+            )
+            for name, blob in self.blobs.items()
         }
         chosen |= self._select_parts(index_B)
         chosen["prompts"] = tuple(self.prompts[i] for i in index_B.tolist())
@@ -364,6 +388,13 @@ class RolloutBatch:
                 raise BatchError(batch.producer, "batches", got, expected)
         names = [*first.columns(), *LENGTHS]
         joined: dict[str, Any] = {n: torch.cat([getattr(b, n) for b in batches]) for n in names}
+        joined["blobs"] = {
+            name: Blob(
+                torch.cat([batch.blobs[name].values_N for batch in batches]),
+                torch.cat([batch.blobs[name].num_rows_B for batch in batches]),
+            )
+            for name in first.blobs
+        }
         joined |= first._concat_parts(batches)
         joined["prompts"] = tuple(chain.from_iterable(b.prompts for b in batches))
         if first.holders is not None:
@@ -371,7 +402,8 @@ class RolloutBatch:
         return replace(first, **joined)
 
     def _column_names(self) -> set[str]:
-        return {*self.columns(), *(("holders",) if self.holders is not None else ())}
+        other = {f"blobs.{name}" for name in self.blobs}
+        return {*self.columns(), *other, *(("holders",) if self.holders is not None else ())}
 
     def _select_parts(self, index_B: Tensor) -> dict[str, Any]:
         return {}

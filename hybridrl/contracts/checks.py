@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybridrl.contracts.blobs import misfit
 from hybridrl.contracts.samples import Rollout
 from hybridrl.errors import UserError
 
@@ -90,14 +91,12 @@ class Column:
         per_token: (T,), one value a token; else (B,), one a sample.
         response_only: zero on tokens that were not sampled.
         is_wide: several values a token, (T, K).
-        or_dtype: another dtype that the values may have.
     """
 
     dtype: torch.dtype
     per_token: bool = False
     response_only: bool = False
     is_wide: bool = False
-    or_dtype: torch.dtype | None = None
 
 
 INTEGER, NUMBER, FLAG = Column(torch.int64), Column(torch.float32), Column(torch.bool)
@@ -106,8 +105,6 @@ RESPONSE = Column(torch.float32, per_token=True, response_only=True)
 WIDE_RESPONSE = Column(torch.float32, per_token=True, response_only=True, is_wide=True)
 # 32 bits: there are as many of these as of the others together, and more.
 WIDE_TOKENS = Column(torch.int32, per_token=True, response_only=True, is_wide=True)
-# contracts/routed_experts.py; of prompt tokens too.
-EXPERTS = Column(torch.uint8, per_token=True, is_wide=True, or_dtype=torch.int16)
 _KEY = "column"
 
 
@@ -139,8 +136,7 @@ def check(
         )
     if value.shape[:1] != (size,) or value.ndim != 1 + column.is_wide:
         raise BatchError(producer, name, f"returned shape {tuple(value.shape)}", expected)
-    fits = value.dtype in (column.dtype, column.or_dtype)
-    if not fits or value.device.type != "cpu" or value.requires_grad:
+    if value.dtype != column.dtype or value.device.type != "cpu" or value.requires_grad:
         got = f"returned {value.dtype} on {value.device}{' with a gradient' * value.requires_grad}"
         raise BatchError(producer, name, got, f"{column.dtype} on cpu without a gradient")
     # The sum of finite numbers may overflow; that of others is never finite.
@@ -174,7 +170,6 @@ def check_rollouts(rollouts: Sequence[Rollout], groups: Sequence[int], who: Prod
         if len(rollout.logps) != len(rollout.tokens):
             got = f"returned {len(rollout.logps)} logps for sample {rollout.sample_id}"
             raise BatchError(who, "behaviour_logp_T", got, expected)
-        _check_experts(rollout, rollouts[0], who)
         if rollout.observed is not None and len(rollout.observed) != len(rollout.tokens):
             got = f"returned a mask of {len(rollout.observed)} for sample {rollout.sample_id}"
             raise BatchError(who, "observed_T", got, expected)
@@ -183,23 +178,10 @@ def check_rollouts(rollouts: Sequence[Rollout], groups: Sequence[int], who: Prod
             raise BatchError(who, "group_B", got, "one prompt a group")
 
 
-def _check_experts(rollout: Rollout, first: Rollout, who: Producer) -> None:
-    """Raises BatchError unless there is a row of experts for each token but the last, of the same
-    layers as in the first rollout; or none in all.
-    """
-    found, other, name = rollout.experts, first.experts, "routed_experts_TK"
-    num_rows, sample = len(rollout.prompt.tokens) + len(rollout.tokens) - 1, rollout.sample_id
-    if found is None or other is None:
-        if (found is None) != (other is None):
-            lacks = sample if found is None else first.sample_id
-            got = f"returned experts, but none for sample {lacks}"
-            raise BatchError(who, name, got, "those of all samples, or of none")
-        return
-    expected = (num_rows, other.shape[1])
-    if found.shape != expected or found.dtype != other.dtype:
-        got = f"returned experts {found.shape} {found.dtype} for sample {sample}"
-        allowed = f"{expected} {other.dtype}, a row a token but the last"
-        raise BatchError(who, name, got, allowed)
+def check_blob_type(name: str, dtype: str, num_dims: int, who: Producer) -> None:
+    """Raises BatchError unless a blob is declared and its values fit its kind."""
+    if (wrong := misfit(name, dtype, num_dims)) is not None:
+        raise BatchError(who, name, f"returned {wrong[0]}", wrong[1])
 
 
 def check_observed(

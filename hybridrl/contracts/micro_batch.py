@@ -6,14 +6,28 @@ Invariant: all per-position columns are of one length, and in one alignment.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybridrl.contracts.checks import BatchError, Producer
+
+
+@dataclass(frozen=True, eq=False)
+class ModelTensor:
+    """A tensor for the model's forward call that nothing else reads.
+
+    Args:
+        value: The tensor.
+        is_per_position: Whether its first dimension is the micro-batch's positions, so that a
+            context-parallel rank takes its share; else all ranks have all of it.
+    """
+
+    value: Tensor
+    is_per_position: bool = False
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,10 +50,14 @@ class MicroBatch:
     `loss_mask_S`, or None; those that end in `_SK` are (S, K), `teacher_tokens_SK` int32. They are
     what losses read of a TrainBatch's columns, which have the same names with `_T` for `_S`.
 
-    What the model's routers read is about a position's own token, not about the next one:
-    `routed_experts_SK` (S, K) uint8 or int16, the experts that the engine chose for it, and
-    `is_routed_S` (S,) bool, whether it chose any: not on padding, nor on a sample's last token.
-    Both are None where choices are not replayed.
+    `model_inputs` are what the model alone understands, by name: of a blob with a row a token NAME,
+    (S, ...), where each row stands at its token's own position, and NAME.is_there, (S,) bool, which
+    positions have one; of other blobs NAME, the rows of all samples in order of packing, and
+    NAME.num_rows, how many each has. A model may make others of them (models/inputs.py).
+
+    `position_rows_SR` (S, R) int64 are the positions of each token in R dimensions, where a model
+    has several; None: `positions_S` says all. A context-parallel rank has all of them: Megatron's
+    rotary embedding takes its share when it turns a packed sequence.
 
     Where samples share their prompt, `prefix_sequences` has for each sequence the
     index of the one that it goes on from, -1 for none: the prompt without its last token is a
@@ -65,8 +83,8 @@ class MicroBatch:
     max_seqlen: int
     sample_indices: tuple[int, ...]
     prefix_sequences: tuple[int, ...] | None = None
-    routed_experts_SK: Tensor | None = None
-    is_routed_S: Tensor | None = None
+    position_rows_SR: Tensor | None = None
+    model_inputs: Mapping[str, ModelTensor] = field(default_factory=dict)
     old_logp_S: Tensor | None = None
     reference_logp_S: Tensor | None = None
     behaviour_logp_S: Tensor | None = None
@@ -108,26 +126,34 @@ class MicroBatch:
 
     def take_positions(self, index_S: Tensor) -> MicroBatch:
         """Returns these positions of every column (a context-parallel rank's share)."""
-        return self._map_positions(lambda column_S: column_S[index_S])
+        return self._map(lambda column_S: column_S[index_S])
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """Returns the micro-batch with every tensor on `device`, `cu_seqlens` too."""
-        moved = self._map_positions(lambda column_S: column_S.to(device, non_blocking=True))
-        return replace(moved, cu_seqlens=self.cu_seqlens.to(device, non_blocking=True))
-
-    def _map_positions(self, change: Callable[[Tensor], Tensor]) -> MicroBatch:
-        named = (
-            (f.name, getattr(self, f.name)) for f in fields(self) if f.name.endswith(("_S", "_SK"))
+        moved = self._map(lambda value: value.to(device, non_blocking=True), all_inputs=True)
+        rows_SR, cu_seqlens = self.position_rows_SR, self.cu_seqlens
+        return replace(
+            moved,
+            cu_seqlens=cu_seqlens.to(device, non_blocking=True),
+            position_rows_SR=None if rows_SR is None else rows_SR.to(device, non_blocking=True),
         )
+
+    def _map(self, change: Callable[[Tensor], Tensor], all_inputs: bool = False) -> MicroBatch:
+        """Returns the micro-batch with its per-position tensors changed, and all model inputs."""
+        named = ((name, getattr(self, name)) for name in PER_POSITION)
         changed: dict[str, Any] = {n: change(value) for n, value in named if value is not None}
+        changed["model_inputs"] = {
+            name: replace(one, value=change(one.value))
+            if all_inputs or one.is_per_position
+            else one
+            for name, one in self.model_inputs.items()
+        }
         return replace(self, **changed)
 
 
-ROUTER_COLUMNS = ("routed_experts_SK", "is_routed_S")
-"""The columns that routers read."""
+PER_POSITION = tuple(f.name for f in fields(MicroBatch) if f.name.endswith(("_S", "_SK")))
+"""The fields with a value, or a row, for each position."""
 LOSS_COLUMNS = tuple(
-    f.name
-    for f in fields(MicroBatch)
-    if f.default is None and f.name.endswith(("_S", "_SK")) and f.name not in ROUTER_COLUMNS
+    f.name for f in fields(MicroBatch) if f.default is None and f.name.endswith(("_S", "_SK"))
 )
 """The columns of a batch that losses read, by their names in a MicroBatch."""

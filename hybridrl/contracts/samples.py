@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from hybridrl.contracts.blobs import Blobs
 from hybridrl.contracts.prompts import Prompt
-from hybridrl.contracts.routed_experts import Experts
 
 UNKNOWN_LOGP = 1.0
 """What stands for a log-probability that is not finite, where it is only shown: none is above 0."""
@@ -18,10 +18,9 @@ class Rollout:
     """One finished response: tokens (with the end token, if it came) and log-probabilities.
 
     Where an environment takes part, `observed` says which of the tokens it gave; their
-    log-probabilities are 0. None: all were sampled. `experts` are those that the engine chose, as
-    contracts/routed_experts.py has them; None: they were not asked for. `versions` are runs of
-    (version, number of tokens), where more than one version of the weights made the tokens; empty:
-    all are of `version`.
+    log-probabilities are 0. None: all were sampled. `blobs` are of prompt and response, by name.
+    `versions` are runs of (version, number of tokens), where more than one version of the weights
+    made the tokens; empty: all are of `version`.
     """
 
     sample_id: int
@@ -31,7 +30,7 @@ class Rollout:
     finish_reason: Literal["stop", "length"]
     version: int
     observed: tuple[bool, ...] | None = None
-    experts: Experts | None = field(default=None, compare=False)
+    blobs: Blobs = field(default_factory=dict, compare=False)
     versions: tuple[tuple[int, int], ...] = ()
 
 

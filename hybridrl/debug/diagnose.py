@@ -25,7 +25,8 @@ from hybridrl.config.rules_experts import replays
 from hybridrl.config.schema import Config, PlacementConfig
 from hybridrl.config.source import read_model_config
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
-from hybridrl.contracts.routed_experts import token_rows
+from hybridrl.contracts.ragged import joined_blobs
+from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.debug.reference import reference_streams
 from hybridrl.debug.residual import engine_streams, stages, trainer_logits, trainer_streams
 from hybridrl.debug.verdicts import (
@@ -201,8 +202,8 @@ def _compare(
         "sampling": judge_sampling(placed, said, sampling, bounds.warn),
         "numerics": numerics,
     }
-    if batch.routed_experts_TK is not None:
-        plan = model.plan(batch.without_experts(), 1.0)
+    if ROUTED_EXPERTS in batch.blobs:
+        plan = model.plan(batch.with_blobs(), 1.0)
         outputs: list[TokenStats] = model.forward_all(plan.inputs)
         own_T = plan.column([output.logp_S for output in outputs])
         found["routing"] = judge_routing(placed, said, own_T, bounds.warn, run_replays)
@@ -227,14 +228,12 @@ def _batch(
     ]
     batch = TrainBatch.supervised(samples, Producer.here("the diagnosis"))
     # Of the first replica that drew it.
-    experts_of = {
-        (one.prompt, one.completion.tokens): one.completion.experts
+    blobs_of = {
+        (one.prompt, one.completion.tokens): one.completion.blobs
         for answers in reversed(firsts)
         for one in answers
     }
-    experts = [found for key in ordered if (found := experts_of[key]) is not None]
-    if experts:
-        batch = replace(batch, routed_experts_TK=torch.from_numpy(token_rows(experts)))
+    batch = replace(batch, blobs=joined_blobs([blobs_of[key] for key in ordered]))
     numbers = [number for number, _ in ordered]
     starts, ends = batch.offsets[:-1] + batch.prompt_lengths_B, batch.offsets[1:]
     spans = [slice(*pair) for pair in zip(starts.tolist(), ends.tolist(), strict=True)]

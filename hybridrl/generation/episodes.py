@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from hybridrl.config.environment import EnvironmentConfig
 from hybridrl.contracts.batch import Prompt, Rollout
-from hybridrl.contracts.routed_experts import Experts, experts_from_json, experts_to_json
+from hybridrl.contracts.blobs import Blobs, blobs_from_json, blobs_to_json
 from hybridrl.environments.base import Answer, Play
 from hybridrl.environments.chat import ObservationEncoder, text_of_turn
 from hybridrl.environments.stage import Stages
@@ -70,15 +70,16 @@ class Response(Completion):
 
 
 def restored(fields: Mapping[str, Any]) -> Completion:
-    """Returns a completion or response from its `dataclasses.asdict`, after a trip through JSON,
-    with experts as `experts_to_json` has them.
+    """Returns a completion or response from what `saved_fields` made of it, after a trip through
+    JSON.
     """
     names = {"tokens", "logps", "observed", "failure"} & set(fields)
     made: dict[str, Any] = {name: fields[name] and tuple(fields[name]) for name in names}
-    made["experts"] = experts_from_json(fields.get("experts"))
+    made["blobs"] = blobs_from_json(fields)
     made["versions"] = versions_from_json(fields)
     kind = Response if "observed" in fields else Completion
-    return kind(**{**fields, **made})
+    given = {name: value for name, value in fields.items() if name != "experts"}
+    return kind(**{**given, **made})
 
 
 @dataclass
@@ -102,7 +103,7 @@ class _Episode:
     failure: tuple[str, str] | None = None
     notes: Counter[str] = field(default_factory=Counter)
     waits: bool = True
-    experts: Experts | None = None
+    blobs: Blobs = field(default_factory=dict)
 
     def add_turn(self, done: Completion) -> None:
         """Adds what the policy sampled."""
@@ -112,7 +113,7 @@ class _Episode:
                 self.runs[-1] = [version, self.runs[-1][1] + count]
             else:
                 self.runs.append([version, count])
-        self.experts = done.experts
+        self.blobs = done.blobs
         self.num_turns += 1
 
     def add_observed(self, tokens: Sequence[int]) -> None:
@@ -146,7 +147,7 @@ class _Episode:
             self.reward,
             self.failure,
             dict(self.notes),
-            experts=self.experts,
+            blobs=self.blobs,
             versions=tuple((v, count) for v, count in self.runs) if len(self.runs) > 1 else (),
         )
 
@@ -239,7 +240,7 @@ class Episodes:
                 setattr(episode, name, deepcopy(saved[name]))
             episode.notes = Counter(saved["notes"])
             episode.failure = saved["failure"] and tuple(saved["failure"])
-            episode.experts = experts_from_json(saved.get("experts"))
+            episode.blobs = blobs_from_json(saved)
         self._open[sample_id] = episode
         if episode.waits:
             self._ask(episode)
@@ -329,7 +330,7 @@ class Episodes:
         return [
             {
                 "sample_id": one.sample_id,
-                "experts": experts_to_json(one.experts),
+                "blobs": blobs_to_json(one.blobs),
                 **{name: getattr(one, name) for name in _SAVED},
             }
             for one in self._open.values()
@@ -421,7 +422,7 @@ class Episodes:
         prompt = (*episode.prompt.tokens, *episode.tokens)
         sampling = replace(episode.sampling, max_new_tokens=longest)
         # What earlier turns recorded stays, also where their positions are computed anew.
-        return Request(episode.sample_id, prompt, seed, sampling, experts=episode.experts)
+        return Request(episode.sample_id, prompt, seed, sampling, blobs=episode.blobs)
 
 
 def _plain(answer: Answer) -> Answer:
@@ -462,4 +463,4 @@ def as_rollout(done: Completion, prompt: Prompt) -> Rollout:
     observed = done.observed if isinstance(done, Response) else None
     reason, version = done.finish_reason, done.version
     parts = prompt, done.tokens, done.logps, reason, version, observed
-    return Rollout(done.request_id, *parts, experts=done.experts, versions=done.versions)
+    return Rollout(done.request_id, *parts, blobs=done.blobs, versions=done.versions)

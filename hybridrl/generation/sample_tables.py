@@ -8,10 +8,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from hybridrl.contracts.batch import GREEDY, LENGTHS, Producer, Prompt, ScoredBatch
+from hybridrl.contracts.batch import (
+    GREEDY,
+    LENGTHS,
+    BatchError,
+    Blob,
+    Producer,
+    Prompt,
+    ScoredBatch,
+)
 from hybridrl.contracts.checks import columns_of
 from hybridrl.contracts.holders import Holders, Ranks
-from hybridrl.contracts.versions import repeated_versions
+from hybridrl.contracts.ragged import repeated_versions
 
 Table = dict[str, Any]
 """The per-sample columns of a batch, as arrays by name."""
@@ -52,8 +60,10 @@ def table_of(batch: ScoredBatch) -> Table:
     table["num_observed_B"] = None
     if batch.observed_T is not None:
         table["num_observed_B"] = batch.observed_lengths_B.numpy()
-    experts = batch.routed_experts_TK
-    table["experts"] = None if experts is None else (experts.shape[1], experts.dtype)
+    table["blobs"] = {
+        name: (blob.num_rows_B.numpy(), blob.values_N[:0].clone())
+        for name, blob in batch.blobs.items()
+    }
     table["has_versions"] = batch.versions_T is not None
     table["reward_parts"] = {name: part.numpy() for name, part in batch.reward_parts.items()}
     return table
@@ -78,11 +88,11 @@ def gathered_batch(
     counts = [0 if table is None else len(table["sample_ids_B"]) for table in tables]
     columns: dict[str, Any] = {name: [table[name] for table in found] for name in found[0]}
     parts = columns.pop("reward_parts")
-    observed, experts = columns.pop("num_observed_B"), columns.pop("experts")[0]
+    observed, blobs = columns.pop("num_observed_B"), columns.pop("blobs")
+    sizes = [count for count in counts if count]
     has_versions = any(columns.pop("has_versions"))
     has_observed = any(one is not None for one in observed)
     if has_observed:
-        sizes = [count for count in counts if count]
         pairs = zip(observed, sizes, strict=True)
         columns["num_observed_B"] = [
             np.zeros(size, np.int64) if one is None else one for one, size in pairs
@@ -102,16 +112,46 @@ def gathered_batch(
         reward_parts=part_tensors,
         producer=Producer.here("the gathered rollouts"),
         holders=Holders(maker_B[:, None] == torch.arange(len(counts)), ranks),
+        blobs=_blobs(blobs, own, sizes, order),
         **tensors,
-        **_own_tokens(own, has_observed, has_versions, experts),
+        **_own_tokens(own, has_observed, has_versions),
     )
 
 
-def _own_tokens(
+def _blobs(
+    of_tables: Sequence[Mapping[str, tuple[Any, torch.Tensor]]],
     own: ScoredBatch | None,
-    has_observed: bool,
-    has_versions: bool,
-    experts: tuple[int, torch.dtype] | None,
+    sizes: Sequence[int],
+    order: Any,
+) -> dict[str, Blob]:
+    """Returns the blobs of all samples with the rows of this rank's.
+
+    Args:
+        of_tables: Each table's numbers of rows, and no rows, by name of the blob.
+        own: This rank's samples.
+        sizes: Number of samples of each table.
+        order: Order of all samples.
+    """
+    found = {}
+    for name in {name: None for one in of_tables for name in one}:
+        kinds = [one[name][1] for one in of_tables if name in one]
+        nothing = kinds[0]
+        if other := [k for k in kinds if (k.shape, k.dtype) != (nothing.shape, nothing.dtype)]:
+            got = f"returned rows of {tuple(other[0].shape[1:])} {other[0].dtype} on some rank"
+            allowed = f"{tuple(nothing.shape[1:])} {nothing.dtype} on all"
+            raise BatchError(Producer.here("the gathered rollouts"), name, got, allowed)
+        num_rows = [
+            one[name][0] if name in one else np.zeros(size, np.int64)
+            for one, size in zip(of_tables, sizes, strict=True)
+        ]
+        mine = None if own is None else own.blobs.get(name)
+        values_N = nothing if mine is None else mine.values_N
+        found[name] = Blob(values_N, torch.from_numpy(np.concatenate(num_rows)[order]))
+    return found
+
+
+def _own_tokens(
+    own: ScoredBatch | None, has_observed: bool, has_versions: bool
 ) -> dict[str, torch.Tensor]:
     """Returns the per-token columns of this rank's samples; empty ones if it has none.
 
@@ -119,18 +159,12 @@ def _own_tokens(
         own: of this rank.
         has_observed: whether some rank has observations.
         has_versions: whether some rank has a sample that several versions made.
-        experts: width and dtype of the column of experts; None: there is none.
     """
     num_tokens = 0 if own is None else own.num_tokens
     absent = set() if has_observed else {"observed_T"}
     if not has_versions:
         absent.add("versions_T")
-    empty: dict[str, torch.Tensor] = {}
-    if experts is None:
-        absent.add("routed_experts_TK")
-    else:
-        empty["routed_experts_TK"] = torch.zeros(num_tokens, experts[0], dtype=experts[1])
-    given = empty | ({} if own is None else own.columns())
+    given = {} if own is None else own.columns()
     return {
         name: given.get(name, torch.zeros(num_tokens, dtype=column.dtype))
         for name, column in columns_of(ScoredBatch).items()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hybridrl.contracts.batch import Prompt
-from hybridrl.contracts.routed_experts import experts_to_json
+from hybridrl.contracts.blobs import blobs_to_json
 from hybridrl.generation.episodes import restored
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
@@ -164,16 +164,17 @@ def rollout_state(
         digests: of the prompt of each sample.
     """
     return {
-        "completions": [_plain(done) for done in whole],
-        "requests": [_plain(request) for request in requests],
+        "completions": [saved_fields(done) for done in whole],
+        "requests": [saved_fields(request) for request in requests],
         "episodes": list(turns),
         "prompts": {str(sample_id): digest for sample_id, digest in digests.items()},
     }
 
 
-def _plain(one: Completion | Request) -> dict[str, Any]:
-    found = dataclasses.asdict(dataclasses.replace(one, experts=None))
-    return found | {"experts": experts_to_json(one.experts)}
+def saved_fields(one: Completion | Request) -> dict[str, Any]:
+    """Returns a completion or request for JSON."""
+    found = dataclasses.asdict(dataclasses.replace(one, blobs={}))
+    return found | {"blobs": blobs_to_json(one.blobs)}
 
 
 def joined(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
-from hybridrl.contracts.routed_experts import token_rows
+from hybridrl.contracts.ragged import joined_blobs
 from hybridrl.generation.sampler import Sampler
 from hybridrl.models.family import ModelShape
 from hybridrl.roles.policy import Policy
@@ -109,10 +109,9 @@ def compare(policy: Policy, answers: Answers) -> float:
     ]
     here = Producer.here("the probe")
     batch = TrainBatch.supervised(prompts, here)
-    told = [done.experts for part in answers.by_replica for done in part]
-    if experts := [one for one in told if one is not None]:
-        rows_TK = torch.from_numpy(token_rows(experts))
-        batch = batch.join_columns(here, routed_experts_TK=rows_TK)
+    blobs = [done.blobs for part in answers.by_replica for done in part]
+    for name, blob in joined_blobs(blobs).items():
+        batch = batch.join_blob(here, name, blob)
     expected = policy.logprobs(batch)[batch.response_mask_T].split(
         [sum(len(done.tokens) for done in part) for part in answers.by_replica]
     )

@@ -36,7 +36,7 @@ def sample_records(
         world: all ranks.
     """
     row_of = {} if learned is None else _rows_by_id(learned)
-    scored = scored.without_experts()
+    scored = scored.with_blobs()
     num_parts = -(-int(scored.lengths_B.sum()) // TOKENS_AT_ONCE)
     end = 0
     for size in even_sizes(scored.num_samples, num_parts):

@@ -16,21 +16,25 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from yaml import YAMLError, safe_load
 
-from hybridrl.contracts.batch import LENGTHS, BatchError, Producer, Prompt, TrainBatch
+from hybridrl.contracts.batch import LENGTHS, BatchError, Blob, Producer, Prompt, TrainBatch
 from hybridrl.contracts.checks import columns_of
+from hybridrl.contracts.prompts import contents_from_bytes, contents_to_bytes
+from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.errors import DataError
 
 FILE_NAME = re.compile(r"step_\d{6,}_update_\d{3,}\.safetensors")
-_FORMAT = {"hybridrl": "replay 3"}  # the header's metadata
+_FORMAT = {"hybridrl": "replay 4"}  # the header's metadata
+_OLD_FORMAT = {"hybridrl": "replay 3"}  # no contents, of blobs routed experts as a column
 _TOKENS = ("tokens", "response_tokens", "rejected_tokens")
 _PART, _RNG, _COLUMN, _PROMPTS, _TOLD = "reward_parts.", "rng.", "column.", "prompts.", "told"
-_TERM = "term."
+_TERM, _BLOB, _CONTENTS, _OLD_EXPERTS = "term.", "blob.", "contents", "routed_experts_TK"
 
 
 class _ToldBatch(BaseModel, extra="forbid"):
@@ -113,7 +117,7 @@ class SavedBatch:
         """
         try:
             with safe_open(path, "pt") as file:
-                if file.metadata() != _FORMAT:
+                if file.metadata() not in (_FORMAT, _OLD_FORMAT):
                     raise ValueError(f"its header says {file.metadata()}, not {_FORMAT}")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return _assembled(tensors)
@@ -156,10 +160,17 @@ def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     tensors = {_COLUMN + name: value for name, value in batch.columns().items()}
     tensors |= {_COLUMN + name: getattr(batch, name) for name in LENGTHS}
     tensors |= {_PART + name: value for name, value in batch.reward_parts.items()}
+    for name, blob in batch.blobs.items():
+        tensors |= {f"{_BLOB}{name}": blob.values_N, f"{_BLOB}{name}.num_rows": blob.num_rows_B}
     prompts, index = _distinct(batch.prompts)
     tensors[_PROMPTS + "index"] = torch.tensor(index)
     for name in _TOKENS:
         tensors |= _flat(_PROMPTS + name, [getattr(prompt, name) for prompt in prompts])
+    cells = [contents_to_bytes(prompt.contents) for prompt in prompts]
+    if any(cells):
+        joined = np.frombuffer(b"".join(cells), np.uint8).copy()
+        tensors[_PROMPTS + _CONTENTS] = torch.from_numpy(joined)
+        tensors[f"{_PROMPTS}{_CONTENTS}.lengths"] = torch.tensor([len(cell) for cell in cells])
     return tensors, {
         "producer": asdict(batch.producer),
         "prompts": [_about(prompt) for prompt in prompts],
@@ -169,22 +180,42 @@ def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 def _batch(tensors: Mapping[str, torch.Tensor], told: _ToldBatch) -> TrainBatch:
     """Returns what `_parts` was given."""
     tokens = zip(*(_ragged(tensors, _PROMPTS + name) for name in _TOKENS), strict=True)
+    cells = [b""] * len(told.prompts)
+    if _PROMPTS + _CONTENTS in tensors:
+        whole = tensors[_PROMPTS + _CONTENTS].numpy().tobytes()
+        lengths = _integers(tensors, f"{_PROMPTS}{_CONTENTS}.lengths")
+        ends = list(accumulate(lengths))
+        cells = [whole[end - num : end] for end, num in zip(ends, lengths, strict=True)]
     distinct = [
-        Prompt(number, text, own or (), columns, response, rejected)
-        for (number, text, columns), (own, response, rejected) in zip(
-            told.prompts, tokens, strict=True
+        Prompt(
+            number, text, own or (), columns, response, rejected, contents=contents_from_bytes(cell)
+        )
+        for (number, text, columns), (own, response, rejected), cell in zip(
+            told.prompts, tokens, cells, strict=True
         )
     ]
     index = _integers(tensors, _PROMPTS + "index")
     if index and not 0 <= min(index) <= max(index) < len(distinct):
         raise ValueError(f"a sample of prompt {min(index)} or {max(index)} of {len(distinct)}")
     columns: dict[str, Any] = _starting(tensors, _COLUMN)
+    saved, num_rows = _starting(tensors, _BLOB), ".num_rows"
+    blobs = {
+        name: Blob(values, saved[name + num_rows])
+        for name, values in saved.items()
+        if not name.endswith(num_rows)
+    }
+    if (experts_TK := columns.pop(_OLD_EXPERTS, None)) is not None:
+        num_rows_B = columns["lengths_B"] - 1
+        is_last_T = torch.zeros(len(experts_TK), dtype=torch.bool)
+        is_last_T[columns["lengths_B"].cumsum(0) - 1] = True
+        blobs[ROUTED_EXPERTS] = Blob(experts_TK[~is_last_T], num_rows_B)
     if unknown := columns.keys() - columns_of(TrainBatch).keys() - set(LENGTHS):
         raise ValueError(f"unknown columns {sorted(unknown)}")
     return TrainBatch(
         prompts=tuple(distinct[number] for number in index),
         producer=told.producer,
         reward_parts=_starting(tensors, _PART),
+        blobs=blobs,
         **columns,
     )
 
@@ -201,7 +232,7 @@ def _distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
     for prompt in prompts:
         # Of a prompt's other columns, which no loss reads, JSON may lack the type.
         about = json.dumps(_about(prompt), default=str)
-        key = (about, *(getattr(prompt, name) for name in _TOKENS))
+        key = (about, prompt.contents, *(getattr(prompt, name) for name in _TOKENS))
         if key not in places:
             places[key] = len(found)
             found.append(prompt)

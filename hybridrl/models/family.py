@@ -299,6 +299,8 @@ class Family:
             Other keys are refused unless config_keys.py says that they change no numbers.
         stated: keys of config.json, each with what the architecture means where it is absent, which
             engines have to be told.
+        extra_inputs: Makes what the model reads beside tokens, a models/inputs.py `ExtraInputs`;
+            None: nothing.
         is_served_fused: whether engines with fused parameters have code of their own for it; else
             they run transformers' code, whose parameters are others.
     """
@@ -313,6 +315,7 @@ class Family:
     config_keys: Collection[str] = DECODER_KEYS
     stated: Mapping[str, Any] = field(default_factory=dict, hash=False)
     is_served_fused: bool = True
+    extra_inputs: Callable[[HfConfig], Any] | None = None
 
     def for_engines(self, hf_config: HfConfig) -> dict[str, Any]:
         """Returns a config.json with what the architecture means where a key is absent, or null."""

@@ -1,5 +1,5 @@
-"""Token columns on their way between ranks: from where samples were made, or computed, to where
-they are needed.
+"""Token columns and blobs on their way between ranks: from where samples were made, or computed, to
+where they are needed.
 
 Owns who sends which samples to whom. It follows from the tables of holders, which every rank has,
 so that nothing is asked before; each row goes once to each rank that lacks it, of the ranks that
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.contracts.batch import RolloutBatch
+from hybridrl.contracts.batch import Blob, RolloutBatch
 from hybridrl.contracts.checks import columns_of
 from hybridrl.contracts.holders import Holders, Ranks
 
@@ -58,31 +58,33 @@ class Route:
         self._sent = _in_order(samples_P, receivers_P, senders_P == world.rank)
         self._received = _in_order(samples_P, senders_P, receivers_P == world.rank)
 
-    def __call__(self, column_T: Tensor) -> Tensor:
+    def __call__(self, column_T: Tensor, num_rows_B: Tensor | None = None) -> Tensor:
         """Returns the column of the samples that this rank wants, in their order.
 
         Args:
             column_T: of the samples that it gives: (T,) or (T, K), on the CPU.
+            num_rows_B: Rows of each sample in the column; None: one a token.
         """
+        rows_B = self._lengths_B if num_rows_B is None else num_rows_B.numpy()
         if not self.moves and len(self._kept) == len(self._rows):
             return column_T  # it is as it is wanted
-        parts = column_T.split(self._lengths_B[self._rows].tolist())
+        parts = column_T.split(rows_B[self._rows].tolist())
         own = dict(zip(self._rows.tolist(), parts, strict=True))
         found = {sample: own[sample] for sample in self._kept.tolist()}
         if self.moves:
             sent, received = self._sent[0].tolist(), self._received[0].tolist()
             sent_T = _joined([own[sample] for sample in sent], column_T)
-            sent_W, received_W = self._counts(self._sent), self._counts(self._received)
+            sent_W, received_W = (self._counts(one, rows_B) for one in (self._sent, self._received))
             arrived_T = column_T.new_empty(sum(received_W), *column_T.shape[1:])
             self._world.all_to_all(arrived_T, sent_T, received_W, sent_W)
-            arrived = arrived_T.split(self._lengths_B[received].tolist())
+            arrived = arrived_T.split(rows_B[received].tolist())
             found |= zip(received, arrived, strict=True)
         return _joined([found[sample] for sample in sorted(found)], column_T)
 
-    def _counts(self, pairs: tuple[Array, Array]) -> list[int]:
-        """Returns the tokens that go to, or come from, each rank."""
+    def _counts(self, pairs: tuple[Array, Array], rows_B: Array) -> list[int]:
+        """Returns the rows that go to, or come from, each rank."""
         samples, ranks = pairs
-        counts_W = np.bincount(ranks, self._lengths_B[samples], self._world.size)
+        counts_W = np.bincount(ranks, rows_B[samples], self._world.size)
         return [int(count) for count in counts_W]
 
 
@@ -105,18 +107,28 @@ def bring(batch: B, want_BW: Tensor, world: Ranks, num_parts: int = 1) -> B:
             moved[name] = _moved(route, value)
     if batch.observed_T is not None and batch.num_observed_B is None:
         moved["num_observed_B"] = batch.observed_lengths_B
-    return replace(batch, holders=wanted, **moved)
+    blobs = {
+        name: Blob(_moved_rows(route, one), one.num_rows_B) for name, one in batch.blobs.items()
+    }
+    return replace(batch, holders=wanted, blobs=blobs, **moved)
 
 
 def _moved(route: Route, column_T: Tensor) -> Tensor:
-    """Returns a column by a route; token numbers travel as 32 bits, and 16 bits, which gloo does
-    not know, as bytes.
-    """
+    """Returns a column by a route; token numbers travel as 32 bits."""
     if route.moves and column_T.dtype == torch.int64:
         return route(column_T.int()).long()
-    if route.moves and column_T.dtype == torch.int16:
-        return route(column_T.view(torch.uint8)).view(torch.int16)
     return route(column_T)
+
+
+def _moved_rows(route: Route, blob: Blob) -> Tensor:
+    """Returns a blob's values by a route, as bytes: gloo does not know every dtype."""
+    values_N = blob.values_N
+    if not route.moves:
+        return route(values_N, blob.num_rows_B)
+    flat_NK = values_N.flatten(1) if values_N.ndim > 1 else values_N[:, None]
+    arrived_NK = route(flat_NK.contiguous().view(torch.uint8), blob.num_rows_B)
+    arrived_NK = arrived_NK.view(values_N.dtype)
+    return arrived_NK.reshape(len(arrived_NK), *values_N.shape[1:])
 
 
 def collect(batch: B, world: Ranks, rank: int = 0) -> B | None:

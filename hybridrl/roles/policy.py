@@ -69,7 +69,7 @@ class Policy:
         """Returns the log-probability of each response token, nats, (T,) fp32, zero on prompt
         tokens; at the policy's own temperature, or at this one.
         """
-        self._check_experts(batch)
+        self._check_blobs(batch)
         plan = self.model.plan(batch, self.temperature if temperature is None else temperature)
         outputs: list[TokenStats] = self.model.forward_all(plan.inputs)
         logp_T = plan.column([output.logp_S for output in outputs])
@@ -82,12 +82,11 @@ class Policy:
         found, self._start_logp_T = self._start_logp_T, None
         return found
 
-    def _check_experts(self, batch: TrainBatch) -> None:
-        """Raises BatchError if the experts that the model is to take are not there; those of terms
-        need none.
-        """
-        if self.model.planner.replays:
-            batch.require("routed_experts_TK", "algorithm.router_replay=rollout")
+    def _check_blobs(self, batch: TrainBatch) -> None:
+        """Raises BatchError if the blobs that the model reads are not there; terms need none."""
+        for extra in self.model.planner.extra_inputs:
+            for name in extra.blobs:
+                batch.require_blob(name, extra.needed_by)
 
     def update(self, batch: TrainBatch, terms: Sequence[LossTerm] = ()) -> dict[str, float]:
         """Takes one optimizer step on a mini-batch, or none if its loss or gradient is not finite.
@@ -117,7 +116,7 @@ class Policy:
         """
         if denominator is None:
             denominator = self.algorithm.denominator(batch)
-        self._check_experts(batch)
+        self._check_blobs(batch)
         logps: list[torch.Tensor] = []
         plan = self.model.plan(batch, self.temperature)
         plans = [self.model.plan(term.batch, TERM_TEMPERATURE) for term in terms]

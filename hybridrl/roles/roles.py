@@ -144,7 +144,7 @@ class Roles:
             return None
         old_T = old_T.nan_to_num(*[UNKNOWN_LOGP] * 3) * batch.response_mask_T
         shared = {field.name: getattr(batch, field.name) for field in fields(ScoredBatch)}
-        plain = ScoredBatch(**shared).without_experts()
+        plain = ScoredBatch(**shared).with_blobs()
         return plain.join_columns(Producer.here("the trainer"), behaviour_logp_T=old_T)
 
     @property

@@ -16,7 +16,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from hybridrl.contracts.routed_experts import Experts, experts_from_json
+from hybridrl.contracts.blobs import Array, Blobs, blobs_from_json
+from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.rollout.common.stops import TokenTexts
 
 FinishReason = Literal["stop", "length"]
@@ -86,8 +87,7 @@ class Request:
         seed: drives the sampling of this request alone; see `request_seed`.
         tokens, logps: the response so far, empty for a new request.
         version: the weights that made the first of `tokens`; None while there is none.
-        experts: what was recorded of prompt and response so far (contracts/routed_experts.py), by
-            an engine that records; it stays as it is. None: nothing.
+        blobs: What was recorded for prompt and response so far, by name; it stays as it is.
         versions: which weights made which of `tokens`, where more than one made them; empty: all
             are of `version`.
     """
@@ -99,7 +99,7 @@ class Request:
     tokens: tuple[int, ...] = ()
     logps: tuple[float, ...] = ()
     version: int | None = None
-    experts: Experts | None = field(default=None, compare=False)
+    blobs: Blobs = field(default_factory=dict, compare=False)
     versions: Versions = ()
 
     def __post_init__(self) -> None:
@@ -120,14 +120,16 @@ class Request:
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Request:
-        """Rebuilds a request from `dataclasses.asdict` of it after a trip through JSON, with
-        experts as `experts_to_json` has them.
-        """
+        """Rebuilds a request from what `saved_fields` made of it, after a trip through JSON."""
         sequences = {name: tuple(fields[name]) for name in ("prompt", "tokens", "logps")}
-        experts = experts_from_json(fields.get("experts"))
-        sampling = SamplingParams.from_dict(fields["sampling"])
-        made: dict[str, Any] = {**sequences, "sampling": sampling, "experts": experts}
-        return Request(**{**fields, **made, "versions": versions_from_json(fields)})
+        made: dict[str, Any] = {
+            **sequences,
+            "sampling": SamplingParams.from_dict(fields["sampling"]),
+            "blobs": blobs_from_json(fields),
+            "versions": versions_from_json(fields),
+        }
+        given = {name: value for name, value in fields.items() if name != "experts"}
+        return Request(**{**given, **made})
 
     @property
     def runs(self) -> Versions:
@@ -146,8 +148,7 @@ class Completion:
             distribution (temperature 1). Penalties and least lengths are a part of both.
         finish_reason: "stop" (ended by a stop token) or "length" (`max_new_tokens` reached).
         version: the weights that made the first token, so the oldest that took part.
-        experts: of prompt and response but the last token (contracts/routed_experts.py); None: the
-            engine does not record them.
+        blobs: Of prompt and response, by name, as contracts/blobs.py declares them.
         versions: which weights made which of `tokens`, where more than one made them; empty: all
             are of `version`.
     """
@@ -157,7 +158,7 @@ class Completion:
     logps: tuple[float, ...]
     finish_reason: FinishReason
     version: int
-    experts: Experts | None = field(default=None, compare=False, kw_only=True)
+    blobs: Blobs = field(default_factory=dict, compare=False, kw_only=True)
     versions: Versions = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
@@ -291,7 +292,7 @@ def generate(
 class RunningRequest:
     """A request inside an engine that decodes token by token, with the tokens it has so far."""
 
-    __slots__ = ("_experts", "_runs", "_texts", "logps", "num_recorded", "request", "tokens")
+    __slots__ = ("_num_recorded", "_recorded", "_runs", "_texts", "logps", "request", "tokens")
 
     def __init__(self, request: Request, texts: TokenTexts | None = None) -> None:
         if request.sampling.stop_strings and texts is None:
@@ -300,50 +301,53 @@ class RunningRequest:
         self.tokens = list(request.tokens)
         self.logps = list(request.logps)
         self._runs = [[version, count] for version, count in request.runs]
-        # Parts of what is recorded, each of further positions.
-        self._experts: list[Experts] = [] if request.experts is None else [request.experts]
-        self.num_recorded = sum(map(len, self._experts))
+        # By name the parts of what is recorded, each of further positions.
+        self._recorded: dict[str, list[Array]] = {n: [one] for n, one in request.blobs.items()}
+        self._num_recorded = {name: len(one) for name, one in request.blobs.items()}
 
-    def record(self, start: int, experts: Experts) -> None:
-        """Keeps the experts, (P, K), of positions from `start` on that have none yet; `start` is at
-        most `num_recorded`.
+    def num_recorded(self, name: str = ROUTED_EXPERTS) -> int:
+        """Returns how many positions have a row of a blob."""
+        return self._num_recorded.get(name, 0)
+
+    def record(self, start: int, rows: Array, name: str = ROUTED_EXPERTS) -> None:
+        """Keeps a blob's rows of positions from `start` on that have none yet; `start` is at most
+        `num_recorded`.
         """
-        if start > self.num_recorded:
+        num = self.num_recorded(name)
+        if start > num:
             raise ValueError(
-                f"request {self.request.request_id} has experts of {self.num_recorded} positions, "
-                f"and gets those from {start} on"
+                f"request {self.request.request_id} has {name} of {num} positions, and gets those "
+                f"from {start} on"
             )
-        if len(kept := experts[self.num_recorded - start :]):
-            self._experts.append(kept.copy())
-            self.num_recorded += len(kept)
+        if len(kept := rows[num - start :]):
+            self._recorded.setdefault(name, []).append(kept.copy())
+            self._num_recorded[name] = num + len(kept)
 
     @property
-    def experts(self) -> Experts | None:
-        """What is recorded up to the token before the last one, (P, K); None: nothing.
+    def blobs(self) -> dict[str, Array]:
+        """What is recorded up to the token before the last one, by name.
 
         An engine may have recorded more: of tokens that are under way.
         """
-        if len(self._experts) > 1:
-            self._experts = [np.concatenate(self._experts)]
-        num = self._num_settled
-        return self._experts[0][:num] if self._experts and num else None
-
-    @property
-    def _num_settled(self) -> int:
-        """Positions whose experts stay whatever weights continue: a token was drawn after them, or
-        the request came with them.
-        """
-        given = 0 if self.request.experts is None else len(self.request.experts)
         drawn = len(self.request.prompt) + len(self.tokens) - 1 if self.tokens else 0
-        return max(given, drawn)
+        found = {}
+        for name, parts in self._recorded.items():
+            if len(parts) > 1:
+                parts[:] = [np.concatenate(parts)]
+            # These stay whatever weights continue: a token was drawn after them, or the request
+            # came with them.
+            given = len(self.request.blobs.get(name, ()))
+            if num := max(given, drawn):
+                found[name] = parts[0][:num]
+        return found
 
-    def drop_unsettled_experts(self) -> None:
-        """Forgets the experts of positions after which no token was drawn: the weights change, and
+    def drop_unsettled(self) -> None:
+        """Forgets the rows of positions after which no token was drawn: the weights change, and
         those positions are computed again.
         """
-        experts = self.experts
-        self._experts = [] if experts is None else [experts]
-        self.num_recorded = 0 if experts is None else len(experts)
+        settled = self.blobs
+        self._recorded = {name: [rows] for name, rows in settled.items()}
+        self._num_recorded = {name: len(rows) for name, rows in settled.items()}
 
     def append(self, token: int, logp: float, version: int) -> Completion | None:
         """Adds a token made by the weights `version`; returns the completion if it is the last."""
@@ -365,7 +369,7 @@ class RunningRequest:
             tuple(self.logps),
             reason,
             self._runs[0][0],
-            experts=self.experts,
+            blobs=self.blobs,
             versions=self._versions,
         )
 
@@ -395,7 +399,7 @@ class RunningRequest:
             tokens=tuple(self.tokens),
             logps=tuple(self.logps),
             version=self._runs[0][0] if self._runs else None,
-            experts=self.experts,
+            blobs=self.blobs,
             versions=self._versions,
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from hybridrl.checkpoint.writing import ModelFiles
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
+from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.hybrid_engine.engine import gather_layouts
 from hybridrl.hybrid_engine.planning.owned import owned_layout
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.inputs import ExtraInputs
 from hybridrl.models.megatron.build import (
     build_chunks,
     named_parameters,
@@ -31,7 +34,7 @@ from hybridrl.models.megatron.build import (
 )
 from hybridrl.models.megatron.layers import begin_gradients, choose_layers, shares_prompts
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
-from hybridrl.models.megatron.router_replay import check_layers, replay_metrics
+from hybridrl.models.megatron.router_replay import ExpertInputs, check_layers, replay_metrics
 from hybridrl.models.score_token import LAST, ScoreToken
 from hybridrl.models.trainable import (
     BackwardShares,
@@ -99,6 +102,12 @@ class ModelSource:
         dtype = str(self.dtype).removeprefix("torch.")
         return ModelFiles(self.hf_config, self.family_key, dtype, self.directory)
 
+    @cached_property
+    def extra_inputs(self) -> ExtraInputs | None:
+        """What the model reads beside tokens."""
+        make = self.family.extra_inputs
+        return None if make is None else make(self.hf_config)
+
     @property
     def shape(self) -> ModelShape:
         """Sizes of the model."""
@@ -144,6 +153,8 @@ class ParallelModel:
         self.planner = BatchPlanner(
             mesh, source.shape, train, self.layers.kind, mesh.from_first(shares)
         )
+        if source.extra_inputs is not None:
+            self.planner.extra_inputs.append(source.extra_inputs)
         self.score_token: ScoreToken = LAST  # what the config.json of its exports says
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
@@ -166,8 +177,15 @@ class ParallelModel:
                 kind,
                 train.fp8,
             )
-            parts = source.family, source.computed_config, self.config, self.head
-            return build_chunks(*parts, kind, train.recompute)
+            return build_chunks(
+                source.family,
+                source.computed_config,
+                self.config,
+                self.head,
+                layers=kind,
+                recompute=train.recompute,
+                extra_inputs=source.extra_inputs,
+            )
 
     def replay_experts(self) -> None:
         """Lets the model take the experts that the engine chose, of batches that have them.
@@ -177,7 +195,7 @@ class ParallelModel:
         """
         with self.world.all_agree("replaying experts"):
             check_layers(self._chunks)
-        self.planner.replays = True
+        self.planner.extra_inputs.append(ExpertInputs(self.source.shape))
 
     def read_scores(self, token: ScoreToken) -> None:
         """Says that the values of this model are a reward model's scores.
@@ -402,7 +420,9 @@ class ParallelModel:
         where the model does not take them. Collective over the world.
         """
         shape = self.source.shape
-        if shape.moe is None or not self.planner.replays:
+        if shape.moe is None or not any(
+            ROUTED_EXPERTS in extra.blobs for extra in self.planner.extra_inputs
+        ):
             return {}
         counts = self.mesh.sum_over_world(replayed_of(self._chunks, shape.num_layers))
         return replay_metrics(counts, shape)
@@ -463,9 +483,10 @@ class ParallelModel:
 def _forward(chunk: torch.nn.Module, one: ModelInput) -> Any:
     config: Any = chunk.config
     has_routers = config.num_moe_experts is not None
+    rows_SR = one.local.position_rows_SR
     return chunk(
         input_ids=one.local.tokens_S[None],
-        position_ids=one.local.positions_S[None],
+        position_ids=one.local.positions_S[None] if rows_SR is None else rows_SR.T[:, None],
         attention_mask=None,
         labels=one.head,  # Megatron hands it to the head untouched (models/megatron/heads.py)
         packed_seq_params=one.packed,

@@ -109,8 +109,8 @@ def chosen_experts(model: Any, tokens: tuple[int, ...]) -> torch.Tensor:
 
 def check_experts(model: Any, request: Request, completion: Completion) -> None:
     expected_TLK = chosen_experts(model, (*request.prompt, *completion.tokens[:-1]))
-    assert completion.experts is not None and completion.experts.dtype == np.uint8
-    found_TLK = torch.from_numpy(completion.experts).long().view(expected_TLK.shape)
+    assert completion.blobs["routed_experts"].dtype == np.uint8
+    found_TLK = torch.from_numpy(completion.blobs["routed_experts"]).long().view(expected_TLK.shape)
     assert torch.equal(found_TLK.sort(-1).values, expected_TLK.sort(-1).values)
 
 
@@ -145,11 +145,13 @@ def test_experts_that_were_recorded_stay_when_other_weights_go_on(name: str) -> 
         for one, completion in zip(begun, done, strict=True):
             assert 0 < len(one.tokens) < 12
             read = (*one.prompt, *one.tokens[:-1])
-            assert one.experts is not None and len(one.experts) == len(read)
+            assert len(one.blobs["routed_experts"]) == len(read)
             whole = (*one.prompt, *completion.tokens[:-1])
             later = chosen_experts(newer, whole)[len(read) :]
             expected_TLK = torch.cat((chosen_experts(older, read), later)).sort(-1).values
-            found_TLK = torch.from_numpy(completion.experts).long().view(expected_TLK.shape)
+            found_TLK = (
+                torch.from_numpy(completion.blobs["routed_experts"]).long().view(expected_TLK.shape)
+            )
             assert torch.equal(found_TLK.sort(-1).values, expected_TLK), are_taken_out
 
 

@@ -70,7 +70,7 @@ def rollouts_of(engine: Any) -> TrainBatch:
             done.logps,
             done.finish_reason,
             done.version,
-            experts=done.experts,
+            blobs=done.blobs,
         )
         for request, done in zip(requests, generate(engine, requests), strict=True)
     ]
@@ -114,11 +114,11 @@ def test_replay_gives_the_engines_log_probabilities_where_routers_differ(
         gap_T = (policy.logprobs(batch) - batch.behaviour_logp_T).abs()
         assert float(gap_T.max()) < LOGP_TOLERANCE, shares
     with pytest.raises(BatchError, match="router_replay=rollout"):
-        policy.logprobs(batch.without_experts())
-    experts_TK = batch.routed_experts_TK
-    assert experts_TK is not None
-    too_few = f"{experts_TK.shape[1] - 1} experts a token"
-    for wrong_TK, said in ((experts_TK[:, 1:], too_few), (experts_TK + 7, "expert 1")):
-        wrong = replace(batch, routed_experts_TK=wrong_TK.contiguous())
+        policy.logprobs(batch.with_blobs())
+    blob = batch.blobs["routed_experts"]
+    experts_NK, here = blob.values_N, Producer.here("the test")
+    too_few = f"{experts_NK.shape[1] - 1} experts a token"
+    for wrong_NK, said in ((experts_NK[:, 1:], too_few), (experts_NK + 7, "expert 1")):
+        wrong = batch.join_blob(here, "routed_experts", replace(blob, values_N=wrong_NK))
         with pytest.raises(BatchError, match=said):
             policy.logprobs(wrong)

@@ -279,7 +279,7 @@ def test_sglang_engine_computes_the_prompt_of_several_samples_once(
     assert kept + scheduler.tree_cache.evictable_size() == scheduler.max_total_num_tokens
     if records:
         assert all(
-            np.array_equal(one.experts, two.experts)
+            np.array_equal(one.blobs["routed_experts"], two.blobs["routed_experts"])
             for one, two in zip(found, expected, strict=True)
         )
 
@@ -402,16 +402,21 @@ def test_sglang_engine_records_experts_before_it_takes_requests_back() -> None:
     while engine.has_unfinished:
         engine.step()
         for request in engine.pending():
-            if request.experts is not None and request.request_id not in begun:
-                begun[request.request_id] = request.experts
-                assert len(request.experts) == len(request.prompt) + len(request.tokens) - 1
+            if request.blobs and request.request_id not in begun:
+                begun[request.request_id] = request.blobs["routed_experts"]
+                assert (
+                    len(request.blobs["routed_experts"])
+                    == len(request.prompt) + len(request.tokens) - 1
+                )
     assert were_taken_back(waiting) and begun
     by_id = {done.request_id: done for done in engine.collect()}
     for one in expected:
         found = by_id[one.request_id]
-        assert close(found, one) and np.array_equal(found.experts, one.experts)
+        assert close(found, one) and np.array_equal(
+            found.blobs["routed_experts"], one.blobs["routed_experts"]
+        )
         if (first := begun.get(one.request_id)) is not None:
-            assert np.array_equal(found.experts[: len(first)], first)
+            assert np.array_equal(found.blobs["routed_experts"][: len(first)], first)
 
 
 def test_sglang_engine_tells_experts_with_a_batch_under_way(
@@ -434,13 +439,15 @@ def test_sglang_engine_tells_experts_with_a_batch_under_way(
             write_weights(engine, make_reference(EXPERTS), 1)
             for one in engine.pending():
                 if one.tokens:
-                    assert len(one.experts) == len(one.prompt) + len(one.tokens) - 1
+                    assert len(one.blobs["routed_experts"]) == len(one.prompt) + len(one.tokens) - 1
         while engine.has_unfinished:
             engine.step()
         by_id = {one.request_id: one for one in [*done, *engine.collect()]}
         for one in expected:
             found = by_id[one.request_id]
-            assert close(found, one) and np.array_equal(found.experts, one.experts)
+            assert close(found, one) and np.array_equal(
+                found.blobs["routed_experts"], one.blobs["routed_experts"]
+            )
 
 
 def test_sglang_engines_of_one_process_record_apart(request: pytest.FixtureRequest) -> None:
@@ -449,12 +456,14 @@ def test_sglang_engines_of_one_process_record_apart(request: pytest.FixtureReque
     expected = generate(recording, requests)
     other = make_engine(EXPERTS)
     write_weights(other, make_reference(EXPERTS, 1), 0)
-    assert all(done.experts is None for done in generate(other, requests))
+    assert all(not done.blobs for done in generate(other, requests))
     write_weights(recording, make_reference(EXPERTS), 1)
     with pytest.raises(RuntimeError, match="told no experts"):  # those of older weights are gone
         recording._experts.get_topk(1, 2, recording._scheduler.req_to_token_pool)
     for one, two in zip(generate(recording, requests), expected, strict=True):
-        assert close(one, two) and np.array_equal(one.experts, two.experts)
+        assert close(one, two) and np.array_equal(
+            one.blobs["routed_experts"], two.blobs["routed_experts"]
+        )
     request.getfixturevalue("overlapped")
     first, second = (make_engine(EXPERTS, records_experts=True) for _ in range(2))
     long = (3, *range(2, 20)) * 5  # in places where the other engine has written nothing
@@ -670,6 +679,7 @@ def test_sglang_engine_records_the_experts_of_responses_that_their_text_ends(
         done = found[one.request_id]
         length = min(text.find(string) for string in strings if string in text) + 2
         assert done.tokens == one.tokens[:length] and done.finish_reason == "stop"
-        assert one.experts is not None and done.experts is not None
-        prompt = len(one.experts) - len(one.tokens) + 1
-        assert np.array_equal(done.experts, one.experts[: prompt + length - 1])
+        prompt = len(one.blobs["routed_experts"]) - len(one.tokens) + 1
+        assert np.array_equal(
+            done.blobs["routed_experts"], one.blobs["routed_experts"][: prompt + length - 1]
+        )

@@ -135,15 +135,16 @@ def test_vllm_engine_keeps_the_experts_of_requests_that_it_preempts() -> None:
         if num_taken_out < 2 and any(not one.num_computed_tokens for one in preempted):
             begun = engine.pending()
             for one in begun:
-                assert one.experts is not None
-                assert len(one.experts) == len(one.prompt) + len(one.tokens) - 1
+                assert len(one.blobs["routed_experts"]) == len(one.prompt) + len(one.tokens) - 1
             engine.clear()
             engine.submit(begun)
             num_taken_out += 1
     assert num_taken_out == 2 and num_preempted > 2
     for one in expected:
         assert close(found[one.request_id], one)
-        assert np.array_equal(found[one.request_id].experts, one.experts)
+        assert np.array_equal(
+            found[one.request_id].blobs["routed_experts"], one.blobs["routed_experts"]
+        )
 
 
 def test_vllm_engine_has_as_many_requests_as_it_decodes_together_the_first_ones() -> None:
@@ -242,8 +243,9 @@ def test_vllm_engine_ends_by_text_what_began_before_others() -> None:
     length = text.find(string) + 2
     cut = done[first.request_id]
     assert cut.tokens == whole.tokens[:length]
-    assert cut.experts is not None and whole.experts is not None
-    assert np.array_equal(cut.experts, whole.experts[: len(first.prompt) + length - 1])
+    assert np.array_equal(
+        cut.blobs["routed_experts"], whole.blobs["routed_experts"][: len(first.prompt) + length - 1]
+    )
     assert [len(done[one.request_id].tokens) for one in others] == [40] * 3
 
 

@@ -101,10 +101,10 @@ def check_greedy(engine: Any, oracle: torch.nn.Module, replica: int) -> None:
     for request, done in zip(asked, generate(engine, asked), strict=True):
         with torch.no_grad(), chosen_by(oracle) as chosen:
             logits = oracle(torch.tensor([request.prompt + done.tokens])).logits[0]
-        if done.experts is not None:
+        if done.blobs:
             # Each rank tells the same of all experts, wherever they are; of the last token nothing.
             expected = torch.stack(chosen, 1)[:-1].sort(-1).values
-            found = torch.from_numpy(done.experts).long().view(expected.shape)
+            found = torch.from_numpy(done.blobs["routed_experts"]).long().view(expected.shape)
             assert torch.equal(found.sort(-1).values, expected), request.request_id
         logp = logits.log_softmax(-1)[len(request.prompt) - 1 : -1]
         assert logp.argmax(-1).tolist() == list(done.tokens), request.request_id

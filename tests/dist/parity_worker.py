@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from hybridrl.config.schema import MoeConfig, TrainConfig
-from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.batch import Blob, Producer, Prompt, TrainBatch
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.megatron.dispatch import GatheringDispatcher
@@ -60,8 +60,10 @@ def with_experts(batch: TrainBatch, shape) -> TrainBatch:
     num_layers = shape.num_layers - len(shape.moe.dense_layers)
     drawn = torch.rand(batch.num_tokens, num_layers, shape.moe.num_experts, generator=generator)
     experts_TLK = drawn.topk(shape.moe.experts_per_token).indices.to(torch.uint8)
-    experts_TLK[batch.offsets[1:] - 1] = 0
-    return replace(batch, routed_experts_TK=experts_TLK.flatten(1))
+    is_input_T = torch.ones(batch.num_tokens, dtype=torch.bool)
+    is_input_T[batch.offsets[1:] - 1] = False
+    blob = Blob(experts_TLK.flatten(1)[is_input_T], batch.lengths_B - 1)
+    return replace(batch, blobs={"routed_experts": blob})
 
 
 @contextmanager
@@ -180,9 +182,12 @@ def check_against_transformers(folder: Path, model, batch, inputs, logp_T, gradi
             prompt, response = LENGTHS[sample]
             tokens = batch.tokens_T[offsets[sample] : offsets[sample + 1]]
             experts_TLK = None
-            if batch.routed_experts_TK is not None:
-                experts_TK = batch.routed_experts_TK[offsets[sample] : offsets[sample + 1]]
-                experts_TLK = experts_TK.unflatten(1, (-1, oracle.config.num_experts_per_tok))
+            if (blob := batch.blobs.get("routed_experts")) is not None:
+                # The last token's experts, of which there is no record, change nothing that is
+                # compared.
+                at = offsets[sample] - sample, offsets[sample + 1] - sample - 1
+                rows_PK = torch.nn.functional.pad(blob.values_N[slice(*at)], (0, 0, 0, 1))
+                experts_TLK = rows_PK.unflatten(1, (-1, oracle.config.num_experts_per_tok))
             asked = {"output_router_logits": True} if has_losses else {}
             with replaying(oracle, experts_TLK):
                 output = oracle(as_long(oracle, tokens)[None], **asked)

@@ -69,7 +69,7 @@ def agreed(oracle: Any, request: Request, done: Completion) -> tuple[int, int]:
     with torch.no_grad(), chosen_by(oracle) as chosen:
         oracle(torch.tensor([tokens], device="cuda"), logits_to_keep=1)
     theirs_TLK = torch.stack(chosen, 1).cpu()
-    ours_TLK = torch.from_numpy(done.experts).long().view(-1, *theirs_TLK.shape[1:])
+    ours_TLK = torch.from_numpy(done.blobs["routed_experts"]).long().view(-1, *theirs_TLK.shape[1:])
     assert ours_TLK.shape == theirs_TLK.shape, (ours_TLK.shape, theirs_TLK.shape)
     same = (ours_TLK[..., :, None] == theirs_TLK[..., None, :]).any(-1)
     return int(same.sum()), same.numel()

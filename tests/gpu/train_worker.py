@@ -30,7 +30,7 @@ from hybridrl.checkpoint.folders import Checkpoint
 from hybridrl.checkpoint.model_state import load_model
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
-from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.batch import Blob, Producer, Prompt, TrainBatch
 from hybridrl.models.family import ModelShape, resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.megatron.router import Router
@@ -128,8 +128,9 @@ def with_experts(batch: TrainBatch, shape: ModelShape) -> TrainBatch:
             drawn = torch.rand(count, shape.num_layers, shape.moe.num_experts, generator=generator)
             chosen = drawn.topk(shape.moe.experts_per_token).indices
             rows.append(chosen.flatten(1).to(torch.uint8))
-        rows[-1][-1] = 0  # the engine reads no sample's last token
-    return replace(batch, routed_experts_TK=torch.cat(rows))
+        rows[-1] = rows[-1][:-1]  # the engine reads no sample's last token
+    blob = Blob(torch.cat(rows), batch.lengths_B - 1)
+    return replace(batch, blobs={"routed_experts": blob})
 
 
 class Run:

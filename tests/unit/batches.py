@@ -8,7 +8,8 @@ from dataclasses import replace
 import torch
 
 from hybridrl.config.needs import Feedback
-from hybridrl.contracts.batch import Producer, Prompt, Rollout, RolloutBatch, TrainBatch
+from hybridrl.contracts.batch import Blob, Producer, Prompt, Rollout, RolloutBatch, TrainBatch
+from hybridrl.contracts.blobs import BlobKind, declare
 from hybridrl.contracts.checks import RESPONSE, columns_of
 from hybridrl.data.supervised import supervised_batch
 
@@ -19,6 +20,7 @@ LOGP_COLUMNS = tuple(
 )
 TEACHER_TOP = 3
 EXPERT_WIDTH = 4  # of layers and experts of a token together
+FEATURES = declare(BlobKind("features of tests", ("float16",), rows="any", row_dims=2))
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -69,14 +71,19 @@ def train_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0
     columns["teacher_logp_TK"] = torch.randn(shape, generator=generator) * mask_T[:, None]
     drawn_TK = torch.randint(1, 50, shape, generator=generator).int()
     columns["teacher_tokens_TK"] = drawn_TK * mask_T[:, None]
+    columns["versions_T"] = torch.arange(batch.num_tokens) // 3 * mask_T
+    found = made.to_train(Producer.here("test")).join_columns(Producer.here("test"), **columns)
     # Numbers of more than 256 experts in every other batch.
     dtype, most = ((torch.uint8, 256), (torch.int16, 1000))[seed % 2]
-    shape = batch.num_tokens, EXPERT_WIDTH
-    experts_TK = torch.randint(0, most, shape, generator=generator).to(dtype)
-    experts_TK[batch.offsets[1:] - 1] = 0
-    columns["routed_experts_TK"] = experts_TK
-    columns["versions_T"] = torch.arange(batch.num_tokens) // 3 * mask_T
-    return made.to_train(Producer.here("test")).join_columns(Producer.here("test"), **columns)
+    size = batch.num_tokens - batch.num_samples, EXPERT_WIDTH
+    experts_NK = torch.randint(0, most, size, generator=generator).to(dtype)
+    num_rows_B = torch.randint(0, 3, (batch.num_samples,), generator=generator)
+    size = int(num_rows_B.sum()), 2, 3
+    blobs = {
+        "routed_experts": Blob(experts_NK, batch.lengths_B - 1),
+        FEATURES.name: Blob(torch.randn(size, generator=generator).half(), num_rows_B),
+    }
+    return replace(found, blobs=blobs)
 
 
 def observed_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0) -> TrainBatch:

@@ -26,7 +26,7 @@ from hybridrl.contracts.batch import (
 )
 from hybridrl.contracts.checks import RESPONSE, columns_of, holds
 from hybridrl.contracts.micro_batch import LOSS_COLUMNS, MicroBatch
-from hybridrl.contracts.versions import repeated_versions
+from hybridrl.contracts.ragged import repeated_versions
 from hybridrl.generation.sample_tables import gathered_batch, table_of
 from hybridrl.parallel.exchange import collect
 
@@ -47,6 +47,8 @@ def per_sample(batch: TrainBatch) -> list[dict[str, object]]:
             n: c[part].tolist() for n, c in batch.columns().items() if n.endswith(("T", "TK"))
         }
         row |= {n: c[i].item() for n, c in batch.columns().items() if n[-1] == "B"}
+        for name, blob in batch.blobs.items():
+            row[name] = blob.values_N.split(blob.num_rows_B.tolist())[i].tolist()
         row |= {"part": batch.reward_parts["part"][i].item(), "prompt": batch.prompts[i]}
         found.append(row)
         start += length
@@ -233,6 +235,8 @@ def test_concat_refuses_batches_that_carry_different_columns():
         TrainBatch.concat([batch, bare])
     with pytest.raises(BatchError, match="reward_parts.part"):
         TrainBatch.concat([batch, replace(batch, reward_parts={})])
+    with pytest.raises(BatchError, match="blobs.routed_experts"):
+        TrainBatch.concat([batch, batch.with_blobs()])
     with pytest.raises(BatchError, match="no batch"):
         TrainBatch.concat([])
 

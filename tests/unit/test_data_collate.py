@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import rollout_batch, train_batch
+from batches import FEATURES, rollout_batch, train_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,6 +37,10 @@ def test_micro_batch_agrees_with_a_loop_over_positions(seed, cp, tp, data):
     assert cu[-1] == micro.num_positions and micro.num_positions % (tp * each) == 0
     assert micro.sample_indices == tuple(indices)
     seen = torch.zeros(micro.num_positions, dtype=torch.bool)
+    experts, features = batch.blobs["routed_experts"], batch.blobs[FEATURES.name]
+    of_samples = experts.values_N.split(experts.num_rows_B.tolist())
+    experts_SK = micro.model_inputs["routed_experts"].value
+    is_there_S = micro.model_inputs["routed_experts.is_there"].value
     for k, i in enumerate(indices):
         where, start = samples(batch)[i], cu[k]
         assert start % each == 0
@@ -54,10 +58,20 @@ def test_micro_batch_agrees_with_a_loop_over_positions(seed, cp, tp, data):
             for name in COLUMNS:
                 value = getattr(micro, f"{name}_S")[position]
                 assert value == (getattr(batch, f"{name}_T")[token + 1] if predicts else 0)
-            assert micro.is_routed_S[position] == (not is_last)
-            assert torch.equal(micro.routed_experts_SK[position], batch.routed_experts_TK[token])
+            assert is_there_S[position] == (not is_last)
+            if not is_last:
+                assert torch.equal(experts_SK[position], of_samples[i][t])
+            else:
+                assert not experts_SK[position].any()
     padding = ~seen
-    assert not micro.is_routed_S[padding].any() and not micro.routed_experts_SK[padding].any()
+    assert not is_there_S[padding].any() and not experts_SK[padding].any()
+    rows = features.values_N.split(features.num_rows_B.tolist())
+    assert torch.equal(
+        micro.model_inputs[FEATURES.name].value, torch.cat([rows[i] for i in indices])
+    )
+    assert micro.model_inputs[f"{FEATURES.name}.num_rows"].value.tolist() == [
+        len(rows[i]) for i in indices
+    ]
     assert not micro.loss_mask_S[padding].any()
     assert (micro.sequence_index_S[padding] == -1).all()
     assert (micro.tokens_S[padding] == 0).all() and (micro.targets_S[padding] == 0).all()
@@ -109,11 +123,13 @@ def test_several_values_a_token_go_the_way_of_one(shares_prompts):
     assert torch.equal(part.teacher_tokens_SK, tokens_SK[1::3])
     held_T = torch.isin(batch.sample_index_T, torch.tensor(order))[:, None]
     if shares_prompts:  # those of a shared prompt are there once, as its first sample has them
-        rows = batch.routed_experts_TK.split(batch.lengths_B.tolist())
-        for position in micro.is_routed_S.nonzero()[:, 0].tolist():
+        rows = batch.blobs["routed_experts"].values_N.split((batch.lengths_B - 1).tolist())
+        experts_SK = micro.model_inputs["routed_experts"].value
+        is_there_S = micro.model_inputs["routed_experts.is_there"].value
+        for position in is_there_S.nonzero()[:, 0].tolist():
             sample = order[int(micro.sequence_index_S[position])]
             at = int(micro.positions_S[position])
-            assert torch.equal(micro.routed_experts_SK[position], rows[sample][at])
+            assert torch.equal(experts_SK[position], rows[sample][at])
     back_TK = unpack([micro], [micro.teacher_logp_SK], batch)
     assert torch.equal(back_TK, batch.teacher_logp_TK * held_T)
 
@@ -179,6 +195,9 @@ def test_take_positions_slices_every_column_alike():
     for name, value in vars(micro).items():
         if name.endswith("_S"):
             assert torch.equal(getattr(part, name), value[index_S])
+    for name, one in micro.model_inputs.items():
+        expected = one.value[index_S] if one.is_per_position else one.value
+        assert torch.equal(part.model_inputs[name].value, expected)
     assert torch.equal(part.cu_seqlens, micro.cu_seqlens)
     assert (part.max_seqlen, part.sample_indices) == (micro.max_seqlen, micro.sample_indices)
     assert part.num_positions == len(index_S)
@@ -187,5 +206,6 @@ def test_take_positions_slices_every_column_alike():
 def test_to_moves_every_tensor():
     moved = micro_batch(train_batch(), [0, 1], 1, 1).to("meta")
     tensors = [value for value in vars(moved).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 17 and all(tensor.device.type == "meta" for tensor in tensors)
+    tensors += [one.value for one in moved.model_inputs.values()]
+    assert len(tensors) == 19 and all(tensor.device.type == "meta" for tensor in tensors)
     assert isinstance(moved, MicroBatch)

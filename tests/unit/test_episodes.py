@@ -91,13 +91,15 @@ def by_hand(
                 tokens, logps = tokens + seen, logps + [0.0] * len(seen)
                 observed += [True] * len(seen)
     names = ("tokens", "logps", "observed", "fed", "experts", "reward", "ended", "turns")
-    values = tokens, logps, observed, fed, [*read, 0], reward, ended, turn
+    values = tokens, logps, observed, fed, read, reward, ended, turn
     return dict(zip(names, values, strict=True))
 
 
 def rows(batch: ScoredBatch) -> dict[int, dict[str, list[Any]]]:
     """The response region of every sample."""
     found = {}
+    blob = batch.blobs["routed_experts"]
+    experts = blob.values_N.split(batch.of_held(blob.num_rows_B).tolist())
     for i, sample_id in enumerate(batch.sample_ids_B.tolist()):
         part = slice(int(batch.offsets[i] + batch.prompt_lengths_B[i]), int(batch.offsets[i + 1]))
         assert batch.observed_T is not None
@@ -105,7 +107,7 @@ def rows(batch: ScoredBatch) -> dict[int, dict[str, list[Any]]]:
             "tokens": batch.tokens_T[part].tolist(),
             "logps": batch.behaviour_logp_T[part].tolist(),
             "observed": batch.observed_T[part].tolist(),
-            "experts": batch.routed_experts_TK[batch.offsets[i] : part.stop, 1].tolist(),
+            "experts": experts[i][:, 1].tolist(),
             "mask": batch.response_mask_T[part].tolist(),
             "reward": batch.reward_B[i].item(),
             "finished": batch.finished_B[i].item(),

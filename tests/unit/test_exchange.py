@@ -43,6 +43,11 @@ def assert_is_part(found: TrainBatch, whole: TrainBatch, rank: int) -> None:
         if name in PER_TOKEN and len(rows):
             expected = own.columns()[name]
         assert torch.equal(found.columns()[name], expected), name
+    assert found.blobs.keys() == whole.blobs.keys()
+    for name, blob in whole.blobs.items():
+        assert torch.equal(found.blobs[name].num_rows_B, blob.num_rows_B)
+        expected = whole.select(rows).blobs[name].values_N if len(rows) else blob.values_N[:0]
+        assert torch.equal(found.blobs[name].values_N, expected), name
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -66,6 +71,9 @@ def test_a_batch_is_wherever_it_is_wanted(seed: int) -> None:
             columns = [whole.columns()[name] for name in PER_TOKEN if name in whole.columns()]
             widths = [min(one.element_size(), 4) * one[0].numel() for one in columns]
             moved = int((lacking_BW.sum(1) * whole.lengths_B).sum()) * sum(widths)
+            for blob in whole.blobs.values():
+                row = blob.values_N[:1].numel() * blob.values_N.element_size()
+                moved += int((lacking_BW.sum(1) * blob.num_rows_B).sum()) * row
             assert sum(world.gather_objects(world.sent_bytes)) - before == moved
         some = batch.select(order)
         assert_is_part(some, whole.select(order), world.rank)

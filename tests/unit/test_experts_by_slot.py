@@ -68,13 +68,13 @@ def test_sglangs_recorder_keeps_a_pass_and_tells_it_by_request(
     asked = [(placed, rows[0], 3), (nowhere, rows[1], 3), (begun, rows[2], 3)]
     for _ in range(2):
         recorder.record(asked, pool)
-        assert [row.num_recorded for row in rows] == [2, 0, 1]
+        assert [row.num_recorded() for row in rows] == [2, 0, 1]
     for row in rows:
         row.append(4, 0.0, 0)
-    assert [row.experts if row.experts is None else row.experts.tolist() for row in rows] == [
-        expected[:2],
-        None,
-        expected[:1],
+    assert [{n: rows_PK.tolist() for n, rows_PK in row.blobs.items()} for row in rows] == [
+        {"routed_experts": expected[:2]},
+        {},
+        {"routed_experts": expected[:1]},
     ]
     recorder.forget()
     with pytest.raises(RuntimeError, match="sglang told no experts"):
@@ -110,19 +110,19 @@ def test_vllms_experts_are_recorded_as_far_as_they_are_computed(
     recorder._experts.write_all(torch.arange(13), (torch.arange(13 * 6).view(13, 3, 2) % 8).byte())
     expected = [[(place * 6 + i) % 8 for i in range(6)] for place in (8, 9, 10, 11, 0, 1)]
     recorder.record_running()
-    assert row.experts is not None and row.experts.tolist() == expected
+    assert row.blobs["routed_experts"].tolist() == expected
     scheduler._free_request_blocks(request)  # it is preempted
     blocks.clear()
     request.num_computed_tokens = 0
     scheduler._free_request_blocks(request)  # and aborted
-    assert freed == ["0-0"] * 2 and row.experts.tolist() == expected
+    assert freed == ["0-0"] * 2 and row.blobs["routed_experts"].tolist() == expected
     request.num_computed_tokens = 7
     with pytest.raises(RuntimeError, match="0 places for 7 computed tokens of request 0-0"):
         recorder.record_running()
     running.clear()  # nobody wants it
     recorder.record_running()
-    row.drop_unsettled_experts()
-    assert row.num_recorded == 6
+    row.drop_unsettled()
+    assert row.num_recorded() == 6
 
 
 class Router:

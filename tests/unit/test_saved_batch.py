@@ -50,6 +50,10 @@ def test_saved_batch_reads_back_equal(batch: TrainBatch, tmp_path: Path) -> None
         assert one.producer == other.producer
         for name, value in other.columns().items():
             assert torch.equal(one.columns()[name], value), name
+        assert one.blobs.keys() == other.blobs.keys()
+        for name, blob in other.blobs.items():
+            assert torch.equal(one.blobs[name].values_N, blob.values_N)
+            assert torch.equal(one.blobs[name].num_rows_B, blob.num_rows_B)
         assert one.reward_parts.keys() == other.reward_parts.keys()
     assert (found.step, found.update, found.reason) == (7, 1, "policy/loss is nan")
     assert found.config == saved.config
@@ -143,6 +147,22 @@ def test_what_is_no_saved_batch_is_refused(
     with pytest.raises(DataError, match=said) as caught:
         SavedBatch.read(file)
     assert str(caught.value).startswith(f"--replay: got {file} (")
+
+
+def test_files_of_before_blobs_are_read(tmp_path: Path) -> None:
+    file, batch = tmp_path / "a", train_batch()
+    saved_batch(batch).write(file)
+    with safe_open(file, "pt") as opened:
+        names = list(opened.keys())
+        tensors = {n: opened.get_tensor(n) for n in names if "blob." not in n}
+    blob = batch.blobs["routed_experts"]
+    parts = blob.values_N.split(blob.num_rows_B.tolist())
+    with_last = [torch.nn.functional.pad(part, (0, 0, 0, 1)) for part in parts]
+    tensors["column.routed_experts_TK"] = torch.cat(with_last)
+    save_file(tensors, file, {"hybridrl": "replay 3"})
+    found = SavedBatch.read(file).batch.blobs
+    assert list(found) == ["routed_experts"]
+    assert torch.equal(found["routed_experts"].values_N, blob.values_N)
 
 
 def test_random_states_of_another_device_are_left_out() -> None:

@@ -49,15 +49,18 @@ def test_saved_rollouts_find_what_was_saved(saved: SavedRollouts) -> None:
 
 def test_saved_rollouts_keep_recorded_experts() -> None:
     experts = np.arange(10, dtype=np.int16).reshape(5, 2)
-    parts = [replace(WHOLE, experts=experts)], [replace(BEGUN, experts=experts[:3])]
+    parts = (
+        [replace(WHOLE, blobs={"routed_experts": experts})],
+        [replace(BEGUN, blobs={"routed_experts": experts[:3]})],
+    )
     digests = dict.fromkeys(range(2), digest_of(PROMPT.tokens))
     state = {"step": 5, "sampling": asdict(SAMPLING), **rollout_state(*parts, [], digests)}
     saved = SavedRollouts(json.loads(json.dumps(state)))
     whole, begun = (saved.find(5, sample_id, PROMPT, SAMPLING) for sample_id in range(2))
     assert whole.whole is not None and begun.request is not None
     for found, expected in ((whole.whole, experts), (begun.request, experts[:3])):
-        assert found.experts is not None and found.experts.dtype == np.int16
-        assert np.array_equal(found.experts, expected)
+        assert found.blobs["routed_experts"].dtype == np.int16
+        assert np.array_equal(found.blobs["routed_experts"], expected)
 
 
 def test_saved_rollouts_keep_the_versions_of_tokens() -> None:

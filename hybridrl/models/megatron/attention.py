@@ -18,6 +18,7 @@ queries stay.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -35,7 +36,6 @@ from megatron.core.transformer.utils import is_layer_window_attention
 from torch.utils.checkpoint import checkpoint
 
 from hybridrl.errors import ModelError
-from hybridrl.models.megatron.router_replay import RoutedExperts
 
 # Products of queries and keys that are in memory at once where they have a soft cap: 0.5 GB, fp32.
 CAPPED_PRODUCTS = 1 << 27
@@ -139,12 +139,12 @@ class PackedSequences(PackedSeqParams):
 
     cu_seqlens count padded tokens of the whole sequences, before context parallel cuts them. Where
     prompts are shared they are of one sequence of all positions, whose rotary angles `heads.py`
-    takes by position: Megatron gives them no other meaning than that. `routed` are the experts that
-    the engine chose: every layer gets these parameters, also one that is computed anew.
+    takes by position: Megatron gives them no other meaning than that. `model_inputs` are what the
+    model alone understands (inputs.py): every layer gets them here, also one that is computed anew.
     """
 
     shared: SharedPrompts | None = None
-    routed: RoutedExperts | None = None
+    model_inputs: Mapping[str, torch.Tensor] = field(default_factory=dict)
     _buckets: dict[tuple[int, int], tuple[list[Bucket], torch.Tensor]] = field(default_factory=dict)
 
     @staticmethod
@@ -152,7 +152,7 @@ class PackedSequences(PackedSeqParams):
         cu_seqlens: torch.Tensor,
         max_seqlen: int,
         shared: SharedPrompts | None = None,
-        routed: RoutedExperts | None = None,
+        model_inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> PackedSequences:
         """Builds the parameters of sequences that start at `cu_seqlens` (int32, one more than
         sequences).
@@ -165,7 +165,7 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=max_seqlen,
             max_seqlen_kv=max_seqlen,
             shared=shared,
-            routed=routed,
+            model_inputs=model_inputs or {},
         )
 
     def buckets(self, cp_size: int, cp_rank: int) -> tuple[list[Bucket], torch.Tensor]:

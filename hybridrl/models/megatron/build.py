@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from hybridrl.models.family import Family, ModelShape, Scales
+from hybridrl.models.inputs import ExtraInputs
 from hybridrl.models.megatron.attention import set_soft_cap
 from hybridrl.models.megatron.dispatch import gather_tokens
 from hybridrl.models.megatron.heads import LanguageModel, ValueModel
@@ -167,6 +168,7 @@ def build_chunks(
     head: Head = "lm",
     layers: LayerKind = "torch",
     recompute: Recompute = "none",
+    extra_inputs: ExtraInputs | None = None,
 ) -> list[torch.nn.Module]:
     """Builds this rank's model chunks, one a virtual pipeline stage; their weights come later.
 
@@ -177,6 +179,7 @@ def build_chunks(
         head: 'lm' gives log-probabilities of targets, 'value' one value a token.
         layers: what they are made of, as in `config`.
         recompute: 'selective' keeps no output of the feed-forward layers' activations.
+        extra_inputs: What the model reads beside tokens.
     """
     shape = family.shape(hf_config)
     num_chunks = config.virtual_pipeline_model_parallel_size
@@ -198,6 +201,9 @@ def build_chunks(
                 ignore_virtual=False, vp_stage=vp_stage
             ),
             "position_embedding_type": "rope",
+            "scatter_embedding_sequence_parallel": (
+                extra_inputs is None or not extra_inputs.changes_embeddings
+            ),
             "vp_stage": vp_stage,
             **of_family,
         }
@@ -212,9 +218,13 @@ def build_chunks(
                     **keywords,
                 )
             )
+        if of_family.get("position_embedding_type") == "mrope":
+            # Angles are of the whole pack: packed attention takes a rank's share of them itself.
+            chunks[-1].rotary_pos_emb.cp_group = None  # type: ignore[union-attr]  # Megatron's
         if rotary is not None:
             set_rotary(chunks[-1], rotary)
         chunks[-1].scales = scales  # type: ignore[assignment]  # a plain attribute
+        chunks[-1].extra_inputs = extra_inputs  # type: ignore[assignment]  # the same
         if shape.attention_cap:
             set_soft_cap(chunks[-1], shape.attention_cap)
     _reduce_apart(chunks, config, shape)

@@ -18,12 +18,14 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from hybridrl import ops
 from hybridrl.models.family import Scales
+from hybridrl.models.inputs import ExtraInputs
 from hybridrl.models.megatron.attention import PackedSequences
 
 
@@ -216,10 +218,12 @@ class PackedModel(GPTModel):
     whose padding mask (1, S) is cut for sequence parallelism on every pipeline stage, not the first
     alone.
 
-    Attributes: `scales`, what the model multiplies by beside its weights.
+    Attributes: `scales`, what the model multiplies by beside its weights; `extra_inputs`, what it
+    reads beside tokens, which may change the embeddings before sequence parallelism cuts them.
     """
 
     scales = Scales()
+    extra_inputs: ExtraInputs | None = None
 
     def _preprocess(  # type: ignore[override]
         self,
@@ -228,8 +232,13 @@ class PackedModel(GPTModel):
         padding_mask: torch.Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
+        extra = self.extra_inputs
+        if extra is not None and extra.changes_embeddings and self.pre_process:
+            assert packed_seq_params is not None  # every pass is packed
+            kwargs["decoder_input"] = self._embedded(extra, packed_seq_params, **kwargs)
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
-        if self.scales.embedding != 1 and found[0] is not None:
+        is_scaled = kwargs.get("decoder_input") is not None
+        if self.scales.embedding != 1 and found[0] is not None and not is_scaled:
             found = (found[0] * self.scales.embedding, *found[1:])
         if padding_mask is not None:
             group = self.pg_collection.tp
@@ -238,8 +247,30 @@ class PackedModel(GPTModel):
             found = (*found[:5], padding_mask, *found[6:])
         if packed_seq_params is None or packed_seq_params.shared is None:
             return found
+        if self.position_embedding_type == "mrope":
+            return found  # its angles are of each position already
         embedded, angles_LD, *rest = found
         return (embedded, angles_LD.index_select(0, packed_seq_params.shared.positions_S), *rest)
+
+    def _embedded(
+        self,
+        extra: ExtraInputs,
+        packed: PackedSequences,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Returns the embeddings, changed by the extra inputs, of this rank's share of positions.
+
+        build.py keeps the embedding layer from cutting them for sequence parallelism.
+        """
+        embedded_S1D = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        if self.scales.embedding != 1:
+            embedded_S1D = embedded_S1D * self.scales.embedding
+        embedded_S1D = extra.embed(self, embedded_S1D, packed.model_inputs)
+        if self.config.sequence_parallel:
+            return scatter_to_sequence_parallel_region(embedded_S1D, group=self.pg_collection.tp)
+        return embedded_S1D
 
 
 class LanguageModel(PackedModel):

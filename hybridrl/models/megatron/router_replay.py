@@ -9,7 +9,7 @@ did. Positions without a record (padding, the last token of a sample) keep the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -19,12 +19,15 @@ import torch.distributed as dist
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from hybridrl.contracts.batch import BatchError, Producer
-from hybridrl.contracts.micro_batch import MicroBatch
+from hybridrl.contracts.batch import BatchError, Producer, RolloutBatch
+from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
+from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
+from hybridrl.models.inputs import PREDICTS, ExtraInputs
 
 COUNTS = 4  # of `Counted`
+_IS_ROUTED = f"{ROUTED_EXPERTS}.is_there"
 
 
 @dataclass(frozen=True)
@@ -43,43 +46,57 @@ class RoutedExperts:
     predicts_S: Tensor
 
     @staticmethod
-    def of(micro: MicroBatch, shape: ModelShape) -> RoutedExperts | None:
-        """Returns the choices of a micro-batch, None where it has none.
-
-        Raises:
-            BatchError: they are of another model.
-        """
-        experts_SK, is_routed_S, moe = micro.routed_experts_SK, micro.is_routed_S, shape.moe
-        if experts_SK is None or is_routed_S is None:
+    def of(inputs: Mapping[str, Tensor]) -> RoutedExperts | None:
+        """Returns the choices among a micro-batch's model inputs, None where there are none."""
+        if ROUTED_EXPERTS not in inputs:
             return None
-        if moe is None:
+        return RoutedExperts(inputs[ROUTED_EXPERTS], inputs[_IS_ROUTED], inputs[PREDICTS])
+
+
+class ExpertInputs(ExtraInputs):
+    """The choices as inputs of a model.
+
+    Args:
+        shape: Of the model, which has experts.
+    """
+
+    blobs = (ROUTED_EXPERTS,)
+    needed_by = "algorithm.router_replay=rollout"
+
+    def __init__(self, shape: ModelShape) -> None:
+        if shape.moe is None:
             raise ValueError("the model has no experts")
         num_layers = sum(map(shape.has_experts, range(shape.num_layers)))
-        sizes = num_layers, moe.experts_per_token
-        if experts_SK.shape[1] != num_layers * moe.experts_per_token:
+        self._sizes = num_layers, shape.moe.experts_per_token
+        self._num_experts = shape.moe.num_experts
+
+    def prepare(self, micro: MicroBatch, batch: RolloutBatch) -> Mapping[str, ModelTensor]:
+        """Returns each position's choices and whether it has any; nothing where the batch has none.
+
+        Raises:
+            BatchError: they are another model's. Found here on the host, since a device would stop
+                at an expert that there is not.
+        """
+        packed, (num_layers, per_token) = micro.model_inputs, self._sizes
+        if ROUTED_EXPERTS not in packed:
+            return {}
+        experts_SK = packed[ROUTED_EXPERTS].value
+        if experts_SK.shape[1] != num_layers * per_token:
             got = f"came with {experts_SK.shape[1]} experts a token"
-            raise _unfit(got, f"{sizes[0]} layers with experts of {sizes[1]} experts a token")
-        return RoutedExperts(experts_SK.unflatten(1, sizes), is_routed_S, micro.loss_mask_S)
-
-
-def check_numbers(micro: MicroBatch, num_experts: int) -> None:
-    """Refuses experts that there are not; on the host, since a device would stop at such an index.
-
-    Raises:
-        BatchError: naming one.
-    """
-    experts_SK = micro.routed_experts_SK
-    if experts_SK is None or not experts_SK.numel():
-        return
-    low, high = (int(one) for one in experts_SK.aminmax())
-    if low < 0 or high >= num_experts:
-        got = f"came with expert {low if low < 0 else high}"
-        raise _unfit(got, f"experts from 0 to {num_experts - 1}")
+            raise _unfit(got, f"{num_layers} layers with experts of {per_token} experts a token")
+        low, high = map(int, experts_SK.aminmax()) if experts_SK.numel() else (0, 0)
+        if low < 0 or high >= self._num_experts:
+            got = f"came with expert {low if low < 0 else high}"
+            raise _unfit(got, f"experts from 0 to {self._num_experts - 1}")
+        return {
+            ROUTED_EXPERTS: ModelTensor(experts_SK.unflatten(1, self._sizes), is_per_position=True),
+            _IS_ROUTED: packed[_IS_ROUTED],
+        }
 
 
 def _unfit(got: str, expected: str) -> BatchError:
     here = Producer.here("the micro-batch")
-    return BatchError(here, "routed_experts_TK", got, f"{expected}, as the trained model has them")
+    return BatchError(here, ROUTED_EXPERTS, got, f"{expected}, as the trained model has them")
 
 
 class Replay:
@@ -146,7 +163,7 @@ class ReplayingLayer(TransformerLayer):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what Megatron's does."""
         packed: Any = kwargs.get("packed_seq_params")
-        self.mlp.router.routed = None if packed is None else packed.routed
+        self.mlp.router.routed = None if packed is None else RoutedExperts.of(packed.model_inputs)
         return super().forward(*args, **kwargs)
 
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hybridrl.contracts.routed_experts import ONE_BYTE, Experts, experts_dtype
+from hybridrl.contracts.blobs import Array
+from hybridrl.contracts.routed_experts import ONE_BYTE, experts_dtype
 from hybridrl.errors import ModelError
 from hybridrl.models.family import ModelShape
 from hybridrl.rollout.engine import RunningRequest
@@ -65,7 +66,7 @@ class ExpertsBySlot:
         """Keeps what all `layers` chose for the tokens of these slots."""
         self._by_slot[slots_T] = experts_TLK
 
-    def read(self, slots_T: Tensor) -> Experts:
+    def read(self, slots_T: Tensor) -> Array:
         """Returns the experts of these slots, (T, layers * experts a token); raises RuntimeError if
         one has none.
         """
@@ -73,7 +74,7 @@ class ExpertsBySlot:
         found = self._by_slot[slots_T.to(self._by_slot.device)].flatten(1).cpu()
         if bool((found == self._nothing).any()):
             raise RuntimeError(f"{self._engine} told no experts for a part of {len(found)} tokens")
-        experts: Experts = found.numpy().astype(experts_dtype(self._num_experts))
+        experts: Array = found.numpy().astype(experts_dtype(self._num_experts))
         return experts
 
     def record(self, rows: Sequence[RunningRequest], slots: Sequence[Tensor]) -> None:
@@ -83,7 +84,7 @@ class ExpertsBySlot:
         experts = self.read(torch.cat(list(slots)))
         ends = np.cumsum([len(one) for one in slots])[:-1]
         for row, part in zip(rows, np.split(experts, ends), strict=True):
-            row.record(row.num_recorded, part)
+            row.record(row.num_recorded(), part)
 
     def forget(self) -> None:
         """Forgets all: the weights change."""

@@ -306,7 +306,7 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
         self._take_drawn()
         self._record_running()
         for row in self._rows.values():
-            row.drop_unsettled_experts()
+            row.drop_unsettled()
         self._drop_running()
 
     # RolloutEngine

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.contracts.routed_experts import Experts, experts_dtype
+from hybridrl.contracts.blobs import Array
+from hybridrl.contracts.routed_experts import experts_dtype
 from hybridrl.errors import ModelError
 
 # Of Qwen3-MoE and Mixtral.
@@ -51,7 +52,7 @@ class ChosenExperts:
 
         return keep
 
-    def take(self, num_rows: int, length: int) -> Experts:
+    def take(self, num_rows: int, length: int) -> Array:
         """Returns, once, the experts of the last forward pass, (B, L, K), on the host."""
         if len(self._chosen) != self._num_layers:
             raise RuntimeError(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybridrl.contracts.routed_experts import Experts
+from hybridrl.contracts.blobs import Array
 from hybridrl.models.family import ModelShape
 from hybridrl.rollout.common.experts_by_slot import LAYER, ExpertsBySlot
 from hybridrl.rollout.common.process_state import replaced
@@ -61,7 +61,7 @@ class RecordedExperts:
 
     def get_topk(
         self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
-    ) -> Experts:
+    ) -> Array:
         """Is asked by SGLang for the experts of a finished request, before its slots are free; its
         last token was in no pass.
         """
@@ -83,7 +83,7 @@ class RecordedExperts:
         found: list[RunningRequest] = []
         slots: list[Tensor] = []
         for request, row, num_tokens in rows:
-            start, end = row.num_recorded, min(num_tokens - 1, request.kv_committed_len)
+            start, end = row.num_recorded(), min(num_tokens - 1, request.kv_committed_len)
             if request.req_pool_idx is not None and start < end:
                 found.append(row)
                 slots.append(pool.req_to_token[request.req_pool_idx, start:end])

@@ -230,8 +230,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             raise RuntimeError(f"vLLM goes on with request {name} after its last token")
         self._live.llm.engine_core.abort_requests([name])
         del self._rows[row.request.request_id], self._running[name]
-        # Its experts were recorded just now.
-        self._finished.append(replace(completion, experts=row.experts))
+        # Its last blobs were recorded just now.
+        self._finished.append(replace(completion, blobs=row.blobs))
 
 
 build = VllmEngine.build

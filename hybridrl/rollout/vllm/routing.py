@@ -93,9 +93,9 @@ class RecordedExperts:
         slots: list[Tensor] = []
         for request in requests:
             row = self._running.get(request.request_id)
-            if row is not None and row.num_recorded < request.num_computed_tokens:
+            if row is not None and row.num_recorded() < request.num_computed_tokens:
                 rows.append(row)
-                slots.append(self._slots(request, row.num_recorded))
+                slots.append(self._slots(request, row.num_recorded()))
         self._experts.record(rows, slots)
 
     def _slots(self, request: Any, start: int) -> Tensor:

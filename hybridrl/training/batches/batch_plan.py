@@ -6,8 +6,9 @@ all ranks know it of all. Collective over the world; what a rank lacks is brough
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
@@ -18,10 +19,10 @@ from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.metrics.flops import attention_length
 from hybridrl.models.family import ModelShape
+from hybridrl.models.inputs import PREDICTS, ExtraInputs
 from hybridrl.models.megatron.attention import PackedSequences, SharedPrompts
 from hybridrl.models.megatron.heads import HeadInput
 from hybridrl.models.megatron.layers import LayerKind
-from hybridrl.models.megatron.router_replay import RoutedExperts, check_numbers
 from hybridrl.parallel.exchange import Route, bring
 from hybridrl.parallel.groups import same_on_all_ranks
 from hybridrl.parallel.mesh import Mesh
@@ -112,8 +113,8 @@ class BatchPlanner:
         shares_prompts: whether samples of one prompt that follow each other hold it once.
 
     Attributes:
-        replays: whether the model takes the experts that the engine chose; of other models they are
-            no input, and move nowhere.
+        extra_inputs: What the model reads beside tokens; blobs that none of them names move
+            nowhere.
         at_own_token: whether the model's results are about the token of their own position, as a
             reward model's scores are, in place of the next one.
     """
@@ -128,7 +129,7 @@ class BatchPlanner:
     ) -> None:
         self.mesh, self.shares_prompts = mesh, shares_prompts
         self._shape, self._train, self._layers = shape, train, layers
-        self.replays = False
+        self.extra_inputs: list[ExtraInputs] = []
         self.at_own_token = False
         self._pad_each = 2 * mesh.layout.cp if mesh.layout.cp > 1 else 1
 
@@ -160,8 +161,7 @@ class BatchPlanner:
             RuntimeError: ranks have different schedules.
             DataError: a sample is longer than a micro-batch.
         """
-        if not self.replays:
-            batch = batch.without_experts()
+        batch = batch.with_blobs([name for extra in self.extra_inputs for name in extra.blobs])
         holders, world = batch.holders, self.mesh.world
         # Of one mini-batch both schedules are the same.
         dealt = self._schedule(batch, 1 if holders is None else holders.num_parts, is_lookup=True)
@@ -177,11 +177,18 @@ class BatchPlanner:
     def _input(self, batch: TrainBatch, indices: Sequence[int], temperature: float) -> ModelInput:
         layout, where = self.mesh.layout, self.mesh.place
         pad_total = layout.tp * self._pad_each * (1 if self._train.fp8 == "none" else FP8_TOKENS)
+        positions = [extra for extra in self.extra_inputs if extra.num_position_rows]
         whole = micro_batch(
-            batch, indices, self._pad_each, pad_total, self.shares_prompts, self.at_own_token
+            batch,
+            indices,
+            self._pad_each,
+            pad_total,
+            self.shares_prompts,
+            self.at_own_token,
+            positions[0] if positions else None,
         )
-        if self._shape.moe is not None:
-            check_numbers(whole, self._shape.moe.num_experts)
+        prepared = [extra.prepare(whole, batch) for extra in self.extra_inputs]
+        whole = replace(whole, model_inputs=dict(ChainMap(*map(dict, prepared))))
         index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)
         local = whole if layout.cp == 1 else whole.take_positions(index_S)
         device = self.mesh.platform.device
@@ -194,7 +201,8 @@ class BatchPlanner:
             bounds.cu_seqlens,
             whole.max_seqlen,
             shared_prompts(whole, local.positions_S),
-            RoutedExperts.of(local, self._shape),
+            {name: one.value for name, one in local.model_inputs.items()}
+            | {PREDICTS: local.loss_mask_S},
         )
         head = HeadInput(local.labels, rows_N, temperature)
         return ModelInput(whole, local, index_S, head, packed)

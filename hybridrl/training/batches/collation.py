@@ -1,10 +1,10 @@
 """Between a batch's token alignment and a micro-batch's predictor alignment, both ways.
 
 Owns the shift by one: what a batch says about token t of a sample, a micro-batch holds at the
-position of token t - 1. Nothing else in hybridrl shifts. There are two exceptions. The experts that
-the engine chose are about the hidden state of token t itself, and stand at its own position. A
-reward model reads its score at token t itself (`at_own_token`), so that all columns of its
-micro-batches do. Runs on the CPU; `MicroBatch.to` moves the result.
+position of token t - 1. Nothing else in hybridrl shifts. There are two exceptions. Blobs are about
+token t itself, and stand at its own position. A reward model reads its score at token t itself
+(`at_own_token`), so that all columns of its micro-batches do. Runs on the CPU; `MicroBatch.to`
+moves the result.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from torch import Tensor
 
 from hybridrl.contracts.batch import MicroBatch, RolloutBatch
-from hybridrl.contracts.micro_batch import LOSS_COLUMNS
+from hybridrl.contracts.blobs import KINDS
+from hybridrl.contracts.micro_batch import LOSS_COLUMNS, ModelTensor
+from hybridrl.contracts.ragged import row_places, starts_of
+from hybridrl.models.inputs import ExtraInputs
 from hybridrl.training.batches.packing import packed_bounds
 from hybridrl.training.batches.prompt_sharing import shared_prefix
 
@@ -29,6 +32,7 @@ def micro_batch(
     pad_total: int,
     shares_prompts: bool = False,
     at_own_token: bool = False,
+    positions: ExtraInputs | None = None,
 ) -> MicroBatch:
     """Packs samples of a batch one after the other.
 
@@ -41,6 +45,7 @@ def micro_batch(
             a `pad_each` of 1.
         at_own_token: whether what the batch says about a token stands at its own position, in place
             of that of the token before it.
+        positions: Knows the positions of a token where a model has several; None: it has one.
     """
     index_B = torch.tensor(list(indices), dtype=torch.int64)
     laid = _lay_out(batch, index_B, pad_each, pad_total, shares_prompts)
@@ -65,7 +70,6 @@ def micro_batch(
             column_S = torch.zeros(total, *column_T.shape[1:], dtype=column_T.dtype)
             column_S[place_R] = column_T[source_R]
             columns[name] = column_S
-    columns |= _routed(batch, laid, total)
     return MicroBatch(
         tokens_S=tokens_S,
         positions_S=laid.positions_S,
@@ -76,22 +80,48 @@ def micro_batch(
         max_seqlen=laid.max_seqlen,
         sample_indices=tuple(index_B.tolist()),
         prefix_sequences=laid.prefix_sequences,
+        position_rows_SR=_position_rows(batch, index_B, laid, positions),
+        model_inputs=_packed_blobs(batch, index_B, laid),
         **columns,
     )
 
 
-def _routed(batch: RolloutBatch, laid: _Layout, total: int) -> dict[str, Tensor]:
-    """Returns the micro-batch's columns of the experts that the engine chose, if it told any."""
-    experts_TK = batch.routed_experts_TK
-    if experts_TK is None:
-        return {}
-    experts_SK = torch.zeros(total, experts_TK.shape[1], dtype=experts_TK.dtype)
-    experts_SK[laid.place_N] = experts_TK[laid.source_N]
-    is_last_T = torch.zeros(batch.num_tokens, dtype=torch.bool)
-    is_last_T[batch.offsets[1:] - 1] = True
-    is_routed_S = torch.zeros(total, dtype=torch.bool)
-    is_routed_S[laid.place_N] = ~is_last_T[laid.source_N]
-    return {"routed_experts_SK": experts_SK, "is_routed_S": is_routed_S}
+def _position_rows(
+    batch: RolloutBatch, index_B: Tensor, laid: _Layout, positions: ExtraInputs | None
+) -> Tensor | None:
+    if positions is None:
+        return None
+    lengths_B = batch.lengths_B[index_B]
+    rows_NR = torch.zeros(int(lengths_B.sum()), positions.num_position_rows, dtype=torch.int64)
+    parts = rows_NR.split(lengths_B.tolist())
+    for index, part in zip(index_B.tolist(), parts, strict=True):
+        part[:] = positions.positions(batch.prompts[index], len(part))
+    first_N = (lengths_B.cumsum(0) - lengths_B)[laid.sample_N]
+    rows_SR = torch.zeros(len(laid.positions_S), rows_NR.shape[1], dtype=torch.int64)
+    rows_SR[laid.place_N] = rows_NR[first_N + laid.within_N]
+    return rows_SR
+
+
+def _packed_blobs(batch: RolloutBatch, index_B: Tensor, laid: _Layout) -> dict[str, ModelTensor]:
+    """Returns the blobs of a micro-batch's samples as MicroBatch has them."""
+    found: dict[str, ModelTensor] = {}
+    places, total = batch.places_of(index_B), len(laid.positions_S)
+    for name, blob in batch.blobs.items():
+        num_rows_H, values_N = batch.of_held(blob.num_rows_B), blob.values_N
+        if KINDS[name].rows == "any":
+            found[name] = ModelTensor(values_N[row_places(num_rows_H, places)])
+            found[f"{name}.num_rows"] = ModelTensor(num_rows_H[places])
+            continue
+        is_there_N = laid.within_N < num_rows_H[places][laid.sample_N]
+        place_N = laid.place_N[is_there_N]
+        row_N = (starts_of(num_rows_H)[places][laid.sample_N] + laid.within_N)[is_there_N]
+        value_S = torch.zeros(total, *values_N.shape[1:], dtype=values_N.dtype)
+        value_S[place_N] = values_N[row_N]
+        is_there_S = torch.zeros(total, dtype=torch.bool)
+        is_there_S[place_N] = True
+        found[name] = ModelTensor(value_S, is_per_position=True)
+        found[f"{name}.is_there"] = ModelTensor(is_there_S, is_per_position=True)
+    return found
 
 
 def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: RolloutBatch) -> Tensor:
@@ -123,12 +153,13 @@ def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: Rollo
 class _Layout(NamedTuple):
     """Where N tokens lie in a micro-batch.
 
-    source_N, sample_N: index in the batch, and of the sample in the micro-batch; place_N: position;
-    the others as of MicroBatch.
+    source_N, sample_N, within_N: index in the batch, of the sample in the micro-batch, and within
+    the sample; place_N: position; the others as of MicroBatch.
     """
 
     source_N: Tensor
     sample_N: Tensor
+    within_N: Tensor
     place_N: Tensor
     positions_S: Tensor
     cu_seqlens: Tensor
@@ -159,6 +190,7 @@ def _lay_out(
     return _Layout(
         source_N[held_N],
         sample_N[held_N],
+        within_N[held_N],
         place_N[held_N],
         torch.arange(bounds.total) - first_S,
         cu_seqlens,
