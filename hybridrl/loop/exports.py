@@ -7,18 +7,25 @@ write a share of the tensors.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hybridrl.checkpoint.folders import HF_FILES
+from hybridrl.config.files import read_json_object, replace_text
+from hybridrl.config.generation import GENERATION_CONFIG
 from hybridrl.config.identity import run_folder
 from hybridrl.config.schema import Config
+from hybridrl.data.end_tokens import turn_end
+from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.export import export_hf
 from hybridrl.loop.model_card import model_card
+from hybridrl.models.hf.config_keys import end_tokens_of
+from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.model import ParallelModel
@@ -55,6 +62,30 @@ def export_model(
             side_files=side_files,
             card=card,
         )
+    if model.head == "lm":
+        with world.all_agree("naming the end tokens"):
+            if world.rank == 0:
+                declare_turn_end(directory)
+
+
+def declare_turn_end(directory: Path) -> None:
+    """Adds the token with which the chat template ends a turn to the end tokens in
+    generation_config.json, so that other engines stop where the run's responses stopped. Changes
+    nothing if the model's files name it already or have no such template.
+
+    Args:
+        directory: HF directory with its tokenizer.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception:  # no tokenizer, or one that the run did not use: the weights are what counts
+        return
+    end, file = turn_end(tokenizer), directory / GENERATION_CONFIG
+    content = read_json_object(file, ModelError) if file.is_file() else {}
+    named = end_tokens_of(content) or end_tokens_of(read_config(directory))
+    if end is not None and end not in named:
+        content["eos_token_id"] = [*named, end]
+        replace_text(file, json.dumps(content, indent=2) + "\n")
 
 
 def export_with_tokenizer(
@@ -72,6 +103,8 @@ def export_with_tokenizer(
         is_there = any(directory.glob("tokenizer*"))
         if model.world.rank == 0 and not is_there and hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(str(directory))
+            if model.head == "lm":
+                declare_turn_end(directory)
 
 
 class Exports:

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_tokenizers import byte_tokenizer
 
 from hybridrl.errors import ModelError
+from hybridrl.loop.exports import declare_turn_end
 from hybridrl.models.hf.directory import write_side_files
 from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.score_token import score_notices, score_token
@@ -71,3 +73,18 @@ def test_older_exports_are_recognized_and_read_where_they_were_trained() -> None
     assert "before the end token" in score_notices(padded, "judge")[0]
     with pytest.raises(ModelError, match="last or before_last"):
         score_token({**new, "hybridrl_score_token": "first"})
+
+
+def test_an_export_names_the_token_with_which_the_chat_template_ends_a_turn(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN, "eos_token_id": 3}))
+    declare_turn_end(tmp_path)  # without a tokenizer
+    assert not (tmp_path / "generation_config.json").exists()
+    tokenizer = byte_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    for content in (None, {"eos_token_id": 3, "top_k": 20}, {"eos_token_id": [3, end]}):
+        if content is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(content))
+        declare_turn_end(tmp_path)
+        found = json.loads((tmp_path / "generation_config.json").read_text())
+        assert found == {**(content or {}), "eos_token_id": [3, end]}
