@@ -142,9 +142,10 @@ def is_near_in_transformers(place: Path, folder: Path, told: float) -> None:
             ("train.tp=2", "train.share_prompts=true"),
             marks=pytest.mark.full,
         ),
-        (
+        pytest.param(
             {"name": "on_policy_distillation", "gamma": 0.5, "reward_coef": 0.5},
             ("train.cp=2", "steps.updates_per_step=2"),
+            marks=pytest.mark.full,
         ),
     ],
     ids=["distillation", "gkd", "on_policy_distillation"],

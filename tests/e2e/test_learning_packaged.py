@@ -71,6 +71,7 @@ def records(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("engine", "tp"), [*TP1, *TP2])
 def test_every_sync_equals_transformers(
     engine: str, tp: int, learned: Learned, num_steps: int, every: int

@@ -88,7 +88,7 @@ def test_new_pairs_are_separated(tmp_path: Path, algorithm: dict[str, Any]) -> N
     ("name", "layout"),
     [
         ("dpo", ("train.tp=2", "train.pp=2")),
-        ("kto", ("train.cp=2",)),
+        pytest.param("kto", ("train.cp=2",), marks=LATER),
         pytest.param("reward_model", ("train.tp=2", "train.pp=2"), marks=LATER),
     ],
 )
