@@ -35,7 +35,7 @@ from reshard_libraries import (
 from reshard_rivals import AllGatherWay, Place
 
 from hybridrl.config.load import load_config_dict
-from hybridrl.hybrid_engine.engine import gather_layouts
+from hybridrl.hybrid_engine.engine import gather_alike
 from hybridrl.hybrid_engine.planning.nodes import TRANSPORTS as PLANNED
 from hybridrl.hybrid_engine.planning.nodes import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.planning.pieces import join
@@ -281,7 +281,7 @@ class Case(CaseRecord):
             if self.job["kind"] != "fused":  # whose sources are not the training layouts
                 sources = [model.layout_of(rank) for rank in range(self.world.size)]
                 # As the engines are: experts may lie on their ranks by a map.
-                targets = gather_layouts(self.trainer.engine.layout(), self.world)
+                targets = gather_alike(self.trainer.engine.layout(), self.world)
                 itemsize = self.trainer.source.dtype.itemsize
                 predicted = predict(join(sources, targets), itemsize, cluster)
                 found["prediction_ms"] = predicted.predicted_ms
@@ -302,7 +302,8 @@ def freeze(
     """Stands in for `ParallelModel.make_trainable`: parameters where other ranks can read them, and
     neither gradients nor an optimizer.
     """
-    model.freeze()
+    for chunk in model.chunks:
+        chunk.eval()  # not frozen: a reshard writes everything each time
     model._peer_weights = peer_weights
     if peer_weights is not None:
         wrapped = [

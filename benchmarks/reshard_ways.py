@@ -28,11 +28,12 @@ sys.path.append(str(ROOT / "tests"))
 from weight_cases import Case, minimum_receive_elements  # noqa: E402
 
 from hybridrl.hybrid_engine.export import gather_tensors  # noqa: E402
-from hybridrl.hybrid_engine.memory.alias import TrainingShard, shared_views  # noqa: E402
+from hybridrl.hybrid_engine.memory.alias import shared_views  # noqa: E402
 from hybridrl.hybrid_engine.planning.assign import assign  # noqa: E402
 from hybridrl.hybrid_engine.planning.plan import plan_reshard  # noqa: E402
 from hybridrl.hybrid_engine.transports.packed import PackedTransport  # noqa: E402
 from hybridrl.models.family import ModelShape, resolve_family  # noqa: E402
+from hybridrl.models.sources import FullWeights, TrainingShard  # noqa: E402
 from hybridrl.models.weights import fused_layout, hf_shapes, megatron_layout  # noqa: E402
 from hybridrl.parallel.groups import World  # noqa: E402
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout  # noqa: E402
@@ -195,7 +196,10 @@ class HfStreamWay(FullTensors):
         for name, array in job.hf.items():
             shapes = {name: array.shape}
             made = [
-                t for _, t in gather_tensors(job.sources, job.trained, shapes, DTYPE, job.world)
+                t
+                for _, t in gather_tensors(
+                    FullWeights(job.sources, job.trained), shapes, DTYPE, job.world
+                )
             ]
             tensor = made[0] if made else torch.empty(array.shape, dtype=DTYPE, device=job.device)
             self.hold(tensor)

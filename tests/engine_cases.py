@@ -20,9 +20,9 @@ from tiny_models import LATENT
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
+from hybridrl.models.sources import TrainingShard
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, request_seed

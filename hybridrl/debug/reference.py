@@ -46,8 +46,7 @@ def reference_streams(
             reference = transformers_model(source.computed_config, "float32", cpu, "eager")
             live = checkpoint_tensors(reference, source.hf_config, source.family)
             _check_parameters(live, shapes)
-    layouts = [model.layout_of(rank) for rank in range(world.size)]
-    weights = gather_tensors(layouts, model.weights(), shapes, torch.float32, world)
+    weights = gather_tensors(model.whole_weights(), shapes, torch.float32, world)
     for name, tensor in weights:  # nothing elsewhere
         live[name].copy_(tensor)
     found: dict[str, Tensor] = {}

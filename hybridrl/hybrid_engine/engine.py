@@ -14,7 +14,7 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,11 @@ from hybridrl.hybrid_engine.memory.phases import (
     TrainingMemory,
     TrainingWeights,
 )
+from hybridrl.hybrid_engine.planning.frozen import frozen_tensors, without
 from hybridrl.hybrid_engine.planning.plan import Plan, PlanError, plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.hybrid_engine.planning.wire import wire_views
-from hybridrl.hybrid_engine.target import WeightTarget, stale_copy_of
+from hybridrl.hybrid_engine.target import WeightTarget, forgets, stale_copy_of
 from hybridrl.hybrid_engine.transports.packed import (
     PackedTransport,
     agree_wire_dtype,
@@ -46,9 +47,12 @@ from hybridrl.hybrid_engine.transports.transport import (
     TransportError,
 )
 from hybridrl.hybrid_engine.verify import VerifyError, verify
+from hybridrl.models.sources import SourceTensor, WeightSource, memory_of
 from hybridrl.models.weights import RankLayout, check_tensors
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.peer_memory import PeerMemory
+
+Alike = TypeVar("Alike", RankLayout, frozenset[str])
 
 POLL_S = 2e-5  # how often the host looks whether the weights have arrived
 
@@ -101,8 +105,7 @@ class HybridEngine:
     """Keeps an inference engine's weights equal to the policy's.
 
     Args:
-        layouts: training layout of every rank.
-        weights: this rank's training tensors by its layout's names; read in every transition.
+        source: What the engine's parameters are written from in every transition.
         target: this rank's engine.
         peers: all ranks, and how they talk.
         staging_bytes: bound of the staging buffers together (`rollout.staging_mib`).
@@ -112,8 +115,8 @@ class HybridEngine:
         training_weights: the trainer's weights, released once the engine has them. That frees them,
             or starts to gather them beside generation where a rank has updated only its own part.
         domain_size: ranks of one node, which are consecutive; None: all are of one.
-        peer_memory: holds all ranks' training tensors, which the ranks then read where they lie.
-            None: weights travel as packed messages.
+        peer_memory: holds all ranks' source tensors, which the ranks then read where they lie.
+            None: weights travel as packed messages, as they do if any is computed.
         timeout_s: longest that a transition may take, seconds (`run.collective_timeout_s`).
         engine_stays: the engine goes on while the policy trains, on ranks of its own; it stops for
             the next weights, and where its memory is asked for.
@@ -129,8 +132,7 @@ class HybridEngine:
 
     def __init__(
         self,
-        layouts: Sequence[RankLayout],
-        weights: Mapping[str, Tensor],
+        source: WeightSource,
         target: WeightTarget,
         peers: Peers,
         *,
@@ -144,7 +146,7 @@ class HybridEngine:
         engine_stays: bool = False,
     ) -> None:
         self._engine_stays, self._is_awake = engine_stays, False
-        self._weights, self._target, self._peers = weights, target, peers
+        self._source, self._target, self._peers = source, target, peers
         self._verify_every, self._training = verify_every, training
         self._training_weights = training_weights
         self._staging_bytes, self._peer_memory = staging_bytes, peer_memory
@@ -153,38 +155,54 @@ class HybridEngine:
         self._headroom, self._is_released = Headroom(), False
         self.before_change: Callable[[], object] = _nothing
         self.version = -1
-        targets = gather_layouts(target.layout(), peers)
+        layouts, weights = source.layouts, source.tensors
+        targets = gather_alike(target.layout(), peers)
+        frozen = frozen_tensors(layouts, gather_alike(source.frozen, peers))
         own = layouts[peers.rank], target.layout()
         wire_dtype = agree_wire_dtype(weights, target.tensors(), peers, own)
-        plan: Plan | None = None
+        plans: list[Plan] = []
         error = ""
         try:
-            plan = plan_reshard(layouts, targets, wire_dtype.itemsize, domain_size)
-            prove(plan, layouts, targets, ranks=[peers.rank])
+            ends = [(layouts, targets)]
+            if frozen:
+                ends.append((without(layouts, frozen), without(targets, frozen)))
+            for sources, dests in ends:
+                plans.append(plan_reshard(sources, dests, wire_dtype.itemsize, domain_size))
+                prove(plans[-1], sources, dests, ranks=[peers.rank])
             check_tensors(layouts[peers.rank], _shapes(weights))
             check_tensors(targets[peers.rank], _shapes(target.tensors()))
             self._weights = wire_views(weights, own[0], wire_dtype)
             wire_views(target.tensors(), own[1], wire_dtype)
         except (PlanError, ModelError) as caught:
             error = str(caught)
-        _agree(error, plan.hash() if plan is not None else "", peers)
-        assert plan is not None  # otherwise _agree has raised
-        self.plan, self._wire_dtype, self._target_layout = plan, wire_dtype, own[1]
+        is_computed = any(not isinstance(tensor, Tensor) for tensor in weights.values())
+        traits = _Traits(is_computed, *forgets(target))
+        traits = _agree(error, "".join(plan.hash() for plan in plans), traits, peers)
+        self._forgets = {False: traits.forgets, True: traits.forgets_kept}  # by whether it is kept
+        self.plan, self._changing = plans[0], plans[-1]
+        self._has_frozen = False  # what never changes, in every engine
+        self._wire_dtype, self._target_layout = wire_dtype, own[1]
         self._block_group: dist.ProcessGroup | None = None
-        self.transport: Transport = self.make_transport("packed" if peer_memory is None else "peer")
+        self._kind: Literal["packed", "peer"]
+        self._kind = "packed" if peer_memory is None or traits.has_computed else "peer"
+        self._moved = self.plan
+        self.transport: Transport = self.make_transport(self._kind)
 
     @property
     def keeps_memory(self) -> bool:
         """Whether the next change of phases frees nothing: the device has memory for both."""
         return self._headroom.is_enough
 
-    def make_transport(self, kind: Literal["packed", "peer"]) -> Transport:
-        """Returns another transport for the same plan; the caller closes it. Collective.
+    def make_transport(
+        self, kind: Literal["packed", "peer"], plan: Plan | None = None
+    ) -> Transport:
+        """Returns another transport, of all weights unless a plan is given; the caller closes it.
+        Collective.
 
         Raises:
             ValueError: 'peer', but the engine was made without `peer_memory`.
         """
-        ends = self.plan, self._peers, self._weights, self._written()
+        ends = plan or self.plan, self._peers, self._weights, self._written()
         if kind == "packed":
             if self._block_group is None:
                 self._block_group = make_block_group(self._peers, self._timeout_s)
@@ -218,10 +236,12 @@ class HybridEngine:
         self.version = self.version + 1 if version is None else version
         start = time.perf_counter()
         if self._is_awake:
-            self._target.sleep(keeps_memory=True)  # it has had it beside this training
+            self._sleep(keeps_memory=True)  # it has had it beside this training
             self._is_awake = False
         self._free_training_memory()
         self._target.begin_update()
+        with torch.no_grad():
+            self._source.refresh()
         traffic = self._move()
         is_due = self._verify_every > 0 and self.version % self._verify_every == 0
         is_due, verify_seconds = is_due or verifies, 0.0
@@ -249,7 +269,7 @@ class HybridEngine:
             received_bytes=traffic.received_bytes,
             sent_bytes=traffic.sent_bytes,
             seconds=seconds,
-            total_planned_bytes=sum(self.plan.send_bytes),
+            total_planned_bytes=sum(self._moved.send_bytes),
             total_sent_bytes=sum(rank[0] for rank in ranks),
             total_received_bytes=sum(rank[1] for rank in ranks),
             total_node_received_bytes=sum(rank[2] for rank in ranks),
@@ -282,6 +302,7 @@ class HybridEngine:
         """
         said = f"weight version {self.version} did not arrive on rank {self._peers.rank}"
         try:
+            self._choose_plan()
             traffic = self.transport.run()
             if torch.cuda.is_available():
                 done, start = torch.cuda.Event(), time.monotonic()
@@ -307,7 +328,28 @@ class HybridEngine:
             )
             culprit = dead[0] if len(dead) == 1 else None
             raise TransportError(f"{said} {why} ({error})", culprit) from error
+        self._has_frozen = True
         return traffic
+
+    def _choose_plan(self) -> None:
+        """Makes the transport one of all weights, or of those that change; collective where it is
+        another than before. One at a time: each has staging buffers.
+        """
+        wanted = self._changing if self._has_frozen else self.plan
+        if wanted is not self._moved:
+            self.transport.close()
+            self._moved, self.transport = wanted, self.make_transport(self._kind, wanted)
+
+    def send_frozen_again(self) -> None:
+        """Sends frozen weights in the next transition too; for all ranks to call where they have
+        changed after all, as by a checkpoint that was loaded.
+        """
+        self._has_frozen = False
+
+    def _sleep(self, keeps_memory: bool) -> None:
+        self._target.sleep(keeps_memory=keeps_memory)
+        if self._forgets[keeps_memory]:
+            self._has_frozen = False
 
     def close(self) -> None:
         """Ends the use of the process group; before it is destroyed."""
@@ -321,7 +363,8 @@ class HybridEngine:
             VerifyError: on every rank, naming the first parameter that differs from its source.
         """
         self.phases.require(Phase.ROLLOUT, "comparing weights")
-        if any(t.numel() and not t.untyped_storage().nbytes() for t in self._weights.values()):
+        memory = memory_of(self._weights.values())
+        if any(t.numel() and not t.untyped_storage().nbytes() for t in memory):
             raise PhaseError(
                 "comparing weights needs the trainer's, which are freed by "
                 "train.release_weights_in_rollout=true: compare on the way, with "
@@ -362,7 +405,7 @@ class HybridEngine:
             self._headroom.reset()
         self._is_awake = self._engine_stays and not frees_memory
         if not self._is_awake:
-            self._target.sleep(keeps_memory=self.keeps_memory)
+            self._sleep(keeps_memory=self.keeps_memory)
         # The weights may be made from the rest of the training memory.
         released = self._training if self._is_released else ()
         for memory in (*released, *self._training_weights):
@@ -374,7 +417,7 @@ class HybridEngine:
         self.phases.require(Phase.TRAIN, "freeing the engine's memory")
         self._headroom.reset()
         self.before_change()
-        self._target.sleep()
+        self._sleep(keeps_memory=False)
         self._is_awake = False
 
 
@@ -391,14 +434,15 @@ def _give_blocks_back() -> None:
         torch.cuda.empty_cache()
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: Mapping[str, SourceTensor]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
-def gather_layouts(own: RankLayout, peers: Peers) -> list[RankLayout]:
-    """Returns every rank's layout; each different one is sent once, by the first that has it."""
-    content = own.regions, sorted(own.shapes.items()), own.padding
-    digests = peers.gather_objects(hashlib.sha256(repr(content).encode()).hexdigest())
+def gather_alike(own: Alike, peers: Peers) -> list[Alike]:
+    """Returns every rank's layout, or set of names; each different one is sent once, by the first
+    rank that has it, and is one object.
+    """
+    digests = peers.gather_objects(hashlib.sha256(repr(_content(own)).encode()).hexdigest())
     found = {
         digest: peers.broadcast_object(own, digests.index(digest))
         for digest in dict.fromkeys(digests)
@@ -406,12 +450,35 @@ def gather_layouts(own: RankLayout, peers: Peers) -> list[RankLayout]:
     return [found[digest] for digest in digests]
 
 
-def _agree(error: str, plan_hash: str, peers: Peers) -> None:
-    """Raises PlanError on every rank if any has an error or a plan unlike rank 0's."""
-    outcomes = peers.gather_objects((error, plan_hash))
-    for rank, (found, _) in enumerate(outcomes):
+def _content(own: RankLayout | frozenset[str]) -> object:
+    if isinstance(own, RankLayout):
+        return own.regions, sorted(own.shapes.items()), own.padding
+    return sorted(own)
+
+
+class _Traits(NamedTuple):
+    """What is so if it is so on any rank.
+
+    Args:
+        has_computed: Whether a source tensor is computed when it is sent.
+        forgets: Whether an engine's weights lose their content in a sleep that frees its memory.
+        forgets_kept: Whether they do in a sleep that keeps it.
+    """
+
+    has_computed: bool
+    forgets: bool
+    forgets_kept: bool
+
+
+def _agree(error: str, plan_hash: str, traits: _Traits, peers: Peers) -> _Traits:
+    """Returns the traits of all ranks; raises PlanError on every rank if any has an error, or plans
+    unlike rank 0's.
+    """
+    outcomes = peers.gather_objects((error, plan_hash, traits))
+    for rank, (found, _, _) in enumerate(outcomes):
         if found:
             raise PlanError(f"rank {rank}: {found}")
-    differing = [rank for rank, (_, other) in enumerate(outcomes) if other != outcomes[0][1]]
+    differing = [rank for rank, (_, other, _) in enumerate(outcomes) if other != outcomes[0][1]]
     if differing:
         raise PlanError(f"ranks {differing} made another plan than rank 0: their layouts differ")
+    return _Traits(*map(any, zip(*(own for _, _, own in outcomes), strict=True)))

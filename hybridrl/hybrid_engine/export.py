@@ -24,6 +24,7 @@ from hybridrl.hybrid_engine.transports.packed import PackedTransport, agree_wire
 from hybridrl.hybrid_engine.transports.transport import Peers
 from hybridrl.models.boxes import Shape
 from hybridrl.models.hf.shards import MAX_SHARD_BYTES, HfPlaces, HfWriter, stored_as
+from hybridrl.models.sources import WeightSource
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 
 STAGING_BYTES = 64 << 20
@@ -32,8 +33,7 @@ ROUNDS_PER_AGREEMENT = 64  # of tensors, whose messages the ranks agree on toget
 
 def export_hf(
     directory: str | Path,
-    layouts: Sequence[RankLayout],
-    tensors: Mapping[str, Tensor],
+    source: WeightSource,
     shapes: Mapping[str, Shape],
     dtype: torch.dtype,
     config: Mapping[str, Any],
@@ -47,8 +47,7 @@ def export_hf(
     Args:
         directory: where to; must not exist or be empty. Rank 0's disk is the one that matters;
             ranks that see the folder there write a share of the tensors.
-        layouts: what each rank holds.
-        tensors: this rank's tensors.
+        source: The weights.
         shapes: every HF tensor of the model, as from `hf_shapes`.
         dtype: type of the written tensors, but of those that are kept in fp32.
         config: content of config.json.
@@ -73,7 +72,7 @@ def export_hf(
     places = HfPlaces(shapes, dtype, MAX_SHARD_BYTES)
     written: list[str] = []
     try:
-        for name, tensor in gather_tensors(layouts, tensors, shapes, dtype, peers, writers):
+        for name, tensor in gather_tensors(source, shapes, dtype, peers, writers):
             if error is None:
                 try:
                     written.append(places.write(partial, name, tensor))
@@ -93,8 +92,7 @@ def export_hf(
 
 
 def gather_tensors(
-    layouts: Sequence[RankLayout],
-    tensors: Mapping[str, Tensor],
+    source: WeightSource,
     shapes: Mapping[str, Shape],
     dtype: torch.dtype,
     peers: Peers,
@@ -104,7 +102,9 @@ def gather_tensors(
 
     All ranks must run through the iterator; it yields nothing on others.
     """
-    rank = peers.rank
+    rank, layouts, tensors = peers.rank, source.layouts, source.tensors
+    with torch.no_grad():
+        source.refresh()
     out_dtype = {"": torch.empty(0, dtype=dtype)} if rank in writers else {}
     wire_dtype = agree_wire_dtype(tensors, out_dtype, peers, (layouts[rank], NOTHING))
     sent = wire_views(tensors, layouts[rank], wire_dtype)

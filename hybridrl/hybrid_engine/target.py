@@ -39,6 +39,15 @@ class WeightTarget(Protocol):
 
 
 @runtime_checkable
+class ForgettingTarget(WeightTarget, Protocol):
+    """A target whose parameters can lose their content while it sleeps."""
+
+    def forgets_weights(self, keeps_memory: bool) -> bool:
+        """Returns whether they do after `sleep(keeps_memory)`. It does not change during a run."""
+        ...
+
+
+@runtime_checkable
 class CopyingTarget(WeightTarget, Protocol):
     """A target that computes with copies of parameters, which `finish_update` makes again."""
 
@@ -50,3 +59,10 @@ class CopyingTarget(WeightTarget, Protocol):
 def stale_copy_of(target: WeightTarget) -> str | None:
     """Returns the same of any target."""
     return target.stale_copy() if isinstance(target, CopyingTarget) else None
+
+
+def forgets(target: WeightTarget) -> tuple[bool, bool]:
+    """Returns whether a target forgets its weights in a sleep without memory, and in one with."""
+    if not isinstance(target, ForgettingTarget):
+        return False, False
+    return target.forgets_weights(keeps_memory=False), target.forgets_weights(keeps_memory=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from hybridrl.hybrid_engine.planning.plan import Plan
 from hybridrl.hybrid_engine.transports.transport import Peers
 from hybridrl.models.hf.shards import box_view
+from hybridrl.models.sources import ComputedSlice, SourceTensor, slice_of
 
 Key = tuple[int, int]
 """A copy: the rank that receives it, and its number among that rank's copies."""
@@ -28,10 +29,11 @@ class VerifyError(RuntimeError):
     """An engine parameter differs from the training weights that it was written from."""
 
 
+@torch.no_grad()
 def verify(
     plan: Plan,
     peers: Peers,
-    sources: Mapping[str, Tensor],
+    sources: Mapping[str, SourceTensor],
     dests: Mapping[str, Tensor],
     wire_dtype: torch.dtype,
 ) -> None:
@@ -56,7 +58,8 @@ def verify(
             dtype = dtypes[dest_rank][op.dest]
             what = (op.source, op.source_box, wire, dtype)
             if what not in summed:
-                part = box_view(sources[op.source], op.source_box)
+                found = slice_of(sources[op.source], op.source_box)
+                part = found.compute() if isinstance(found, ComputedSlice) else found
                 part = part if wire is None else part.to(wire)
                 summed[what] = checksum(part.to(dtype))
             sent[dest_rank, number] = summed[what]

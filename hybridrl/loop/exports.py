@@ -53,8 +53,7 @@ def export_model(
     with world.all_agree("writing the HF directory", is_unbounded=True):
         export_hf(
             directory,
-            [model.layout_of(rank) for rank in range(world.size)],
-            model.weights(),
+            model.whole_weights(),
             hf_shapes(source.family, source.shape, model.head),
             source.dtype,
             exported_config(source.hf_config, model.head, side_files, model.score_token),

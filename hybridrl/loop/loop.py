@@ -550,6 +550,7 @@ class Trainer:
         """
         self.enter_training(frees_memory=True)  # as to save
         state = self.store.load(Path(path), self.trained)
+        self.hybrid_engine.send_frozen_again()  # those of the checkpoint
         assert state.step is not None  # the store refuses weights alone
         self._has_begun = True
         self.step, self.seconds = state.step, state.seconds

@@ -24,10 +24,11 @@ from hybridrl.generation.episodes import Episodes
 from hybridrl.generation.sampler import Sampler
 from hybridrl.generation.schedule import Schedule
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.memory.alias import TrainingShard, shared_names
+from hybridrl.hybrid_engine.memory.alias import shared_names
 from hybridrl.hybrid_engine.memory.lending import LentMemory, MemoryLender
 from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, lay_out_engines
 from hybridrl.loop.setup import ranks_per_node
+from hybridrl.models.sources import TrainingShard, WeightSource
 from hybridrl.models.weights import RankLayout, fused_layouts
 from hybridrl.parallel.device_mapping import DeviceMapping
 from hybridrl.parallel.groups import World
@@ -65,16 +66,16 @@ def make_generation(
         engine_started: called with the engine before the rest is built.
     """
     model = roles.policy.model
-    sources, (scorer, tokenizer) = model.source_layouts(), scoring
-    layout = rollout_layout(model, config.rollout, sources, placement.rollout)
+    source, (scorer, tokenizer) = model.weight_source(), scoring
+    layout = rollout_layout(model, config.rollout, source.layouts, placement.rollout)
     memories, copies = training_memories(roles.trained.values())
-    engine = start_engine(config, model, layout, memories, copies)
+    engine = start_engine(config, model, source, layout, memories, copies)
     tell_copies(config, model, engine, notify)
     engine_started(engine)
     of_sampler = config, model, layout, engine, scorer, tokenizer, roles.reward_models, placement
     sampler = make_sampler(*of_sampler)
-    parts = config, model, sources, engine, memories, copies, placement
-    return engine, sampler, make_hybrid_engine(*parts)
+    hybrid_engine = make_hybrid_engine(config, model, source, engine, memories, copies, placement)
+    return engine, sampler, hybrid_engine
 
 
 def rollout_layout(
@@ -106,6 +107,7 @@ def training_memories(
 def start_engine(
     config: Config,
     model: ParallelModel,
+    source: WeightSource,
     layout: RolloutLayout,
     memories: Sequence[TrainedModelMemory],
     copies: Sequence[TrainedWeights],
@@ -120,7 +122,7 @@ def start_engine(
         world.all_agree("starting the rollout engine", is_unbounded=True),
     ):
         if world.rank in layout.ranks:
-            engine = build_engine(config, model, layout, to_come)
+            engine = build_engine(config, model, layout, to_come, source.shard)
             share_memory(engine, memories, world.platform.device)
     if len(layout.ranks) < world.size:
         world.count_groups_alike()
@@ -159,18 +161,19 @@ def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) ->
 
 
 def build_engine(
-    config: Config, model: ParallelModel, layout: RolloutLayout, reserved_bytes: int = 0
+    config: Config,
+    model: ParallelModel,
+    layout: RolloutLayout,
+    reserved_bytes: int = 0,
+    shard: TrainingShard | None = None,
 ) -> EngineAdapter:
     """Builds this rank's part of the engine replica that generates with `model`'s weights.
 
     Args:
         reserved_bytes: of the device, which the trainer takes only later but holds during rollout.
+        shard: The trainer's memory that the engine may use as its parameters.
     """
     source, world, rollout = model.source, model.world, config.rollout
-    shard = None
-    # Weights that are released would be freed with the trainer's.
-    if ENGINES[rollout.engine].shares_memory and not config.train.release_weights_in_rollout:
-        shard = TrainingShard(model.layout(), model.weights_in_place())
     return build(
         EngineInputs(
             rollout,
@@ -183,7 +186,7 @@ def build_engine(
             max_tokens=config.longest_request(),
             reserved_bytes=reserved_bytes,
             timeout_s=config.run.collective_timeout_s,
-            shard=shard,
+            shard=shard if ENGINES[rollout.engine].shares_memory else None,
             records_experts=replays(config),
         )
     )
@@ -270,7 +273,7 @@ def make_schedule(config: Config, placement: Placement | None = None) -> Schedul
 def make_hybrid_engine(
     config: Config,
     model: ParallelModel,
-    sources: list[RankLayout],
+    source: WeightSource,
     engine: EngineAdapter,
     memories: Sequence[TrainedModelMemory],
     copies: Sequence[TrainedWeights],
@@ -279,13 +282,12 @@ def make_hybrid_engine(
     """Plans how the policy's weights come into the engine; collective.
 
     Args:
-        sources: the policy's layout on every rank.
+        source: The policy's weights.
         memories, copies: of `training_memories`.
         placement: of the run; None: all models are on all ranks.
     """
     return HybridEngine(
-        sources,
-        model.weights_in_place(),
+        source,
         engine,
         model.world,
         staging_bytes=config.rollout.staging_mib << 20,

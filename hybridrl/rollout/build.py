@@ -12,9 +12,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from hybridrl.config.schema import RolloutConfig
-from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.hybrid_engine.target import WeightTarget
 from hybridrl.models.family import Family
+from hybridrl.models.sources import TrainingShard
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import RolloutEngine
 from hybridrl.rollout.registry import ENGINES, named

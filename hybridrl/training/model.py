@@ -20,7 +20,7 @@ from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
-from hybridrl.hybrid_engine.engine import gather_layouts
+from hybridrl.hybrid_engine.engine import gather_alike
 from hybridrl.hybrid_engine.planning.owned import owned_layout
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import Family, ModelShape
@@ -36,6 +36,7 @@ from hybridrl.models.megatron.layers import begin_gradients, choose_layers, shar
 from hybridrl.models.megatron.router import balance, load_metrics, load_of, replayed_of, routers
 from hybridrl.models.megatron.router_replay import ExpertInputs, check_layers, replay_metrics
 from hybridrl.models.score_token import LAST, ScoreToken
+from hybridrl.models.sources import FullWeights, TrainingShard
 from hybridrl.models.trainable import (
     BackwardShares,
     backward_shares,
@@ -253,17 +254,38 @@ class ParallelModel:
     def _layout(self, family: Family, place: int) -> RankLayout:
         return megatron_layout(family, self.source.shape, self.mesh.layout, place, *self._names)
 
-    def source_layouts(self) -> list[RankLayout]:
-        """Returns what an engine may be written from right after a step, by rank."""
+    def weight_source(self) -> FullWeights:
+        """Returns what an engine may be written from right after a step; collective.
+
+        The fp32 masters' owners have the newest weights: with `train.fuse_param_gather` each rank
+        gives the parts that it has updated, and with `train.release_weights_in_rollout` no engine
+        may use memory that is freed and made again from the masters.
+        """
+        tensors = self.weights_in_place()
+        shard = None
+        if not self.train.release_weights_in_rollout:
+            shard = TrainingShard(self.layout(), tensors)
+        unchanging = frozenset(self.frozen_weights())
+        return FullWeights(self._updated_layouts(), tensors, unchanging, shard)
+
+    def whole_weights(self) -> FullWeights:
+        """Returns the weights, whole on this rank until the next step."""
+        return FullWeights(self._whole_layouts(), self.weights())
+
+    def _whole_layouts(self) -> list[RankLayout]:
+        family, shape = self.source.family, self.source.shape
+        parts = megatron_layouts(family, shape, self.mesh.layout, *self._names)
+        of_ranks = dict(zip(self.mesh.ranks, parts, strict=True))
+        return [of_ranks.get(rank, NOTHING) for rank in range(self.world.size)]
+
+    def _updated_layouts(self) -> list[RankLayout]:
+        """Returns what of each rank's tensors is new after a step, and so may be sent."""
         if not self.train.fuse_param_gather:
-            family, shape = self.source.family, self.source.shape
-            parts = megatron_layouts(family, shape, self.mesh.layout, *self._names)
-            of_ranks = dict(zip(self.mesh.ranks, parts, strict=True))
-            return [of_ranks.get(rank, NOTHING) for rank in range(self.world.size)]
+            return self._whole_layouts()
         ranges = owned_ranges(self._chunks, self._optimizer)
         unowned = weight_buffers(self._chunks) | self.frozen_weights()
         ranges |= {name: (0, tensor.numel()) for name, tensor in unowned.items()}
-        return gather_layouts(owned_layout(self.layout(), ranges), self.world)
+        return gather_alike(owned_layout(self.layout(), ranges), self.world)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Returns this rank's parameters under their local names, whole until the next step;

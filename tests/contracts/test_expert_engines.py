@@ -31,10 +31,10 @@ from tiny_models import chosen_by
 
 from hybridrl.errors import ModelError
 from hybridrl.generation.saved_rollouts import rollout_state
-from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import allocate
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
+from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import (
     RankLayout,
     check_layout,

@@ -24,11 +24,12 @@ from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.errors import UserError
-from hybridrl.hybrid_engine.memory.alias import TrainingShard, shared_names, shared_views
+from hybridrl.hybrid_engine.memory.alias import shared_names, shared_views
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
 from hybridrl.models.megatron.layers import torch_layer_spec
 from hybridrl.models.megatron.specs import with_module
+from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import TE_NAMES, fused_layout, hf_shapes
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.training.model import ModelSource, ParallelModel

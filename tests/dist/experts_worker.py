@@ -26,12 +26,12 @@ from tiny_models import chosen_by
 from transformers import AutoModelForCausalLM
 
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.boxes import volume
 from hybridrl.models.expert_stacks import in_stacks
 from hybridrl.models.family import read_model
 from hybridrl.models.hf.shards import box_view
+from hybridrl.models.sources import FullWeights, TrainingShard
 from hybridrl.models.weights import RankLayout, megatron_layouts
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
@@ -144,7 +144,7 @@ def check(
     engine = engine_class(engine_name)(settings, family, layout, rank, shard=shard)
     check_shared(engine, sources[rank])
     hybrid = HybridEngine(
-        sources, weights, engine, job_world(), staging_bytes=1 << 16, verify_every=1
+        FullWeights(sources, weights), engine, job_world(), staging_bytes=1 << 16, verify_every=1
     )
     for version in range(2):
         directory = folder / f"{name}_{version}"

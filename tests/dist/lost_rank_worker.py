@@ -22,6 +22,7 @@ from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.transports import packed
 from hybridrl.hybrid_engine.transports.transport import TransportError
 from hybridrl.models.family import ModelShape
+from hybridrl.models.sources import FullWeights
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.peer_memory import PeerMemory, allocate
@@ -73,8 +74,7 @@ def main() -> None:
         peers, trained = in_peer_memory(trained, rank)
     engine = Engine(case.targets()[rank], torch.float32)
     hybrid = HybridEngine(
-        case.sources(),
-        trained,
+        FullWeights(case.sources(), trained),
         engine,
         job_world(),
         staging_bytes=6000,

@@ -23,9 +23,9 @@ from safetensors.torch import load_file
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.export import gather_tensors
-from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import box_view, load_hf
+from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group, stop_process_group
@@ -60,8 +60,7 @@ def stream(model: ParallelModel) -> dict[str, torch.Tensor]:
     """Returns every HF tensor on every rank: gathered on rank 0, then sent to all."""
     shapes = hf_shapes(model.source.family, model.source.shape)
     world, dtype = model.world, model.source.dtype
-    layouts = [model.layout_of(rank) for rank in range(world.size)]
-    gathered = gather_tensors(layouts, model.weights(), shapes, dtype, world)
+    gathered = gather_tensors(model.whole_weights(), shapes, dtype, world)
     found = {name: tensor.clone() for name, tensor in gathered}
     assert (found.keys() == shapes.keys()) == (world.rank == 0)
     for name, shape in shapes.items():
@@ -100,8 +99,7 @@ def check(engine_name: str, folder: Path, name: str, case: Case, mesh: Mesh) -> 
     for key, tensor in engine.tensors().items():
         if key not in engine.shared:
             tensor.fill_(NEITHER)
-    sources = [model.layout_of(rank) for rank in range(mesh.world.size)]
-    hybrid = HybridEngine(sources, model.weights(), engine, mesh.world, staging_bytes=1 << 18)
+    hybrid = HybridEngine(model.whole_weights(), engine, mesh.world, staging_bytes=1 << 18)
     stats = hybrid.to_rollout(0)
     written = without_padding(engine.layout(), engine.tensors())
     for tensor in engine.tensors().values():  # the trainer's too, where they are shared

@@ -24,9 +24,9 @@ from transformers import AutoModelForCausalLM
 
 from hybridrl.config.schema import TrainConfig
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import load_hf
+from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group, stop_process_group
@@ -167,9 +167,8 @@ def run(engine_name: str, folder: Path, name: str, layout: RolloutLayout, mesh: 
     engine = engine_class(engine_name)(settings, family, layout, rank, shard=shard)
     is_cut_alike = (layout.tp, layout.assignment[rank][1]) == (2, mesh.place.tp)
     check_shared(engine, shard, is_cut_alike)
-    sources = [model.layout_of(other) for other in range(mesh.world.size)]
     hybrid = HybridEngine(
-        sources, model.weights(), engine, model.world, staging_bytes=1 << 16, verify_every=1
+        model.whole_weights(), engine, model.world, staging_bytes=1 << 16, verify_every=1
     )
     replica, worst = layout.assignment[rank][0], []
     sampled: list[list[Completion]] = []

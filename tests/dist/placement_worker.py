@@ -49,9 +49,8 @@ def weights(model: ParallelModel) -> dict[str, Tensor]:
 def check_export(model: ParallelModel, expected: dict[str, Tensor]) -> None:
     """What is exported are these tensors, on rank 0."""
     world = model.world
-    layouts = [model.layout_of(rank) for rank in range(world.size)]
     shapes = {name: tuple(tensor.shape) for name, tensor in expected.items()}
-    found = dict(gather_tensors(layouts, model.weights(), shapes, torch.float32, world))
+    found = dict(gather_tensors(model.whole_weights(), shapes, torch.float32, world))
     assert set(found) == (set(expected) if world.rank == 0 else set())
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 

@@ -36,6 +36,7 @@ from hybridrl.hybrid_engine.planning.plan import PlanError
 from hybridrl.hybrid_engine.transports import packed, peer
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.models.family import ModelShape, MoeShape
+from hybridrl.models.sources import FullWeights
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.joining import stop_process_group
 from hybridrl.parallel.layout import RolloutLayout, TrainLayout
@@ -142,8 +143,7 @@ def check_case(seed: int, rank: int, world: int) -> tuple[int, int]:
     trained = tensors_of(case.trained(hf, rank), source_dtype)
     engine = Engine(case.targets()[rank], dest_dtype)
     hybrid = HybridEngine(
-        case.sources(),
-        trained,
+        FullWeights(case.sources(), trained),
         engine,
         job_world(),
         staging_bytes=STAGING_BYTES,
@@ -218,7 +218,7 @@ def check_placed(seed: int, rank: int, world: int) -> str:
     for peers, sources in ((None, trained), (memory, placed)):
         engine = Engine(case.targets()[rank], torch.float32)
         options = {"staging_bytes": STAGING_BYTES, "verify_every": 1, "peer_memory": peers}
-        hybrid = HybridEngine(case.sources(), sources, engine, job_world(), **options)
+        hybrid = HybridEngine(FullWeights(case.sources(), sources), engine, job_world(), **options)
         for sign in (1, -1):
             for tensor in sources.values():
                 tensor.mul_(-1)
@@ -257,8 +257,7 @@ def check_peers(
     memory, placed = in_peer_memory(trained, rank)
     engine = Engine(case.targets()[rank], dtype)
     hybrid = HybridEngine(
-        case.sources(),
-        placed,
+        FullWeights(case.sources(), placed),
         engine,
         job_world(),
         staging_bytes=STAGING_BYTES,
@@ -267,7 +266,10 @@ def check_peers(
     )
     packed_engine = Engine(case.targets()[rank], dtype)
     reference = HybridEngine(
-        case.sources(), trained, packed_engine, job_world(), staging_bytes=STAGING_BYTES
+        FullWeights(case.sources(), trained),
+        packed_engine,
+        job_world(),
+        staging_bytes=STAGING_BYTES,
     )
     exchange = packed.dist.batch_isend_irecv
     for factor in (1, 3):
@@ -287,8 +289,7 @@ def check_peers(
         placed[next(iter(placed))] = trained[next(iter(trained))]
     try:
         HybridEngine(
-            case.sources(),
-            placed,
+            FullWeights(case.sources(), placed),
             engine,
             job_world(),
             staging_bytes=STAGING_BYTES,
@@ -333,7 +334,10 @@ def check_any_order(rank: int, world: int) -> None:
             engine = Engine(case.targets()[rank], torch.float32)
             trained = tensors_of(held, torch.float32)
             hybrid = HybridEngine(
-                case.sources(), trained, engine, job_world(), staging_bytes=STAGING_BYTES
+                FullWeights(case.sources(), trained),
+                engine,
+                job_world(),
+                staging_bytes=STAGING_BYTES,
             )
             stats = hybrid.to_rollout()
             for name, values in tensors_of(wanted, torch.float32).items():
@@ -352,8 +356,7 @@ def check_export(folder: Path, rank: int, world: int) -> None:
         try:
             export_hf(
                 folder / "export",
-                case.sources(),
-                trained,
+                FullWeights(case.sources(), trained),
                 shapes,
                 torch.float32,
                 config,
@@ -379,7 +382,11 @@ def check_refusals(rank: int, world: int) -> None:
         engine = Engine(case.targets()[rank], torch.float32)
         try:
             HybridEngine(
-                layouts, tensors, engine, job_world(), staging_bytes=STAGING_BYTES, domain_size=NODE
+                FullWeights(layouts, tensors),
+                engine,
+                job_world(),
+                staging_bytes=STAGING_BYTES,
+                domain_size=NODE,
             )
         except PlanError as error:
             assert match in str(error), error
@@ -401,7 +408,9 @@ def check_phases(rank: int, world: int) -> None:
     case = random_case(11, world)
     trained = tensors_of(case.trained(case.weights(), rank), torch.float32)
     engine = Engine(case.targets()[rank], torch.float32)
-    hybrid = HybridEngine(case.sources(), trained, engine, job_world(), staging_bytes=STAGING_BYTES)
+    hybrid = HybridEngine(
+        FullWeights(case.sources(), trained), engine, job_world(), staging_bytes=STAGING_BYTES
+    )
     assert hybrid.phases.phase is Phase.TRAIN
     hybrid.to_rollout()
     assert hybrid.phases.phase is Phase.ROLLOUT
@@ -428,8 +437,7 @@ def check_verification(rank: int, world: int) -> None:
 
     engine.finish_update = repack
     hybrid = HybridEngine(
-        case.sources(),
-        trained,
+        FullWeights(case.sources(), trained),
         engine,
         job_world(),
         staging_bytes=STAGING_BYTES,
@@ -473,8 +481,7 @@ def check_expert_faults(rank: int, world: int) -> None:
     for name, plant in (*faults, ("w2_weight/3", keep_stale)):
         engine = Engine(case.targets()[rank], torch.float32)
         hybrid = HybridEngine(
-            case.sources(),
-            trained,
+            FullWeights(case.sources(), trained),
             engine,
             job_world(),
             staging_bytes=STAGING_BYTES,

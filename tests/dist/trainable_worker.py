@@ -204,7 +204,9 @@ def check(case: Case, folder: Path) -> None:
     check_gradients(case, model, folder)
     check_memory(case, model)
     check_stacks(model)
-    check_coverage(model.source_layouts(), hf_shapes(model.source.family, model.source.shape))
+    check_coverage(
+        model.weight_source().layouts, hf_shapes(model.source.family, model.source.shape)
+    )
     for step in range(2):
         update(model, step)
     check_memory(case, model)

@@ -30,13 +30,14 @@ from hybridrl.checkpoint.writing import BegunCheckpoint, Content, write_checkpoi
 from hybridrl.config.schema import RolloutConfig, SftConfig, TrainConfig
 from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
 from hybridrl.hybrid_engine.engine import HybridEngine
-from hybridrl.hybrid_engine.memory.alias import TrainingShard, shared_views
+from hybridrl.hybrid_engine.memory.alias import shared_views
 from hybridrl.hybrid_engine.memory.phases import PhaseError
 from hybridrl.hybrid_engine.transports.packed import PackedTransport
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.loop import ledger, rollout_setup
 from hybridrl.models.family import resolve_family
 from hybridrl.models.init import init_weights
+from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, check_coverage, fused_layout, hf_shapes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group
@@ -165,17 +166,17 @@ class Run:
         init_weights(model.layout(), shapes, model.weights(), hf_config, 3)
         model.make_trainable(train.learning_rate)
         self.policy = Policy(model, make_algorithm(SftConfig(name="sft")), 99)
-        sources = model.source_layouts()
-        check_coverage(sources, shapes)
-        layout = rollout_setup.rollout_layout(model, RolloutConfig(tp=case.rollout_tp), sources)
+        weights = model.weight_source()
+        check_coverage(weights.layouts, shapes)
+        rollout = RolloutConfig(tp=case.rollout_tp)
+        layout = rollout_setup.rollout_layout(model, rollout, weights.layouts)
         _, tp_rank = layout.assignment[mesh.world.rank]
         target = fused_layout(family, source.shape, case.rollout_tp, tp_rank)
-        shard = TrainingShard(model.layout(), model.weights()) if case.is_aliased else None
+        shard = weights.shard if case.is_aliased else None
         self.engine = Engine(target, case.dtype, mesh.platform.device, shard)
         self.memories, self.copies = rollout_setup.training_memories([model])
         self.hybrid = HybridEngine(
-            sources,
-            model.weights_in_place(),
+            weights,
             self.engine,
             mesh.world,
             staging_bytes=1 << 16,

@@ -76,10 +76,9 @@ class ComparedTrainer(Trainer):
             done = generate(self.engine, requests)
         everyone = world.gather_objects(done)
         directory = self.folder / f"hf_{len(self.syncs)}"
-        layouts = [model.layout_of(rank) for rank in range(world.size)]
         shapes = hf_shapes(model.source.family, model.source.shape)
         config = model.source.hf_config
-        export_hf(directory, layouts, model.weights(), shapes, torch.float32, config, peers=world)
+        export_hf(directory, model.whole_weights(), shapes, torch.float32, config, peers=world)
         with world.all_agree("the comparison with transformers"):
             sync = Sync(self.hybrid_engine.version, 0.0, None)
             if world.rank == 0:

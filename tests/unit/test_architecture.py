@@ -121,6 +121,7 @@ TORCH_FREE = [
     "models/family.py",
     "models/families/*.py",
     "hybrid_engine/planning/chunks.py",
+    "hybrid_engine/planning/frozen.py",
     "hybrid_engine/planning/nodes.py",
     "hybrid_engine/planning/crossing.py",
     "hybrid_engine/planning/expert_maps.py",

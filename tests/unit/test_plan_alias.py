@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from hybridrl.hybrid_engine.memory.alias import (
-    TrainingShard,
     is_view,
     shared_names,
     shared_views,
 )
+from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, Region
 
 

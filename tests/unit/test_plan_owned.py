@@ -8,11 +8,19 @@ from math import prod
 import pytest
 from weight_cases import random_case
 
+from hybridrl.hybrid_engine.planning.frozen import frozen_tensors, without
 from hybridrl.hybrid_engine.planning.owned import equal_shares, owned_layout
 from hybridrl.hybrid_engine.planning.plan import PlanError, plan_reshard
 from hybridrl.hybrid_engine.planning.proof import prove
 from hybridrl.models.boxes import sizes, span_boxes, tiling_fault, volume
-from hybridrl.models.weights import RankLayout, Region, check_coverage, check_layout, hf_shapes
+from hybridrl.models.weights import (
+    RankLayout,
+    Region,
+    check_coverage,
+    check_layout,
+    hf_layout,
+    hf_shapes,
+)
 from hybridrl.parallel.layout import TrainLayout
 
 NUM_CASES = 120
@@ -78,3 +86,17 @@ def test_every_rank_owns_the_biases_of_its_routers() -> None:
     for rank, one in enumerate(equal_shares(TrainLayout(2), whole)):
         owned = {region.local: region.local_box for region in one.regions}
         assert owned == {bias: box, "norm": ((4 * rank, 4 * rank + 4),)}
+
+
+def test_a_tensor_is_frozen_where_no_rank_trains_a_part_and_is_left_out_of_the_plan() -> None:
+    half = hf_layout({"embedding": (4, 2), "norm": (2,)})
+    tied = hf_layout({"embedding": (4, 2), "bias": (3,)})
+    layouts = [half, half, tied]
+    assert frozen_tensors(layouts, [{"embedding"}, {"embedding"}, {"bias"}]) == {"bias"}
+    frozen = frozen_tensors(layouts, [{"embedding"}, {"embedding"}, {"embedding"}])
+    assert frozen == {"embedding"}
+    left = without(layouts, frozen)
+    assert left[0] is left[1]
+    plan = plan_reshard(left, without([tied, tied, half], frozen), 2)
+    prove(plan, left, without([tied, tied, half], frozen))
+    assert {op.dest for ops in plan.ops for op in ops} == {"norm", "bias"}

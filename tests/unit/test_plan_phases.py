@@ -14,6 +14,7 @@ from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.memory.headroom import Headroom
 from hybridrl.hybrid_engine.memory.phases import Phase, PhaseError, PhaseSwitch
 from hybridrl.hybrid_engine.planning.plan import PlanError
+from hybridrl.models.sources import FullWeights
 from hybridrl.models.weights import RankLayout, hf_layout
 
 
@@ -66,7 +67,7 @@ def test_phases_alternate() -> None:
 def test_engine_of_one_process_follows_the_policy() -> None:
     engine, weights = Engine(), {"w": torch.arange(6.0).reshape(3, 2)}
     hybrid = HybridEngine(
-        [hf_layout({"w": (3, 2)})], weights, engine, only_rank(), staging_bytes=1 << 20
+        FullWeights([hf_layout({"w": (3, 2)})], weights), engine, only_rank(), staging_bytes=1 << 20
     )
     stats = hybrid.to_rollout()
     assert (stats.version, engine.version, stats.total_sent_bytes) == (0, 0, 0)
@@ -83,17 +84,20 @@ def test_engine_of_one_process_follows_the_policy() -> None:
 def test_engine_refuses_weights_that_are_not_the_layouts() -> None:
     layouts = [hf_layout({"w": (3, 2)})]
     with pytest.raises(PlanError, match=r"rank 0: parameter w: got shape \(2, 3\)"):
-        HybridEngine(layouts, {"w": torch.zeros(2, 3)}, Engine(), only_rank(), staging_bytes=64)
+        HybridEngine(
+            FullWeights(layouts, {"w": torch.zeros(2, 3)}), Engine(), only_rank(), staging_bytes=64
+        )
     with pytest.raises(PlanError, match=r"rank 0: w\[0:3, 0:2\] is needed"):
         layouts = [hf_layout({"v": (3, 2)})]
-        HybridEngine(layouts, {"v": torch.zeros(3, 2)}, Engine(), only_rank(), staging_bytes=64)
+        HybridEngine(
+            FullWeights(layouts, {"v": torch.zeros(3, 2)}), Engine(), only_rank(), staging_bytes=64
+        )
 
 
 def test_each_side_gives_memory_back_before_the_other_takes_it() -> None:
     engine, weights = Engine(), {"w": torch.ones(3, 2)}
     hybrid = HybridEngine(
-        [hf_layout({"w": (3, 2)})],
-        weights,
+        FullWeights([hf_layout({"w": (3, 2)})], weights),
         engine,
         only_rank(),
         staging_bytes=1 << 20,
@@ -129,7 +133,7 @@ def test_nothing_is_freed_once_a_whole_step_has_left_enough(
     device, gradients = Device(monkeypatch, engine.said), Gradients(engine.said)
     layouts = [hf_layout({"w": (3, 2)})]
     hybrid = HybridEngine(
-        layouts, weights, engine, only_rank(), staging_bytes=64, training=[gradients]
+        FullWeights(layouts, weights), engine, only_rank(), staging_bytes=64, training=[gradients]
     )
     into_rollout = ["release", "map weights", "map KV cache"]
 
@@ -180,7 +184,7 @@ def test_headroom_is_for_full_micro_batches_and_not_taken_from_a_flushed_allocat
     device, gradients = Device(monkeypatch, engine.said), Gradients(engine.said)
     layouts = [hf_layout({"w": (3, 2)})]
     hybrid = HybridEngine(
-        layouts, weights, engine, only_rank(), staging_bytes=64, training=[gradients]
+        FullWeights(layouts, weights), engine, only_rank(), staging_bytes=64, training=[gradients]
     )
 
     def step(used: int, growth: int, flushes: int = 0) -> bool:
@@ -210,8 +214,7 @@ def test_memory_that_someone_wants_freed_does_not_stay(monkeypatch: pytest.Monke
         def restore(self) -> None: ...
 
     hybrid = HybridEngine(
-        layouts,
-        weights,
+        FullWeights(layouts, weights),
         engine,
         only_rank(),
         staging_bytes=64,
@@ -220,7 +223,7 @@ def test_memory_that_someone_wants_freed_does_not_stay(monkeypatch: pytest.Monke
     )
     assert not any(hybrid.to_rollout().keeps_memory for _ in range(3))
     hybrid = HybridEngine(
-        layouts, weights, engine, only_rank(), staging_bytes=64, training=[gradients]
+        FullWeights(layouts, weights), engine, only_rank(), staging_bytes=64, training=[gradients]
     )
     assert [hybrid.to_rollout().keeps_memory for _ in range(2)] == [True, True]
 

@@ -71,8 +71,7 @@ def export(trainer: Trainer, folder: Path) -> Path:
     model, source = trainer.policy.model, trainer.source
     shapes = hf_shapes(source.family, source.shape)
     config = dict(source.hf_config)
-    parts = model.weights(), shapes, torch.float32, config
-    export_hf(folder, [model.layout()], *parts, peers=trainer.world)
+    export_hf(folder, model.whole_weights(), shapes, torch.float32, config, peers=trainer.world)
     return folder
 
 

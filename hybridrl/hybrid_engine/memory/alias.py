@@ -10,7 +10,6 @@ graph keeps the addresses that it was captured with.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridrl.hybrid_engine.planning.wire import kept_tensors
@@ -21,24 +20,13 @@ from hybridrl.models.weights import RankLayout
 if TYPE_CHECKING:  # `hybridrl plan` asks for the names, where torch takes seconds
     from torch import Tensor
 
+    from hybridrl.models.sources import TrainingShard
+
 # Ends of the names of engine parameters of which generation reads copies
 # (rollout/common/latent_copies.py).
 COPIED = (".kv_b_proj.weight",)
 Content = frozenset[tuple[str, Box, Box]]
 """What a tensor holds: (HF name, rectangle there, rectangle here) of each of its regions."""
-
-
-@dataclass(frozen=True)
-class TrainingShard:
-    """What the trainer holds on this rank.
-
-    Args:
-        layout: what of the HF checkpoint it is.
-        tensors: the parameters, at addresses that they keep for the life of the model.
-    """
-
-    layout: RankLayout
-    tensors: Mapping[str, Tensor]
 
 
 def shared_names(

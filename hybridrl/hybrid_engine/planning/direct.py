@@ -20,6 +20,7 @@ from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.transports.transport import Peers
 from hybridrl.models.boxes import Box, volume
 from hybridrl.models.hf.shards import box_view
+from hybridrl.models.sources import SourceTensor
 
 # Smaller ones go packed: NCCL moves messages of 16 MiB at 100 GB/s, of 32 MiB and more at 300, and
 # what is packed travels in messages of 64 MiB. Measured on H200.
@@ -48,7 +49,7 @@ class Direct:
 def agree_direct(
     plan: Plan,
     peers: Peers,
-    sources: Mapping[str, Tensor],
+    sources: Mapping[str, SourceTensor],
     dests: Mapping[str, Tensor],
     wire_dtype: torch.dtype,
 ) -> Direct:
@@ -63,7 +64,7 @@ def agree_direct(
 def agree_on_all(
     plans: Sequence[Plan],
     peers: Peers,
-    sources: Mapping[str, Tensor],
+    sources: Mapping[str, SourceTensor],
     dests: Sequence[Mapping[str, Tensor]],
     wire_dtype: torch.dtype,
 ) -> list[Direct]:
@@ -103,7 +104,9 @@ class _SingleHops:
             s.route[0]: plan.ops_between(rank, s.route[0]) for s in straight if s.source == rank
         }
 
-    def _is_block(self, tensor: Tensor, op: CopyOp, box: Box) -> bool:
+    def _is_block(self, tensor: SourceTensor, op: CopyOp, box: Box) -> bool:
+        if not isinstance(tensor, Tensor):
+            return False
         size = volume(op.dest_box) * self._dtype.itemsize
         is_large = size >= BLOCK_BYTES and op.route == (op.dest_rank,)
         return is_large and tensor.dtype == self._dtype and box_view(tensor, box).is_contiguous()
@@ -116,7 +119,7 @@ class _SingleHops:
         }
 
     def granted(
-        self, asked: Sequence[Mapping[int, Sequence[int]]], sources: Mapping[str, Tensor]
+        self, asked: Sequence[Mapping[int, Sequence[int]]], sources: Mapping[str, SourceTensor]
     ) -> dict[int, tuple[list[int], int]]:
         """Returns, by peer, which operations may for this rank as their sender too, and how many
         elements these have.

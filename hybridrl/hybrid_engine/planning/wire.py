@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from hybridrl.errors import ModelError
 from hybridrl.models.boxes import Box
@@ -19,6 +19,10 @@ from hybridrl.models.weights import RankLayout, Region
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from hybridrl.models.sources import SourceTensor
+
+    AnyTensor = TypeVar("AnyTensor", Tensor, SourceTensor)
 
 FP32_BYTES = 4
 
@@ -43,8 +47,8 @@ def wire_layouts(layouts: Sequence[RankLayout], itemsize: int) -> list[RankLayou
 
 
 def wire_views(
-    tensors: Mapping[str, Tensor], layout: RankLayout, dtype: torch.dtype
-) -> Mapping[str, Tensor]:
+    tensors: Mapping[str, AnyTensor], layout: RankLayout, dtype: torch.dtype
+) -> Mapping[str, AnyTensor]:
     """Returns the tensors as a transport moves them: those kept in fp32 as elements of `dtype`.
 
     Args:
@@ -53,11 +57,11 @@ def wire_views(
         dtype: the type on the wire.
 
     Raises:
-        ModelError: one of them is not in fp32; names it.
+        ModelError: one of them is not in fp32, or has no memory; names it.
     """
     kept = kept_tensors(layout) & tensors.keys()
     for name in kept:
-        if tensors[name].element_size() != FP32_BYTES:
+        if tensors[name].dtype.itemsize != FP32_BYTES:
             raise ModelError(
                 f"parameter {name}",
                 tensors[name].dtype,
@@ -66,7 +70,20 @@ def wire_views(
             )
     if not kept or dtype.itemsize >= FP32_BYTES:
         return tensors
-    return {name: t.view(dtype) if name in kept else t for name, t in tensors.items()}
+    return {name: _bits(name, t, dtype) if name in kept else t for name, t in tensors.items()}
+
+
+def _bits(name: str, tensor: SourceTensor, dtype: torch.dtype) -> Tensor:
+    from torch import Tensor  # the rest of the module needs none
+
+    if not isinstance(tensor, Tensor):
+        raise ModelError(
+            f"parameter {name}",
+            "a tensor that is computed slice by slice",
+            "a tensor in memory, since it is kept in fp32",
+            "Let the weight source compute it in `refresh`.",
+        )
+    return tensor.view(dtype)
 
 
 def _in_wire_elements(layout: RankLayout, factor: int) -> RankLayout:

@@ -40,14 +40,16 @@ from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.planning.wire import kept_tensors
 from hybridrl.hybrid_engine.transports.repeated import Repeated
 from hybridrl.hybrid_engine.transports.transport import (
-    Pair,
+    Fill,
     Peers,
     Traffic,
     addresses,
+    copies_of,
     is_same_memory,
 )
 from hybridrl.models.boxes import sizes, volume
 from hybridrl.models.hf.shards import box_view
+from hybridrl.models.sources import ComputedSlice, SourceTensor, memory_of, slice_of
 from hybridrl.models.weights import RankLayout
 
 # Programs of a kernel that packs, unpacks or copies: NCCL's kernels wait for room if others fill
@@ -84,7 +86,8 @@ class PackedTransport:
     Args:
         plan: the same on every rank; its itemsize is `wire_dtype`'s.
         peers: the ranks that the plan is for.
-        sources: this rank's source tensors by name.
+        sources: this rank's source tensors by name; computed ones are computed straight into
+            messages and destinations.
         dests: this rank's destination tensors by name; written in place. Source and destination may
             be the same memory where they hold the same (alias.py); then nothing is copied.
         staging_bytes: bound of all staging buffers together.
@@ -98,7 +101,7 @@ class PackedTransport:
         self,
         plan: Plan,
         peers: Peers,
-        sources: Mapping[str, Tensor],
+        sources: Mapping[str, SourceTensor],
         dests: Mapping[str, Tensor],
         staging_bytes: int,
         wire_dtype: torch.dtype,
@@ -167,7 +170,7 @@ class PackedTransport:
     def prepare(self) -> None:
         """Makes buffers, tables and messages, again only if a tensor has moved since."""
         # All of them: any source may have been replaced by another tensor of its name.
-        found = addresses(self._sources) + addresses(self._dests)
+        found = addresses(chain(memory_of(self._sources.values()), self._dests.values()))
         if found == self._addresses:
             return
         self._addresses = found
@@ -272,8 +275,8 @@ class PackedTransport:
             self._copies(self._unpack_pairs(incoming)),
         )
 
-    def _copies(self, pairs: Iterator[Pair]) -> ops.Copies:
-        return ops.rectangle_copies(list(pairs), self._device, programs=self._programs)
+    def _copies(self, fills: Iterator[Fill]) -> ops.Copies:
+        return copies_of(fills, self._device, self._programs)
 
     def _is_far(self, peer: int) -> bool:
         return peer // self._domain_size != self._rank // self._domain_size
@@ -288,38 +291,45 @@ class PackedTransport:
         group = self._block_group
         for is_send, by_peer in ((True, self._direct.sends), (False, self._direct.receives)):
             for peer, op in ((peer, op) for peer, blocks in by_peer.items() for op in blocks):
-                tensor = self._sources[op.source] if is_send else self._dests[op.dest]
-                block = box_view(tensor, op.source_box if is_send else op.dest_box)
+                tensors, name, box = (
+                    (self._sources, op.source, op.source_box)
+                    if is_send
+                    else (self._dests, op.dest, op.dest_box)
+                )
+                block = slice_of(tensors[name], box)
+                assert isinstance(block, Tensor)  # no other is direct
                 message = block.reshape(-1).view(torch.uint8)
                 kind = dist.isend if is_send else dist.irecv
                 yield dist.P2POp(kind, message, group=group, group_peer=peer)
 
-    def _local_pairs(self) -> Iterator[Pair]:
+    def _local_pairs(self) -> Iterator[Fill]:
         for op in self._local_ops:
-            source = box_view(self._sources[op.source], op.source_box)
+            source = slice_of(self._sources[op.source], op.source_box)
             dest = box_view(self._dests[op.dest], op.dest_box)
-            if not is_same_memory(source, dest):
+            if isinstance(source, ComputedSlice) or not is_same_memory(source, dest):
                 yield source, dest
 
-    def _pack_pairs(self, messages: Staged, held: Mapping[Stream, Tensor]) -> Iterator[Pair]:
+    def _pack_pairs(self, messages: Staged, held: Mapping[Stream, Tensor]) -> Iterator[Fill]:
         for part, place in chain(*messages.values()):
             if part.stream.source != self._rank:
                 yield held[part.stream], place
             for op, staged in _shaped(part, place):
-                yield box_view(self._sources[op.source], op.source_box), staged
+                yield slice_of(self._sources[op.source], op.source_box), staged
 
-    def _unpack_pairs(self, messages: Staged) -> Iterator[Pair]:
+    def _unpack_pairs(self, messages: Staged) -> Iterator[Fill]:
         for part, place in chain(*messages.values()):
             for op, staged in _shaped(part, place):
                 yield staged, box_view(self._dests[op.dest], op.dest_box)
 
 
-def _one_device(sources: Mapping[str, Tensor], dests: Mapping[str, Tensor]) -> torch.device:
+def _one_device(sources: Mapping[str, SourceTensor], dests: Mapping[str, Tensor]) -> torch.device:
     """Returns the device of all tensors; kernels read them by address, so that one elsewhere would
     be read as other memory.
     """
     found: torch.device | None = None
-    for side, tensors in (("the trainer", sources), ("the engine", dests)):
+    sides: tuple[tuple[str, Mapping[str, SourceTensor]], ...]
+    sides = ("the trainer", sources), ("the engine", dests)
+    for side, tensors in sides:
         for name, tensor in tensors.items():
             found = found or tensor.device
             if tensor.device != found:
@@ -348,7 +358,7 @@ def make_block_group(peers: Peers, timeout_s: float) -> dist.ProcessGroup | None
 
 
 def agree_wire_dtype(
-    sources: Mapping[str, Tensor],
+    sources: Mapping[str, SourceTensor],
     dests: Mapping[str, Tensor],
     peers: Peers,
     layouts: tuple[RankLayout, RankLayout],
@@ -364,11 +374,12 @@ def agree_wire_dtype(
         peers: all ranks.
         layouts: of this rank's sources and destinations.
     """
+    kept = [kept_tensors(layout) for layout in layouts]
     widest = (
-        _widest([tensors[name] for name in tensors.keys() - kept_tensors(layout)])
-        for tensors, layout in zip((sources, dests), layouts, strict=True)
+        _widest([tensor for name, tensor in sources.items() if name not in kept[0]]),
+        _widest([tensor for name, tensor in dests.items() if name not in kept[1]]),
     )
-    gathered = peers.gather_objects(tuple(widest))
+    gathered = peers.gather_objects(widest)
     held = [source for source, _ in gathered if source is not None]
     wanted = [dest for _, dest in gathered if dest is not None]
     source, dest = _promoted(held), _promoted(wanted)
@@ -394,7 +405,7 @@ def _elements(messages: Messages) -> int:
     return sum(part.elements for parts in messages.values() for part in parts)
 
 
-def _widest(tensors: Sequence[Tensor]) -> torch.dtype | None:
+def _widest(tensors: Sequence[SourceTensor]) -> torch.dtype | None:
     return _promoted([t.dtype for t in tensors]) if tensors else None
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from hybridrl import ops
 from hybridrl.contracts.holders import Ranks
+from hybridrl.models.sources import ComputedSlice
 from hybridrl.parallel.failure import PeerError
 
 Pair = tuple[Tensor, Tensor]
 """Views of equal shapes: what is copied, and where to."""
+
+Fill = tuple[Tensor | ComputedSlice, Tensor]
+"""The same, what is copied being in memory or computed first."""
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,52 @@ class TransportError(PeerError):
     """The weights did not arrive: the engine has none that may be used."""
 
 
-def addresses(tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
+class ComputedCopies:
+    """Copies of views and of computed slices; implements `ops.Copies`.
+
+    Args:
+        copies: Those of the views.
+        slices: What is computed, and where it goes.
+    """
+
+    def __init__(self, copies: ops.Copies, slices: Sequence[tuple[ComputedSlice, Tensor]]) -> None:
+        self._copies, self._slices = copies, slices
+
+    @property
+    def num_launches(self) -> int:
+        """Kernels that a run starts, each computed slice counted as one."""
+        return self._copies.num_launches + len(self._slices)
+
+    @property
+    def table_bytes(self) -> int:
+        """Device memory of tables."""
+        return self._copies.table_bytes
+
+    def run(self) -> None:
+        """Copies and computes everything, on the device's current stream."""
+        self._copies.run()
+        for one, place in self._slices:
+            place.copy_(one.compute())
+
+
+def copies_of(fills: Iterable[Fill], device: torch.device, programs: int | None) -> ops.Copies:
+    """Returns what fills places from views and computed slices; `programs` as of
+    `ops.rectangle_copies`.
+    """
+    pairs: list[Pair] = []
+    slices: list[tuple[ComputedSlice, Tensor]] = []
+    for source, place in fills:
+        if isinstance(source, Tensor):
+            pairs.append((source, place))
+        else:
+            slices.append((source, place))
+    copies = ops.rectangle_copies(pairs, device, programs=programs)
+    return ComputedCopies(copies, slices) if slices else copies
+
+
+def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     """Returns where tensors lie, to be compared: tables of copies hold addresses."""
-    return tuple(map(Tensor.data_ptr, tensors.values()))
+    return tuple(map(Tensor.data_ptr, tensors))
 
 
 class AddressWatch:

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridrl.hybrid_engine.memory.alias import TrainingShard, is_view, shared_views
+from hybridrl.hybrid_engine.memory.alias import is_view, shared_views
 from hybridrl.models.boxes import Shape
+from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout
 from hybridrl.rollout.common.scheme import check_parameters, check_placement
 from hybridrl.rollout.engine import Holding

@@ -22,9 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import ModelError, UserError
-from hybridrl.hybrid_engine.memory.alias import TrainingShard
 from hybridrl.hybrid_engine.memory.lending import Piece
 from hybridrl.models.family import Family, ModelShape
+from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.build import EngineInputs
@@ -276,6 +276,13 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
     def lend(self, num_bytes: int) -> list[Piece]:
         """Lends memory to training, as `lending.MemoryLender`."""
         return [] if self._memory is None else self._memory.lend(num_bytes)
+
+    def forgets_weights(self, keeps_memory: bool) -> bool:
+        """Returns whether weights lose their content in such a sleep, as `ForgettingTarget`: what
+        is lent is overwritten even where memory stays.
+        """
+        memory = self._memory
+        return memory is not None and (not keeps_memory or memory.lent_bytes > 0)
 
     def released_bytes(self) -> int:
         """Returns what has no memory now, as `lending.MemoryLender`."""

@@ -229,6 +229,11 @@ class SaverMemory:
         """Returns no piece."""
         return []
 
+    @property
+    def lent_bytes(self) -> int:
+        """Returns 0."""
+        return 0
+
     def _call(self, what: str, tags: list[str]) -> None:
         from sglang.srt.managers import io_struct
 
