@@ -34,26 +34,26 @@ STEP_FOLDER = re.compile(r"step_(\d{1,18})")
 PARTIAL, REPLACED = ".partial", ".replaced"
 STATE = "state.json"
 HF_FILES = "hf"
-FileFormat = Literal["hf", "megatron"]  # that `hybridrl convert` writes
+FileFormat = Literal["hf", "megatron"]  # output of `hybridrl convert`
 HF_FORMAT: Final = "hf"
 
 
 class SavedState(BaseModel):
-    """What `state.json` says of a run, beside its weights.
+    """Content of `state.json`: the state of a run besides its weights.
 
     Args:
-        step: number of finished steps; None for weights alone, as `hybridrl convert` writes them.
-        prompts, mix: cursors of the prompts and of further terms' prompts.
-        rollouts: unfinished rollouts, response lengths.
-        algorithm: of adaptive algorithms.
-        evaluations: `reward` and `accuracy` of evaluations, and what was found on held-out rows
-            with responses, by step.
-        seconds: of training so far.
-        num_updates: optimizer steps of each trained model.
-        freeze: `train.freeze` of the run, whose optimizer states are of what was trained.
-        layout: of the ranks that saved; random states go on in the same layout only.
-        family: what `model.family` would have to say.
-        dtype: of the policy's weights.
+        step: Number of finished steps; None for weights alone, as `hybridrl convert` writes them.
+        prompts, mix: Cursors of the prompts and of further terms' prompts.
+        rollouts: Unfinished rollouts and response lengths.
+        algorithm: State of adaptive algorithms.
+        evaluations: `reward` and `accuracy` of evaluations, and results on held-out rows with
+            responses, by step.
+        seconds: Training time so far.
+        num_updates: Optimizer steps of each trained model.
+        freeze: `train.freeze` of the run; optimizer states exist for the other parameters only.
+        layout: Layout of the ranks that saved. Random states are restored in the same layout only.
+        family: Value that `model.family` would need to load the weights.
+        dtype: Type of the policy's weights.
         score_token: Token of a response at which the score of a reward model in training is read;
             checkpoints of older versions do not name it.
     """
@@ -77,7 +77,7 @@ class SavedState(BaseModel):
     @field_validator("evaluations", mode="before")
     @classmethod
     def _of_format_1(cls, evaluations: Any) -> Any:
-        """Takes what was written before accuracy and reward were two things."""
+        """Converts evaluations that were written before accuracy and reward were separate."""
         if not isinstance(evaluations, dict):
             return evaluations
         return {
@@ -96,13 +96,7 @@ class SavedState(BaseModel):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint folder whose manifest was read.
-
-    Args:
-        folder: where it is.
-        manifest: its files.
-        digest: of the manifest.
-    """
+    """A checkpoint folder, its manifest, and the manifest's digest."""
 
     folder: Path
     manifest: Manifest
@@ -110,21 +104,20 @@ class Checkpoint:
 
     @staticmethod
     def open(folder: Path) -> Checkpoint:
-        """Reads the manifest; raises CheckpointError where it is damaged."""
+        """Reads the manifest; raises CheckpointError if it is damaged."""
         return Checkpoint(folder, *read_manifest(folder))
 
     @property
     def ancestor(self) -> Ancestor | None:
-        """What later checkpoints say of this one; None for weights alone."""
+        """Entry for this checkpoint in later manifests; None for weights alone."""
         step = self.manifest.step
         return None if step is None else Ancestor(step=step, order=self.manifest.order)
 
     def check(self) -> SavedState:
-        """Checks that all files are there in their sizes, verifies those that say what the
-        checkpoint is of, and returns the state.
+        """Checks all sizes, verifies the HF files and the state, and returns the state.
 
         Raises:
-            CheckpointError: naming the file that is missing, cut short, damaged or malformed.
+            CheckpointError: A file is missing, cut short, damaged or malformed; names the file.
         """
         check_sizes(self.folder, self.manifest)
         for name in self.manifest.files:
@@ -148,11 +141,12 @@ class Checkpoint:
 
 
 def step_folders(root: Path) -> dict[int, Path]:
-    """Returns the checkpoint folders under `root` by step, fewest steps first. One that is being
-    replaced, or was when its run ended, counts as long as no other has its name.
+    """Returns the checkpoint folders under `root` by step, fewest steps first.
+
+    A `.replaced` folder counts if no other folder has its name.
 
     Raises:
-        CheckpointError: something else has the place of a checkpoint or of their folder.
+        CheckpointError: A file has the name of a checkpoint or of `root`.
     """
     if not root.is_dir():
         if root.exists():
@@ -174,14 +168,14 @@ def step_folders(root: Path) -> dict[int, Path]:
 def newest_checkpoint(root: Path) -> Path | None:
     """Returns the newest checkpoint under `root`, or None.
 
-    One whose manifest cannot be read counts by its step: it may be the newest, and whoever opens it
-    is told of the damage.
+    A checkpoint with an unreadable manifest is ranked by its step: it may be the newest, and
+    opening it reports the damage.
     """
     return next(newest_first(root), None)
 
 
 def newest_first(root: Path) -> Iterator[Path]:
-    """Yields the checkpoints under `root`, the one that was written last first."""
+    """Yields the checkpoints under `root`, the last written first."""
     opened: dict[Path, tuple[int, int]] = {}
     unreadable: list[tuple[int, Path]] = []
     for step, folder in step_folders(root).items():
@@ -198,10 +192,8 @@ def newest_first(root: Path) -> Iterator[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns the checkpoint that `path` means: itself, or the newest of a run folder.
-
-    Raises:
-        CheckpointError: there is none.
+    """Returns `path` if it is a checkpoint, else the newest one of the run folder; raises
+    CheckpointError.
     """
     if (path / MANIFEST).is_file() or STEP_FOLDER.fullmatch(path.name):
         return path
@@ -221,7 +213,7 @@ def open_checkpoint(path: Path) -> tuple[Checkpoint, SavedState]:
     """Opens and checks the checkpoint that `path` means.
 
     Raises:
-        CheckpointError: there is none, or it is damaged; names another one that is whole.
+        CheckpointError: There is none, or it is damaged; the error names the newest whole one.
     """
     folder = find_checkpoint(path)
     try:
@@ -232,16 +224,14 @@ def open_checkpoint(path: Path) -> tuple[Checkpoint, SavedState]:
 
 
 def check_family(named: str, allowed: str | None, folder: Path) -> None:
-    """Refuses a checkpoint whose family is code that the user has not named: importing it would
-    run what may come from a stranger.
+    """Raises CheckpointError if a checkpoint names code that the user has not allowed.
+
+    A family `package.module:FAMILY` is imported, which would run code from a stranger.
 
     Args:
-        named: by the checkpoint.
-        allowed: by the user; None: nothing.
-        folder: of the checkpoint.
-
-    Raises:
-        CheckpointError: the checkpoint names `package.module:FAMILY`, and the user does not.
+        named: Family in the checkpoint.
+        allowed: Family that the user trusts, if any.
+        folder: Checkpoint folder, for the error.
     """
     if ":" in named and named != allowed:
         raise CheckpointError(
@@ -255,12 +245,12 @@ def check_family(named: str, allowed: str | None, folder: Path) -> None:
 def newest_whole(
     root: Path, other_than: Path, notify: Callable[[str], None] = lambda text: None
 ) -> Path | None:
-    """Returns the newest checkpoint under `root`, beside one, of which every byte is as written.
+    """Returns the newest checkpoint under `root`, except one, whose files all pass verification.
 
     Args:
-        root: folder of checkpoints.
-        other_than: a checkpoint that is not meant.
-        notify: gets a line about each checkpoint before it is read, which may take long.
+        root: Folder of checkpoints.
+        other_than: Checkpoint to skip.
+        notify: Receives a line about each checkpoint before it is read, which may take long.
     """
     for folder in newest_first(root):
         if folder.name == other_than.name:
@@ -279,13 +269,7 @@ def newest_whole(
 def with_remedy(
     error: CheckpointError, folder: Path, notify: Callable[[str], None] = lambda text: None
 ) -> CheckpointError:
-    """Returns the error of a damaged checkpoint, naming the newest one beside it that is whole.
-
-    Args:
-        error: of a file in it.
-        folder: of the damaged checkpoint.
-        notify: as of `newest_whole`.
-    """
+    """Adds to a damaged checkpoint's error the newest whole one in the same folder."""
     whole = newest_whole(folder.parent, folder, notify) if STEP_FOLDER.match(folder.name) else None
     if whole is not None:
         remedy = (

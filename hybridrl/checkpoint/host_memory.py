@@ -1,7 +1,7 @@
-"""How much memory the processes of a job may still take on this host. No torch.
+"""Memory that the processes of a job may still take on this host. No torch.
 
-A container, or a job of a scheduler, has limits of its own, below what the host has free: who
-passes them is killed. They are those of control groups, version 2 (Linux, cgroup-v2.rst).
+A container or a scheduler's job has limits below what the host has free, and a process that passes
+them is killed. The limits are those of control groups, version 2 (Linux, cgroup-v2.rst).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_bytes() -> int:
-    """Returns what is free on the host, within the limits of this process's control groups."""
+    """Returns the free bytes of the host within the limits of this process's control groups."""
     return min([psutil.virtual_memory().available, *_free_of_groups()])
 
 
 def _free_of_groups() -> Iterator[int]:
-    """Yields what each limited control group of this process, and of those above it, has left."""
+    """Yields the free bytes of each limited control group of this process and its parents."""
     with suppress(OSError):  # no Linux
         for line in OWN_GROUPS.read_text().splitlines():
             number, _, name = line.split(":", 2)
@@ -36,5 +36,5 @@ def _free_of(group: Path) -> Iterator[int]:
     with suppress(OSError, ValueError):  # the root has no limit, and "max" is none
         limit, used = (int((group / f"memory.{what}").read_text()) for what in ("max", "current"))
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # What files have in the cache and nobody has read lately is given back when it is needed.
+        # The kernel gives back cached file pages that nobody has read lately when memory is needed.
         yield max(limit - used + int(stats.get("inactive_file", 0)), 0)

@@ -1,9 +1,9 @@
-"""The manifest of a checkpoint: which files belong to it, and digests of what they hold.
+"""Manifest of a checkpoint: its files, their sizes and their digests.
 
 Owns `manifest.json` and `manifest.xxh3`, its own digest. A file is listed with its size and with
 pieces: byte ranges, each with an XXH3 digest. A sharded file has a piece for every tensor in it, so
 that a rank verifies exactly what it reads; other files have one piece. Digests find damage of
-disks, of transfers and by hand; they do not tell who wrote a file. No torch.
+disks, of transfers and by hand; they do not prove who wrote a file. No torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
 
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.xxh3"
-# What is read at a time: much, as threads that read beside each other wait for Python's lock once a
-# block.
+# Size of a read: large, as parallel threads wait for Python's lock once a block.
 READ_BYTES = 2 << 20
-# What is written at a time. Threads write beside training, whose Python code keeps the interpreter
-# lock for 5 ms whenever they ask for it, twice a block: with blocks of 256 KiB a thread beside a
-# busy one writes 0.04 GiB/s, with these 2.
+# Size of a write. Threads write during training, whose Python code keeps the interpreter lock for
+# 5 ms whenever they ask for it, twice a block: next to a busy thread they write 0.04 GiB/s with
+# blocks of 256 KiB and 2 GiB/s with these.
 WRITE_BYTES = 32 << 20
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -41,12 +40,7 @@ class _Part(BaseModel):
 
 
 class Piece(_Part):
-    """A byte range of a file.
-
-    Args:
-        offset, length: of the range, bytes.
-        xxh3: digest of what it holds, 16 hexadecimal digits.
-    """
+    """A byte range of a file, in bytes, and the digest of its content."""
 
     offset: Whole
     length: Whole
@@ -54,12 +48,7 @@ class Piece(_Part):
 
 
 class FileEntry(_Part):
-    """A file of the checkpoint.
-
-    Args:
-        bytes: its size.
-        pieces: what was written into it, in order of their offsets.
-    """
+    """Size of a file in bytes, and its pieces in order of their offsets."""
 
     bytes: Whole
     pieces: list[Piece]
@@ -69,8 +58,8 @@ class Ancestor(_Part):
     """A checkpoint that the run went through on the way to another.
 
     Args:
-        step: number of finished steps.
-        order: as of `Manifest`; another checkpoint of the same step has another.
+        step: Number of finished steps.
+        order: `Manifest.order`; tells apart two checkpoints of the same step.
     """
 
     step: Whole
@@ -78,15 +67,15 @@ class Ancestor(_Part):
 
 
 class Manifest(_Part):
-    """All of `manifest.json`.
+    """Content of `manifest.json`.
 
     Args:
-        format: of this file.
-        step: number of finished steps; None for weights alone.
-        order: counts the checkpoints of a run folder in the order in which they were written.
-        lineage: the checkpoints that the run went through before, the newest first.
-        files: by path within the checkpoint.
-        unfinished: the first of the lineage, where it was still being written: it may not be there.
+        format: Version of the format.
+        step: Number of finished steps; None for weights alone.
+        order: Number of this checkpoint in the order in which those of the run folder were written.
+        lineage: Checkpoints that the run went through before, newest first.
+        files: Entries by path within the checkpoint.
+        unfinished: First entry of the lineage, if it was still being written and so may not exist.
             Only copies in host memory have one.
     """
 
@@ -108,12 +97,12 @@ class Manifest(_Part):
 
     @property
     def has_digests(self) -> bool:
-        """Whether files can be verified; hybridrl has written digests since format 2."""
+        """Whether files can be verified; format 1 has no digests."""
         return any(entry.pieces for entry in self.files.values())
 
     def write(self, folder: Path) -> None:
         """Writes the manifest and its digest."""
-        # Of a checkpoint it has nothing that earlier versions do not know.
+        # Earlier versions refuse keys that they do not know.
         left_out = {"unfinished"} if self.unfinished is None else set[str]()
         found = self.model_dump(mode="json", exclude=left_out)
         content = json.dumps(found, separators=(",", ":")).encode()
@@ -122,13 +111,10 @@ class Manifest(_Part):
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """Reads a checkpoint's manifest and verifies it.
-
-    Returns:
-        The manifest and its digest.
+    """Reads and verifies a checkpoint's manifest; returns it and its digest.
 
     Raises:
-        CheckpointError: it is missing, damaged or no manifest.
+        CheckpointError: The manifest is missing, damaged or malformed.
     """
     file = folder / MANIFEST
     content = _read(file)
@@ -145,7 +131,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 
 
 def _is_of_format_1(content: bytes) -> bool:
-    """Whether this is a manifest of hybridrl before digests: sizes alone, by path."""
+    """Whether this is a manifest of format 1: sizes by path, without digests."""
     try:
         found = parse_json(content)
     except ValueError:
@@ -169,12 +155,12 @@ def _of_format_1(file: Path, content: bytes) -> Manifest:
 
 
 class DigestingFile:
-    """A file that is written from its start to its end, and the digests of its pieces.
+    """A file that is written from start to end, and the digests of its pieces.
 
-    Has what torch.save asks of a file.
+    Has the methods that torch.save calls on a file.
 
     Args:
-        file: open for writing, empty; best without a buffer of its own.
+        file: Empty file that is open for writing, preferably unbuffered.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -184,7 +170,7 @@ class DigestingFile:
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Writes bytes; returns how many. An error is also kept in `failure`."""
+        """Writes bytes and returns their number. An error is also kept in `failure`."""
         view = memoryview(content).cast("B")
         for start in range(0, len(view), WRITE_BYTES):
             block = view[start : start + WRITE_BYTES]
@@ -195,35 +181,35 @@ class DigestingFile:
 
     def _write_whole(self, block: memoryview) -> None:
         try:
-            while block:  # without a buffer a file may take less than all
+            while block:  # an unbuffered file may write less than all
                 block = block[self._file.write(block) :]
         except OSError as error:
             self.failure = error
             raise
 
     def end_piece(self) -> Piece:
-        """Ends a piece at this place and returns it; what is written next belongs to another."""
+        """Ends the current piece and returns it; the next write begins another."""
         length, found = self._size - self._begin, self._digest.hexdigest()
         self._pieces.append(Piece(offset=self._begin, length=length, xxh3=found))
         self._begin, self._digest = self._size, xxhash.xxh3_64()
         return self._pieces[-1]
 
     def entry(self) -> FileEntry:
-        """Returns what the manifest says of the file; all of it must be in pieces."""
+        """Returns the manifest's entry of the file; the last piece must be ended."""
         assert self._begin == self._size
         return FileEntry(bytes=self._size, pieces=self._pieces)
 
     def tell(self) -> int:
-        """Returns the place of the next byte."""
+        """Returns the offset of the next byte."""
         return self._size
 
     def flush(self) -> None:
-        """Hands what is held back to the operating system."""
+        """Passes the file's buffer to the operating system."""
         self._file.flush()
 
 
 def write_digested(file: Path, content: bytes) -> FileEntry:
-    """Writes a whole file, durably; returns what the manifest says of it."""
+    """Writes a whole file, durably; returns its manifest entry."""
     with file.open("wb", buffering=0) as handle:
         written = DigestingFile(handle)
         written.write(content)
@@ -233,7 +219,7 @@ def write_digested(file: Path, content: bytes) -> FileEntry:
 
 
 def entry_of(file: Path) -> FileEntry:
-    """Returns what a manifest says of a file that was written as a whole: one piece."""
+    """Returns the manifest entry, of one piece, of an existing file."""
     digest, size = xxhash.xxh3_64(), 0
     with file.open("rb") as handle:
         while block := handle.read(READ_BYTES):
@@ -243,50 +229,37 @@ def entry_of(file: Path) -> FileEntry:
 
 
 def verify_piece(file: Path, handle: BinaryIO, piece: Piece) -> None:
-    """Verifies a byte range of an open file, without keeping it.
-
-    Args:
-        file: its path, for the error.
-        handle: open for reading; best without a buffer of its own.
-        piece: the range.
-
-    Raises:
-        CheckpointError: it holds something else than what was written.
-    """
+    """Verifies a byte range of an open, preferably unbuffered file; raises CheckpointError."""
     nothing = range(0), MemoryRoom(memoryview(b""))
     read_piece(file, handle, piece.offset, piece.length, *nothing, piece)
 
 
 class Room(Protocol):
-    """Where a part of a byte range is read to, from its begin to its end."""
+    """Destination of a part of a byte range, filled from its start to its end."""
 
     def next_block(self, start: int) -> memoryview:
-        """Returns where the bytes from `start` of the part on go: one at least, none beyond its
+        """Returns memory for the bytes of the part from `start`: at least one byte, none beyond its
         end.
         """
         ...
 
     def filled(self, start: int, num_bytes: int) -> None:
-        """Tells that so many of them are there."""
+        """Reports that `num_bytes` from `start` have been read."""
         ...
 
 
 class MemoryRoom:
-    """A part that is read to memory.
-
-    Args:
-        content: gets the part.
-    """
+    """A destination in host memory."""
 
     def __init__(self, content: memoryview) -> None:
         self._content = content
 
     def next_block(self, start: int) -> memoryview:
-        """Returns where the bytes from `start` on go."""
+        """Returns memory for the bytes from `start`."""
         return self._content[start : start + READ_BYTES]
 
     def filled(self, start: int, num_bytes: int) -> None:
-        """They are where they belong."""
+        """Does nothing: the bytes are already in place."""
 
 
 def read_piece(
@@ -301,15 +274,15 @@ def read_piece(
     """Reads a part of a byte range, and verifies all of the range.
 
     Args:
-        file: its path, for the error.
-        handle: open for reading; best without a buffer of its own.
-        offset, length: of the range in the file, bytes.
-        part: the bytes of the range that are wanted.
-        room: gets them.
-        piece: the range with its digest; None: nothing is verified.
+        file: Path, for the error.
+        handle: File that is open for reading, preferably unbuffered.
+        offset, length: Byte range in the file.
+        part: Wanted bytes, relative to the range.
+        room: Destination of the wanted bytes.
+        piece: Range with its digest; None if the checkpoint has no digests to verify.
 
     Raises:
-        CheckpointError: the range is cut short, or holds something else than what was written.
+        CheckpointError: The range is cut short, or its content has changed.
     """
     digest, passed, place = xxhash.xxh3_64(), _thread_buffer(), 0
     try:
@@ -342,9 +315,7 @@ _BUFFERS = threading.local()
 
 
 def _thread_buffer() -> memoryview:
-    """Returns READ_BYTES of this thread; new memory for each piece would take longer to get than
-    to fill.
-    """
+    """Returns this thread's buffer of READ_BYTES; allocating one takes longer than filling it."""
     if not hasattr(_BUFFERS, "content"):
         _BUFFERS.content = memoryview(bytearray(READ_BYTES))
     found: memoryview = _BUFFERS.content
@@ -352,11 +323,7 @@ def _thread_buffer() -> memoryview:
 
 
 def read_listed(folder: Path, name: str, manifest: Manifest) -> bytes:
-    """Reads a file that belongs to a checkpoint and verifies it.
-
-    Raises:
-        CheckpointError: it is not listed, missing or damaged.
-    """
+    """Reads and verifies a file; raises CheckpointError if it is unlisted, missing or damaged."""
     file, entry = folder / name, manifest.files.get(name)
     if entry is None:
         raise damaged(file, "no file of the checkpoint", f"a file that {MANIFEST} lists")
@@ -368,7 +335,7 @@ def read_listed(folder: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def open_for_reading(file: Path) -> BinaryIO:
-    """Opens a file without a buffer; raises CheckpointError where it cannot be read."""
+    """Opens a file unbuffered; raises CheckpointError if it cannot be read."""
     try:
         return file.open("rb", buffering=0)  # type: ignore[return-value]  # raw, as pieces want it
     except OSError as error:
@@ -376,10 +343,8 @@ def open_for_reading(file: Path) -> BinaryIO:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Checks that all files are there with the size that they had.
-
-    Raises:
-        CheckpointError: naming the first that is not.
+    """Checks that all files exist in their sizes; raises CheckpointError for the first that does
+    not.
     """
     for name, entry in manifest.files.items():
         _check_size(folder / name, entry)
@@ -388,15 +353,15 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
 def verify_all(
     folder: Path, manifest: Manifest, notify: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Reads every byte of a checkpoint and verifies it.
+    """Reads and verifies every byte of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of it.
-        notify: gets a line about each file, before it is read.
+        folder: Checkpoint folder.
+        manifest: Manifest of the checkpoint.
+        notify: Receives a line about each file before it is read.
 
     Raises:
-        CheckpointError: naming the first file that is missing or damaged.
+        CheckpointError: A file is missing or damaged; names the first.
     """
     check_sizes(folder, manifest)
     for name, entry in manifest.files.items():
@@ -410,11 +375,7 @@ def verify_file(file: Path, entry: FileEntry, num_threads: int) -> None:
 
 
 def verify_files(files: Iterable[tuple[Path, FileEntry]], num_threads: int) -> None:
-    """Verifies all pieces of files, several at a time.
-
-    Raises:
-        CheckpointError: of the first piece that holds something else than what was written.
-    """
+    """Verifies all pieces of files in several threads; raises CheckpointError."""
 
     def verify(file: Path, piece: Piece) -> None:
         with open_for_reading(file) as handle:
@@ -442,7 +403,7 @@ def damaged(file: Path, found: str, allowed: str) -> CheckpointError:
 
 
 def digest_of(content: bytes) -> str:
-    """Returns the XXH3 digest of bytes, 16 hexadecimal digits."""
+    """Returns the XXH3 digest as 16 hexadecimal digits."""
     return xxhash.xxh3_64(content).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""How large the segments are in which page-locked memory is taken. Pure arithmetic, no torch."""
+"""Sizes of the segments of page-locked memory. Pure arithmetic, no torch."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ MAX_BYTES = 1 << 30
 
 
 def next_segment_bytes(taken: int) -> int:
-    """Returns the size of the next segment, a power of two: as much as all before it together, so
-    that small models lock little and large ones few segments.
+    """Returns the size of the next segment, a power of two.
 
-    Args:
-        taken: bytes of all segments before.
+    It is as large as all segments before it together (`taken` bytes), so that small models lock
+    little memory and large ones need few segments.
     """
     doubled = 1 << max(taken, 1).bit_length() - 1
     return min(max(doubled, FIRST_BYTES), MAX_BYTES)
 
 
 def locked_bytes(num_bytes: int) -> int:
-    """Returns what the segments take that hold tensors of so many bytes, one after the other."""
+    """Returns the size of the segments that hold `num_bytes` of tensors, one after the other."""
     taken = 0
     while taken < num_bytes:
         taken += next_segment_bytes(taken)

@@ -1,12 +1,11 @@
-"""Checkpoints of a run: Megatron's sharded format for models, JSON for the loop, complete or not
-there at all.
+"""Checkpoints of a run: Megatron's sharded format for models, JSON for the loop.
 
-A checkpoint is the folder `checkpoints/step_N` with one sharded part a trained model (`policy/`,
-`critic/`), `state.json` (what the loop needs to go on), `hf/` (config.json and tokenizer files, so
-that it converts by itself), `rng_rank_R.safetensors`, and `manifest.json` with a digest of all that
-is in the other files. It is written as `step_N.partial` and renamed at the end, so a folder without
-the suffix was complete once; the manifest finds what was lost or changed since. Any layout loads
-any other's checkpoint. All ranks must see the same folder, by the same path.
+A checkpoint is the folder `checkpoints/step_N` with a sharded part for each trained model
+(`policy/`, `critic/`), `state.json` (the loop's state), `hf/` (config.json and tokenizer files, so
+that it can be converted alone), `rng_rank_R.safetensors`, and `manifest.json` with digests of the
+other files. It is written as `step_N.partial` and renamed at the end, so a folder without the
+suffix was complete once; the manifest finds what was lost or changed since. Any layout loads any
+other's checkpoint. All ranks must see the same folder, by the same path.
 
 Collective: every rank calls these functions together. Rank 0 decides which checkpoint is meant and
 whether it is whole; each rank verifies what it reads.
@@ -53,12 +52,12 @@ from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.waiting_room import BarrierOutcome, timed_barrier
 
-# Ancestors in a manifest beyond those that stay: of them some may not have been removed.
+# Ancestors in a manifest beyond those that stay, since some may not have been removed yet.
 KEPT_BEYOND = 20
-# How long ranks wait, after an error, for those that have not come to complete what is being
-# written; ranks that end by the same error come within much less.
+# Seconds that ranks wait for each other after an error, to complete what is being written; ranks
+# that end by the same error come much sooner.
 COME_S = 3.0
-_NUMBERS = count()  # of the checkpoints that this process began, the same on all ranks
+_NUMBERS = count()  # one for each checkpoint that this process begins, the same on all ranks
 
 
 @dataclass(frozen=True)
@@ -66,8 +65,8 @@ class _Pending:
     """A checkpoint that a thread writes, and the lineage once it is complete.
 
     Attributes:
-        number: of it, the same on all ranks.
-        attempts: counts the calls of `complete_at_end`.
+        number: Number of the checkpoint, the same on all ranks.
+        attempts: Counter of the calls of `complete_at_end`.
     """
 
     begun: BegunCheckpoint
@@ -81,17 +80,16 @@ class CheckpointStore:
     """Saves and loads the checkpoints of one run.
 
     Args:
-        root: the run's `checkpoints` folder.
-        world: this rank's place.
-        keep: how many of the newest checkpoints stay, of those that the run went through.
-        notify: tells the user, once.
-        layout: of the run's models, in words; random states go on in the same one only.
-        grace_s: how long the ranks have, after an error and at the end, for what is being written.
+        root: The run's `checkpoints` folder.
+        world: All ranks.
+        keep: Number of the newest checkpoints in the run's lineage that stay.
+        notify: Prints a message once for all ranks.
+        layout: Description of the models' layout; random states are restored in the same one only.
+        grace_s: Seconds that the ranks have, after an error and at the end, to finish writing.
 
     Attributes:
-        root, world, keep, layout: as given.
-        copy_in_memory: what the run goes on from, where it is a copy in host memory and no
-            checkpoint has it yet, and the checkpoints that it went through, the newest first.
+        copy_in_memory: Copy in host memory from which the run continues, until a checkpoint has it,
+            and the checkpoints that it went through, newest first.
     """
 
     def __init__(
@@ -111,19 +109,22 @@ class CheckpointStore:
         self._pending: _Pending | None = None  # is being written
 
     def put_back_replaced(self) -> None:
-        """Gives a checkpoint its name again that an earlier start had taken aside when it ended;
-        only for who holds the run folder, since another run may be about to replace it.
+        """Restores the name of a checkpoint that an earlier start was replacing when it ended.
+
+        Only the holder of the run folder may call this: another run may be replacing the
+        checkpoint.
         """
         with self.world.all_agree("preparing the checkpoint folder"):
             if self.world.rank == 0:
                 put_back_replaced(self.root)
 
     def newest(self, before_step: int | None = None) -> Path | None:
-        """Returns the newest checkpoint, as rank 0 sees it, or None; changes nothing, so that a run
-        may save meanwhile.
+        """Returns the newest checkpoint that rank 0 sees, or None.
+
+        Changes nothing, so that a run may save meanwhile.
 
         Args:
-            before_step: only those of fewer finished steps count.
+            before_step: Upper bound of the finished steps, exclusive.
         """
 
         def choose() -> Path | None:
@@ -140,11 +141,10 @@ class CheckpointStore:
         return self._decide("choosing the checkpoint", choose)
 
     def previous(self) -> Path:
-        """Returns the newest checkpoint before the newest one of which every byte is as written,
-        as rank 0 sees it.
+        """Returns the newest checkpoint that rank 0 verifies as whole, except the newest one.
 
         Raises:
-            CheckpointError: there is none.
+            CheckpointError: There is none.
         """
 
         def choose() -> Path:
@@ -175,19 +175,20 @@ class CheckpointStore:
         files: ModelFiles,
         waits: bool = True,
     ) -> Path:
-        """Writes the checkpoint of a step and removes those beyond `keep`. One that is still being
-        written is finished first.
+        """Writes the checkpoint of a step and removes those beyond `keep`.
+
+        A checkpoint that is still being written is finished first.
 
         Args:
-            step: number of finished steps, names the folder.
-            models: trained models by name.
-            state: what the loop needs besides; JSON.
-            files: of the policy's HF directory.
-            waits: until the checkpoint is complete. False: everything is copied to host memory, a
-                thread writes, and `finish` completes the checkpoint.
+            step: Number of finished steps; names the folder.
+            models: Trained models by name.
+            state: The loop's state; JSON.
+            files: Files of the policy's HF directory.
+            waits: Whether to return only when the checkpoint is complete. If not, everything is
+                copied to host memory, a thread writes, and `finish` completes the checkpoint.
 
         Raises:
-            CheckpointError: a file could not be written, of the checkpoint before or of this one.
+            CheckpointError: A file of this checkpoint or of the one before could not be written.
         """
         self.finish()
         folder = self.root / f"step_{step}"
@@ -206,29 +207,28 @@ class CheckpointStore:
         return folder
 
     def reserve(self, num_bytes: int) -> None:
-        """Begins to take host memory for checkpoints that are written beside training, so that the
-        first one does not wait for it. Nothing is done at later calls.
+        """Begins to reserve host memory, once, so that the first save need not wait for it.
 
         Args:
-            num_bytes: that a checkpoint will have of this rank, about.
+            num_bytes: Approximate size of this rank's part of a checkpoint.
         """
         self._copies.reserve(num_bytes, len(self.world.mates))
 
     @property
     def reserved_bytes(self) -> int:
-        """What `reserve` has taken of the host's memory by now."""
+        """Bytes of host memory that `reserve` has taken so far."""
         return self._copies.reserved_bytes
 
     @property
     def lineage(self) -> list[Ancestor]:
-        """The checkpoints that the ranks' state went through, the newest first; also one that is
-        being written.
+        """Checkpoints that the current state went through, newest first; may begin with an
+        unfinished one.
         """
         return list(self._lineage if self._pending is None else self._pending.lineage)
 
     @property
     def unfinished(self) -> Ancestor | None:
-        """The first of `lineage`, where it is being written."""
+        """First entry of `lineage` if it is still being written."""
         return None if self._pending is None else self._pending.lineage[0]
 
     @property
@@ -237,12 +237,7 @@ class CheckpointStore:
         return self._pending is not None
 
     def finish_if_written(self) -> Path | None:
-        """Completes the checkpoint that is being written, if all ranks have written their files;
-        returns it then. Collective.
-
-        Raises:
-            CheckpointError: as of `finish`.
-        """
+        """Calls `finish` if all ranks have written their files, else returns None. Collective."""
         if self._pending is None:
             return None
         is_done = torch.tensor(int(not self._pending.writing.is_alive()))
@@ -251,11 +246,10 @@ class CheckpointStore:
         return self.finish()
 
     def finish(self) -> Path | None:
-        """Waits for the checkpoint that is being written, if there is one, and completes it;
-        returns it. Collective.
+        """Waits for the checkpoint that is being written, completes and returns it. Collective.
 
         Raises:
-            CheckpointError: a file of it could not be written; nothing is left of it.
+            CheckpointError: A file could not be written; nothing is left of the checkpoint.
         """
         if self._pending is None:
             return None
@@ -270,9 +264,7 @@ class CheckpointStore:
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """Completes the checkpoint that is being written where the block ends by an error; as
-        `complete_at_end`.
-        """
+        """Calls `complete_at_end` if the block ends by an error."""
         try:
             yield
         except Exception:
@@ -280,13 +272,13 @@ class CheckpointStore:
             raise
 
     def complete_at_end(self, is_after_error: bool = False) -> None:
-        """Completes the checkpoint that is being written, if all ranks come here and have written
-        their files within the grace; says whether it is complete, or why not. If it is not, all
-        ranks may call this again later.
+        """Completes the checkpoint that is being written, if all ranks finish within the grace.
+
+        Reports whether it is complete, or why not. If not, all ranks may call this again later.
 
         Args:
-            is_after_error: an error may keep ranks from coming, so that they are waited for COME_S
-                only; otherwise for the whole grace.
+            is_after_error: Whether an error may keep ranks from coming; then the wait for them is
+                COME_S, not the whole grace.
         """
         if self._pending is None:
             return

@@ -1,4 +1,4 @@
-"""How a tensor is written into a file of sharded tensors: by torch.save, without its checksums."""
+"""Writes tensors into files of sharded tensors with torch.save, without its checksums."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hybridrl.checkpoint.manifest import DigestingFile
 
 
 class _WithoutCrc32:
-    """Leaves out the checksums of torch.save, which nothing verifies: digests stand in for them,
-    and saving takes a fifth less time than with the checksums alone.
+    """Turns off the checksums of torch.save: digests replace them, and saving takes a fifth less
+    time than with the checksums alone.
 
-    To be entered by each thread that writes. The option is a thread's own (torch 2.13) or the
-    process's: there it is as before once all threads that write have ended.
+    Each thread that writes must enter it. The option belongs to the thread (torch 2.13) or to the
+    process; there it is restored when all threads that write have left.
     """
 
     def __init__(self) -> None:
@@ -39,21 +39,22 @@ without_crc32 = _WithoutCrc32()
 
 
 def without_truncating(path: str, flags: int) -> int:
-    """Opens a file whose memory stays, for what is written over it."""
+    """Opens a file without O_TRUNC, so that its memory is reused when it is overwritten."""
     return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def save_tensor(tensor: torch.Tensor, file: DigestingFile) -> None:
-    """Writes a tensor of any device; raises what stopped the file."""
+    """Writes a tensor from any device; raises the file's own error if writing failed."""
     try:
         torch.save(on_host(tensor), file)  # type: ignore[arg-type]  # has what it asks for
-    except RuntimeError as error:  # torch's, in place of the error that writing raised
+    except RuntimeError as error:  # torch hides the error that writing raised
         raise file.failure or error from None
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor on the host that is all of its storage, since torch.save writes storages:
-    itself if it is one, else a copy.
+    """Returns the tensor on the host with a storage of exactly its size: itself or a copy.
+
+    torch.save writes whole storages.
     """
     tensor = tensor.detach()
     if tensor.is_cpu and tensor.untyped_storage().size() == tensor.numel() * tensor.itemsize:

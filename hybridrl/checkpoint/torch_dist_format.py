@@ -1,10 +1,10 @@
-"""Megatron's checkpoint format `torch_dist`: what stands beside the sharded tensors, and the order
-of the parts of a save and of a load.
+"""Megatron's checkpoint format `torch_dist`: files besides the sharded tensors, and the steps of a
+save and of a load.
 
-Plain values lie in `common.pt` and the names of the format in `metadata.json`, as Megatron-Core
+Plain values are stored in `common.pt` and the format's names in `metadata.json`, as Megatron-Core
 0.16.1 writes them and all later versions read them. `dist_checkpointing.save` of 0.19 has no such
-file: it pickles plain values into the tensors' own files. What is called here are the parts that
-`save` and `load` of all supported versions are made of, so that a checkpoint has the same files
+file: it pickles plain values into the tensors' own files. This module calls the parts from which
+`save` and `load` of all supported versions are built, so that a checkpoint has the same files
 whichever version wrote it. Collective over the world, as those are.
 """
 
@@ -45,16 +45,18 @@ def save(
     save_tensors: Callable[[ShardedStateDict], None],
     compares_plain_values: bool = True,
 ) -> dict[str, bytes]:
-    """Saves a state; its plain values are those of rank 0. Returns the content of the files that
-    rank 0 has to write besides, by name; nothing on other ranks.
+    """Saves a state with the plain values of rank 0.
 
     Args:
-        state: this rank's part.
-        save_tensors: writes the sharded tensors; collective.
-        compares_plain_values: they must be the same on all ranks.
+        state: This rank's part.
+        save_tensors: Writes the sharded tensors; collective.
+        compares_plain_values: Whether plain values must be the same on all ranks.
+
+    Returns:
+        Content of the files that rank 0 must still write, by name; empty on other ranks.
 
     Raises:
-        CheckpointingException: parts of a tensor overlap, or are missing.
+        CheckpointingException: Parts of a tensor overlap, or are missing.
     """
 
     def compared(values: StateDict) -> StateDict:
@@ -75,15 +77,15 @@ def load(
     plain: StateDict,
     load_tensors: Callable[[ShardedStateDict], StateDict],
 ) -> StateDict:
-    """Returns what a state asks for: plain values and loaded tensors, by its names.
+    """Returns the plain values and loaded tensors of a state under its names.
 
     Args:
-        state: this rank's part, with tensors to load into.
-        plain: what `common.pt` holds; taken over.
-        load_tensors: returns the sharded tensors of a state, filled; collective.
+        state: This rank's part, with tensors to load into.
+        plain: Content of `common.pt`; it is modified.
+        load_tensors: Returns a state's sharded tensors, filled; collective.
 
     Raises:
-        CheckpointingException: parts of a tensor overlap, or are missing.
+        CheckpointingException: Parts of a tensor overlap, or are missing.
     """
     force_all_tensors_to_non_fp8(state)
     sharded, own, factories = load_preprocess(state)

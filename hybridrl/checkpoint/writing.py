@@ -1,8 +1,8 @@
-"""Writes a checkpoint folder: complete under its name, or not there at all.
+"""Writes a checkpoint folder atomically: it is complete under its name, or absent.
 
-Collective. A folder is written as `step_N.partial` and renamed when all in it is durable. Where it
-takes the place of another, that one is `step_N.replaced` between two renames, and gets its name
-back if the second never comes.
+Collective. A folder is written as `step_N.partial` and renamed when all its files are durable. If
+it replaces another, that one is `step_N.replaced` between two renames, and gets its name back if
+the second never comes.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from hybridrl.parallel.groups import Agreement, World
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """What a checkpoint keeps of the HF directory that its policy came from.
+    """Content of a checkpoint that comes from the policy's HF directory.
 
     Args:
-        hf_config: content of config.json.
-        family: what `model.family` would have to say.
-        dtype: of the policy's weights, as torch calls it ("bfloat16").
-        side_files: folder with tokenizer files; they need not exist.
+        hf_config: Content of config.json.
+        family: Value that `model.family` would need to load the weights.
+        dtype: Type of the policy's weights in torch's spelling ("bfloat16").
+        side_files: Folder with tokenizer files; they need not exist.
     """
 
     hf_config: Mapping[str, Any]
@@ -57,12 +57,10 @@ class ModelFiles:
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint is made of.
+    """Content of a checkpoint; see `CheckpointStore.save` and `Manifest` for the fields.
 
     Args:
-        models, state, files: as of `CheckpointStore.save`.
-        step, order, lineage, unfinished: as of `Manifest`.
-        layout: in words, in which the random states go on; "": in none.
+        layout: Description of the only layout in which random states are restored; "" for none.
     """
 
     models: Mapping[str, Saved]
@@ -76,16 +74,16 @@ class Content:
 
 
 class BegunCheckpoint:
-    """A checkpoint folder that is being written: begun, written, completed, in this order.
+    """A checkpoint folder that is being written: `begin`, `write`, `complete`, in this order.
 
-    `begin` and `complete` are collective; `write` is this rank's own, and a thread may do it if the
-    tensors were copied. After an error nothing is left of the attempt.
+    `begin` and `complete` are collective; `write` concerns this rank only, and may run in a thread
+    if the tensors were copied. After an error nothing is left of the attempt.
 
     Args:
-        folder: to write; one that is there already is replaced.
-        world: of all ranks.
-        content: as of now; of a checkpoint with `copies` it may change once it is begun.
-        copies: take all tensors; None: they are written from where they lie.
+        folder: Destination; an existing checkpoint is replaced.
+        world: All ranks.
+        content: Current content. With `copies` it may change after `begin`.
+        copies: Copies of all tensors to write from; None to write from the tensors themselves.
     """
 
     def __init__(
@@ -277,11 +275,11 @@ def put_back_replaced(root: Path) -> None:
 def write_errors_are_told(
     world: World, what: str, folder: Path, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
-    """Runs a part that writes files; an error of the file system names what can be done.
+    """Runs a part that writes files; turns file system errors into errors with a remedy.
 
     Args:
-        world, what, is_unbounded: as of `World.all_agree`.
-        folder: of the checkpoint.
+        world, what, is_unbounded: See `World.all_agree`.
+        folder: Checkpoint folder, for the error.
     """
     with world.all_agree(what, is_unbounded) as agreement:
         try:
