@@ -1,9 +1,9 @@
-"""Copies of tensors in host memory, from which a checkpoint is written while training goes on.
+"""Copies of tensors in host memory, from which a checkpoint is written while training continues.
 
-Owns the memory: page-locked where tensors come from a GPU, so that copies run at the link's rate,
-and kept from one checkpoint to the next, since locking pages takes longer than a copy. It can be
-reserved, so that the first copies do not wait for it. Invariant:
-a copy is not changed between two checkpoints; who reads it is done before the next one begins.
+Owns the memory: page-locked for tensors from a GPU, so that copies run at the link's rate, and kept
+between checkpoints, since locking pages takes longer than a copy. It can be reserved, so that the
+first copies do not wait for it. Invariant: a copy does not change between two checkpoints; its
+readers finish before the next one begins.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridrl.checkpoint.optimizer_state import Allocator
 from hybridrl.checkpoint.reserved_memory import ReservedMemory, threads_beside_training
 from hybridrl.checkpoint.segments import FIRST_BYTES, next_segment_bytes
 
-ALIGNMENT_BYTES = 512  # as torch's own tensors have it
+ALIGNMENT_BYTES = 512  # torch's own alignment of tensors
 
 
 def locked_memory(num_bytes: int) -> torch.Tensor:
@@ -33,11 +33,10 @@ def locked_memory(num_bytes: int) -> torch.Tensor:
 class Segments:
     """Tensors one after the other in segments of memory.
 
-    torch takes page-locked memory in powers of two, so that a tensor of 272 MB of its own would
-    take 512 MiB.
+    torch allocates page-locked memory in powers of two: one tensor of 272 MB would take 512 MiB.
 
     Args:
-        make: gives a segment of so many bytes; uint8.
+        make: Allocates a segment of a number of bytes; uint8.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
@@ -45,11 +44,11 @@ class Segments:
         self._free: list[tuple[torch.Tensor, int]] = []  # segments, and where their free ends begin
 
     def add(self, segment: torch.Tensor) -> None:
-        """Takes tensors from a segment too; uint8."""
+        """Adds a segment for tensors; uint8."""
         self._free.append((segment, 0))
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a tensor that is all of its storage, with any content."""
+        """Returns an uninitialized tensor that fills its storage."""
         size = math.prod(shape) * dtype.itemsize
         index = next((i for i, (one, at) in enumerate(self._free) if at + size <= len(one)), None)
         if index is None:
@@ -59,12 +58,12 @@ class Segments:
             self._free.append((self._make(max(next_segment_bytes(taken), least)), 0))
         segment, begin = self._free[index]
         self._free[index] = segment, begin + math.ceil(size / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        # By numpy, as a slice of torch's would have the segment's storage.
+        # Through numpy: a torch slice would keep the segment's storage.
         return torch.from_numpy(segment.numpy()[begin : begin + size]).view(dtype).view(shape)
 
 
 class HostCopies:
-    """The copies of what one rank writes of a checkpoint."""
+    """Copies of the tensors that one rank writes into a checkpoint."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, torch.Tensor] = {}
@@ -75,12 +74,12 @@ class HostCopies:
         self._has_reserved = False  # in the segments
 
     def reserve(self, num_bytes: int, num_ranks: int) -> None:
-        """Begins to take page-locked memory, beside what else the process does; once, and not where
-        the ranks of this host would leave less than half of its free memory.
+        """Begins, once, to allocate page-locked memory in the background; not if the ranks of this
+        host would leave less than half of its free memory.
 
         Args:
-            num_bytes: that copies will have, about.
-            num_ranks: of this host, all of which call this.
+            num_bytes: Approximate size of the copies.
+            num_ranks: Number of ranks on this host, all of which call this.
         """
         if self._reserved is not None or self._kept or not torch.cuda.is_available():
             return
@@ -93,11 +92,10 @@ class HostCopies:
             self._reserved = ReservedMemory(more, threads_beside_training(num_ranks), *locks)
 
     def take(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the host that is all of its storage; `finish` before it is read.
+        """Begins to copy a tensor from any device to the host; call `finish` before reading the
+        copy.
 
-        Args:
-            name: of the tensor, one of this rank's.
-            tensor: on any device.
+        The copy fills its storage. `name` is unique among this rank's tensors.
         """
         if not tensor.is_cuda and self._is_allocated(tensor):
             return tensor
@@ -106,11 +104,11 @@ class HostCopies:
         return copy
 
     def allocators(self, model: str) -> Callable[[int], Allocator]:
-        """Returns, by an optimizer's number, a function that gives memory for one state of a whole
-        parameter, page-locked where it comes from a GPU: `take` hands such memory on as it is.
+        """Returns, by an optimizer's number, an allocator for one state of a whole parameter,
+        page-locked for states from a GPU. `take` returns such memory unchanged.
 
         Args:
-            model: whose optimizers they are.
+            model: Name of the optimizers' model.
         """
 
         def allocate(
@@ -136,7 +134,7 @@ class HostCopies:
     def _kept_as(
         self, name: Hashable, shape: torch.Size, dtype: torch.dtype, is_locked: bool
     ) -> torch.Tensor:
-        """Returns the memory of that name, the same each time unless the tensor has changed."""
+        """Returns the memory under that name, the same one unless shape or type has changed."""
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (shape, dtype):
             kept = self._kept[name] = (self._empty_locked if is_locked else _empty)(shape, dtype)
@@ -153,12 +151,12 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Of all copies, as files of them take; segments of page-locked memory have more."""
+        """Bytes of all copies as stored in files; page-locked segments are larger."""
         return sum(copy.nbytes for copy in self._kept.values())
 
     @property
     def reserved_bytes(self) -> int:
-        """What `reserve` has taken of the host's memory by now."""
+        """Bytes of host memory that `reserve` has taken so far."""
         return 0 if self._reserved is None else self._reserved.num_taken
 
     def finish(self) -> None:
@@ -168,12 +166,12 @@ class HostCopies:
 
 
 def _lock(device: int, address: int, num_bytes: int) -> None:
-    """Page-locks memory for a device; on a thread, which has not chosen it yet."""
+    """Page-locks memory for a device, which a new thread must select first."""
     torch.cuda.set_device(device)
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Returns memory that is numpy's, of which each view can be made a whole storage."""
+    """Returns numpy's memory, of which each view can become a whole storage."""
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(dtype).view(shape)

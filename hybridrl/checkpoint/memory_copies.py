@@ -1,17 +1,16 @@
-"""Copies of the training state in host memory, from which a run goes on that has lost ranks.
+"""Copies of the training state in host memory, from which a run continues after ranks failed.
 
-A copy is a checkpoint (store.py), file by file, but in memory: a host has the files of its own
-ranks and those of the host before it in the ring of hosts, so that the loss of one host loses none.
-A run that is started again on one host goes on from the newest copy as from any other checkpoint,
-in any layout; on several hosts, each of which has a part, they write it to the folder of
-checkpoints together first.
+A copy has the files of a checkpoint (store.py), in memory: a host has the files of its own ranks
+and those of the host before it in the ring of hosts, so that the failure of one host loses none. A
+run that is started again on one host loads the newest copy like any other checkpoint, in any
+layout; several hosts, each with a part, first write it to the folder of checkpoints together.
 
-Who waits for whom: `take` is collective and takes all tensors to the host, after which training
-goes on. A thread of every rank writes, sends and receives; these threads wait for each other over a
-group of their own. A thread that fails tells the others, or closes its connections to them, so that
-all threads end. A copy counts once its manifest is there, which rank 0 writes after `seal`: when
-the step is in the run's records. Invariant: the copy before stays until the next one is complete on
-all ranks; the one before that is written over, and has no manifest from then on.
+Who waits for whom: `take` is collective and copies all tensors to the host, after which training
+continues. A thread of every rank writes, sends and receives; these threads wait for each other over
+a separate group. A thread that fails notifies the others or closes its connections to them, so that
+all threads end. A copy counts once its manifest exists, which rank 0 writes after `seal`: when the
+step is in the run's records. Invariant: the previous copy stays until the next one is complete on
+all ranks; the one before it loses its manifest and is overwritten.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ from hybridrl.parallel.heartbeat import POLL_S
 from hybridrl.parallel.ring import HostRing, close_connections
 
 Notify = Callable[[str], None]
-MAX_FAILED = 3  # copies in a row, after which no more are made
+MAX_FAILED = 3  # failures in a row, after which copies are off
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -80,8 +79,8 @@ class _KeptCopy:
     """A complete copy.
 
     Args:
-        step: of the copy.
-        sizes: of the files in it that this rank has written or received, bytes.
+        step: Number of finished steps.
+        sizes: Bytes of each file that this rank has written or received.
     """
 
     step: int
@@ -97,14 +96,14 @@ class MemoryCopies:
     """The copies of one run.
 
     Args:
-        run_folder: of the run.
-        world: of its ranks.
-        notify: tells the user, once.
+        run_folder: Folder of the run.
+        world: All ranks.
+        notify: Prints a message once for all ranks.
 
     Attributes:
-        is_off: there is no room for them, or MAX_FAILED failed in a row.
-        busy_s: how long this rank's thread has worked on the last complete copy, seconds.
-        lineage: of the copy that `restore` returned, the checkpoints that are there.
+        is_off: Whether copies are off: no room for them, or MAX_FAILED failures in a row.
+        busy_s: Seconds that this rank's thread worked on the last complete copy.
+        lineage: Existing checkpoints in the lineage of the copy that `restore` returned.
     """
 
     def __init__(self, run_folder: Path, world: World, notify: Notify) -> None:
@@ -121,27 +120,27 @@ class MemoryCopies:
         self._copies: HostCopies | None = None
         self._begun: _BegunCopy | None = None
         self._kept: list[_KeptCopy] = []  # the newest first
-        self._restored: int | None = None  # that this start goes on from
+        self._restored: int | None = None  # step of the copy that this start has loaded
         self._has_found_room, self._num_failed = False, 0
         self.is_off, self.busy_s = False, 0.0
         self.lineage: Sequence[Ancestor] = ()
 
     def _connect(self) -> None:
-        """Makes the threads' group; collective."""
+        """Creates the threads' group; collective."""
         group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         assert isinstance(group, dist.ProcessGroup)
         self._group, self._ring = group, HostRing(group, self._hosts)
 
     def start(self, step: int, num_bytes: int) -> bool:
-        """Removes the copies of earlier starts, but for the one that the run goes on from, which is
-        the newest until the next one is complete; collective.
+        """Removes the copies of earlier starts, except the one from which the run continues: it is
+        the newest until the next one is complete. Collective.
 
         Args:
-            step: after which the run goes on.
-            num_bytes: that a copy will have of this rank, about.
+            step: Step after which the run continues.
+            num_bytes: Approximate size of this rank's part of a copy.
 
         Returns:
-            Whether this host has room for copies of so many bytes, and for checkpoints beside them.
+            Whether this host has room for such copies and for checkpoints.
         """
         self._end_copy()
         self._kept = [_KeptCopy(step)] if self._restored == step else []
@@ -167,9 +166,10 @@ class MemoryCopies:
         """Copies the state of a step; returns whether it did. Collective.
 
         Args:
-            content: of the checkpoint that the copy is.
-            waits: until the last copy is complete; else nothing is done while it is written.
-            reserved: bytes of host memory that this rank has taken for checkpoints.
+            content: Content of the copy.
+            waits: Whether to wait for the previous copy; if not, no copy is made while it is
+                written.
+            reserved: Bytes of host memory that this rank has taken for checkpoints.
         """
         if waits and self._begun is not None:
             self._begun.wait()
@@ -191,8 +191,8 @@ class MemoryCopies:
         return True
 
     def _makes_room(self, content: Content) -> bool:
-        """Makes the folder of the next copy, of the older one of those that are there, or of the
-        newest where files of it are gone; returns whether all hosts could. Collective.
+        """Prepares the folder of the next copy from the older existing copy, or from the newest if
+        files of it are gone; returns whether all hosts succeeded. Collective.
         """
         assert content.step is not None
         whole = self._world.gather_objects([copy.is_whole for copy in self._kept])
@@ -217,22 +217,20 @@ class MemoryCopies:
 
     @property
     def num_bytes(self) -> int:
-        """What a copy has of this rank; 0: none was taken yet."""
+        """Bytes of this rank's part of a copy; 0 before the first one."""
         return 0 if self._copies is None else self._copies.num_bytes
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Tells that the step of the last copy is in the run's records, so that it may count.
+        """Lets the last copy count: its step is in the run's records.
 
         Args:
-            evaluations: by step, as of now.
+            evaluations: Current results of evaluations by step.
         """
         if self._begun is not None:
             self._begun.seal(evaluations)
 
     def _is_ready(self) -> bool:
-        """Whether the last copy is over on all ranks, or there is none, and another one may be
-        made; collective.
-        """
+        """Whether another copy may begin: none is being written on any rank. Collective."""
         begun = self._begun
         if begun is None:
             return True
@@ -243,7 +241,7 @@ class MemoryCopies:
         return not self.is_off
 
     def _conclude(self, begun: _BegunCopy) -> None:
-        """Takes in what became of the last copy, whose threads have ended; collective."""
+        """Records the outcome of the last copy, whose threads have ended; collective."""
         self._begun, self.busy_s = None, begun.busy_s
         found = self._world.sum_on_host(torch.tensor([int(begun.is_complete)]))
         if int(found) == self._world.size:
@@ -254,12 +252,12 @@ class MemoryCopies:
             self._connect()
 
     def _is_right(self, failure: BaseException | None) -> bool:
-        """Returns whether no rank has a failure of a copy, else tells the user which, and gives
-        copies up where the next one would fail too; collective.
+        """Returns whether the copy succeeded on all ranks. If not, reports the failure, and turns
+        copies off if the next one would fail too. Collective.
         """
         own = None
         if failure is not None:
-            # What others tell of, and connections that they close, follow from another failure.
+            # Reports of others and closed connections follow from another failure.
             order = isinstance(failure, RuntimeError) + isinstance(failure, _FailedElsewhere)
             is_full = isinstance(failure, OSError) and failure.errno in NO_ROOM
             said = f"{type(failure).__name__}: {failure}" if str(failure) else repr(failure)
@@ -280,7 +278,7 @@ class MemoryCopies:
         return f"that of step {self._kept[0].step} stays" if self._kept else "there is no other"
 
     def _has_room(self, reserved: int) -> bool:
-        """Whether all hosts have room for copies as the one that is begun; collective."""
+        """Whether all hosts have room for copies of the begun one's size; collective."""
         found = self._world.gather_objects((self.num_bytes, reserved))
         needed = self._needed_bytes([num_bytes for num_bytes, _ in found])
         free = free_bytes(sum(found[rank][1] for rank in self._world.mates))
@@ -292,18 +290,18 @@ class MemoryCopies:
 
     @property
     def _kept_ranks(self) -> list[int]:
-        """The ranks whose files this host has: its own, and those of the host before it."""
+        """Ranks whose files this host has: its own and those of the host before it."""
         place = next(i for i, ranks in enumerate(self._hosts) if self._world.rank in ranks)
         kept = {place, place - 1 if len(self._hosts) > 1 else place}
         return [rank for i in kept for rank in self._hosts[i]]
 
     def _needed_bytes(self, found: Sequence[int]) -> int:
-        """Returns what copies will take of this host, of so many bytes by rank."""
+        """Returns the bytes that copies take on this host, given each rank's part."""
         missing = GENERATIONS - len(self._kept[:1])
         return missing * sum(found[rank] for rank in self._kept_ranks)
 
     def _turn_off_if(self, why: str) -> None:
-        """Makes no more copies where some rank says why; the newest stays. Collective."""
+        """Turns copies off if any rank gives a reason; the newest copy stays. Collective."""
         found = list(dict.fromkeys(one for one in self._world.gather_objects(why) if one))
         if found:
             self.is_off, self._copies, self._begun = True, None, None
@@ -319,7 +317,7 @@ class MemoryCopies:
             self._conclude(self._begun)
 
     def close(self) -> None:
-        """Removes all copies: a checkpoint has what they have. Collective."""
+        """Removes all copies, which a checkpoint has replaced. Collective."""
         self._end_copy()
         self._world.arrive("the last copy in memory")
         if self._leads:
@@ -327,11 +325,11 @@ class MemoryCopies:
         self._copies = None
 
     def restore(self, root: Path) -> Path | None:
-        """Returns the newest copy as a checkpoint, if it is newer than those; on several hosts it
-        is written to their folder. Collective.
+        """Returns the newest copy as a checkpoint if it is newer than all checkpoints. Several
+        hosts write it to the folder of checkpoints first. Collective.
 
         Args:
-            root: the run's `checkpoints` folder.
+            root: The run's `checkpoints` folder.
         """
         own = files_of_host(self._number, self._world.mates) if self._leads else None
         hosts = [one for one in self._world.gather_objects(own) if one is not None]
@@ -366,8 +364,8 @@ class MemoryCopies:
         self._notify(f"step {step} was in host memory and is passed over: {damage}")
 
     def _damage(self, folder: Path, manifest: Manifest, readers: Mapping[str, int]) -> str | None:
-        """Returns what is wrong with a copy of this host, None if it holds what was written; each
-        rank verifies a part. Collective.
+        """Returns the damage of a copy on this host, None if there is none; each rank verifies a
+        part. Collective.
         """
         with self._world.all_agree("verifying a copy in memory", True) as agreement:
             try:
@@ -381,7 +379,7 @@ class MemoryCopies:
     def _write_out(
         self, folder: Path, manifest: Manifest, writers: Mapping[str, int]
     ) -> str | None:
-        """Writes a copy as a checkpoint; returns which file of it is damaged, None if none is."""
+        """Writes a copy as a checkpoint; returns the damage found in it, if any."""
         world, partial = self._world, folder.with_name(folder.name + PARTIAL)
         source = host_folder(self._number) / folder.name
         with world.all_agree("making a checkpoint of a copy in memory"):
@@ -420,17 +418,17 @@ class _BegunCopy:
     """One copy that is being written on this rank.
 
     Args:
-        folder: of it on this host.
-        world, group, ring: of the ranks.
-        content: as of now.
+        folder: Folder of the copy on this host.
+        world, group, ring: All ranks, the threads' group and the ring of hosts.
+        content: Content of the copy.
 
     Attributes:
-        step: of the copy.
-        failure: why it is not complete; None where nothing has failed by now.
-        is_complete: whether it counts, and its files are on all hosts that shall have them.
-        sizes: of the files that this rank has written or received, bytes.
-        busy_s: how long the thread has worked, seconds.
-        is_sealed: whether it is to count.
+        step: Number of finished steps.
+        failure: Error that stopped the copy, if any so far.
+        is_complete: Whether it counts and its files are on all intended hosts.
+        sizes: Bytes of each file that this rank has written or received.
+        busy_s: Seconds that the thread has worked.
+        is_sealed: Whether the copy may count.
     """
 
     def __init__(
@@ -454,7 +452,7 @@ class _BegunCopy:
         self._thread = threading.Thread(target=self._work, name="copy in memory", daemon=True)
 
     def begin(self, copies: HostCopies) -> None:
-        """Takes the tensors; collective."""
+        """Copies the tensors; collective."""
         with (
             self._world.all_agree("copying the state to host memory", True),
             self._world.platform.megatron_phase(),
@@ -489,18 +487,16 @@ class _BegunCopy:
             self._may_end.set()
 
     def wait(self) -> None:
-        """Returns when the thread has ended, if the copy is to count: else it waits for `end`.
+        """Waits for the thread of a sealed copy; the thread of another one waits for `end`.
 
         Raises:
-            PeerError: a rank is lost, for which the thread may wait.
+            PeerError: A rank has failed for which the thread may be waiting.
         """
         if self.is_sealed:
             self._join()
 
     def end(self) -> None:
-        """Returns when the thread has ended; without `seal` the copy does not count; raises as
-        `wait`.
-        """
+        """Waits for the thread; a copy without `seal` does not count. Raises as `wait` does."""
         self._may_end.set()
         if self._thread.ident is not None:
             self._join()
@@ -512,7 +508,7 @@ class _BegunCopy:
                 self._world.check()
 
     def _work(self) -> None:
-        """Writes, sends and receives; the thread."""
+        """Body of the thread: writes, sends and receives."""
         begun = time.monotonic()
         try:
             waited_s = self._write_and_send()
@@ -523,7 +519,7 @@ class _BegunCopy:
         self.busy_s = time.monotonic() - begun - waited_s
 
     def _write_and_send(self) -> float:
-        """Makes the copy; returns how long it waited for `seal`, seconds."""
+        """Makes the copy; returns the seconds that it waited for `seal`."""
         entries, results, failure = self._write_own()
         found: list[Any] | None = [None] * self._world.size if self._world.rank == 0 else None
         dist.gather_object((entries, results), found, 0, self._group)
@@ -541,26 +537,26 @@ class _BegunCopy:
         if found is not None and self.is_sealed:
             try:
                 names = self._write_of_all(found)
-            except Exception as error:  # told below, where the others wait
+            except Exception as error:  # sent below, where the others wait
                 failure = error
         is_right = self._is_right(self._exchange(names, failure))
         self.is_complete = is_right and self.is_sealed
         return waited_s
 
     def _exchange(self, names: Sequence[str], failure: Exception | None = None) -> Exception | None:
-        """Sends this rank's files to the next host and receives; as of `HostRing.exchange`."""
+        """Sends this rank's files to the next host and receives; see `HostRing.exchange`."""
         failure, received = self._ring.exchange(self._folder, names, failure)
         self.sizes |= received
         return failure
 
     def _gone(self) -> Exception | None:
-        """Returns what says that a file of the copy is not there any more."""
+        """Returns an error if a file of the copy no longer exists."""
         gone = [file for file, size in self.sizes.items() if not _has_size(file, size)]
         return FileNotFoundError(errno.ENOENT, "it is gone", str(gone[0])) if gone else None
 
     def _write_own(self) -> tuple[dict[str, FileEntry], dict[str, Any], Exception | None]:
-        """Writes this rank's files; returns them, what the indices are to know of them, by model,
-        and why one could not be written.
+        """Writes this rank's files; returns their entries, each model's data for the index, and any
+        error.
         """
         entries: dict[str, FileEntry] = {}
         results: dict[str, Any] = {}
@@ -571,13 +567,13 @@ class _BegunCopy:
                 entries |= {f"{name}/{file}": entry for file, entry in files.items()}
             name = rng_file(self._world.rank)
             entries[name] = write_digested(self._folder / name, self._random)
-        except Exception as error:  # told to all ranks, which wait for this one
+        except Exception as error:  # sent to all ranks, which wait for this one
             return {}, {}, error
         self.sizes |= {self._folder / name: entry.bytes for name, entry in entries.items()}
         return entries, results, None
 
     def _write_of_all(self, found: Sequence[Any]) -> list[str]:
-        """Writes what rank 0 writes for all, the manifest last; returns the files' names."""
+        """Writes rank 0's files, the manifest last; returns their names."""
         folder, content = self._folder, self._content
         for name, begun in self._begun.items():
             begun.make_index([results[name] for _, results in found])

@@ -1,8 +1,8 @@
-"""Folders of copies in host memory: where they lie, which one is complete, who writes its files.
+"""Folders of copies in host memory: their place, which one is complete, who writes its files.
 
-Owns `/dev/shm/hybridrl-UID/RUN/step_N` on each host: files of a checkpoint, of which a host has
-some. They stay when processes end, and go with the host. RUN is a number that the run folder keeps
-(`copies_id`), so that a folder which was begun anew finds none of them. No torch.
+Owns `/dev/shm/hybridrl-UID/RUN/step_N` on each host: some files of a checkpoint. They outlive
+processes, not the host. RUN is a number in the run folder (`copies_id`), so that a recreated run
+folder finds none of them. No torch.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from hybridrl.errors import CheckpointError
 
 MEMORY = Path("/dev/shm")
 RUN_ID = "copies_id"  # in a run folder
-OF_RUN = "run"  # in a folder of copies: the run folder, and the number that it had
-DEVICE = "device"  # likewise: of the file system of `run.dir`
+OF_RUN = "run"  # in a folder of copies: path and number of the run folder
+DEVICE = "device"  # in a folder of copies: device number of `run.dir`'s file system
 GENERATIONS = 2  # of copies: one is complete while the next is written
 SHARDED = ".distcp"  # torch's ending of files of sharded tensors
 
 
 @dataclass(frozen=True)
 class HostFiles:
-    """What a host has of a run's copies.
+    """Files of a run's copies on one host.
 
     Args:
-        ranks: of the host.
-        sizes: of each file in bytes, by step and then by path.
-        manifests: of those steps whose manifest is there.
+        ranks: Ranks of the host.
+        sizes: Bytes of each file, by step and then by path.
+        manifests: Manifests that exist, by step.
     """
 
     ranks: Sequence[int]
@@ -53,11 +53,10 @@ class HostFiles:
 
 
 def run_id(run_folder: Path) -> str:
-    """Returns the number of a run folder, which is made where there is none.
+    """Returns the number of a run folder; creates it if there is none.
 
     Raises:
-        OSError: there may be one that cannot be read now; with another the run's copies would be
-            lost.
+        OSError: The file may exist but cannot be read now. A new number would lose the copies.
     """
     file = run_folder / RUN_ID
     with suppress(FileNotFoundError, UnicodeDecodeError):
@@ -73,15 +72,15 @@ def run_id(run_folder: Path) -> str:
 
 
 def host_folder(number: str) -> Path:
-    """Returns where this host keeps the copies of a run."""
+    """Returns the folder of a run's copies on this host."""
     return MEMORY / f"hybridrl-{os.getuid()}" / number
 
 
 def make_host_folder(run_folder: Path, number: str) -> None:
-    """Makes the folder of a run's copies, and removes those of runs that are no more.
+    """Creates the folder of a run's copies, and removes those of runs that no longer exist.
 
     Raises:
-        OSError: there is no memory file system, or the folder is another user's.
+        OSError: There is no memory file system, or the folder belongs to another user.
     """
     folder = host_folder(number)
     if not MEMORY.is_dir():
@@ -106,12 +105,12 @@ def _remove_orphans(root: Path) -> None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Returns whether a run is certainly no more: in the file system where its `run.dir` was, this
-    can be read and has no such run folder, or one that was begun anew. A file system that is away
-    for a while, or that this container lacks, says nothing about the run.
+    """Returns whether a run certainly no longer exists: the parent of its folder is readable, on
+    the same file system as before, and the folder is gone or was recreated. A file system that is
+    temporarily unavailable, or that this container lacks, proves nothing.
 
     Args:
-        file: OF_RUN of its copies.
+        file: OF_RUN of the run's copies.
     """
     try:
         number, _, run_folder = file.read_text(encoding="utf-8").strip().partition("\n")
@@ -122,8 +121,8 @@ def _is_orphan(file: Path) -> bool:
         try:
             found = Path(run_folder, RUN_ID).read_text(encoding="ascii").strip()
         except FileNotFoundError:
-            # A network file system may remember for a while that a file was not there: lists are
-            # read anew.
+            # Not `exists`: a network file system caches for a while that a file was missing, but
+            # reads listings again.
             return name not in os.listdir(run_dir) or RUN_ID not in os.listdir(run_folder)
         return found.isalnum() and found != number
     except (OSError, ValueError):
@@ -134,17 +133,17 @@ def remove_copies(number: str, keep: Sequence[int] = ()) -> None:
     """Removes a run's copies from this host.
 
     Args:
-        number: of the run.
-        keep: steps whose copies stay; without any the folder goes too.
+        number: Number of the run.
+        keep: Steps whose copies stay; without any the folder is removed too.
     """
     folder = host_folder(number)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # other runs' are in it
+        with suppress(OSError):  # it has other runs' copies
             folder.parent.rmdir()
         return
     dropped = [path for step, path in _steps(folder) if step not in keep]
-    # The kernel frees a file's memory in the call that removes it, so files go beside each other.
+    # The kernel frees a file's memory in the call that removes it, so threads share the work.
     files = [file for path in dropped for file in path.rglob("*") if file.is_file()]
     in_threads([partial(_remove_file, file) for file in files], MOST_THREADS)
     for path in dropped:
@@ -157,16 +156,16 @@ def _remove_file(file: Path) -> None:
 
 
 def renew_copy(number: str, step: int, complete: int | None, parts: Sequence[str]) -> None:
-    """Makes the folder of a run's next copy on this host, of the copy before the complete one.
+    """Turns the copy before the complete one into the folder of the next copy on this host.
 
-    Its sharded files stay, to be written over: taking new memory for them, and giving theirs back,
-    each takes as long as writing. It counts no more before any of them changes.
+    Its sharded files stay, to be overwritten: allocating new memory for them, and freeing theirs,
+    each takes as long as writing. Its manifest goes first, so that it no longer counts.
 
     Args:
-        number: of the run.
-        step: of the next copy.
-        complete: step of the copy that stays; None: there is none.
-        parts: folders in a copy.
+        number: Number of the run.
+        step: Step of the next copy.
+        complete: Step of the copy that stays, if any.
+        parts: Folders in a copy.
     """
     new = host_folder(number) / f"step_{step}"
     found = {old: path for old, path in _steps(host_folder(number)) if old != complete}
@@ -183,7 +182,7 @@ def renew_copy(number: str, step: int, complete: int | None, parts: Sequence[str
 
 
 def keep_files(folder: Path, is_kept: Callable[[Path], bool]) -> None:
-    """Removes all files of a folder, and of those in it, but for some."""
+    """Removes the files under a folder that are not kept."""
     for path in list(folder.rglob("*")):
         if not path.is_dir() and not is_kept(path):
             path.unlink()
@@ -196,12 +195,7 @@ def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def files_of_host(number: str, ranks: Sequence[int]) -> HostFiles:
-    """Returns what this host has of a run's copies.
-
-    Args:
-        number: of the run.
-        ranks: of the host.
-    """
+    """Returns the files of a run's copies on this host, which has these ranks."""
     sizes: dict[int, dict[str, int]] = {}
     manifests: dict[int, Manifest] = {}
     for step, folder in _steps(host_folder(number)):
@@ -219,17 +213,17 @@ def files_of_host(number: str, ranks: Sequence[int]) -> HostFiles:
 def usable(
     hosts: Sequence[HostFiles], newest: Ancestor | None
 ) -> Iterator[tuple[int, Manifest, dict[str, int]]]:
-    """Yields the copies from which the run can go on, the newest first: step, manifest, and the
-    rank that writes each file, one whose host has it.
+    """Yields the copies from which the run can continue, newest first: step, manifest, and for each
+    file a rank that writes it, whose host has the file.
 
-    A copy is newer than the newest checkpoint, which it comes after; where the user has gone back,
-    or has removed checkpoints, it does not. A checkpoint that was being written when the copy was
-    taken may be missing all the same: ranks were lost before it was complete. The manifest that is
-    given then has nothing of it.
+    A copy is usable only if it is newer than the newest checkpoint and descends from it; it does
+    not if the user has gone back or has removed checkpoints. A checkpoint that was being written
+    when the copy was taken may be missing, because ranks failed before it was complete; then the
+    yielded manifest omits it.
 
     Args:
-        hosts: all that are there.
-        newest: the newest checkpoint; None: there is none.
+        hosts: All hosts.
+        newest: Newest checkpoint, if any.
     """
     manifests = {step: found for host in hosts for step, found in host.manifests.items()}
     for step in sorted(manifests, reverse=True):
@@ -260,11 +254,11 @@ def usable(
 
 
 def free_bytes(reserved: int = 0) -> int:
-    """Returns how much copies may take of this host's memory: half of what is free, since
-    checkpoints and files that are read need some too, and no more than the memory file system has.
+    """Returns the bytes of host memory that copies may take: half of what is free, since
+    checkpoints and files that are read need some too, within the memory file system's limit.
 
     Args:
-        reserved: what checkpoints have of it already. Negative: what will be taken before.
+        reserved: Bytes that checkpoints have taken already; negative for bytes still to be taken.
     """
     found, available = os.statvfs(MEMORY), available_bytes()
     return min(found.f_bavail * found.f_frsize, available, (available + reserved) // 2)

@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of a model: Megatron's sharded weights and optimizer states.
+"""Sharded state of a model in a checkpoint: Megatron's weights and optimizer states.
 
 Owns the state dictionaries that Megatron saves and loads, and the repairs that they need.
 Collective, as Megatron's own functions are.
@@ -40,8 +40,7 @@ from hybridrl.errors import CheckpointError
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.mesh import Mesh
 
-# The end of the names of get_extra_state's results: torch's, and of experts that are multiplied at
-# once transformer-engine's, which numbers them.
+# Suffix of the keys of get_extra_state. transformer-engine numbers them for grouped experts.
 EXTRA_STATE = re.compile(r"_extra_state\d*$")
 
 
@@ -50,39 +49,39 @@ class Saved(Protocol):
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks that hold it."""
+        """Ranks that hold the model."""
         ...
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """Megatron's modules, their parameters whole; none on ranks outside the mesh."""
+        """Megatron's modules with whole parameters; none on ranks outside the mesh."""
         ...
 
     @property
     def optimizer(self) -> Any:
-        """Megatron's optimizer, None for a model that is not trained."""
+        """Megatron's optimizer; None for a model that is not trained."""
         ...
 
     @property
     def frozen_parts(self) -> Sequence[str]:
-        """The parts that are frozen although the model is trained (`train.freeze`)."""
+        """Frozen parts of a trained model (`train.freeze`)."""
         ...
 
 
 def load_model(
     checkpoint: Checkpoint, part: str, model: Saved, world: World, notify: Notify = print
 ) -> None:
-    """Loads one sharded part into a model and, when the model is trained, its optimizer.
+    """Loads one sharded part into a model and, if the model is trained, its optimizer.
 
     Args:
-        checkpoint: opened on this rank; the same on all.
+        checkpoint: Opened checkpoint, the same on all ranks.
         part: `policy` or `critic`.
-        model: of the shapes that were saved, in any layout.
-        world: of the ranks.
-        notify: tells the user, once.
+        model: Model with the saved shapes, in any layout.
+        world: All ranks.
+        notify: Prints a message once for all ranks.
 
     Raises:
-        CheckpointError: it is damaged, has no such part, or is of another model.
+        CheckpointError: The part is damaged, missing, or of another model.
     """
     folder, manifest = checkpoint.folder, checkpoint.manifest
     if f"{part}/{INDEX}" not in manifest.files:
@@ -119,7 +118,9 @@ def load_model(
 
 
 def _plain_values(folder: Path, part: str, manifest: Manifest) -> dict[str, Any]:
-    """Returns what is no sharded tensor, which every rank reads; raises CheckpointError."""
+    """Returns the values that are not sharded tensors, which every rank reads; raises
+    CheckpointError.
+    """
     content = read_listed(folder, f"{part}/{FORMAT_FILE}", manifest)
     try:
         backends = [parse_json(content)[f"{kind}_backend"] for kind in ("sharded", "common")]
@@ -151,13 +152,13 @@ def _other_model(part: Path, error: BaseException) -> CheckpointError:
 def sharded_state(
     model: Saved, is_loading: bool, allocators: Callable[[int], Allocator] | None = None
 ) -> dict[str, Any]:
-    """Returns what Megatron saves of a model, or fills in when loading; collective over its mesh,
-    which is active. Nothing on ranks outside.
+    """Returns the state that Megatron saves, or fills when loading; empty on ranks outside the
+    mesh. Collective over the mesh, which is active.
 
     Args:
-        model: to save or to load.
-        is_loading: the tensors are to be filled.
-        allocators: as of `own_shares`.
+        model: Model to save or to load.
+        is_loading: Whether the tensors will be filled.
+        allocators: See `own_shares`.
     """
     if not model.mesh.is_member:
         return {}
@@ -170,7 +171,7 @@ def sharded_state(
     if model.optimizer is None:
         return parts
     described = parts
-    if model.frozen_parts:  # layers are one tensor otherwise, of which frozen ones would be missing
+    if model.frozen_parts:  # else layers are one tensor, with frozen ones missing
         described = _sharded_weights(model, {**metadata, "non_homogeneous_layers": True})
     weights = described["model0"] if len(model.chunks) == 1 else dict(described)
     for optimizer in model.optimizer.chained_optimizers:
@@ -181,7 +182,7 @@ def sharded_state(
         )
     whole = parts["optimizer"]
     for one in [whole] if len(model.optimizer.chained_optimizers) == 1 else whole.values():
-        if not one["param_state"]:  # Megatron would compare what is empty with other ranks'
+        if not one["param_state"]:  # Megatron would compare it with other ranks'
             del one["param_state"]
     if not is_loading:
         _separate_storages(whole)
@@ -197,15 +198,15 @@ def _sharded_weights(model: Saved, metadata: Mapping[str, Any]) -> dict[str, Any
 
 
 def connect_shares(model: Saved) -> None:
-    """Makes the connections of GPUs that saving a model needs, when a run begins; collective over
-    its mesh.
+    """Opens, when a run begins, the connections of GPUs that saving needs; collective over the
+    mesh.
     """
     if model.mesh.is_member and model.optimizer is not None:
         connect(model.optimizer.chained_optimizers)
 
 
 def saved_bytes(model: Saved) -> int:
-    """Returns what this rank writes of a model, but for what replicas share out otherwise."""
+    """Returns the bytes that this rank writes if the first replica writes all weights."""
     if not model.mesh.is_member:
         return 0
     with model.mesh.active():
@@ -227,8 +228,9 @@ def saved_bytes(model: Saved) -> int:
 def _separate_storages(state: dict[str, Any]) -> None:
     """Gives tensors in numpy's memory a storage that ends where they do, in the same memory.
 
-    The writer would clone every view: the two halves of a feed-forward layer. Live tensors of a CPU
-    it clones: their storages must stay resizable, which those that numpy has seen are not.
+    Without it the writer would clone every view, such as the two halves of a feed-forward layer.
+    The writer still clones live tensors on a CPU: their storages must stay resizable, and numpy
+    prevents that.
     """
     apply_factories(state)
     for part in nested_values(state):
@@ -239,9 +241,9 @@ def _separate_storages(state: dict[str, Any]) -> None:
 
 
 def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a chunk's state without what layers keep beside weights: FP8 scales, none in 16 bit.
+    """Returns a chunk's state without the extra state of layers: FP8 scales, none in 16 bit.
 
-    With Megatron's own renaming of norms, what is left is the same for torch's layers and for
+    With Megatron's own renaming of norms, the rest is the same for torch's layers and for
     transformer-engine's, so that either kind loads the other's checkpoints.
     """
     return {name: part for name, part in state.items() if not EXTRA_STATE.search(name)}
@@ -255,13 +257,13 @@ def _load_weights(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _make_states(optimizer: Any) -> None:
-    """Gives an optimizer that has taken no step yet the states that Megatron saves and loads."""
+    """Creates the states that Megatron saves and loads for an optimizer that has taken no step."""
     adam = optimizer.optimizer
     count_step(adam, 0)
     if len(adam.state) or not any(group["params"] for group in adam.param_groups):
         return
-    # Not by Megatron's own way, a step with zero gradients: it would count, and decay the weights.
-    if not isinstance(adam, torch.optim.Adam):  # transformer-engine's, which counts by group
+    # Megatron's own way, a step with zero gradients, would count and decay the weights.
+    if not isinstance(adam, torch.optim.Adam):  # transformer-engine counts by group
         for group in adam.param_groups:
             group["step"] = 0
             for parameter in group["params"]:
@@ -278,7 +280,7 @@ def _make_states(optimizer: Any) -> None:
 
 
 def _separate_step_counts(optimizer: Any) -> None:
-    """Gives every parameter a step count of its own again.
+    """Gives every parameter a separate step count again.
 
     For torch's Adam megatron-core 0.16.1 loads one tensor as the count of all parameters, which a
     step would then advance once for each of them.

@@ -29,13 +29,13 @@ POLL_S = 0.5
 def open_on_all_ranks(
     path: Path, world: World, notify: Notify = print
 ) -> tuple[Checkpoint, SavedState]:
-    """Opens the checkpoint that rank 0 finds at `path`, on every rank; its state's rollouts are on
-    rank 0 alone, since those of a large job do not fit on every rank.
+    """Opens the checkpoint that rank 0 finds at `path`, on every rank.
 
-    Rank 0 checks that it is whole; what each rank then reads has digests.
+    Rank 0 checks that it is whole; what each rank then reads has digests. Only rank 0's state has
+    rollouts, since those of a large job do not fit on every rank.
 
     Raises:
-        CheckpointError: on all ranks, if it is damaged, or if a rank does not see the same one.
+        CheckpointError: It is damaged, or a rank does not see the same one; raised on all ranks.
     """
     with world.all_agree("finding the checkpoint") as agreement:
         found = find_checkpoint(path) if world.rank == 0 else None
@@ -89,16 +89,16 @@ def damage_is_told(
     world: World, what: str, folder: Path, notify: Notify = print, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
     """Runs a part in which a rank may find a damaged file; then all ranks raise the same error,
-    which names the newest checkpoint beside it that is whole.
+    which names the newest whole checkpoint in the same folder.
 
     For parts without collectives, or whose collectives end on all ranks if they fail on one.
 
     Args:
-        world: of the ranks.
-        what: the part does.
-        folder: of the checkpoint that is read.
-        notify: tells the user, once.
-        is_unbounded: as of `World.all_agree`.
+        world: All ranks.
+        what: Name of the part in errors.
+        folder: Checkpoint that is read.
+        notify: Prints a message once for all ranks.
+        is_unbounded: See `World.all_agree`.
     """
     with world.all_agree(what, is_unbounded) as agreement:
         try:

@@ -1,18 +1,18 @@
-"""The optimizer's state in a checkpoint: every data-parallel rank writes and reads its part.
+"""Optimizer state in a checkpoint: every data-parallel rank writes and reads a part.
 
-Megatron's distributed optimizer lays the parameters of a bucket end to end and cuts that line into
-equal shares, one a data-parallel rank, wherever the cuts fall; a checkpoint has whole parameters,
-so that any layout can read it. Megatron gathers all of the state on the first of those ranks, which
-then writes alone, and lets every rank read all: 12 bytes of host memory a parameter of the part of
-the model that they share. Here each parameter has one rank that writes and reads it, of those that
-have a piece of it; the pieces go there and back. The files are the same, but that Megatron 0.16.1
-writes states from wrong places behind a padded bucket: it cuts what it has gathered, which has no
-padding between buckets, at places that count it.
+Megatron's distributed optimizer concatenates the parameters of a bucket and cuts the result into
+equal shares, one for each data-parallel rank, wherever the cuts fall; a checkpoint has whole
+parameters, so that any layout can read it. Megatron gathers all of the state on the first of those
+ranks, which then writes alone, and lets every rank read all: 12 bytes of host memory for each
+parameter of the part of the model that they share. Here one rank, among those with a piece of a
+parameter, writes and reads it; the pieces are sent there and back. The files are the same, except
+that Megatron 0.16.1 writes states from wrong places behind a padded bucket: it cuts the gathered
+state, which has no padding between buckets, at offsets that include it.
 
-With more than one replica nearly every parameter is cut, so that most of the state is sent. From
-GPUs it goes over their links when it is saved, in rounds of bounded size, and straight into the
-page-locked memory of copies where these are taken: over gloo that took 11 s for a state of 13 GB a
-rank (benchmarks/results/restart_4gpu_h200.json). What is loaded goes over gloo.
+With more than one replica nearly every parameter is cut, so most of the state is sent. On GPUs it
+goes over their links when it is saved, in rounds of bounded size, and straight into the page-locked
+memory of copies if there is any: over gloo that took 11 s for a state of 13 GB a rank
+(benchmarks/results/restart_4gpu_h200.json). Loading uses gloo.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 
-STATES = ("param", "exp_avg", "exp_avg_sq")  # as Megatron names them: fp32 weight, Adam's moments
+STATES = ("param", "exp_avg", "exp_avg_sq")  # Megatron's names: fp32 weight, Adam's moments
 STEPS = "steps"  # key of an Adam's state that counts its steps where it owns no parameter
-# Of pieces under way when loading, on the host: waiting for each would be slow.
+# Pieces in transit on the host when loading: waiting for each would be slow.
 MOST_BYTES_UNDER_WAY = 256 << 20
-ROUND_BYTES = 64 << 20  # that a rank sends or receives in a round; a GPU holds so much meanwhile
+ROUND_BYTES = 64 << 20  # sent or received by a rank in a round; also the size of the GPU buffer
 
 Allocator = Callable[[tuple[int, str], int, torch.device], Tensor]
 """Gives memory on the host for one state of a whole parameter: its number in the optimizer and the
@@ -44,7 +44,7 @@ state's name, the number of fp32 elements, and the device that they come from.""
 
 @dataclass(frozen=True)
 class _Cut:
-    """A parameter, the data-parallel ranks that have a piece of it, and which elements of it."""
+    """A parameter, the data-parallel ranks with a piece of it, and the elements of each piece."""
 
     parameter: torch.nn.Parameter
     pieces: Mapping[int, slice]
@@ -52,13 +52,13 @@ class _Cut:
 
     @property
     def others(self) -> Iterator[tuple[int, slice]]:
-        """The pieces that the keeper has not."""
+        """Pieces that the keeper does not have."""
         return ((rank, span) for rank, span in self.pieces.items() if rank != self.keeper)
 
     def empty(self) -> Tensor:
-        """Returns room for one state of the whole parameter; memory is taken where it is filled.
+        """Returns room for one state of the whole parameter; pages are allocated when filled.
 
-        It is numpy's: of such memory each view can be made a tensor with a storage of its own.
+        It is numpy's memory: each view can become a tensor with its own storage.
         """
         return torch.from_numpy(np.empty(self.parameter.numel(), np.float32))
 
@@ -67,15 +67,15 @@ class _Cut:
 def own_shares(
     optimizers: Iterable[Any], allocators: Callable[[int], Allocator] | None = None
 ) -> Iterator[None]:
-    """Makes the `sharded_state_dict` of Megatron's distributed optimizers that of the parameters
-    that this rank writes and reads, for as long as the block lasts. They must have their states.
+    """Makes `sharded_state_dict` of Megatron's distributed optimizers, inside the block, return the
+    parameters that this rank writes and reads. The states must exist.
 
     Collective over the data-parallel ranks when saving.
 
     Args:
         optimizers: `DistributedOptimizer`s.
-        allocators: returns, by an optimizer's number, what gives memory on the host for states that
-            are saved. None: new memory each time.
+        allocators: Returns, by an optimizer's number, an allocator of host memory for saved states;
+            None for new memory each time.
     """
     name = "sharded_param_state_fully_reshardable"
     optimizers = list(optimizers)
@@ -90,12 +90,12 @@ def own_shares(
 
 
 def hand_out(optimizers: Sequence[Any], states: Any) -> None:
-    """Completes what was loaded with the pieces that other ranks have read; collective over the
+    """Completes loaded states with the pieces that other ranks have read; collective over the
     data-parallel ranks.
 
     Args:
         optimizers: `DistributedOptimizer`s.
-        states: their loaded states: of one optimizer its own, of several by their number.
+        states: Their loaded states: the state itself for one optimizer, by number for several.
     """
     for number, optimizer in enumerate(optimizers):
         state = states if len(optimizers) == 1 else states[number]
@@ -117,8 +117,8 @@ def hand_out(optimizers: Sequence[Any], states: Any) -> None:
 
 
 def count_step(adam: Any, num_steps: int = 1) -> None:
-    """Counts steps of an Adam that owns no parameter, as on a stage whose layers are all frozen:
-    Megatron reads the count of all ranks from rank 0's, and finds it with the parameters.
+    """Counts steps of an Adam that owns no parameter, such as on a stage whose layers are all
+    frozen: Megatron reads all ranks' count from rank 0, where it is stored with the parameters.
     """
     if any(group["params"] for group in adam.param_groups):
         return
@@ -131,7 +131,7 @@ def count_step(adam: Any, num_steps: int = 1) -> None:
 
 
 def kept_bytes(optimizers: Iterable[Any]) -> int:
-    """Returns what this rank writes of the states of Megatron's distributed optimizers."""
+    """Returns the bytes of optimizer states that this rank writes."""
     groups = [(one, one.data_parallel_group_gloo) for one in optimizers]
     return sum(
         len(STATES) * np.dtype(np.float32).itemsize * cut.parameter.numel()
@@ -148,24 +148,24 @@ def _param_state(
     is_loading: bool,
     metadata: Mapping[str, Any],
 ) -> dict[int, dict[str, Any]]:
-    """Stands in for `DistributedOptimizer.sharded_param_state_fully_reshardable`.
+    """Replaces `DistributedOptimizer.sharded_param_state_fully_reshardable`.
 
     Args:
-        optimizer: a `DistributedOptimizer`.
-        allocate: memory for what is saved; None: new memory.
-        model_state: sharded state of the model, whose data are the parameters themselves.
-        is_loading: whether the tensors are to be filled from a checkpoint: those that this rank
-            has alone are the optimizer's own.
-        metadata: not used.
+        optimizer: A `DistributedOptimizer`.
+        allocate: Allocator for saved states; None for new memory.
+        model_state: Sharded state of the model, whose data are the parameters themselves.
+        is_loading: Whether a checkpoint will fill the tensors; those that only this rank has are
+            the optimizer's own.
+        metadata: Unused.
 
     Returns:
-        By a parameter's number in the optimizer, Megatron's sharded tensors by STATES.
+        Megatron's sharded tensors by a parameter's number in the optimizer, then by STATES.
     """
     tensors_of_model, _ = extract_sharded_tensors_and_factories(dict(model_state))
     described = {part.data: part for part in nested_values(tensors_of_model)}
     group = optimizer.data_parallel_group_gloo
     cuts = list(_cuts(optimizer, group.size()))
-    # Of tensor-parallel ranks and stages that have the same parameter one writes it.
+    # One of the tensor-parallel ranks and stages with the same parameter writes it.
     writes = [
         cut.parameter in described and not any(described[cut.parameter].replica_id[:-1])
         for cut in cuts
@@ -179,7 +179,7 @@ def _param_state(
 
 
 def _to_fill(optimizer: Any, cuts: Sequence[_Cut]) -> dict[int, dict[str, Tensor]]:
-    """Returns, by a parameter's number, where this rank reads its states to."""
+    """Returns, by a parameter's number, the destinations of the states that this rank reads."""
     rank, found = optimizer.data_parallel_group_gloo.rank(), {}
     for index, cut in enumerate(cuts):
         if rank not in cut.pieces:
@@ -198,17 +198,17 @@ def _to_fill(optimizer: Any, cuts: Sequence[_Cut]) -> dict[int, dict[str, Tensor
 def _gathered(
     optimizer: Any, cuts: Sequence[_Cut], writes: Sequence[bool], allocate: Allocator | None
 ) -> dict[int, dict[str, Tensor]]:
-    """Returns, by a parameter's number, the states that this rank writes: the optimizer's own where
-    every rank has all of its parameters, else put together on the host, and with `allocate` all
-    that it writes there. Collective over the data-parallel ranks.
+    """Returns, by a parameter's number, the states that this rank writes: the optimizer's own if
+    every rank has whole parameters, else assembled on the host. With `allocate`, one cut parameter
+    suffices to assemble all of them. Collective over the data-parallel ranks.
     """
     rank = optimizer.data_parallel_group_gloo.rank()
     own = {
         index: _own_states(optimizer, cut) for index, cut in enumerate(cuts) if rank in cut.pieces
     }
     kept = dict(own)
-    # torch wants the parts of a tensor that a rank has to lie in memory of one kind, and layers are
-    # parts of one: with one parameter all are put together in the memory that is given for it.
+    # torch wants a rank's parts of a tensor in memory of one kind, and layers are parts of one
+    # tensor: if one parameter is assembled on the host, all are.
     are_cut = any(len(cut.pieces) > 1 for cut in cuts)
     for index, cut in enumerate(cuts):
         stays = allocate is None or not are_cut or not writes[index]
@@ -239,8 +239,8 @@ def _gathered(
 
 
 def _staging(device: torch.device) -> Tensor | None:
-    """Returns a buffer on the GPU that a round's pieces are received into before they are copied to
-    the host; None on CPU, where they are received in place.
+    """Returns a GPU buffer that receives a round's pieces before they are copied to the host; None
+    on CPU, where they are received directly.
     """
     if not _is_gpu(device):
         return None
@@ -257,11 +257,8 @@ def _own_states(optimizer: Any, cut: _Cut) -> dict[str, Tensor]:
 
 
 def connect(optimizers: Iterable[Any]) -> None:
-    """Lets GPUs that will send pieces to each other send a number, so that NCCL takes memory for
-    it when a run begins. Collective over the data-parallel ranks.
-
-    Args:
-        optimizers: Megatron's distributed optimizers.
+    """Sends a number between GPUs that will exchange pieces, so that NCCL allocates its memory when
+    a run begins. Collective over the data-parallel ranks.
     """
     for optimizer in optimizers:
         group = optimizer.data_parallel_group
@@ -281,8 +278,8 @@ def connect(optimizers: Iterable[Any]) -> None:
 
 
 class _Sent(NamedTuple):
-    """Elements that go from one rank to another: `span` of the parameter, which are `part` of the
-    sender's piece.
+    """Elements that one rank sends to another: `span` of the parameter is `part` of the sender's
+    piece.
     """
 
     key: tuple[int, str]
@@ -293,8 +290,8 @@ class _Sent(NamedTuple):
 
 
 def _rounds(cuts: Sequence[_Cut], num_ranks: int) -> Iterator[list[_Sent]]:
-    """Yields what is sent together, the same on all ranks: no rank sends or receives more than
-    ROUND_BYTES of it.
+    """Yields the rounds, the same on all ranks: no rank sends or receives more than ROUND_BYTES in
+    one.
     """
     most = ROUND_BYTES // np.dtype(np.float32).itemsize
     found: list[_Sent] = []
@@ -323,13 +320,13 @@ def _send_round(
     group: dist.ProcessGroup,
     staging: Tensor | None,
 ) -> None:
-    """Sends and receives what is of this rank in a round.
+    """Sends and receives this rank's pieces of a round.
 
     Args:
-        sent: in the round.
-        own, kept: this rank's pieces, and where it puts parameters together.
-        group: of the ranks.
-        staging: on the GPU, for what comes from others; None: it comes to its place.
+        sent: Pieces of the round.
+        own, kept: This rank's pieces, and the parameters that it assembles.
+        group: Data-parallel ranks.
+        staging: Receive buffer on the GPU; None to receive directly.
     """
     rank, used = group.rank(), 0
     transfers: list[dist.P2POp] = []
@@ -372,7 +369,7 @@ def _cuts(optimizer: Any, dp: int) -> Iterator[_Cut]:
 def _sharded(
     described: Mapping[Tensor, Any], parameter: torch.nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Returns states as Megatron describes their parameter in the model."""
+    """Returns states in Megatron's description of their parameter in the model."""
     if parameter not in described:
         raise ValueError(f"a parameter of shape {parameter.shape} is not in the model's state")
     of_model = described[parameter]
@@ -393,20 +390,20 @@ def _sharded(
 
 
 def _merged(whole: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
-    """Stands in for `ShardedTensorFactory.merge_fn`, which makes one tensor of those that were
-    read, in new memory: of a feed-forward layer's halves, more than half of the state. They were
-    read to where they belong.
+    """Replaces `ShardedTensorFactory.merge_fn`, which would join the parts in new memory: for the
+    halves of feed-forward layers, more than half of the state. They were read into their final
+    place.
 
     Args:
-        whole: that Megatron's `build_fn` has cut.
-        merge: Megatron's, for parts that are elsewhere.
-        parts: as read.
+        whole: Tensor that Megatron's `build_fn` has cut.
+        merge: Megatron's function, for parts in other memory.
+        parts: Parts that were read.
     """
     return whole if _fill(parts, whole) else merge(parts)
 
 
 def _fill(parts: Any, whole: Tensor) -> bool:
-    """Whether these are tensors that, one after the other, are all of a tensor's memory."""
+    """Whether the parts, one after the other, are exactly the memory of a tensor."""
     if not isinstance(parts, list) or not whole.is_contiguous():
         return False
     place = whole.data_ptr()
@@ -419,10 +416,10 @@ def _fill(parts: Any, whole: Tensor) -> bool:
 
 
 class _Exchange:
-    """Pieces under way between the ranks of a gloo group, on the host.
+    """Pieces in transit between the ranks of a gloo group, on the host.
 
     Who waits for whom: a rank waits for the pieces that it has begun to send and receive whenever
-    they are many. All ranks take parameters, and their states, in one order: the rank that is
+    they are many. All ranks take parameters and their states in one order, so the rank that is
     furthest behind waits for no other.
     """
 
@@ -437,7 +434,7 @@ class _Exchange:
         self._add(dist.isend(piece, group=self._group, group_dst=peer), piece)
 
     def receive(self, place: Tensor, peer: int) -> None:
-        """Begins to receive a piece where it belongs."""
+        """Begins to receive a piece into its final place."""
         self._add(dist.irecv(place, group=self._group, group_src=peer), place)
 
     def wait(self) -> None:

@@ -14,7 +14,7 @@ def rng_file(rank: int) -> str:
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Returns this rank's random states, torch's and those that Megatron tracks; no sync."""
+    """Returns this rank's random states, torch's and Megatron's; no sync."""
     states = {f"tracker.{k}": v.clone() for k, v in get_cuda_rng_tracker().get_states().items()}
     states["torch"] = torch.get_rng_state()
     if torch.cuda.is_available():
@@ -23,7 +23,7 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(states: Mapping[str, torch.Tensor]) -> bool:
-    """Sets what `rng_state` returned, unless another kind of device did; says whether it did."""
+    """Restores `rng_state`'s result and returns True, or False if the kind of device differs."""
     if _kinds(states) != _kinds(rng_state()):
         return False
     torch.set_rng_state(states["torch"])

@@ -1,6 +1,6 @@
-"""Reading by several threads: how many of a rank, and what they do when one fails. No torch.
+"""Threads that read files: their number, and what happens if one fails. No torch.
 
-A thread's work is reading, digesting and copying, all of which leave Python's lock to the others.
+Their work is reading, digesting and copying, all of which release Python's lock.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ LEAST_THREADS, MOST_THREADS = 4, 16
 
 
 def reading_threads(num_ranks: int = 1) -> int:
-    """Returns how many threads of a rank read at a time: its share of the cores, within bounds.
+    """Returns a rank's number of reading threads: its share of the cores, within bounds.
 
     Args:
-        num_ranks: of this host that read at the same time.
+        num_ranks: Number of ranks on this host that read at the same time.
     """
     share = len(os.sched_getaffinity(0)) // num_ranks
     return min(max(share, LEAST_THREADS), MOST_THREADS)
 
 
 def in_threads(calls: Iterable[Callable[[], object]], num_threads: int) -> None:
-    """Makes all calls, several at a time, in order.
+    """Makes all calls in several threads, begun in order.
 
     Raises:
-        Exception: of the first in order that fails; those that have not begun are not made.
+        Exception: The first in order that fails; calls that have not begun are not made.
     """
     with ThreadPoolExecutor(num_threads) as pool:
         begun = [pool.submit(call) for call in calls]

@@ -1,11 +1,11 @@
-"""Page-locked memory that is made beside training, before it is asked for.
+"""Page-locked memory that is allocated during training, before it is needed.
 
-CUDA makes page-locked memory where it is asked for, by one thread, and the process waits for half a
-second a GiB or more, most of it until the system has given it the pages. Here several threads take
-the pages of ordinary memory, and CUDA locks them afterwards.
+CUDA allocates page-locked memory in one thread, and the process waits for half a second a GiB or
+more, most of it until the system has provided the pages. Here several threads touch the pages of
+ordinary memory, and CUDA locks them afterwards.
 
 Who waits for whom: `tensor` waits for the threads; those of a second range wait for those of the
-first, which is needed sooner. Invariant: a range is unlocked before the process gives it back.
+first, which is needed sooner. Invariant: a range is unlocked before the process frees it.
 """
 
 from __future__ import annotations
@@ -27,26 +27,22 @@ _TURN = threading.Lock()  # of the range whose pages are being taken
 
 
 def threads_beside_training(num_ranks: int) -> int:
-    """Returns how many threads a rank lets move memory beside training: half of its processors.
-
-    Args:
-        num_ranks: of this host.
-    """
+    """Returns a rank's number of threads that move memory in training: half of its processors."""
     own = min((os.cpu_count() or 1) // num_ranks, len(os.sched_getaffinity(0)))
     return min(max(own // 2, LEAST_THREADS), MOST_THREADS)
 
 
 class ReservedMemory:
-    """A range of memory that threads take and lock.
+    """A range of memory whose pages threads touch and lock.
 
     Args:
-        num_bytes: of it.
-        num_threads: that take its pages.
-        lock: page-locks so many bytes at an address, on one of the threads.
-        unlock: the range at an address.
+        num_bytes: Size of the range.
+        num_threads: Number of threads that touch its pages.
+        lock: Page-locks an address and a number of bytes, on one of the threads.
+        unlock: Unlocks the range at an address.
 
     Raises:
-        OSError: the process may not have so much.
+        OSError: The process may not have so much memory.
     """
 
     def __init__(
@@ -70,17 +66,17 @@ class ReservedMemory:
         self._thread.start()
 
     def tensor(self) -> torch.Tensor | None:
-        """Returns the memory once it is page-locked; uint8. None: it cannot be."""
+        """Returns the memory, uint8, once it is page-locked; None if it cannot be."""
         self._thread.join()
         return torch.from_numpy(self._memory) if self._is_locked else None
 
     @property
     def num_taken(self) -> int:
-        """How many bytes have their pages by now."""
+        """Number of bytes that have pages so far."""
         return sum(self._taken)
 
     def _work(self) -> None:
-        """Takes the pages and locks them; the thread."""
+        """Body of the thread: touches the pages and locks them."""
         with _TURN:
             self._take()
 
@@ -103,7 +99,7 @@ class ReservedMemory:
 
 
 def _touch(chunks: Sequence[np.ndarray[Any, np.dtype[np.uint8]]], taken: list[int]) -> None:
-    """Writes to all pages, without the interpreter lock; says how many bytes have theirs."""
+    """Writes to all pages without the interpreter lock, and records the bytes that have pages."""
     for chunk in chunks:
         chunk.fill(0)
         taken.append(len(chunk))

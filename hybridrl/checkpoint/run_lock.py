@@ -1,11 +1,10 @@
-"""One run at a time in a run folder: its lock file.
+"""Lock file of a run folder: one run at a time.
 
 Two runs in one folder would overwrite each other's checkpoints and metrics. The file `run.lock`
-says which process holds the folder. Where that process can be looked up (same boot of the same
-host, same process namespace) the lock is stale once the process is gone. From elsewhere it is stale
-when its holder has not touched it for STALE_S, by the clock of the file system that it lies on, or
-when it is of an earlier start of the same Slurm job: Slurm ends a job before it starts it again.
-No torch.
+names the process that holds the folder. If that process can be looked up (same boot of the same
+host, same process namespace) the lock is stale once the process is gone. Otherwise it is stale when
+its holder has not touched it for STALE_S, by the clock of its file system, or when it is from an
+earlier start of the same Slurm job: Slurm ends a job before it starts it again. No torch.
 """
 
 from __future__ import annotations
@@ -43,17 +42,17 @@ Notify = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Holder:
-    """Which process holds a run folder.
+    """The process that holds a run folder.
 
     Args:
-        host: its name, for people.
-        pid: of the process.
-        process_start: when the process started, seconds since the epoch.
-        namespace: where its pid has a meaning: the boot and the process namespace.
-        since: when it took the folder, for people.
-        token: of this lock.
-        job: the Slurm job that it is part of, empty without one.
-        restarts: how often Slurm had started that job again.
+        host: Name of its host, for people.
+        pid: Process number.
+        process_start: Start of the process, seconds since the epoch.
+        namespace: Boot and process namespace in which `pid` is valid.
+        since: Time at which it took the folder, for people.
+        token: Identifier of this lock.
+        job: Slurm job of the process, empty without one.
+        restarts: Number of times that Slurm had restarted the job.
     """
 
     host: str
@@ -91,11 +90,7 @@ class Holder:
             return False
 
     def is_stale(self, folder: Path) -> bool:
-        """Whether the holder is gone.
-
-        Args:
-            folder: the run folder, whose file system's clock counts.
-        """
+        """Whether the holder is gone; the run folder's file system supplies the clock."""
         if self.namespace == _namespace():
             return not self._runs()
         job, restarts = _slurm_job()
@@ -105,11 +100,7 @@ class Holder:
 
 
 class RunLock:
-    """Holds a run folder for as long as it is acquired.
-
-    Args:
-        folder: the run folder.
-    """
+    """Holds a run folder from `acquire` to `release`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, folder / LOCK_FILE
@@ -117,16 +108,16 @@ class RunLock:
         self._ended = threading.Event()
 
     def acquire(self, notify: Notify) -> bool:
-        """Takes the folder, unless this object or the launcher of this process has it already.
+        """Takes the folder, unless this object or the launcher of this process holds it.
 
         Args:
-            notify: tells the user of a stale lock that is taken over.
+            notify: Reports a stale lock that is taken over.
 
         Returns:
-            Whether it was taken now, and is to be released.
+            Whether it was taken now, so that the caller must release it.
 
         Raises:
-            UserError: another run is in the folder.
+            UserError: Another run is in the folder.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         found = holder(self._folder)
@@ -159,11 +150,11 @@ class RunLock:
                 self.release()
 
     def _replace(self, found: Holder | None) -> None:
-        """Writes the file in place of a stale one, or where there is none.
+        """Writes the file if there is none, or over a stale one.
 
-        Of processes that find the same stale lock one succeeds: they take turns, and those that
-        come later find another lock. Where the file system gives no turns, the one whose file still
-        stands after a while succeeds.
+        If several processes find the same stale lock, one succeeds: they take turns, and later ones
+        find another lock. If the file system cannot lock directories, the process whose file
+        remains after SETTLE_S succeeds.
         """
         own = Holder.here()
         with _in_turn(self._folder):
@@ -189,11 +180,11 @@ class RunLock:
         self._own = own
 
     def _touch(self) -> None:
-        """Keeps the lock fresh, unless another run has taken the folder over: its lock is not ours
-        to keep.
+        """Keeps the lock fresh, unless another run has taken the folder over and the file is its
+        lock.
         """
         while not self._ended.wait(TOUCH_S):
-            # By the descriptor: another lock may get the name meanwhile.
+            # Through the descriptor: another lock may get the name meanwhile.
             with contextlib.suppress(OSError), self._file.open("rb") as file:
                 content = file.read().decode(errors="replace")
                 if self._own is None or self._own.token in content:
@@ -201,13 +192,13 @@ class RunLock:
 
     @property
     def token(self) -> str:
-        """Of the lock, for LOCK_TOKEN of the ranks that it stands for."""
+        """Token of the lock, passed to ranks in LOCK_TOKEN."""
         assert self._own is not None
         return self._own.token
 
     def check(self) -> None:
-        """Raises a UserError if another run has taken the folder over, as it may from a process
-        that was stopped for long.
+        """Raises a UserError if another run has taken the folder over, which can happen to a
+        process that was suspended for long.
         """
         found = holder(self._folder)
         wanted = os.environ.get(LOCK_TOKEN) if self._own is None else self._own.token
@@ -215,7 +206,7 @@ class RunLock:
             raise _in_use(self._folder, found)
 
     def release(self) -> None:
-        """Gives the folder back, if this object holds it."""
+        """Releases the folder if this object holds it."""
         if self._own is None:
             return
         self._ended.set()
@@ -226,7 +217,7 @@ class RunLock:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Returns who holds a run folder, be it stale; None if nobody does."""
+    """Returns the holder of a run folder, stale or not; None if there is none."""
     return _read(folder / LOCK_FILE)
 
 
@@ -257,7 +248,7 @@ def _read(file: Path) -> Holder | None:
 
 @contextlib.contextmanager
 def _in_turn(folder: Path) -> Iterator[None]:
-    """One process at a time, where the file system can lock directories."""
+    """Admits one process at a time, if the file system can lock directories."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems lock nothing
@@ -278,7 +269,7 @@ def _in_use(folder: Path, found: Holder | None) -> UserError:
 
 
 def _age_s(folder: Path) -> float:
-    """Returns how long ago the lock was touched, by the clock of its file system."""
+    """Returns the seconds since the lock was touched, by the clock of its file system."""
     probe = folder / f"{LOCK_FILE}.{secrets.token_hex(4)}"
     try:
         probe.touch()
@@ -290,14 +281,14 @@ def _age_s(folder: Path) -> float:
 
 
 def _slurm_job() -> tuple[str, int]:
-    """Returns the Slurm job of this process, empty without one, and how often it was restarted."""
+    """Returns this process's Slurm job, empty without one, and its number of restarts."""
     number, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
     cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     return f"{cluster} {number}" if number else "", int(count) if count.isdecimal() else 0
 
 
 def _namespace() -> str:
-    """Returns where process numbers of this process have a meaning."""
+    """Returns the boot and process namespace in which process numbers are valid."""
     found = []
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:

@@ -1,12 +1,12 @@
-"""How Megatron's sharded tensors are written to files and read back: with digests, and without
-pickles that could run anything.
+"""Writes and reads Megatron's sharded tensors: with digests, and without pickles that could run
+code.
 
-The files are those of Megatron's format `torch_dist`, and Megatron itself reads them. Three things
-differ from its own writer and reader. Files are written by threads of this process, one tensor
-after the other from where it lies; Megatron starts processes, and first copies all that a rank
-writes from its GPU to page-locked memory. Digests are made while writing and verified while
-reading. The index `.metadata`, a pickle, is read by an unpickler that knows the classes of an index
-and no others, because unpickling may otherwise call any function.
+The files have Megatron's format `torch_dist`, and Megatron itself reads them. Three things differ
+from its own writer and reader. Threads of this process write files, one tensor after the other from
+its own memory; Megatron starts processes, and first copies all that a rank writes from its GPU to
+page-locked memory. Digests are computed while writing and verified while reading. The index
+`.metadata`, a pickle, is read by an unpickler that allows only the classes of an index, because
+unpickling may otherwise call any function.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ from hybridrl.parallel import progress
 from hybridrl.parallel.groups import World
 
 INDEX = ".metadata"
-FILES_PER_RANK = 2  # as Megatron; each is written by a thread
-# What the index of a sharded checkpoint is made of, by module. A pickle that names anything else
-# was not written by a checkpoint's writer.
+FILES_PER_RANK = 2  # Megatron's number; one thread each
+# Classes in the index of a sharded checkpoint, by module. A pickle that names anything else was not
+# written by a checkpoint's writer.
 INDEX_CLASSES = {
     "torch": {
         "Size",
@@ -124,14 +124,13 @@ def begin_sharded(
     """Plans the files of a state in a folder; collective over the world.
 
     Args:
-        state: to write; empty on ranks that have no part of it.
-        folder: where to.
-        ranks: that have a part of it, ascending.
-        world: all ranks.
-        copies: take what is to be written, which may change afterwards; None: it is written from
-            where it lies.
-        num_files: that this rank writes at most, each by a thread. Files that are there are written
-            over in place.
+        state: State to write; empty on ranks without a part of it.
+        folder: Destination.
+        ranks: Ranks with a part of the state, ascending.
+        world: All ranks.
+        copies: Copies to write from, so that the state may change; None to write from the state.
+        num_files: Maximal number of this rank's files, one thread each. Existing files are
+            overwritten in place.
     """
     writer = _FileWriter(folder, copies, num_files)
     planned: list[Any] = []
@@ -156,18 +155,18 @@ def begin_sharded(
 
 
 class BegunFiles:
-    """The files of a state on this rank: planned, then written, then made known to all.
+    """The files of a state on this rank: planned, then written, then added to the index.
 
     Args:
-        writer: of this rank's files.
-        planned: what torch asks for at the end.
+        writer: Writer of this rank's files.
+        planned: Arguments of torch's last step.
     """
 
     def __init__(self, writer: _FileWriter, planned: tuple[Any, ...]) -> None:
         self._writer, self._planned = writer, planned
 
     def write(self) -> None:
-        """Writes the files; not collective, a thread may do it."""
+        """Writes the files; not collective, may run in a thread."""
         self._writer.write()
 
     @property
@@ -176,8 +175,8 @@ class BegunFiles:
         return self._writer.names
 
     def written(self) -> tuple[dict[str, FileEntry], Any]:
-        """Returns what the manifest says of the files that this rank has written, by name, and what
-        `make_index` is to know of them; raises what stopped it.
+        """Returns the manifest entries of this rank's files by name, and their data for
+        `make_index`; raises the error that stopped writing.
         """
         results = self._writer.retrieve_write_results()
         if isinstance(results, tuple):  # torch's form of an error
@@ -185,23 +184,23 @@ class BegunFiles:
         return self._writer.entries, results
 
     def make_index(self, results: Sequence[Any]) -> None:
-        """Writes the index from what all ranks have `written`; on rank 0, in place of `finish`."""
+        """Writes the index on rank 0 from `written` of all ranks; replaces `finish`."""
         self._writer.finish(self._planned[1], list(results))
 
     def finish(self) -> dict[str, FileEntry]:
-        """Writes the index on rank 0; collective. Returns what the manifest says of the files that
-        this rank wrote, by name.
+        """Writes the index on rank 0; returns the manifest entries of this rank's files.
+        Collective.
 
         Raises:
-            CheckpointException: some rank could not write a file.
+            CheckpointException: A rank could not write a file.
         """
         save_state_dict_async_finalize(*self._planned)
         return self._writer.entries
 
 
 def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> ShardedStateDict:
-    """Returns, on rank 0, which has no part of the state, what is no tensor of the first rank that
-    has: rank 0 writes it, as Megatron's reader expects. Elsewhere the state; collective.
+    """Returns, on a rank 0 without a part of the state, the plain values of the first rank with
+    one: rank 0 writes them, as Megatron's reader expects. Elsewhere returns the state. Collective.
     """
     own = extract_sharded_base(state)[1] if world.rank == first else None
     plain = world.broadcast_object(own, first)
@@ -209,16 +208,16 @@ def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> Sha
 
 
 class ShardedReader:
-    """Reads sharded tensors and verifies what it reads.
+    """Reads and verifies sharded tensors.
 
     Args:
-        folder: of the checkpoint.
-        part: which of its sharded parts, `policy` or `critic`.
-        manifest: of the checkpoint; one of format 1 has no digests.
-        num_threads: that read and verify, of `reading_threads`.
+        folder: Checkpoint folder.
+        part: Sharded part, `policy` or `critic`.
+        manifest: Manifest of the checkpoint; format 1 has no digests.
+        num_threads: Number of threads that read and verify; see `reading_threads`.
 
     Raises:
-        CheckpointError: the index is damaged.
+        CheckpointError: The index is damaged.
     """
 
     def __init__(self, folder: Path, part: str, manifest: Manifest, num_threads: int) -> None:
@@ -226,11 +225,11 @@ class ShardedReader:
         self._reader = _FileReader(folder, part, manifest, index, num_threads)
 
     def load(self, asked: ShardedStateDict) -> StateDict:
-        """Reads what a state asks for: Megatron's TorchDistLoadShardedStrategy.load (0.16.1, 0.19)
-        over our reader.
+        """Fills a state's tensors: Megatron's TorchDistLoadShardedStrategy.load (0.16.1, 0.19) with
+        our reader.
 
         Raises:
-            CheckpointError: on all ranks, naming a file that is damaged.
+            CheckpointError: A file is damaged; raised on all ranks.
         """
         tensors = [x for x in nested_values(asked) if isinstance(x, ShardedTensor)]
         for tensor in tensors:
@@ -254,7 +253,7 @@ class ShardedReader:
 
 
 class _FileWriter(FileSystemWriter):
-    """What Megatron's FileSystemWriterAsync is for a save that is waited for."""
+    """Replaces Megatron's FileSystemWriterAsync in a synchronous save."""
 
     can_run_decentralized_global_plan = True
 
@@ -266,23 +265,23 @@ class _FileWriter(FileSystemWriter):
     ) -> None:
         super().__init__(folder)
         self.entries: dict[str, FileEntry] = {}
-        self.plain: dict[str, bytes] = {}  # content of files beside those of tensors
+        self.plain: dict[str, bytes] = {}  # content of files without tensors
         self._copies, self._num_files = copies, num_files
         self._buckets: list[tuple[str, _Bucket]] = []
         self._results: Any = []
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the files lie; a text, since the index names no other classes than its own."""
+        """Folder of the files, as a string: the index allows no class of paths."""
         return str(self.path)
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Names this rank's files after it."""
+        """Prefixes the names of this rank's files with its rank."""
         prefix = _StoragePrefix(f"__{torch.distributed.get_rank()}_")
         return replace(local_plan, storage_data=prefix)
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
-        """Shares the plan's tensors out over this rank's files."""
+        """Divides the plan's tensors among this rank's files."""
         for bucket in _split_by_size_and_type(self._num_files, plan.items):
             content = [(item, self._resolved(item, planner)) for item in bucket]
             if content:
@@ -321,7 +320,7 @@ class _FileWriter(FileSystemWriter):
         path = os.path.join(self.path, name)
         with without_crc32, open(path, "wb", buffering=0, opener=without_truncating) as stream:
             file = DigestingFile(stream)
-            while content:  # what is written is given up
+            while content:  # frees what is written
                 item, data = content.pop(0)
                 if item.type == WriteItemType.BYTE_IO:
                     file.write(data.getbuffer())
@@ -337,12 +336,12 @@ class _FileWriter(FileSystemWriter):
         return results
 
     def retrieve_write_results(self) -> Any:
-        """Returns what was written, or the error that stopped it, as torch passes errors on."""
+        """Returns the results, or the error that stopped writing in torch's form."""
         return self._results
 
 
 class _FileReader(FileSystemReader):
-    """Reads tensors and verifies them; has the index already."""
+    """Reads and verifies tensors with an index that is already loaded."""
 
     def __init__(
         self, folder: Path, part: str, manifest: Manifest, index: Metadata, num_threads: int
@@ -356,12 +355,12 @@ class _FileReader(FileSystemReader):
         return self._index
 
     def has_shape_of(self, tensor: ShardedTensor) -> bool:
-        """Whether the files have a tensor, over all ranks, in the shape that is asked for."""
+        """Whether the files have a tensor with the requested global shape."""
         found = self._index.state_dict_metadata.get(tensor.key)
         return isinstance(found, TensorStorageMetadata) and found.size == tensor.global_shape
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads each tensor that is asked for once, several at a time, in order of place."""
+        """Reads each requested tensor once, in threads, in order of place."""
         asked: dict[tuple[str, int], list[ReadItem]] = {}
         for item in plan.items:
             place: _StorageInfo = self.storage_data[item.storage_index]
@@ -375,7 +374,7 @@ class _FileReader(FileSystemReader):
         return found
 
     def _read(self, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        """Reads one tensor, verifies it and hands out the parts that are asked for."""
+        """Reads and verifies one tensor, and fills the requested parts."""
         place: _StorageInfo = self.storage_data[items[0].storage_index]
         file = self._folder / self._part / place.relative_path
         entry = self._manifest.files.get(f"{self._part}/{place.relative_path}")
@@ -402,13 +401,13 @@ class _FileReader(FileSystemReader):
 
 
 def _wait_for_device() -> None:
-    """Returns when a GPU has done all that was begun: threads have streams of their own."""
+    """Waits until the GPU has finished all work: each thread has its own stream."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Makes a tensor's GPU this thread's: threads begin with the first one of all."""
+    """Selects a tensor's GPU for this thread: new threads begin with GPU 0."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -422,20 +421,20 @@ def _read_tensor(
 ) -> torch.Tensor:
     """Reads and verifies one tensor of a sharded file.
 
-    Where torch says at which byte its data lie, they are read once, straight to their place, or to
-    a GPU through a little of the host's memory.
+    If torch reports the offset of its data, they are read once, directly to their destination, or
+    to a GPU through a little host memory.
 
     Args:
-        file: for errors.
-        handle: of the file, without a buffer.
-        part: the file as if it held this tensor alone.
-        place: the range of bytes that holds the tensor as torch.save wrote it.
-        piece: the same with its digest; None: the checkpoint has no digests.
-        target: where the tensor may be read to, if it is of its shape and type.
+        file: Path, for errors.
+        handle: Unbuffered file.
+        part: View of the file that holds only this tensor.
+        place: Byte range of the tensor in torch.save's format.
+        piece: The same range with its digest; None if the checkpoint has no digests.
+        target: Destination, used if shape and type match.
     """
     try:
         described = torch.load(part, map_location="meta", weights_only=True)
-    except Exception as error:  # of damaged bytes torch.load raises nearly anything
+    except Exception as error:  # torch.load raises nearly anything for damaged bytes
         if piece is not None:
             verify_piece(file, handle, piece)
         first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
@@ -460,7 +459,7 @@ def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
     """Reads and verifies the index of a sharded part; calls nothing that a pickle may name.
 
     Raises:
-        CheckpointError: it is missing, damaged, or is no index.
+        CheckpointError: The index is missing, damaged or malformed.
     """
     content = read_listed(folder, f"{part}/{INDEX}", manifest)
     file = folder / part / INDEX
@@ -496,13 +495,11 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def enum_member(of: Any, name: str) -> Any:
-    """Returns a member of an enum: Python 3.11.0 to 3.11.3 pickle them as calls of getattr."""
+    """Returns an enum's member: Python 3.11.0 to 3.11.3 pickle members as calls of getattr."""
     return of.__members__[name]
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """Returns what a rank met, of an error in which torch tells all ranks what each met; a user's
-    error before any other.
-    """
+    """Returns the first rank's error in torch's collected one; a user's error takes precedence."""
     met = [failure for failure, _ in (error.failures[rank] for rank in sorted(error.failures))]
     return next((one for one in met if isinstance(one, CheckpointError)), met[0] if met else error)

@@ -139,7 +139,7 @@ class BegunCheckpoint:
             yield agreement
 
     def write(self) -> None:
-        """Writes this rank's files, from copies; `complete` tells of errors."""
+        """Writes this rank's files, from copies; `complete` raises errors."""
         for begun in self._begun.values():
             begun.write()
 
@@ -191,14 +191,10 @@ def write_checkpoint(
     files: ModelFiles,
     layout: str = "",
 ) -> None:
-    """Writes a checkpoint folder of no run; it has its name only when it is complete. Collective.
-
-    Args:
-        folder: to write; one that is there already is replaced.
-        world, models, state, files, layout: as of `BegunCheckpoint` and `Content`.
+    """Writes a checkpoint that belongs to no run; see `BegunCheckpoint` and `Content`. Collective.
 
     Raises:
-        CheckpointError: a file could not be written; nothing is left of the attempt.
+        CheckpointError: A file could not be written; nothing is left of the attempt.
     """
     checkpoint = BegunCheckpoint(folder, world, Content(models, state, files, layout=layout))
     checkpoint.begin()
@@ -206,7 +202,7 @@ def write_checkpoint(
 
 
 def _seal(partial: Path, folder: Path, manifest: Manifest) -> None:
-    """Lists the files of rank 0 too, makes all durable and gives the folder its name."""
+    """Adds rank 0's files to the manifest, makes all durable and names the folder."""
     files = dict(manifest.files)
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
         name = path.relative_to(partial).as_posix()
@@ -219,12 +215,7 @@ def _seal(partial: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def give_name(partial: Path, folder: Path) -> None:
-    """Gives a checkpoint its name once all its files are durable, in place of one that has it.
-
-    Args:
-        partial: the folder that was written.
-        folder: what it is called from now on.
-    """
+    """Makes a written folder durable and gives it its name, replacing a checkpoint of that name."""
     for path in (partial / MANIFEST, partial / MANIFEST_DIGEST, *_folders(partial)):
         _make_durable(path)
     replaced = folder.with_name(folder.name + REPLACED)
@@ -248,12 +239,7 @@ def _make_durable(path: Path) -> None:
 
 
 def remove_leftovers(root: Path, name: str) -> None:
-    """Removes what earlier attempts to write checkpoints have left.
-
-    Args:
-        root: the folder of checkpoints.
-        name: of a checkpoint, or a pattern of names.
-    """
+    """Removes the remains of earlier attempts to write the checkpoints that match `name`."""
     put_back_replaced(root)
     for ending in (PARTIAL, REPLACED):
         for path in root.glob(name + ending):
