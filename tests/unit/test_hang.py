@@ -179,6 +179,11 @@ def test_a_send_and_its_receive_are_one_slow_operation() -> None:
     hang = found(beats(r0=inside, r1=inside, r2=waiting, r3=waiting))
     assert hang is not None and hang.suspects == [0, 1]
     assert hang.message.startswith("a send with its receive is slow: ranks 0-1 have been inside")
+    # One of them came a beat later, and does not stand still yet.
+    later = {**inside, "idle_s": 23.0}
+    hang = found(beats(r0=inside, r1=later, r2=waiting, r3=waiting))
+    assert hang is not None and hang.suspects == [0, 1], hang
+    assert hang.message.startswith("a send with its receive is slow: ranks 0-1 have been inside")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ Nothing ends a run here: what is found is told. `run.stall_timeout_s` bounds suc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -196,7 +197,10 @@ def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
                 of = f" of {tensors}" if tensors else ""
                 name = f"a send{of} between ranks {ends[0]} and {ends[1]}, group {call.group},"
                 found[name] = ends
-    unrecorded = sorted(rank for rank in still if _is_in_unrecorded(beats[rank]))
+    idle_s = {rank: beat.idle_s for rank, beat in enumerate(beats) if _is_in_unrecorded(beat)}
+    longest_s = max((idle_s[rank] for rank in still & idle_s.keys()), default=math.inf)
+    # A peer that came a beat later does not stand still yet: half the time is enough to count it.
+    unrecorded = [rank for rank, one_s in idle_s.items() if one_s > longest_s / 2]
     if len(unrecorded) > 1:
         found["a send with its receive"] = unrecorded
     return found
