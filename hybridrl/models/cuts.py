@@ -1,4 +1,4 @@
-"""Which slices of a table row's HF tensors one tensor-parallel rank holds, and in which order.
+"""Cuts of a table row's HF tensors: the slices that one tensor-parallel rank holds, in order.
 
 Owns the cut of a row for Megatron and for engines with fused projections, and the refusal of sizes
 that do not divide. weights.py says which rows a rank holds and under which names. Pure data, no

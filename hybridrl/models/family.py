@@ -1,4 +1,4 @@
-"""What a model family is: an HF config read into sizes, Megatron keywords and a weight table.
+"""Model families: an HF config read into sizes, Megatron keywords and a weight table.
 
 Owns the types `ModelShape`, `Row` and `Family` and the choice of a family for a model. Builds
 nothing: build.py makes the Megatron model, weights.py turns rows into the rectangles that a rank
@@ -28,23 +28,22 @@ VOCAB_MULTIPLE = 128
 CAUSAL = "ForCausalLM"  # the end of most architectures' names
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
-# Ends of the names of HF tensors that are float32 beside weights of any type, as in transformers
-# (`_keep_in_fp32_modules_strict`), Megatron and engines: a step of a router's bias is lost in 16
-# bit.
+# Suffixes of HF tensors that stay float32 for weights of any type, as in transformers
+# (`_keep_in_fp32_modules_strict`), Megatron and engines: 16 bits lose a step of a router's bias.
 KEPT_IN_FP32 = ("e_score_correction_bias",)
 
 
 @dataclass(frozen=True)
 class MoeShape:
-    """The sizes of a decoder's mixtures of experts.
+    """Sizes of a decoder's mixtures of experts.
 
     Args:
-        num_experts: experts of one layer.
-        experts_per_token: how many of them compute with a token.
-        expert_ffn_size: width of one expert, a gated feed-forward layer.
-        shared_ffn_size: width of the experts that compute with every token; 0: there are none.
-        dense_layers: layers whose feed-forward layer is plain, of width `ModelShape.ffn_size`.
-        has_bias: whether a bias takes part in the choice of experts, not in their weights.
+        num_experts: Number of experts in one layer.
+        experts_per_token: Number of experts that compute each token.
+        expert_ffn_size: Width of one expert, a gated feed-forward layer.
+        shared_ffn_size: Width of the experts that compute every token; 0 for none.
+        dense_layers: Layers with a plain feed-forward layer, of width `ModelShape.ffn_size`.
+        has_bias: Whether a bias affects the choice of experts, but not their weights.
     """
 
     num_experts: int
@@ -57,14 +56,14 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class LatentShape:
-    """The sizes of multi-head latent attention.
+    """Sizes of multi-head latent attention.
 
     Args:
-        query_rank: size of the latent that queries are made of; 0: they are made of the input.
-        key_value_rank: of the latent that keys and values are made of.
-        plain_dim: of the part of a head's query and key that has no positions.
-        rotary_dim: of the part that has; the key's is one for all heads.
-        value_dim: of a head's value.
+        query_rank: Size of the latent for queries; 0 if they are computed from the input.
+        key_value_rank: Size of the latent for keys and values.
+        plain_dim: Size of the part of a head's query and key without positions.
+        rotary_dim: Size of the part with positions; all heads share the key's.
+        value_dim: Size of a head's value.
     """
 
     query_rank: int
@@ -75,30 +74,30 @@ class LatentShape:
 
     @property
     def query_dim(self) -> int:
-        """Size of a head's query, and key."""
+        """Size of a head's query and key."""
         return self.plain_dim + self.rotary_dim
 
     @property
     def cached_dim(self) -> int:
-        """What an engine caches of a token and layer, whatever the number of heads."""
+        """Elements that an engine caches for a token and layer, for any number of heads."""
         return self.key_value_rank + self.rotary_dim
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """How a model's rotary positions turn (rotary_positions.py has the mathematics).
+    """Rotary positions of a model (rotary_positions.py has the mathematics).
 
     Args:
-        base: of the frequencies.
-        kind: of their scaling: default (none), linear, llama3, yarn or longrope.
-        factor: by how much the context grew.
-        original_length: positions before it grew; of llama3, yarn and longrope.
-        low, high: turns over the original length below which frequencies are divided by the factor,
+        base: Base of the frequencies.
+        kind: Scaling of the frequencies: default (none), linear, llama3, yarn or longrope.
+        factor: Ratio of the new to the original context length.
+        original_length: Original context length; for llama3, yarn and longrope.
+        low, high: Turns over the original length below which frequencies are divided by the factor,
             and above which they are kept.
-        share: of a head's dimensions that turn.
-        divisors: of each pair's frequency; of longrope.
-        mscale, mscale_all_dim: of YaRN's magnitude; 0 leaves `mscale_all_dim` out.
-        local: how they turn in windowed layers (Gemma 3); None: as in the others.
+        share: Share of a head's dimensions that rotate.
+        divisors: Divisor of each pair's frequency; for longrope.
+        mscale, mscale_all_dim: Coefficients of YaRN's magnitude; 0 leaves `mscale_all_dim` out.
+        local: Positions of windowed layers (Gemma 3); None if they equal the others.
     """
 
     base: float
@@ -115,7 +114,7 @@ class Rotary:
 
     @property
     def magnitude(self) -> float:
-        """What sines and cosines are multiplied by."""
+        """Factor of sines and cosines."""
         if self.kind == "longrope":  # Ding et al. 2024, "LongRoPE", as Phi-3 has it
             return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
         if self.kind != "yarn":
@@ -124,7 +123,7 @@ class Rotary:
 
     @property
     def magnitude_of_all(self) -> float:
-        """What latent attention multiplies queries and keys by, beside it."""
+        """Additional factor of queries and keys in latent attention."""
         return self._yarn_magnitude(self.mscale_all_dim) if self.kind == "yarn" else 1.0
 
     def _yarn_magnitude(self, mscale: float) -> float:
@@ -134,13 +133,13 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Scales:
-    """Numbers that a model multiplies by beside its weights.
+    """Constant factors of a model.
 
     Args:
-        embedding: times the embeddings.
-        residual: times what attention and the feed-forward layer add to the stream.
-        logits: divides them.
-        is_rounded: whether the embeddings' number is rounded to their type first (Gemma).
+        embedding: Factor of the embeddings.
+        residual: Factor of the outputs of attention and feed-forward layers before they are added.
+        logits: Divisor of the logits.
+        is_rounded: Whether the embeddings' factor is rounded to their type first (Gemma).
     """
 
     embedding: float = 1.0
@@ -151,29 +150,29 @@ class Scales:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a decoder, as its HF config states them.
+    """Sizes of a decoder, from its HF config.
 
     Args:
-        head_dim: size of one attention head, not necessarily `hidden_size / num_heads`; with latent
-            attention of its query and key.
-        ffn_size: width of the gated feed-forward layer, in the layers that have one.
-        tied_embeddings: whether the output layer is the embedding (HF stores no `lm_head.weight`).
-        qkv_bias: whether the query, key and value projections have biases.
-        qk_norm: whether queries and keys are normalised per head.
-        linear_bias: whether every linear layer of a decoder layer has a bias.
-        moe: sizes of the experts; None: all layers are dense.
-        latent: sizes of latent attention; None: attention is grouped-query.
-        window: positions that a query of a windowed layer attends to, its own with them; None: no
+        head_dim: Size of one attention head, not necessarily `hidden_size / num_heads`; with latent
+            attention, of its query and key.
+        ffn_size: Width of the gated feed-forward layer, in the layers that have one.
+        tied_embeddings: Whether the output layer is the embedding (HF stores no `lm_head.weight`).
+        qkv_bias: Whether the query, key and value projections have biases.
+        qk_norm: Whether queries and keys are normalised per head.
+        linear_bias: Whether every linear layer of a decoder layer has a bias.
+        moe: Sizes of the experts; None if all layers are dense.
+        latent: Sizes of latent attention; None for grouped-query attention.
+        window: Positions that a query of a windowed layer attends to, including itself; None if no
             layer is windowed.
-        num_whole_layers: Layers without a window, where others have one.
-        norms_after: whether norms come after attention and the feed-forward layer: "no", "only" or
+        num_whole_layers: Number of layers without a window, if others have one.
+        norms_after: Whether norms follow attention and the feed-forward layer: "no", "only" or
             "also".
-        whole_qk_norm: whether queries and keys are normalised over all heads together.
-        centered_norms: whether norms multiply by 1 + their weight.
-        activation: of the gated feed-forward layer; gelu_tanh is GELU's approximation by tanh.
-        attention_cap: bound c of scaled products of queries and keys, which become
-            c tanh(product / c); 0: none.
-        logits_cap: the same of logits, before a temperature divides them.
+        whole_qk_norm: Whether queries and keys are normalised over all heads together.
+        centered_norms: Whether norms multiply by 1 + their weight.
+        activation: Activation of the gated feed-forward layer; gelu_tanh approximates GELU by tanh.
+        attention_cap: Bound c of scaled products of queries and keys, which become c tanh(product /
+            c); 0 for none.
+        logits_cap: The same bound of logits, before a temperature divides them.
     """
 
     num_layers: int
@@ -200,7 +199,9 @@ class ModelShape:
 
     @property
     def torch_only(self) -> str:
-        """What transformer-engine's layers are not known to compute, in words; empty: nothing."""
+        """Features that transformer-engine's layers are not known to compute, in words; empty if
+        none.
+        """
         if self.attention_cap:
             return "it has a soft cap of products of queries and keys"
         if self.centered_norms or self.activation != "silu":
@@ -210,21 +211,21 @@ class ModelShape:
         return "" if self.window is None else f"it attends within {self.window} positions"
 
     def has_experts(self, layer: int) -> bool:
-        """Returns whether the feed-forward layer of `layer` is a mixture of experts."""
+        """Whether the feed-forward layer of `layer` is a mixture of experts."""
         return self.moe is not None and layer not in self.moe.dense_layers
 
     @property
     def latent_dim(self) -> int | None:
-        """Returns what latent attention caches of a token and layer; None: attention is another."""
+        """Elements that latent attention caches for a token and layer; None for other attention."""
         return None if self.latent is None else self.latent.cached_dim
 
     @property
     def value_dim(self) -> int:
-        """Returns the size of an attention head's value."""
+        """Size of an attention head's value."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     def cached_elements(self, tp: int) -> int:
-        """Returns the elements that one of `tp` ranks of an engine caches of a token and layer."""
+        """Returns the elements that one of an engine's `tp` ranks caches for a token and layer."""
         if self.latent is not None:
             return self.latent.cached_dim  # the same on every rank
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # repeated where ranks are more
@@ -241,28 +242,28 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a weight table: a Megatron parameter and the HF tensors that it is made of.
+    """One line of a weight table: a Megatron parameter and its HF tensors.
 
     Args:
-        megatron: name of the Megatron parameter; `{L}` is the layer's index within its chunk, `{E}`
+        megatron: Name of the Megatron parameter; `{L}` is the layer's index within its chunk, `{E}`
             the expert's index among those of its rank.
-        parts: names of the HF tensors in Megatron's order; `{L}` is the global layer index, `{E}`
-            the global expert index. A name that occurs several times is one HF tensor, whose rows
-            are those of its parts, one part after the other.
-        shapes: shapes of the HF tensors, or of such parts.
-        kind: how tensor parallelism cuts the parameter; expert tensor parallelism where it is of
-            an expert.
-            `replicated`: every rank holds all of it, of several parts one after the other.
+        parts: Names of the HF tensors in Megatron's order; `{L}` is the global layer index, `{E}`
+            the global expert index. A repeated name is one HF tensor, whose rows are those of its
+            parts, one part after the other.
+        shapes: Shapes of the HF tensors, or of such parts.
+        kind: Cut of the parameter by tensor parallelism, or by expert tensor parallelism for an
+            expert.
+            `replicated`: every rank holds all of it, several parts one after the other.
             `column`: dim 0 is cut evenly.
             `heads`, `kv_heads`: the same, and no cut falls inside a head of queries, or of keys.
             `row`: dim 1 is cut evenly.
             `vocab`: dim 0 is padded (`ModelShape.padded_vocab`), then cut evenly.
             `gate_up`: every part is cut evenly along dim 0; a rank stacks its pieces.
             `qkv`: the rows of the three parts are interleaved per key-value head (its query heads,
-            its key, its value), then cut evenly, also where a cut falls inside a head's group.
-        stage: which pipeline stage holds it: the first, the last, or the one that owns the layer.
-        num_experts: the row stands for a parameter of each of so many experts; 0: of none.
-        layers: global indices of the layers that have the parameter; None: all.
+            its key, its value), then cut evenly, even if a cut falls inside a head's group.
+        stage: Pipeline stage that holds it: the first, the last, or the one that owns the layer.
+        num_experts: Number of experts that each have such a parameter; 0 for other parameters.
+        layers: Global indices of the layers that have the parameter; None for all.
     """
 
     megatron: str
@@ -274,7 +275,7 @@ class Row:
     layers: tuple[int, ...] | None = None
 
     def layers_of(self, shape: ModelShape) -> Sequence[int]:
-        """Returns the layers that have the parameter; one, 0, for a parameter of no layer."""
+        """Returns the layers that have the parameter; only 0 for a parameter outside layers."""
         if self.layers is not None:
             return self.layers
         return range(shape.num_layers if self.stage == "layer" else 1)
@@ -285,24 +286,23 @@ class Family:
     """Everything that hybridrl knows about one kind of model.
 
     Args:
-        name: short name, as in `model.family`; for HF models also their `model_type`.
+        name: Short name, as in `model.family`; for HF models also their `model_type`.
         architectures: HF `architectures` entries that the family describes.
-        shape: reads the sizes out of an HF config; raises ModelError for what is not supported.
-        transformer_config: keywords of Megatron's TransformerConfig that the model fixes, but for
-            `activation_func`, a torch function, which build.py sets by `ModelShape.activation`.
-        model_keywords: keywords of Megatron's GPTModel for positions: rotary embedding, longest
+        shape: Reads the sizes from an HF config; raises ModelError for unsupported ones.
+        transformer_config: Keywords of Megatron's TransformerConfig that the model fixes, except
+            `activation_func`, a torch function, which build.py sets from `ModelShape.activation`.
+        model_keywords: Keywords of Megatron's GPTModel for positions: rotary embedding, longest
             sequence; and for build.py `rotary`, a Rotary, and `scales`, Scales.
-        rows: the weight table.
-        layer_spec: makes a layer's Megatron ModuleSpec, for families other than llama-shaped ones.
-        config_keys: keys of config.json that the functions above answer for: they follow them, or
-            raise ModelError where they do not. By default those of families/decoder.py's functions.
-            Other keys are refused unless config_keys.py says that they change no numbers.
-        stated: keys of config.json, each with what the architecture means where it is absent, which
-            engines have to be told.
-        extra_inputs: Makes what the model reads beside tokens, a models/inputs.py `ExtraInputs`;
-            None: nothing.
-        is_served_fused: whether engines with fused parameters have code of their own for it; else
-            they run transformers' code, whose parameters are others.
+        rows: The weight table.
+        layer_spec: Makes a layer's Megatron ModuleSpec, for families not shaped like llama.
+        config_keys: Keys of config.json that the functions above follow, or refuse with ModelError.
+            The default is those of families/decoder.py's functions. Other keys are refused unless
+            config_keys.py says that they change no numbers.
+        stated: Keys of config.json that engines need, with the architecture's defaults.
+        extra_inputs: Makes the model's inputs besides tokens, a models/inputs.py `ExtraInputs`;
+            None if it has no others.
+        is_served_fused: Whether engines with fused parameters have native code for it; otherwise
+            they run transformers' code, which has other parameters.
     """
 
     name: str
@@ -318,17 +318,17 @@ class Family:
     extra_inputs: Callable[[HfConfig], Any] | None = None
 
     def for_engines(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Returns a config.json with what the architecture means where a key is absent, or null."""
+        """Returns a config.json in which absent or null keys have the architecture's defaults."""
         given = {key: value for key, value in hf_config.items() if value is not None}
         return {**hf_config, **self.stated, **given}
 
 
 def bias_rule(rate: float, family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields the violation if experts without a bias shall be balanced by it.
+    """Yields a violation if balancing needs a bias that the experts lack.
 
     Args:
         rate: `train.moe.bias_update_rate`.
-        family, shape: of the policy.
+        family, shape: Family and sizes of the policy.
     """
     if rate and shape.moe is not None and not shape.moe.has_bias:
         allowed = f"0 with family {family.name}, whose routers have no bias"
@@ -336,22 +336,22 @@ def bias_rule(rate: float, family: Family, shape: ModelShape) -> Iterator[UserEr
 
 
 def is_kept_in_fp32(hf_name: str) -> bool:
-    """Returns whether an HF tensor is float32, one dimension, whatever the model's type."""
+    """Returns whether an HF tensor, of one dimension, is float32 for any model type."""
     return hf_name.endswith(KEPT_IN_FP32)
 
 
 def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShape]:
     """Returns a model's family and sizes, once the family is known to describe it in full.
 
-    `hybridrl plan`, the parent of a run and its ranks all judge a model here, so that none finds
-    what the others do not.
+    `hybridrl plan`, the parent of a run and its ranks all judge a model here, so that all find the
+    same faults.
 
     Args:
-        name: as of `resolve_family`.
-        hf_config: the content of the model's config.json.
+        name: See `resolve_family`.
+        hf_config: Content of the model's config.json.
 
     Raises:
-        ModelError: no family describes it, or a key has a value that the family does not offer.
+        ModelError: No family describes it, or the family does not support a key's value.
     """
     family = resolve_family(name, hf_config)
     model_type = hf_config.get("model_type")
@@ -373,14 +373,14 @@ def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShap
 
 
 def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
-    """Returns the family called `name`; where it is None, the one that describes `hf_config`.
+    """Returns the family called `name`, or if it is None the one that describes `hf_config`.
 
     Args:
-        name: a key of FAMILIES, a dotted path `package.module:ATTRIBUTE` to a Family, or None.
-        hf_config: the content of the model's config.json.
+        name: A key of FAMILIES, a dotted path `package.module:ATTRIBUTE` to a Family, or None.
+        hf_config: Content of the model's config.json.
 
     Raises:
-        ModelError: no such family, or the family does not describe this model's architecture.
+        ModelError: No such family, or the family does not describe this model's architecture.
     """
     architectures = _architectures(hf_config)
     if name is None:
@@ -441,8 +441,8 @@ def _architectures(hf_config: HfConfig) -> tuple[str, ...]:
 
 
 def _bodies(architectures: tuple[str, ...]) -> set[str]:
-    """Returns the causal language models whose decoder these have: a sequence classifier, as which
-    reward models are exported, is one with another head.
+    """Returns the causal language models with the same decoder: a sequence classifier, the export
+    format of reward models, is such a model with another head.
     """
     return {name.replace("ForSequenceClassification", "ForCausalLM") for name in architectures}
 

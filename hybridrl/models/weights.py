@@ -1,9 +1,9 @@
-"""Where every rectangle of every HF tensor lies on a rank: weight tables turned into layouts.
+"""Layouts of weights: the place of every rectangle of every HF tensor on a rank.
 
-The HF checkpoint's tensors are the canonical coordinates. A layout lists, for one rank, which
-rectangle of which HF tensor lies in which rectangle of which local tensor, so that import, export
-and resharding are one operation: rectangle intersection. Pure data, no torch. Invariant: regions
-and padding of a layout tile each of its local tensors exactly (`check_layout` proves it).
+The HF checkpoint's tensors are the canonical coordinates. A layout maps, for one rank, rectangles
+of HF tensors to rectangles of local tensors, so that import, export and resharding are one
+operation: rectangle intersection. Pure data, no torch. Invariant: regions and padding of a layout
+tile each of its local tensors exactly (`check_layout` proves it).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Head = Literal["lm", "value"]
 """What a model ends in: log-probabilities over the vocabulary, or one value a token."""
 
 VALUE_HEAD = "score.weight"  # the HF tensor of a value head
-EXPERTS = ".mlp.experts."  # in the name of every local tensor that is cut and dealt as experts are
+EXPERTS = ".mlp.experts."  # in the name of every local tensor of experts
 # Parameter names where transformer-engine fuses a norm into the linear layer that follows it.
 _LAYER = "decoder.layers.{L}."
 # Norms before a mixture of experts and before latent attention stand alone: several layers read
@@ -43,14 +43,7 @@ GROUPED_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A rectangle of an HF tensor and the equally large rectangle of a local tensor that holds it.
-
-    Args:
-        hf: name of the HF tensor.
-        hf_box: half-open (start, stop) along each of its dims.
-        local: name of the local tensor.
-        local_box: half-open (start, stop) along each of the local tensor's dims.
-    """
+    """A rectangle of an HF tensor and the equally large rectangle of its local tensor."""
 
     hf: str
     hf_box: Box
@@ -60,13 +53,13 @@ class Region:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Every local tensor of one rank, and what of the HF checkpoint it holds.
+    """Every local tensor of one rank, and its content in the HF checkpoint.
 
     Args:
-        regions: the rectangles that have an HF counterpart.
-        shapes: shape of each local tensor.
-        padding: (local name, box) of the elements that have none, as rows that pad a vocabulary, or
-            whose counterpart another rank gives.
+        regions: Rectangles with an HF counterpart.
+        shapes: Shape of each local tensor.
+        padding: (local name, box) of elements without one, such as rows that pad a vocabulary, or
+            with one that another rank supplies.
     """
 
     regions: tuple[Region, ...]
@@ -81,7 +74,7 @@ NOTHING = RankLayout((), {})
 def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str, Shape]:
     """Returns the shape of every HF tensor of the model.
 
-    With head="value" of the critic's: no `lm_head.weight`, instead `score.weight`.
+    With head="value", `score.weight` replaces `lm_head.weight`.
     """
     shapes: dict[str, Shape] = {}
     for row in _rows(family, shape, head):
@@ -101,25 +94,24 @@ def megatron_layout(
     te: bool = False,
     grouped: bool = False,
 ) -> RankLayout:
-    """Returns what `rank` of a Megatron model holds.
+    """Returns the layout of `rank` of a Megatron model.
 
     Local names are `CHUNK/PARAMETER`: the virtual pipeline chunk, then Megatron's parameter name,
     whose layer index is local to the chunk. With tied embeddings and several pipeline stages the
-    last stage holds its own copy of the embedding, `output_layer.weight`.
+    last stage holds a copy of the embedding, `output_layer.weight`.
 
     Args:
-        family: whose table is read.
-        shape: sizes of the model.
-        layout: the training layout.
-        rank: global rank.
-        head: "lm", the vocabulary head; "value", a critic, whose `output_layer.weight` of shape
-            (1, hidden) is HF's `score.weight`.
-        te: whether norms are parameters of the linear layers after them, as transformer-engine has
-            them.
-        grouped: whether the experts of a rank are one module, as transformer-engine has them.
+        family: Source of the weight table.
+        shape: Sizes of the model.
+        layout: The training layout.
+        rank: Global rank.
+        head: "lm", the vocabulary head; "value", a critic, whose `output_layer.weight` of shape (1,
+            hidden) is HF's `score.weight`.
+        te: Whether norms are parameters of the linear layers after them, as in transformer-engine.
+        grouped: Whether the experts of a rank are one module, as in transformer-engine.
 
     Raises:
-        ModelError: the model cannot be cut this way; names the parameter.
+        ModelError: The model cannot be cut this way; names the parameter.
     """
     where = layout.coordinates(rank)
     _check_division(shape, layout)
@@ -159,8 +151,8 @@ def megatron_layouts(
     te: bool = False,
     grouped: bool = False,
 ) -> list[RankLayout]:
-    """Returns what each rank of a Megatron model holds; ranks that hold the same, as data- and
-    context-parallel ones of a dense model do, share an object.
+    """Returns the layout of each rank of a Megatron model. Equal ranks, such as data- and
+    context-parallel ones of a dense model, share an object.
     """
     found: dict[tuple[int, ...], RankLayout] = {}
     ranks = []
@@ -177,7 +169,7 @@ def megatron_layouts(
 
 
 def hf_layout(shapes: Mapping[str, Shape]) -> RankLayout:
-    """Returns the layout that holds the HF tensors themselves, whole, under their own names."""
+    """Returns the layout of the whole HF tensors under their own names."""
     boxes = {name: whole(shape) for name, shape in shapes.items()}
     regions = tuple(Region(name, box, name, box) for name, box in boxes.items())
     return RankLayout(regions, dict(shapes))
@@ -186,23 +178,22 @@ def hf_layout(shapes: Mapping[str, Shape]) -> RankLayout:
 def fused_layout(
     family: Family, shape: ModelShape, tp: int, tp_rank: int, ep: int = 1
 ) -> RankLayout:
-    """Returns what one tensor-parallel rank of an engine with fused projections holds.
+    """Returns the layout of one tensor-parallel rank of an engine with fused projections.
 
     Names and order are vLLM's. `qkv_proj` is [queries; keys; values] of the rank's heads, with
-    key-value heads repeated where `tp` exceeds them; `gate_up_proj` is [gate; up];
-    `fused_qkv_a_proj` the projection down to [queries; keys and values]; vocabularies are
-    padded to a multiple of 64; tied models hold no `lm_head`. Of an engine's tensor that stacks the
-    rank's experts each is a local tensor, `<parameter>/<index on the rank>`: of `w13_weight` [gate;
-    up], of `w2_weight` down.
+    key-value heads repeated if `tp` exceeds them; `gate_up_proj` is [gate; up]; `fused_qkv_a_proj`
+    the projection down to [queries; keys and values]; vocabularies are padded to a multiple of 64;
+    tied models hold no `lm_head`. Each expert in an engine's stacked tensor is a local tensor,
+    `<parameter>/<index on the rank>`: [gate; up] in `w13_weight`, down in `w2_weight`.
 
     Args:
-        family: whose table is read.
-        shape: sizes of the model.
-        tp, tp_rank: into how many parts the engine is cut, and which.
-        ep: into how many parts the experts of a layer are dealt; each is cut into `tp / ep`.
+        family: Source of the weight table.
+        shape: Sizes of the model.
+        tp, tp_rank: Number of parts of the engine, and index of the part.
+        ep: Number of groups of a layer's experts; each expert is cut into `tp / ep` parts.
 
     Raises:
-        ModelError: the model cannot be cut this way; names the parameter.
+        ModelError: The model cannot be cut this way; names the parameter.
     """
     held = _Held()
     for row in _rows(family, shape, "lm"):
@@ -223,7 +214,7 @@ def fused_layout(
 
 
 def fused_layouts(family: Family, shape: ModelShape, tp: int, ep: int = 1) -> list[RankLayout]:
-    """Returns what each rank of such an engine holds; arguments and errors as of `fused_layout`."""
+    """Returns the layout of each rank of such an engine; see `fused_layout`."""
     return [fused_layout(family, shape, tp, tp_rank, ep) for tp_rank in range(tp)]
 
 
@@ -231,7 +222,7 @@ def check_layout(layout: RankLayout) -> None:
     """Proves that regions and padding tile every local tensor exactly.
 
     Raises:
-        ModelError: a hole, an overlap, or a rectangle outside its tensor; names the elements.
+        ModelError: A hole, an overlap, or a rectangle outside its tensor; names the elements.
     """
     boxes: dict[str, list[Box]] = {name: [] for name in layout.shapes}
     for region in layout.regions:
@@ -251,11 +242,11 @@ def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -
     """Proves that together the layouts hold every element of every HF tensor and nothing else.
 
     Args:
-        layouts: of all ranks; each is checked by `check_layout` too.
-        shapes: every HF tensor of the model, as from `hf_shapes`.
+        layouts: Layouts of all ranks; each is checked by `check_layout` too.
+        shapes: Shape of every HF tensor of the model, as from `hf_shapes`.
 
     Raises:
-        ModelError: an HF tensor is unknown, or some of its elements are on no rank; names both.
+        ModelError: An HF tensor is unknown, or no rank has some of its elements; names both.
     """
     boxes: dict[str, set[Box]] = {name: set() for name in shapes}
     for layout in layouts:
@@ -271,14 +262,14 @@ def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -
 
 
 def check_tensors(layout: RankLayout, shapes: Mapping[str, Shape]) -> None:
-    """Checks that the tensors of a rank are just those of its layout.
+    """Checks that a rank has exactly the tensors of its layout.
 
     Args:
-        layout: what the rank should hold.
-        shapes: the shape of every parameter that the live model or engine has.
+        layout: Expected tensors of the rank.
+        shapes: Shape of every parameter of the live model or engine.
 
     Raises:
-        ModelError: a parameter is unmapped, missing or misshaped; names it.
+        ModelError: A parameter is unmapped, missing or misshaped; names it.
     """
     for name in sorted(layout.shapes.keys() | shapes.keys()):
         mapped, live = layout.shapes.get(name, "none"), shapes.get(name, "none")
@@ -300,7 +291,7 @@ class _Held:
         self._padding: list[tuple[str, Box]] = []
 
     def add(self, row: Row, layer: int, local: str, cut: Cut, expert: int = 0) -> None:
-        """Adds the local tensor that is `cut` out of the row's parts in `layer` (of `expert`)."""
+        """Adds the local tensor that is `cut` from the row's parts in `layer` (for `expert`)."""
         before, after = whole(row.shapes[0][: cut.dim]), whole(row.shapes[0][cut.dim + 1 :])
         offset = 0
         for part, start, stop in cut.runs:
@@ -321,7 +312,7 @@ class _Held:
 
 
 def _hf_tensors(row: Row) -> dict[str, Shape]:
-    """Returns the shapes of the row's HF tensors by name, of parts of one tensor together."""
+    """Returns the shapes of the row's HF tensors by name; parts of one tensor are joined."""
     found: dict[str, Shape] = {}
     for name, shape in zip(row.parts, row.shapes, strict=True):
         first, *rest = shape
@@ -330,7 +321,7 @@ def _hf_tensors(row: Row) -> dict[str, Shape]:
 
 
 def _first_row(row: Row, part: int) -> int:
-    """Returns where in its HF tensor a part begins; such a row is never cut along dim 1."""
+    """Returns the first row of a part in its HF tensor; such a row is never cut along dim 1."""
     before = zip(row.parts[:part], row.shapes[:part], strict=True)
     return sum(shape[0] for name, shape in before if name == row.parts[part])
 
@@ -344,7 +335,7 @@ def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:
 
 
 def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
-    """Refuses a layout that does not divide the model's experts, or has too many chunks."""
+    """Raises if a layout does not divide the model's experts, or has too many chunks."""
     if shape.moe is not None and shape.moe.num_experts % layout.ep:
         raise ModelError(
             "train.ep",
@@ -362,8 +353,8 @@ def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
 
 
 def _experts(row: Row, layout: TrainLayout, rank: int) -> Sequence[int]:
-    """Returns the global indices of the experts for which a rank holds the row's parameter; of a
-    row without experts one index, which no name has.
+    """Returns the global indices of the row's experts on a rank; for a row without experts one
+    index, which no name uses.
     """
     return layout.experts(rank, row.num_experts) if row.num_experts else (0,)
 
@@ -380,7 +371,7 @@ def _megatron_name(row: Row, shape: ModelShape, layer: int, te: bool, grouped: b
 def _hold_fused_experts(
     held: _Held, row: Row, shape: ModelShape, tp: int, tp_rank: int, ep: int
 ) -> None:
-    """Adds an engine rank's experts: of part `tp_rank // etp` of them, part `tp_rank % etp`."""
+    """Adds an engine rank's experts: part `tp_rank % etp` of each in group `tp_rank // etp`."""
     if tp % ep or row.num_experts % ep:
         allowed = f"a divisor of rollout.tp = {tp} and of the model's {row.num_experts} experts"
         raise ModelError("rollout.ep", ep, allowed, "Choose another rollout.ep.")

@@ -1,8 +1,8 @@
 """HF directories of safetensors: rectangles of tensors read into a rank's shards, and written out.
 
-Invariant: neither way is more in memory than one tensor, or the rectangle of it, besides the
-destination. Every rank reads every file's header (headers.py, which names what is wrong), so that
-all ranks refuse a bad directory alike.
+Invariant: besides the destination, memory holds at most one tensor, or the rectangle of it. Every
+rank reads every file's header (headers.py, which names the faults), so that all ranks refuse a bad
+directory alike.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 MAX_SHARD_BYTES = 5 * 10**9
-CARD = "README.md"  # as the hub calls a model card
+CARD = "README.md"  # the hub's name of a model card
 _KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
 
 
@@ -47,9 +47,7 @@ def box_view(tensor: Tensor, box: Box) -> Tensor:
 
 
 def allocate(layout: RankLayout, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns a zero-filled CPU tensor for each local tensor of a layout; `dtype` but for what is
-    kept in fp32.
-    """
+    """Returns zero-filled CPU tensors of a layout, of `dtype` except those kept in fp32."""
     types = {region.local: stored_as(region.hf, dtype) for region in layout.regions}
     return {n: torch.zeros(s, dtype=types.get(n, dtype)) for n, s in layout.shapes.items()}
 
@@ -79,17 +77,18 @@ def load_hf(
     """Reads a rank's part of an HF checkpoint into its tensors, casting to their types.
 
     Args:
-        directory: the HF directory.
-        layout: what the rank holds.
-        tensors: the local tensors by the layout's names; written in place, padding zeroed.
-        shapes: every HF tensor of the model, as from `hf_shapes`; the directory holds just these.
+        directory: The HF directory.
+        layout: Layout of the rank.
+        tensors: Local tensors by the layout's names; written in place, padding zeroed.
+        shapes: Shape of every HF tensor of the model, as from `hf_shapes`; the directory must hold
+            exactly these.
         missing_ok: HF tensors that may be absent (a critic's `score.weight`); left untouched then.
 
     Returns:
         The names among `missing_ok` that were absent.
 
     Raises:
-        CheckpointError: a file or tensor is missing, extra, misshaped or damaged; names it.
+        CheckpointError: A file or tensor is missing, extra, misshaped or damaged; names it.
         ModelError: `tensors` are not those of the layout; names the first that differs.
     """
     check_tensors(layout, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
@@ -115,10 +114,11 @@ def load_hf(
 def _refuse_non_finite(
     file: Path, regions: Sequence[Region], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Refuses what was read of a file if a NaN or an infinity is among it.
+    """Refuses a file's content if it has a NaN or an infinity.
 
-    A sum of finite elements may overflow, a sum of others is never finite: so sums, the cheapest
-    look at every element, say where to look closely. They are fetched at once, for a device.
+    Sums are the cheapest test of every element: a sum of finite elements may overflow, any other is
+    never finite, so non-finite sums show where to look closely. One transfer from the device
+    fetches all of them.
     """
     views = [box_view(tensors[region.local], region.local_box) for region in regions]
     sums = torch.stack([view.sum() for view in views]).tolist()
@@ -137,12 +137,12 @@ def _refuse_non_finite(
 
 
 class HfPlaces:
-    """Where the bytes of each tensor of an HF directory stand, which follows from their shapes.
+    """Offsets of the tensors in the files of an HF directory, computed from their shapes.
 
     Args:
-        shapes: every HF tensor of the directory, in the order in which they are laid out.
-        dtype: the type that they are stored in, but for what is kept in fp32.
-        max_shard_bytes: a file grows no larger, unless a single tensor is.
+        shapes: Shape of every HF tensor of the directory, in file order.
+        dtype: Stored type, except for tensors kept in fp32.
+        max_shard_bytes: Maximal size of a file, unless a single tensor is larger.
     """
 
     def __init__(
@@ -167,10 +167,10 @@ class HfPlaces:
             self._lay_out(file, names)
 
     def _lay_out(self, file: str, names: Sequence[str]) -> None:
-        """Makes the header of one file.
+        """Makes the header of one file (its length, then JSON).
 
-        The safetensors library writes a file from tensors that are all in memory. So that only one
-        need be, the header (its length, then JSON) is made here and the tensors follow in place.
+        The safetensors library writes a file only from tensors that are all in memory. With a
+        header made here, tensors can be written one at a time.
         """
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
@@ -202,8 +202,10 @@ class HfPlaces:
             (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, directory: Path, name: str, tensor: Tensor) -> str:
-        """Stores one tensor where `create` was called, cast to its type; its shape must be the
-        announced one. Several processes may write different tensors at once. Returns `name`.
+        """Writes one tensor, of the announced shape, cast to its type, after `create`; returns
+        `name`.
+
+        Several processes may write different tensors at the same time.
         """
         if tuple(tensor.shape) != self._shapes[name]:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)}, announced {self._shapes[name]}")

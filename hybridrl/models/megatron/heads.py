@@ -1,10 +1,10 @@
-"""What the last pipeline stage does with hidden states: per-token log-probabilities, or values.
+"""Heads of the last pipeline stage: per-token log-probabilities, or values, from hidden states.
 
-The rest of the trainer never sees logits. Vocabulary padding, vocabulary parallel and temperature
-end here: padded columns take no part in the softmax, statistics are combined over the
+The rest of the trainer never sees logits. Vocabulary padding, vocabulary parallelism and
+temperature end here: padded columns are left out of the softmax, statistics are combined over the
 tensor-parallel group, and logits are recomputed a chunk at a time in the backward pass instead of
-being kept. Only positions whose statistics are read, those that predict a response token, go
-through the head's products.
+being kept. The head computes only positions whose statistics are read: those that predict a
+response token.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from hybridrl.models.megatron.attention import PackedSequences
 
 @dataclass(frozen=True)
 class HeadInput:
-    """What the vocabulary head is to compute for the S positions of a micro-batch.
+    """Input of the vocabulary head for the S positions of a micro-batch.
 
     Args:
-        tokens: whose log-probabilities are wanted at each position: the target, (S,), or beside it
-            K further ones, (S, 1 + K), int64.
-        rows_N: the positions, ascending, that are wanted; the head computes no others.
-        temperature: divides the logits.
+        tokens: Target token of each position, (S,), or the target and K further ones, (S, 1 + K),
+            int64.
+        rows_N: Positions to compute, ascending; the head computes no others.
+        temperature: Divisor of the logits.
     """
 
     tokens: torch.Tensor
@@ -46,11 +46,11 @@ class HeadInput:
 
 
 class TokenStats(NamedTuple):
-    """Of each packed position: log-probability of its target and entropy of its distribution, nats,
-    (S,) fp32; zero, and without a gradient, where the head was not computed.
+    """Log-probability of the target and entropy, nats, of each packed position, (S,) fp32; zero and
+    without a gradient for positions that were not computed.
 
-    Where further tokens were given, or the likeliest asked for, `chosen_logp_SK` are their
-    log-probabilities, and `chosen_SK` the tokens.
+    If further tokens were given, or the likeliest requested, `chosen_SK` are these tokens and
+    `chosen_logp_SK` their log-probabilities.
     """
 
     logp_S: torch.Tensor
@@ -60,7 +60,9 @@ class TokenStats(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Of the statistics; Megatron's schedule asks any output of a model with experts for it."""
+        """Device of the statistics; Megatron's schedule reads it from outputs of models with
+        experts.
+        """
         return self.logp_S.device
 
 
@@ -131,9 +133,7 @@ class _TokenStatsFunction(torch.autograd.Function):
 
 
 class _ChosenLogits(torch.autograd.Function):
-    """Logits of K columns at each computed position, (N, K) fp32, summed over the shards that hold
-    them.
-    """
+    """Logits of K columns at each computed position, (N, K) fp32, summed over vocabulary shards."""
 
     @staticmethod
     def forward(
@@ -173,7 +173,7 @@ class _ChosenLogits(torch.autograd.Function):
             ctx.needs_input_grad[1],
         )
         grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
-        # Of a gradient that is in the main one, autograd hears from the targets' statistics alone.
+        # The targets' statistics alone report a main gradient to autograd.
         grad_weight = None if main_grad_VD is not None else _padded(grad_shard, weight_VD)
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
@@ -192,7 +192,7 @@ def _at_rows(part: torch.Tensor, rows_N: torch.Tensor, num_positions: int) -> to
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """Returns where Megatron's data-parallel wrapper accumulates the weight's gradient in fp32."""
+    """Returns the fp32 buffer in which Megatron's data-parallel wrapper sums gradients."""
     if not hasattr(weight, "grad_added_to_main_grad"):  # not wrapped, or frozen
         return None
     main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]  # Megatron's
@@ -200,12 +200,13 @@ def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def _placeholder(weight: torch.Tensor) -> torch.Tensor:
-    """Returns what autograd gets for a gradient that its main gradient has, and marks it so.
+    """Returns a placeholder for a gradient that is already in the main gradient, and marks the
+    weight.
 
-    Megatron's hook on the weight runs only where a gradient comes, and passes over a marked one,
-    whose numbers do not matter then: the weight itself stands in for it, which autograd takes as it
-    is and the hook lets go, so that it needs no memory. Embeddings that are tied on one stage are
-    `zero_out_wgrad`: autograd adds the lookup's gradient to this one, and the hook takes the sum.
+    Megatron's hook on the weight runs only if a gradient arrives, and ignores its numbers on a
+    marked weight. The weight itself is the placeholder: autograd passes it unchanged and the hook
+    drops it, so it needs no memory. Embeddings that are tied on one stage are `zero_out_wgrad`:
+    autograd adds the lookup's gradient to this one, and the hook takes the sum.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
@@ -274,15 +275,15 @@ class PackedModel(GPTModel):
 
 
 class LanguageModel(PackedModel):
-    """Megatron's GPTModel whose output is TokenStats of given targets.
+    """Megatron's GPTModel that returns TokenStats of given targets.
 
     Args:
-        num_tokens: size of the real vocabulary; the padded columns beyond it are left out of the
-            softmax.
-        logits_cap: as of `ModelShape`.
-        **kwargs: of GPTModel.
+        num_tokens: Size of the real vocabulary; the softmax leaves out the padded columns beyond
+            it.
+        logits_cap: See `ModelShape`.
+        **kwargs: Arguments of GPTModel.
 
-    Attributes: `num_top`, how many of the likeliest tokens of each position to find.
+    Attributes: `num_top`, the number of likeliest tokens of each position to find.
     """
 
     def __init__(self, *, num_tokens: int, logits_cap: float = 0.0, **kwargs: Any) -> None:
@@ -328,7 +329,7 @@ class LanguageModel(PackedModel):
         if tokens_NC.size(1) == 1:
             return TokenStats(*stats)
         logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head)
-        # Of all columns the softmax has the same denominator.
+        # The softmax has one denominator for all columns.
         logp_N = stats[0].index_select(0, rows_N)
         chosen_NK = logits_NC[:, 1:] - logits_NC[:, :1] + logp_N[:, None]
         chosen = (
@@ -371,7 +372,7 @@ class ValueHead(MegatronModule):
 
 
 class ValueModel(PackedModel):
-    """Megatron's GPTModel with a value head in place of the vocabulary."""
+    """Megatron's GPTModel with a value head instead of the vocabulary."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
