@@ -348,7 +348,7 @@ def trainer(arguments: argparse.Namespace) -> dict[str, Any]:
     from reshard_gpu_case import config_of
 
     from hybridrl.hybrid_engine import engine as hybrid_engine
-    from hybridrl.loop.loop import Trainer
+    from hybridrl.loop.trainer import Trainer
     from hybridrl.training.memory import TrainedModelMemory
 
     model = json.loads((ROOT / "benchmarks" / "models" / "qwen2.5-7b.json").read_text())

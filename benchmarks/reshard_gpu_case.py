@@ -39,7 +39,7 @@ from hybridrl.hybrid_engine.engine import gather_alike
 from hybridrl.hybrid_engine.planning.nodes import TRANSPORTS as PLANNED
 from hybridrl.hybrid_engine.planning.nodes import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.planning.pieces import join
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.training.model import ParallelModel
 from hybridrl.training.peer_weights import PeerWeights

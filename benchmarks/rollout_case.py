@@ -22,7 +22,7 @@ from plain_engines import PLAIN
 from reshard_clock import largest_over_ranks, machine, timed_calls
 
 from hybridrl.config.load import load_config_dict
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.training.mismatch import MEAN, mismatch_metrics
 
 PROMPT_LETTERS = "0123456789+,"

@@ -27,7 +27,7 @@ from train_case import attention_backend
 
 from hybridrl.config.lag import num_in_flight
 from hybridrl.config.load import load_config_dict
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.services.planner.plan_report import plan_report
 
 # Of the logarithm of tailed response lengths, whose median is a quarter of the longest: 4 of 100

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybridrl.loop.loop import Trainer
+    from hybridrl.loop.trainer import Trainer
 
 __version__ = "0.1.0"
 __all__ = ["Trainer", "__version__"]
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> object:
         warnings.filterwarnings("ignore", module=r"megatron\.")
         # Megatron-Core calls collectives of torch by older names, in every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
-        from hybridrl.loop.loop import Trainer
+        from hybridrl.loop.trainer import Trainer
         from hybridrl.parallel.watch import observe_hangs
         from hybridrl.services.liveness.hang_reports import HangReports
 

@@ -43,7 +43,7 @@ RANKS = (
     "transformers",
     "hybridrl.loop.preflight",
     "hybridrl.services.planner.plan_report",
-    "hybridrl.loop.loop",
+    "hybridrl.loop.trainer",
     "hybridrl.loop.setup",
 )
 # vLLM is imported only where it is used: its import changes what other libraries do.

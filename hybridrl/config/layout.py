@@ -40,6 +40,10 @@ class LayoutConfig(Section):
     chosen_keys: Texts = ()
     """Keys that were chosen then, all others of them were written. Empty: nothing was chosen yet."""
 
+    def is_open(self, world_size: int) -> bool:
+        """Whether a layout is still to be chosen for so many ranks."""
+        return self.choose == "auto" and self.chosen_for != world_size
+
 
 def _as_section(value: object) -> object:
     return {"choose": value} if isinstance(value, str) else value

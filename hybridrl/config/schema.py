@@ -6,7 +6,8 @@ fields are in rules.py, reading YAML and overrides in load.py. Values are frozen
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -203,6 +204,19 @@ class Config(Section):
     def written(self) -> dict[Path, str]:
         """Values that were written as `${...}`: the text, by where it stands."""
         return self._written
+
+    def with_values(self, values: Mapping[str, Any]) -> Self:
+        """Returns the configuration with other values of some dotted keys; checks nothing."""
+        sections: dict[str, dict[str, Any]] = {}
+        for key, value in values.items():
+            section, name = key.split(".")
+            sections.setdefault(section, {})[name] = value
+        return self.model_copy(
+            update={
+                section: getattr(self, section).model_copy(update=changes)
+                for section, changes in sections.items()
+            }
+        )
 
     def terms(self) -> dict[str, TermConfig]:
         """Returns the terms of the section `mix` that have a weight."""

@@ -42,7 +42,7 @@ from hybridrl.debug.verdicts import (
     relative_rms,
 )
 from hybridrl.hybrid_engine.verify import VerifyError
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.models.family import read_model
 from hybridrl.models.megatron.heads import TokenStats
 from hybridrl.parallel.layout import RolloutLayout

@@ -24,9 +24,6 @@ POLL_S = 0.05  # how often the main thread looks whether the job goes on
 class BackgroundThread:
     """Runs one function at a time.
 
-    Args:
-        device: Device of the work.
-
     Attributes:
         span: Beginning and end of the last joined work, by `time.perf_counter`.
     """

@@ -48,12 +48,11 @@ class Response(Completion):
     """A finished response of several turns, observations among its tokens.
 
     Args:
-        observed: of each token, whether the environment gave it.
-        num_turns: of the policy.
-        ended: by what: the environment; max_turns; its tokens; a failure of the environment.
-        reward: of all turns.
-        failure: what the environment did and should have done.
-        notes: how often it noted each word.
+        observed: Whether the environment gave each token.
+        num_turns: Turns of the policy.
+        ended: What ended it: the environment; max_turns; its tokens; a failure of the environment.
+        failure: What the environment did and should have done.
+        notes: How often the environment noted each word.
     """
 
     observed: tuple[bool, ...] = ()
@@ -163,8 +162,8 @@ class OpenResponse:
     """A response under way, for another replica or another process to go on with.
 
     Args:
-        turns: of `Episodes.state`, perhaps after a trip through JSON; not changed.
-        request: of the turn that the engine has; None: it waits for its environment.
+        turns: From `Episodes.state`, perhaps after a trip through JSON; not changed.
+        request: Turn that the engine has; None: it waits for its environment.
     """
 
     turns: Mapping[str, Any]
@@ -186,15 +185,8 @@ class OpenResponse:
 class Episodes:
     """The responses of one replica that are under way.
 
-    Args:
-        config: of the environment.
-        replica: the ranks that generate with this one.
-        tokenizer: of transformers, or what decodes like one.
-        encoder: of observations.
-        seed: of the run.
-
     Raises:
-        UserError: there is no such environment.
+        UserError: There is no such environment.
     """
 
     def __init__(
@@ -225,11 +217,8 @@ class Episodes:
         sampling: SamplingParams,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins a response, or goes on with one of `state`, which may be with the engine.
-
-        Args:
-            step, sample_id: enter the seeds.
-            sampling: `max_new_tokens` is of all turns and observations.
+        """Begins a response, or goes on with one of `state`, which may be with the engine; the
+        `max_new_tokens` of `sampling` count all turns and observations.
         """
         episode = _Episode(step, sample_id, prompt, sampling)
         if saved is not None:
@@ -249,27 +238,19 @@ class Episodes:
     def advance(
         self, completions: Sequence[Completion], blocks: bool
     ) -> tuple[list[Response], list[Request]]:
-        """Takes in turns that the policy ended and what environments answered.
+        """Takes in turns that the policy ended and what environments answered; returns responses
+        that ended, and the requests of further turns.
 
         Args:
-            completions: of requests that came from here.
-            blocks: waits for an answer, if no response can go on without.
-
-        Returns:
-            Responses that ended, and the requests of further turns.
+            blocks: Whether to wait for an answer, if no response can go on without.
         """
         responses = self.end_turns(completions)
         answered, requests = self._go_on(self._answers(blocks and not responses))
         return responses + answered, requests
 
     def end_turns(self, completions: Sequence[Completion]) -> list[Response]:
-        """Takes in turns that the policy ended, and asks the environments for what comes next.
-
-        Args:
-            completions: of requests that came from here.
-
-        Returns:
-            Responses that ended without an answer.
+        """Takes in turns that the policy ended, and asks the environments for what comes next;
+        returns responses that ended without an answer.
         """
         ended = [self._turn_ended(done) for done in completions]
         responses = [response for response in ended if response is not None]
@@ -278,16 +259,13 @@ class Episodes:
         return responses
 
     def answer_due(self, gives_up: Callable[[], bool]) -> tuple[list[Response], list[Request]]:
-        """Takes in the answers to all questions that environments had when this was last called, or
+        """Takes in the answers to questions that environments had when this was last called, or
         when their responses began, and waits for those that are missing. Answers to later questions
-        are left for the next call, also if they are there. So which answers a call takes in does
-        not depend on how long environments think.
+        are left for the next call. So which answers a call takes in does not depend on how long
+        environments think. Returns what `advance` does.
 
         Args:
-            gives_up: asked now and then; true ends the wait, and there are no answers.
-
-        Returns:
-            As `advance`.
+            gives_up: Asked now and then; true ends the wait, and there are no answers.
         """
         answers: list[tuple[int, Answer]] | UserError = []
         if self._stages is not None and self._are_there(self._asked, gives_up):

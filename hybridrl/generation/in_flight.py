@@ -45,9 +45,7 @@ class Pool:
         groups: In the order of their numbers, the same on all ranks.
         samples: Samples of this rank's replica by number; on rank 0 also those of groups without a
             replica.
-        next_number: Number of the next group.
         cursors: Place in the data before the prompts of a step were taken, by step.
-        response_lengths: Expected lengths of responses.
     """
 
     groups: tuple[Group, ...] = ()
@@ -86,12 +84,6 @@ class InFlight:
     """Keeps the groups under way.
 
     Args:
-        schedule: Rules of what is begun and taken.
-        world: All ranks.
-        layout: Replicas over the ranks.
-        replica: Ranks of this rank's replica.
-        samples_per_prompt: Responses to each prompt.
-        sampling: How the run draws responses.
         lengths: Expected lengths of responses; the sampler's own.
 
     Attributes:

@@ -36,7 +36,6 @@ class JointStop:
 
         Args:
             num_steps: Steps that this rank's engine has taken, idle ones included.
-            counts: Returns this rank's present counts.
         """
         if num_steps % STEPS_BETWEEN_SUMS:
             return False

@@ -35,9 +35,9 @@ def replace_uniform_groups(
     respond: Respond,
     next_group: int,
 ) -> tuple[ScoredBatch, dict[str, float]]:
-    """Replaces uninformative groups by informative ones of the next prompts, as many rounds as
-    `algorithm.max_resampling`: with 0 groups are only counted. A round of which no response has a
-    score brings none.
+    """Replaces uninformative groups by informative ones of the next prompts, in up to
+    `algorithm.max_resampling` rounds; with 0 groups are only counted. A round without any score
+    brings none.
 
     Returns:
         The batch, in order of sample numbers, and `reward/uniform_groups`, the share of its groups
@@ -76,9 +76,9 @@ def _joined(parts: Sequence[ScoredBatch]) -> ScoredBatch:
 
 
 class UniformGroupsWarning:
-    """Says when no group of a step teaches anything: the first such step in one line, and from the
-    tenth in a row on what to do, every 50 steps at most. Where most responses are cut off, that
-    comes first, since it is the likeliest reason.
+    """Warns when no group of a step teaches anything: once at the first such step, and from the
+    tenth in a row on every 50 steps. Responses that are cut off are named first, as the likeliest
+    reason.
     """
 
     def __init__(self) -> None:

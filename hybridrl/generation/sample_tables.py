@@ -79,10 +79,7 @@ def gathered_batch(
     of its own.
 
     Args:
-        tables: by rank, None where it has no sample; of one rank or more there is one.
-        own: this rank's.
-        prompts: by group.
-        ranks: all.
+        tables: Tables by rank, None where it has no sample; at least one rank has one.
     """
     found = [table for table in tables if table is not None]
     counts = [0 if table is None else len(table["sample_ids_B"]) for table in tables]
@@ -153,13 +150,7 @@ def _blobs(
 def _own_tokens(
     own: ScoredBatch | None, has_observed: bool, has_versions: bool
 ) -> dict[str, torch.Tensor]:
-    """Returns the per-token columns of this rank's samples; empty ones if it has none.
-
-    Args:
-        own: of this rank.
-        has_observed: whether some rank has observations.
-        has_versions: whether some rank has a sample that several versions made.
-    """
+    """Returns the per-token columns of this rank's samples; empty ones if it has none."""
     num_tokens = 0 if own is None else own.num_tokens
     absent = set() if has_observed else {"observed_T"}
     if not has_versions:

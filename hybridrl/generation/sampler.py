@@ -96,17 +96,8 @@ class Sampler:
     """Samples responses to prompts with this rank's engine replica and its peers.
 
     Args:
-        world: All ranks.
-        layout: Replicas over the ranks.
-        replica: Ranks of this rank's replica.
-        engine: This rank's part of its replica.
-        scorer: Rewards of responses.
-        sampling: How training samples are drawn.
-        samples_per_prompt: Responses to each prompt.
-        seed: Seed of the run.
         episodes: Responses of several turns; None: there is no environment.
         reward_models: Reward models that add their scores to a batch.
-        schedule: What may start when.
 
     Attributes:
         in_flight: Groups that take several steps; empty without a lag.
@@ -343,13 +334,6 @@ class Sampler:
     ) -> Request | None:
         """Returns what the engine begins a sample with, or goes on with; None where the environment
         comes first.
-
-        Args:
-            sample_id: Number of the sample.
-            step: Step that began it.
-            prompt: Prompt of its group.
-            begun: Request that the engine had before.
-            turns: Turns of the environment so far.
         """
         sampling = of_sample(self._drawn, sample_id)
         if self.episodes is not None:
@@ -394,10 +378,6 @@ class Sampler:
     def _saved_of(self, step: int, numbers: Sequence[Sequence[int]]) -> SavedRollouts:
         """Returns what the loaded checkpoint has of this replica's samples, which rank 0 sends;
         collective.
-
-        Args:
-            step: Step of the samples.
-            numbers: Numbers of the samples of each replica.
         """
         if step < 0 or step != self._saved.step:
             return SavedRollouts()
@@ -428,7 +408,6 @@ class Sampler:
         long they take.
 
         Args:
-            num_steps: Steps that were taken.
             gives_up: Whether not to wait for environments any more.
         """
         if self.has_unfinished:
@@ -495,7 +474,6 @@ class Sampler:
         prompts, with the present weights. Collective.
 
         Args:
-            source: Prompts of the run.
             waits: Context of the wait for generation, after the block.
         """
         if not self.schedule.generates_ahead:

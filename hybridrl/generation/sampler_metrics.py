@@ -15,8 +15,6 @@ class Clock(NamedTuple):
     """Seconds of one rank since its last report.
 
     Args:
-        busy_s: Work of its engine.
-        waited_s: Wait for samples.
         all_s: Whole time; 0 in the first report.
     """
 
@@ -58,7 +56,6 @@ def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, 
     samples, `idle/rollout` for new weights or other engines. Nothing where no time is known.
 
     Args:
-        clocks: Times of all ranks.
         engines: Ranks with an engine; the others train.
     """
     if not all(one.all_s for one in clocks):

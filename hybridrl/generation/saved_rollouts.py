@@ -1,8 +1,8 @@
-"""The responses of a step that a checkpoint has, whole and begun ones, and to whom they belong.
+"""Responses of a step that a checkpoint has, whole and begun ones.
 
-A response goes on only where its prompt is the one that it was made for, and its sampling the one
-that it began with; else it is made anew. A step may be taken with other prompts than the one that
-was saved: in a script of the user's own, or where a step failed after it was resumed.
+A response goes on only with the prompt and the sampling that it was made with; else it is made
+again. A step may be taken with other prompts than the saved one: in a user's script, or where a
+step failed after it was resumed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ SAMPLES = ("completions", "requests", "episodes", "prompts")
 
 
 class Found(NamedTuple):
-    """What there is of one response.
-
-    Args:
-        whole: the response, if it is finished.
-        request: what the engine is to go on with.
-        turns: of the environment, so far.
-    """
+    """What a checkpoint has of one response: all of it, or the request and turns to go on with."""
 
     whole: Completion | None = None
     request: Request | None = None
@@ -38,11 +32,7 @@ class Found(NamedTuple):
 
 
 class SavedRollouts:
-    """Looks up responses of a checkpoint.
-
-    Args:
-        state: of `Sampler.state`, after a trip through JSON; None: there are none.
-    """
+    """Looks up responses in a result of `Sampler.state`, after a trip through JSON."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         self._state = state = state or {}
@@ -55,14 +45,7 @@ class SavedRollouts:
         self._sampling = saved_sampling(state)
 
     def find(self, step: int, sample_id: int, prompt: Prompt, sampling: SamplingParams) -> Found:
-        """Returns what there is of a sample, to this prompt and sampled like this.
-
-        Args:
-            step: its step.
-            sample_id: its number in it.
-            prompt: of its group.
-            sampling: of the whole response, with all its turns.
-        """
+        """Returns what there is of a sample of a step, to this prompt and sampled like this."""
         if step != self.step:
             return Found()
         digest = digest_of(prompt.tokens)
@@ -98,8 +81,8 @@ def without_samples(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_sampling(state: Mapping[str, Any]) -> SamplingParams | None:
-    """Returns how the responses of `Sampler.state` were drawn; None if the checkpoint does not say:
-    then its finished responses may have been drawn in another way than the run draws now.
+    """Returns how the responses of `Sampler.state` were drawn; None if the checkpoint does not say,
+    so they may have been drawn in another way than the run draws now.
     """
     saved = state.get("sampling")
     return None if saved is None else SamplingParams.from_dict(saved)
@@ -111,13 +94,9 @@ def of_sample(sampling: SamplingParams, sample_id: int) -> SamplingParams:
 
 
 def done_fits(done: Completion, began: SamplingParams | None, sampling: SamplingParams) -> bool:
-    """Whether a finished response is one that `sampling` could have given: it was drawn in the same
-    way, and where the bound on its length differs, it ended by itself below both.
-
-    Args:
-        done: the response.
-        began: how it was drawn; None if that is not known.
-        sampling: how responses are drawn now.
+    """Whether `sampling` could have given a finished response: it was drawn in the same way, and
+    where the bound on its length differs, it ended by itself below both. `began` is None if it is
+    not known how it was drawn.
     """
     if began is None or not _same_but_for_length(began, sampling):
         return False
@@ -134,7 +113,7 @@ def request_fits(request: Request, sampling: SamplingParams, is_turn: bool) -> b
 
 
 def turns_fit(began: SamplingParams | None, sampling: SamplingParams) -> bool:
-    """Whether a response that waits for its environment may go on; arguments as of `done_fits`."""
+    """Whether a response that waits for its environment may go on."""
     if began is None or not _same_but_for_length(began, sampling):
         return False
     return began.max_new_tokens <= sampling.max_new_tokens
@@ -155,14 +134,7 @@ def rollout_state(
     turns: Sequence[Mapping[str, Any]],
     digests: Mapping[int, str],
 ) -> dict[str, Any]:
-    """Returns a replica's part of what SavedRollouts reads, for JSON.
-
-    Args:
-        whole: finished responses.
-        requests: what the engine has not finished.
-        turns: of environments.
-        digests: of the prompt of each sample.
-    """
+    """Returns a replica's part of what SavedRollouts reads, for JSON."""
     return {
         "completions": [saved_fields(done) for done in whole],
         "requests": [saved_fields(request) for request in requests],

@@ -41,10 +41,8 @@ class ResponseLengths:
         self._means[key] = before + SHARE_OF_NEWEST * (mean_tokens - before)
 
     def expected(self, prompts: Sequence[Prompt], unknown: float) -> list[float]:
-        """Returns the expected tokens of one response to each prompt.
-
-        A prompt without responses so far gets the mean over those that have; `unknown` where none
-        has.
+        """Returns the expected tokens of one response to each prompt: for a prompt without
+        responses so far the mean over the others, or `unknown` where there are none.
         """
         if self._means:
             unknown = math.fsum(self._means.values()) / len(self._means)
@@ -65,18 +63,12 @@ def group_work(prompt: Prompt, response_tokens: float, num_samples: int) -> floa
 
 
 def spread(work: Sequence[float], num_replicas: int) -> list[list[int]]:
-    """Gives the largest group left to the replica with the least work so far.
+    """Gives the largest remaining group to the replica with the least work so far; returns the
+    groups of each replica, largest first: begun last, a long one would run alone.
 
     A replica was the least loaded when it got its last group, so the work of any two differs by at
     most one group's; the longest takes at most 4/3 of the best division (Graham 1969, SIAM J. Appl.
     Math. 17(2), 416-429).
-
-    Args:
-        work: of each group, 0 or more.
-        num_replicas: how many share it.
-
-    Returns:
-        The groups of each replica, largest first: begun last, a long one would run alone.
     """
     replicas: list[list[int]] = [[] for _ in range(num_replicas)]
     least = [(0.0, number) for number in range(num_replicas)]

@@ -16,8 +16,8 @@ from hybridrl.checkpoint.opening import open_on_all_ranks
 from hybridrl.checkpoint.writing import write_checkpoint
 from hybridrl.config.schema import TrainConfig
 from hybridrl.console import say
+from hybridrl.loop.checkpoints import OLD_SCORES
 from hybridrl.loop.exports import export_model
-from hybridrl.loop.saves import OLD_SCORES
 from hybridrl.models.family import ModelShape, is_kept_in_fp32, read_model
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.shards import HfCheckpoint, load_hf
@@ -45,11 +45,9 @@ def convert_rank(
 
     Args:
         source: HF directory for `to='megatron'`; checkpoint or run folder for `to='hf'`.
-        target: folder to write; new or empty.
-        to: the format to write.
-        tp, pp: layout of the ranks that share the work and the memory; any layout reads the result.
-        family: as `model.family`; None: found from config.json, or the built-in one that the
-            checkpoint names.
+        target: New or empty folder.
+        tp, pp: Layout of the ranks that share the work; any layout reads the result.
+        family: Value of `model.family`; None: found from config.json or the checkpoint.
     """
     platform = Platform.detect()
     platform.activate()

@@ -30,10 +30,7 @@ class Copies:
     """The copies of a run's state; none where it is not started again after a loss.
 
     Args:
-        config: of the run.
-        store: of its checkpoints.
         num_bytes: that this rank writes of the state, about.
-        notify: tells the user, once.
         trains: whether the run is trained here; else copies are neither made nor looked for.
     """
 
@@ -58,9 +55,6 @@ class Copies:
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
         """Returns the checkpoint to go on from, None without one: the newest copy of an earlier
         start if it is newer than those. Collective; the run folder is held.
-
-        Args:
-            resume: as of `Trainer.fit`.
         """
         self._store.put_back_replaced()
         if resume == "previous":
@@ -80,7 +74,6 @@ class Copies:
 
         Args:
             step: number of finished steps.
-            last: the step to end with.
         """
         has_room = True
         if self._copies is not None:
@@ -117,9 +110,7 @@ class Copies:
 
         Args:
             step: number of finished steps.
-            models, files: as of `CheckpointStore.save`.
             state: gives what the loop needs besides; JSON.
-            timer: of the step.
         """
         if not self._is_due(step):
             return
@@ -170,11 +161,5 @@ class Copies:
 
 
 def every_steps(cost_s: float, step_s: float, share: float) -> int:
-    """Returns after how many steps something is done again that may take a share of the time.
-
-    Args:
-        cost_s: that it takes.
-        step_s: that a step takes without it.
-        share: of the time.
-    """
+    """Returns after how many steps something is done again that may take a share of the time."""
     return max(1, math.ceil(cost_s / (share * max(step_s, 1e-9))))

@@ -1,8 +1,7 @@
-"""Evaluation: responses to held-out prompts, greedy unless told otherwise, and what they score.
+"""Evaluation: generates responses to held-out prompts, greedy by default, and scores them.
 
-The reward is the weighted sum that training uses. The accuracy is the score of one scorer, which
-says from 0 to 1 how right a response is. Beside the run's own held-out prompts, which its own
-reward scores, there may be public sets (`eval.sets`), each with a scorer that goes with it.
+The reward is the weighted sum that training uses. The accuracy is the score of one scorer, from 0
+to 1. Public sets (`eval.sets`) have scorers of their own.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from hybridrl.config.schema import StepsConfig
 from hybridrl.contracts.batch import Prompt, ScoredBatch
 from hybridrl.errors import UserError
 from hybridrl.generation.sampler import Sampler
-from hybridrl.loop.schedule import is_due
+from hybridrl.loop.engine_phases import EnginePhases
+from hybridrl.loop.journal import Journal
+from hybridrl.loop.observers import Observer, is_due
 from hybridrl.metrics.estimates import Estimate, majority_score, mean_of, pass_at_k
 from hybridrl.metrics.values import STDERR, VALIDATION
 from hybridrl.rewards.base import Scorer
@@ -35,14 +36,7 @@ Answers = Mapping[int, str | None]
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts to evaluate on.
-
-    Args:
-        prompts: the same on all ranks.
-        reward: says how they are scored.
-        samples_per_prompt: responses to each.
-        scorer: of a set of its own; None: the run's.
-    """
+    """Prompts to evaluate on, with a scorer of their own or, None, with that of the run."""
 
     prompts: Sequence[Prompt]
     reward: RewardConfig
@@ -52,23 +46,20 @@ class EvaluationSet:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What responses to held-out prompts scored.
+    """Scores of responses to held-out prompts.
 
     Args:
-        reward: mean of the weighted sum; None: there are no prompts but those of `sets`.
-        accuracy: mean of the accuracy's scorer; None: no scorer is one, or a score is outside 0 to
-            1.
-        scores: mean of each scorer, unweighted, by name.
-        num_prompts: prompts that were asked.
-        num_scored: responses that have a score; fewer where `reward.on_error` drops some.
-        note: why there is no accuracy, for people; empty where there is one.
-        samples_per_prompt: responses to each prompt.
-        accuracy_stderr: standard error of the accuracy, over prompts; None: not known of one.
-        pass_at: the probability that one of k responses is right (has a score of 1), by k.
-        majority: the score of the answer that most responses to a prompt give; None: there is one
-            response a prompt, or the scorer knows of no answers.
-        num_errors: responses on which a scorer failed, or was late.
-        sets: what was measured on sets beside the run's own prompts, by name.
+        reward: Mean of the weighted sum; None: there are only prompts of `sets`.
+        accuracy: Mean score of the accuracy's scorer; None: there is no such scorer, or a score is
+            outside 0 to 1.
+        num_scored: Responses with a score; fewer where `reward.on_error` drops some.
+        note: Why there is no accuracy.
+        accuracy_stderr: Standard error of the accuracy over prompts.
+        pass_at: Probability that one of k responses is right (has a score of 1), by k.
+        majority: Score of the most frequent answer to a prompt; None: there is one response a
+            prompt, or the scorer knows no answers.
+        num_errors: Responses on which a scorer failed, or was late.
+        sets: Results of `eval.sets`, by name.
     """
 
     reward: float | None
@@ -133,17 +124,11 @@ class Evaluation:
 
 
 class Evaluations:
-    """What a run's evaluations found, and when the next one is due.
+    """Results of a run's evaluations, and when the next one is due.
 
     Attributes:
-        by_step: `reward`, and `accuracy` if there is one, by the number of finished steps; beside
-            them what loop/validation.py keeps, with VALIDATION before its names.
-
-    Args:
-        steps: says how often.
-        section: how.
-        own: the run's held-out prompts; empty where it has none.
-        sets: further ones, by name.
+        by_step: `reward`, and `accuracy` if there is one, by the number of finished steps; and
+            results of loop/validation.py, with VALIDATION before their names.
     """
 
     def __init__(
@@ -191,15 +176,7 @@ class Evaluations:
         temperature: float | None = None,
         before_scoring: Callable[[], None] | None = None,
     ) -> Evaluation:
-        """Evaluates on the run's own prompts and on all sets; collective, the same on all ranks.
-
-        Args:
-            sampler, before_scoring: as of `evaluate`.
-            temperature: in place of `eval.temperature`.
-
-        Raises:
-            UserError: as of `evaluate`.
-        """
+        """Evaluates now; collective, the same on all ranks."""
         section = self._section
         if temperature is not None:
             section = section.model_copy(update={"temperature": temperature})
@@ -212,9 +189,7 @@ class Evaluations:
         return dataclasses.replace(own, sets=found)
 
     def announce(self, step: int, notify: Callable[[str], None]) -> None:
-        """Says before the first evaluation of a run how much it generates: no line of a step has
-        come yet.
-        """
+        """Says before the first evaluation, before any line of a step, how much it generates."""
         if not self._generated_steps():
             asked = [self._own, *self._sets.values()]
             num = sum(len(one.prompts) * one.samples_per_prompt for one in asked)
@@ -235,6 +210,37 @@ class Evaluations:
                 one.scorer.close()
 
 
+class DueEvaluations(Observer):
+    """Evaluates when an evaluation is due."""
+
+    def __init__(
+        self,
+        *,
+        evaluations: Evaluations,
+        sampler: Sampler,
+        phases: EnginePhases,
+        journal: Journal,
+    ) -> None:
+        self._evaluations, self._sampler = evaluations, sampler
+        self._phases, self._journal = phases, journal
+
+    def measure(self, temperature: float | None = None) -> Evaluation:
+        """Evaluates now, as `Trainer.evaluate` says."""
+        self._phases.enter_rollout()
+        # A reward model's pass needs the memory that the engine has while it generates.
+        end_rollout = self._phases.enter_training if self._sampler.reward_models else None
+        with self._journal.phase("evaluate"):
+            return self._evaluations.measure(self._sampler, temperature, end_rollout)
+
+    def measures(self, number: int, last: int) -> dict[str, float]:
+        if not self._evaluations.are_due(number, last):
+            return {}
+        self._evaluations.announce(number, self._journal.notify)
+        found = self.measure()
+        self._evaluations.keep(number, found, self._journal.notify)
+        return found.metrics()
+
+
 def evaluate(
     sampler: Sampler,
     what: EvaluationSet,
@@ -243,14 +249,8 @@ def evaluate(
 ) -> Evaluation:
     """Scores responses to each prompt; collective, the same on all ranks.
 
-    Args:
-        sampler: with the weights to evaluate in its engine.
-        what: the prompts, and what scores responses to them.
-        section: how responses are drawn.
-        before_scoring: called when all responses are generated.
-
     Raises:
-        UserError: there are no prompts, or a score of the scorer that `reward.accuracy` names is
+        UserError: There are no prompts, or a score of the scorer that `reward.accuracy` names is
             outside 0 to 1.
     """
     if not what.prompts:
@@ -308,7 +308,7 @@ def summarized(
     pass_k: Sequence[int] = (),
     answers: Answers | None = None,
 ) -> Evaluation:
-    """Returns what scored responses amount to; arguments as of `evaluate`."""
+    """Returns what scored responses amount to."""
     parts = {name: score_B for name, score_B in scored.reward_parts.items()}
     means = {name: float(score_B.mean()) for name, score_B in parts.items()}
     reward = float(scored.reward_B.mean())

@@ -1,29 +1,32 @@
 """HF directories of trained models: one beside each checkpoint, if `checkpoint.export_hf` says so.
 
-Invariant: what `hybridrl convert` writes of a checkpoint and what a run exports beside it are
-written by the same function. Collective: every rank calls together, and all that see the folder
-write a share of the tensors.
+`hybridrl convert` writes them by the same function. Collective: all ranks that see the folder write
+a share of the tensors.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from hybridrl import __version__
 from hybridrl.checkpoint.folders import HF_FILES
 from hybridrl.config.files import read_json_object, replace_text
 from hybridrl.config.generation import GENERATION_CONFIG
 from hybridrl.config.identity import run_folder
+from hybridrl.config.load import to_yaml
 from hybridrl.config.schema import Config
 from hybridrl.data.end_tokens import turn_end
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.export import export_hf
-from hybridrl.loop.model_card import model_card
+from hybridrl.metrics.estimates import Estimate
+from hybridrl.metrics.values import STDERR, VALIDATION
 from hybridrl.models.hf.config_keys import end_tokens_of
 from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.exported_config import exported_config
@@ -41,13 +44,11 @@ def export_model(
     """Writes a model as an HF directory; collective.
 
     Args:
-        model: its weights in place.
-        directory: new or empty.
-        side_files: folder whose tokenizer and generation files are copied along.
-        card: text of its README.md, if it is to have one.
+        side_files: Folder whose tokenizer and generation files are copied.
+        card: Text of its README.md.
 
     Raises:
-        UserError: on every rank, if one of them cannot write.
+        UserError: A rank cannot write; raised on all.
     """
     source, world = model.source, model.world
     with world.all_agree("writing the HF directory", is_unbounded=True):
@@ -94,9 +95,7 @@ def export_with_tokenizer(
     tokenizer: PreTrainedTokenizerBase,
     card: str,
 ) -> None:
-    """Writes a model as an HF directory with the tokenizer of a run, also one that a script gave
-    and that stands in no file; arguments and errors as of `export_model`.
-    """
+    """Writes a model as an HF directory with the tokenizer of the run, which may be in no file."""
     export_model(model, directory, side_files, card)
     with model.world.all_agree("writing the tokenizer"):
         is_there = any(directory.glob("tokenizer*"))
@@ -109,10 +108,6 @@ def export_with_tokenizer(
 class Exports:
     """The HF directories of a run: `exports/step_N` of the policy, or of the reward model that is
     trained in its place, and `exports/step_N_critic` of a critic beside a policy.
-
-    Args:
-        config: of the run.
-        notify: tells the user, once.
     """
 
     def __init__(self, config: Config, notify: Callable[[str], None]) -> None:
@@ -125,16 +120,11 @@ class Exports:
         models: Mapping[str, ParallelModel],
         evaluations: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Exports what a checkpoint was just written of, and removes the exports of checkpoints
-        that are no more; nothing unless the run is to.
-
-        Args:
-            checkpoint: its folder.
-            models: trained models by name, their weights in place.
-            evaluations: what was measured, by step; for the model card.
+        """Exports the models of a new checkpoint and removes exports whose checkpoints are gone, if
+        the run exports.
 
         Raises:
-            UserError: a file could not be written.
+            UserError: A file could not be written.
         """
         if not self._config.checkpoint.export_hf:
             return
@@ -159,3 +149,54 @@ class Exports:
             found = _EXPORT.fullmatch(path.name)
             if found is not None and not (checkpoints / found[1]).is_dir():
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def model_card(
+    config: Config,
+    model: ParallelModel,
+    checkpoint: str,
+    evaluations: Mapping[str, Mapping[str, float]],
+) -> str:
+    """Returns the text of an exported model's README.md. Values that came from the environment are
+    shown as they were written, so no key is in it.
+    """
+    is_scorer = model.head == "value"
+    front = {
+        "library_name": "transformers",
+        "pipeline_tag": "text-classification" if is_scorer else "text-generation",
+        "tags": ["hybridrl", config.algorithm.name],
+    }
+    base = config.model.path
+    # A folder of this host is no name that anybody could follow.
+    if base is not None and not os.path.exists(os.path.expanduser(base)):
+        front["base_model"] = base.split("@")[0]
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+    lines += [f"# {config.run.name}, {checkpoint.replace('_', ' ')}", ""]
+    kind = "A reward model or critic (1 label)" if is_scorer else "A language model"
+    made = f"trained by hybridrl {__version__} with `{config.algorithm.name}`"
+    origin = "from initial weights" if base is None else f"from `{_shown(base)}`"
+    lines += [f"{kind}, {made}, {origin}.", ""]
+    # Responses are the policy's: they say nothing of a critic beside it.
+    if evaluations and (not is_scorer or config.algorithm.name == "reward_model"):
+        lines += ["## Measured", "", *_table(evaluations), ""]
+    lines += ["## Configuration", "", "```yaml", to_yaml(config).rstrip(), "```", ""]
+    return "\n".join(lines)
+
+
+def _shown(base: str) -> str:
+    return os.path.basename(os.path.normpath(base)) if os.path.exists(base) else base
+
+
+def _table(evaluations: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
+    """Yields a table of what was measured first and last, with standard errors."""
+    steps = sorted(evaluations, key=int)
+    first, last = evaluations[steps[0]], evaluations[steps[-1]]
+    yield f"| | step {steps[0]} | step {steps[-1]} |"
+    yield "| --- | --- | --- |"
+    for name in (key for key in last if not key.endswith(STDERR)):
+        cells = [_estimate(found, name) for found in (first, last)]
+        yield f"| {name.replace(VALIDATION, 'held-out ')} | {' | '.join(cells)} |"
+
+
+def _estimate(found: Mapping[str, float], name: str) -> str:
+    return str(Estimate(found[name], found.get(name + STDERR))) if name in found else ""

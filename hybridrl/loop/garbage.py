@@ -1,15 +1,12 @@
 """Keeps objects that a run needs to its end out of Python's garbage collection.
 
-A full collection looks at every object of the process. Libraries, models and compiled code are half
-a million of them, more with vLLM: it stops a rank for half a second, and the others wait for it.
-Almost all of these exist after the first step, and are needed to the end of the run; garbage is
-among the objects that later steps make. So after the first step all objects that exist are frozen
-(`gc.freeze`), and collections look at newer ones only. vLLM does the same when an engine has
-started (engine/core.py, 0.26), but a run may have no vLLM, and the first step makes objects too.
+A full collection looks at every object: half a million and more with vLLM, which stops a rank for
+half a second while others wait. Almost all of them exist after the first step and stay, so they are
+frozen then (`gc.freeze`). vLLM does the same when an engine has started (engine/core.py, 0.26), but
+a run may have no vLLM, and the first step makes objects too.
 
-A frozen object that is part of a reference cycle is never freed. So all are unfrozen when a Trainer
-is closed. Another Trainer also has the cycles of the one before it collected, since these may hold
-a model and memory of the device.
+A frozen object in a reference cycle is never freed, so all are unfrozen when a Trainer is closed.
+The next Trainer collects the cycles of the one before: they may hold memory of the device.
 """
 
 from __future__ import annotations
@@ -18,6 +15,7 @@ import atexit
 import gc
 import threading
 
+from hybridrl.loop.observers import Observer
 from hybridrl.platform import Platform
 
 _was_used = threading.Event()  # whether a Trainer of this process has set objects aside
@@ -45,3 +43,15 @@ def collect_earlier() -> None:
     if _was_used.is_set():  # else there was none; a collection delays a start
         take_back()
         gc.collect()
+
+
+class FrozenHeap(Observer):
+    """Sets the objects of the run aside after its first step."""
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform, self._is_frozen = platform, False
+
+    def weights_changed(self, number: int) -> None:
+        if not self._is_frozen:
+            set_aside(self._platform)
+            self._is_frozen = True

@@ -1,6 +1,6 @@
-"""The record of a run: its folder, its phase times, its metrics and samples, its summary.
+"""Records of a run: folder, phase times, metrics, samples, summary.
 
-Rank 0 writes; every rank keeps time, because a step is as slow as its slowest rank, and writes its
+Rank 0 writes. Every rank keeps time, because a step is as slow as its slowest rank, and writes its
 own phase file.
 """
 
@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -19,13 +19,13 @@ import torch
 
 from hybridrl.config.files import replace_text
 from hybridrl.config.identity import changed_knobs, run_folder, saved_config, write_config
-from hybridrl.config.schema import Config
+from hybridrl.config.schema import CheckpointConfig, Config
 from hybridrl.console import say
 from hybridrl.contracts.batch import ScoredBatch
 from hybridrl.generation.resampling import TRUNCATED
+from hybridrl.loop.observers import Observer
 from hybridrl.loop.run_starts import FINISHED, RunStarts, exit_of
 from hybridrl.loop.sample_records import sample_records
-from hybridrl.loop.saves import when_saved
 from hybridrl.loop.trace import StepTraces
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.flops import peak_flops_per_s
@@ -70,20 +70,16 @@ class StepWarning(Protocol):
         ...
 
 
-class Journal:
-    """Writes what a run leaves behind.
-
-    Args:
-        config: names the run folder and what is logged.
-        world: rank 0 writes; times and memory are the largest of all ranks.
+class Journal(Observer):
+    """Writes the records of a run.
 
     Attributes:
         unseen_bytes: Returns the bytes in use of this rank's device that torch's allocator does not
             count, less those that it counts though they have no memory now.
     """
 
-    def __init__(self, config: Config, world: World) -> None:
-        self.config, self.world = config, world
+    def __init__(self, config: Config, world: World, warnings: Sequence[StepWarning] = ()) -> None:
+        self.config, self.world, self.warnings = config, world, warnings
         self.folder = run_folder(config)
         is_cpu = world.platform.is_cpu
         self._synchronize = None if is_cpu else world.platform.synchronize
@@ -123,19 +119,26 @@ class Journal:
             else:
                 say(text, sys.stdout)
 
-    def warn(
-        self, warnings: Iterable[StepWarning], step: int, metrics: Mapping[str, float]
-    ) -> None:
-        """Tells the user what each has to say of a step, if anything."""
-        for warning in warnings:
-            if (text := warning.text(step, metrics)) is not None:
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Counts the block as a phase of the step."""
+        return self.timer.phase(name)
+
+    def fit_begins(self, first: int, last: int) -> None:
+        self.start(first, last)
+
+    def around_step(self, number: int) -> AbstractContextManager[None]:
+        return self.traces.step(number, self.timer)
+
+    def step_recorded(self, number: int, metrics: Mapping[str, float]) -> None:
+        self.log(number, metrics)
+
+    def step_is_over(self, number: int, last: int, metrics: Mapping[str, float]) -> None:
+        for warning in self.warnings:
+            if (text := warning.text(number, metrics)) is not None:
                 self.notify(text)
 
     def start(self, last_step: int, num_steps: int) -> None:
-        """Opens the run folder's files; what they say beyond `last_step` is forgotten.
-
-        Before, nothing is written there: who only evaluates leaves the run as it is.
-        """
+        """Opens the files of the run folder and drops their content beyond `last_step`."""
         self.close()
         phase_file = self.folder / "logs" / f"rank_{self.world.rank}.phase"
         self.timer = PhaseTimer(phase_file, self._synchronize, self._take_peak)
@@ -189,7 +192,7 @@ class Journal:
         return f"checkpoints in {self.folder / 'checkpoints'}: {often}"
 
     def describe(self, batch: ScoredBatch) -> dict[str, float]:
-        """Returns what there is to say of sampled responses: rewards, and how many were cut off."""
+        """Returns metrics of sampled responses: rewards, and how many were cut off."""
         rewards, parts = batch.reward_B, batch.reward_parts
         names = parts if len(parts) > 1 else ()
         return {
@@ -199,15 +202,11 @@ class Journal:
             TRUNCATED: float((~batch.finished_B).float().mean()),
         }
 
-    def traced(self, step: int) -> AbstractContextManager[None]:
-        """Writes a trace of the step in the block, if `run.profile` names it."""
-        return self.traces.step(step, self.timer)
-
     def summarize(
         self, batch: ScoredBatch, values: Mapping[str, float], flops: Mapping[str, int]
     ) -> dict[str, float]:
-        """Adds to a step's values what the batch, the clock and the memory say, and what follows
-        from the model FLOPs of its phases; the same on all ranks.
+        """Adds to a step's values those of batch, clock and memory, and what follows from the model
+        FLOPs of its phases; the same on all ranks.
         """
         lengths = batch.response_lengths_B.float()
         # Waits for a rank that writes slowly.
@@ -224,7 +223,7 @@ class Journal:
             self._peak_rate,
         )
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records a step in every sink."""
         for sink in self.sinks:
             sink.write(step, metrics)
@@ -232,9 +231,7 @@ class Journal:
     def dump_samples(
         self, step: int, scored: ScoredBatch, learned: ScoredBatch | None, scorer: Scorer
     ) -> None:
-        """Writes the samples of a step to `rollouts/`, when it is due; arguments as of
-        `sample_records`. Collective.
-        """
+        """Writes the samples of a step to `rollouts/`, when it is due; collective."""
         if not self.dump.is_due(step):
             return
         samples = sample_records(scored, learned, scorer, self.world)
@@ -249,14 +246,7 @@ class Journal:
     def finish(
         self, first: int, last: int, evaluations: Evaluations, seconds: float
     ) -> dict[str, float]:
-        """Writes `summary.json`, prints the table of before and after and where the run lies.
-
-        Args:
-            first: steps that were finished when training began.
-            last: those that are finished now.
-            evaluations: reward, and accuracy if it is known, by step.
-            seconds: of all starts of the run.
-        """
+        """Writes `summary.json`, prints the table of before and after and the run folder."""
         summary = self._summary(evaluations, seconds)
         if self.is_writer:
             self._write_summary(summary)
@@ -274,13 +264,8 @@ class Journal:
     def nothing_to_do(
         self, done: int, last: int, evaluations: Evaluations, seconds: float
     ) -> dict[str, float]:
-        """Says that the run has its steps already; writes nothing but a summary that is missing,
-        since a signal came with the last step.
-
-        Args:
-            done: finished steps.
-            last: the step to train to.
-            evaluations, seconds: as of `finish`.
+        """Says that the run has its steps already; writes only a summary that is missing, because a
+        signal came with the last step.
         """
         goal = f"step {last}" if done >= last else "steps.stop_at_accuracy"
         self.notify(
@@ -311,9 +296,7 @@ class Journal:
         return summary
 
     def close(self) -> None:
-        """Closes all files; the phase file keeps its last line. An exception that is on its way
-        then is noted as the end of the run.
-        """
+        """Closes all files and notes how the start ended, by the exception under way."""
         self._starts.end(exit_of(sys.exception()))
         for tracker in self.trackers:
             tracker.begin_close()
@@ -326,33 +309,33 @@ class Journal:
         self.timer.close()
 
     def note_peak(self) -> None:
-        """Counts the memory in use so far; to be called before it goes from one phase to the
-        other.
-        """
+        """Counts the memory in use, before memory goes to the other phase."""
         self.timer.note_peak()
 
     def _peak_in_use(self) -> int:
-        """Returns the most bytes in use since the last call, as long as memory has not gone from
-        one phase to the other meanwhile.
-        """
+        """Returns the most bytes in use since the last call."""
         most = torch.cuda.max_memory_allocated() + self.unseen_bytes()
         torch.cuda.reset_peak_memory_stats()
         return most
 
     def _peaks(self) -> dict[str, float]:
-        """Returns this rank's most bytes in use, of the run, and by phase where that is known."""
+        """Returns this rank's most bytes in use, by phase where that is known."""
         known = self.timer.peak_bytes() or {"run": self.world.platform.peak_memory_bytes()}
         return {phase: float(size) for phase, size in known.items()}
 
 
-def before_and_after(evaluations: Evaluations) -> dict[str, float]:
-    """Returns what the first evaluation and the last found, `NAME_before` and `NAME_after`, with
-    standard errors. What one of them did not find, as an accuracy where a score is above 1, is left
-    out: a figure of another step must not stand for it.
+def when_saved(section: CheckpointConfig, num_steps: int) -> str:
+    """Returns when a run is saved, in words."""
+    often = f"every {section.every} steps, " if section.every else ""
+    often += f"every {section.every_s:g} s, " if section.every_s else ""
+    kept = "the newest stays" if section.keep == 1 else f"the newest {section.keep} stay"
+    never = "" if often else "; never before, as checkpoint.every=0 and checkpoint.every_s=0 say"
+    return f"{often}after step {num_steps} and on SIGINT or SIGTERM{never}; {kept}"
 
-    Args:
-        evaluations: What was found, by step; responses that were generated, and rows with
-            responses of their own (VALIDATION), may have been looked at after other steps.
+
+def before_and_after(evaluations: Evaluations) -> dict[str, float]:
+    """Returns results of the first evaluation and the last, `NAME_before` and `NAME_after`, with
+    standard errors. A result that one of them lacks is left out, not replaced by another step's.
     """
     found: dict[str, float] = {}
     for is_validation in (False, True):
@@ -374,9 +357,7 @@ def _is_validation(key: str) -> bool:
 
 
 def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, Estimate | None]]:
-    """Returns what evaluations were before and after, by label; the reward only where it is not
-    the accuracy.
-    """
+    """Returns evaluations before and after, by label; the reward only if it differs."""
     endings = ("_before", "_after")
     names = {
         key.removesuffix(ending): None
@@ -401,9 +382,7 @@ def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, 
 
 
 def _are_equal(ones: Sequence[Estimate | None], others: Sequence[Estimate | None]) -> bool:
-    """Whether values are the same but for the rounding of their means, of which some are in
-    float32.
-    """
+    """Whether values are equal but for the rounding of float32 means."""
     return all(
         one is other
         if one is None or other is None

@@ -1,19 +1,20 @@
-"""The memory ledger: what each part of a run holds on this rank's device, and in which phase.
-
-Printed once at the start, and with every out-of-memory error, where it says what could be smaller.
+"""Memory ledger: what each part of a run holds on this rank's device, and in which phase. Printed
+at the start and with every out-of-memory error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
 from hybridrl.errors import DeviceMemoryError
+from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.parallel.groups import PeerError
 from hybridrl.platform import Platform
+from hybridrl.rollout.build import EngineAdapter
 from hybridrl.rollout.engine import Holding
 from hybridrl.training.model import ParallelModel
 
@@ -27,13 +28,7 @@ REMEDIES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the ledger.
-
-    Args:
-        name: whose memory, and what for.
-        num_bytes: on this rank.
-        in_training, in_rollout: whether it lies on the device in these phases.
-    """
+    """One line of the ledger, with the phases in which its bytes are on the device."""
 
     name: str
     num_bytes: int
@@ -41,15 +36,55 @@ class Entry:
     in_rollout: bool = True
 
 
+class MemoryLedger:
+    """Parts of the run on this rank's device, as far as they are built.
+
+    Attributes:
+        models: Models by role.
+        engine: Engine; None: it is not started yet.
+        hybrid_engine: Decides whether phases free memory; None: it is not built yet.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self.models: dict[str, ParallelModel] = {}
+        self.engine: EngineAdapter | None = None
+        self.hybrid_engine: HybridEngine | None = None
+
+    def table(self) -> str:
+        """Returns the ledger as text, from the next change of phases on."""
+        engine = {} if self.engine is None else self.engine.memory()
+        keeps_memory = self.hybrid_engine is not None and self.hybrid_engine.keeps_memory
+        return table(entries(self.models, engine, keeps_memory), self._platform)
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Adds the ledger and what could be smaller to an out-of-memory error of the block, of
+        torch or vLLM.
+
+        Raises:
+            DeviceMemoryError: In place of that error.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error)
+            is_told = isinstance(error, DeviceMemoryError | PeerError)  # in the right words already
+            if is_told or "out of memory" not in text.lower():
+                raise
+            first = text.strip().splitlines()[0]
+            raise DeviceMemoryError(
+                f"{first}\n{self.table()}\nMake smaller: {REMEDIES}."
+            ) from error
+
+
 def entries(
     models: Mapping[str, ParallelModel], engine: Mapping[str, Holding], keeps_memory: bool = False
 ) -> list[Entry]:
-    """Returns what models and engine hold; memory that comes later in the run is counted already.
+    """Returns what models and engine hold, memory that they take later included.
 
     Args:
-        models: by role.
-        engine: what the rank's engine tells of (`RolloutEngine.memory`).
-        keeps_memory: neither phase frees what only the other needs (`HybridEngine.keeps_memory`).
+        keeps_memory: Whether phases free nothing (`HybridEngine.keeps_memory`).
     """
     found = []
     for role, model in models.items():
@@ -95,24 +130,6 @@ def table(found: list[Entry], platform: Platform) -> str:
             "phase"
         )
     return "\n".join(lines)
-
-
-@contextmanager
-def explained(describe: Callable[[], str]) -> Iterator[None]:
-    """Adds the ledger and what could be smaller to an out-of-memory error of the block.
-
-    Raises:
-        DeviceMemoryError: in place of torch's error, or of vLLM's when it maps its memory.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        text = str(error)
-        is_told = isinstance(error, DeviceMemoryError | PeerError)  # in the right words already
-        if is_told or "out of memory" not in text.lower():
-            raise
-        first = text.strip().splitlines()[0]
-        raise DeviceMemoryError(f"{first}\n{describe()}\nMake smaller: {REMEDIES}.") from error
 
 
 def _phases(entry: Entry) -> tuple[bool, bool]:

@@ -1,11 +1,13 @@
-"""How far a run has come in its prompts and random states, and the way back to a step's beginning.
+"""Place of a run: finished steps, seconds, prompts and random states; and the way back to the
+beginning of a step.
 
-A step that was not finished is taken again from its beginning, after a restart or in the same
-process: with the same prompts, and with the random states that it began with.
+An interrupted step is taken again from its beginning, after a restart or in the same process: with
+the same prompts and the random states that it began with.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,16 +19,35 @@ from hybridrl.roles.mix import Mix
 
 
 class Position:
-    """The place of a run in its data.
+    """Counts a run's steps and seconds and keeps its cursors.
 
     Args:
-        prompts: that steps take from.
-        mix: rows of further terms.
+        prompts: Prompts that steps take from.
+        mix: Rows of further terms.
+
+    Attributes:
+        step: Number of finished steps.
+        has_begun: Whether a checkpoint was loaded or a step begun; `fit` looks for none then.
     """
 
     def __init__(self, prompts: PromptSource, mix: Mix) -> None:
         self._prompts, self._mix = prompts, mix
+        self.step, self.seconds, self.has_begun = 0, 0.0, False
+        self._since = time.monotonic()
         self._began: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None
+
+    def start_clock(self) -> None:
+        """Begins to count seconds."""
+        self._since = time.monotonic()
+
+    def stop_clock(self) -> float:
+        """Adds the seconds since `start_clock`; returns those of all starts of the run."""
+        self.seconds = self.all_seconds()
+        return self.seconds
+
+    def all_seconds(self) -> float:
+        """Returns the seconds of all starts of the run until now."""
+        return self.seconds + time.monotonic() - self._since
 
     @property
     def is_in_step(self) -> bool:
@@ -35,11 +56,12 @@ class Position:
 
     def begin_step(self) -> None:
         """Notes where a step begins."""
-        self._began = self._cursors(), rng_state()
+        self._began, self.has_begun = (self._cursors(), rng_state()), True
 
     def end_step(self) -> None:
-        """The step under way is finished."""
+        """Counts the step under way as finished."""
         self._began = None
+        self.step += 1
 
     def rewind(self) -> None:
         """Goes back to where the step under way began, if there is one."""
@@ -49,7 +71,7 @@ class Position:
             self.load(cursors)
 
     def state(self) -> dict[str, Any]:
-        """Returns cursors for a checkpoint: of the beginning of the step under way; JSON."""
+        """Returns cursors for a checkpoint: at the beginning of the step under way; JSON."""
         return self._cursors() if self._began is None else self._began[0]
 
     def load(self, cursors: Mapping[str, Any]) -> None:

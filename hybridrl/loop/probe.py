@@ -1,11 +1,9 @@
-"""The probe at the start of a run: the engine computes what the trainer computes.
+"""Probe at the start of a run: the engine computes what the trainer computes.
 
 After the first sync every replica answers a few fixed prompts, and the trainer computes the
-log-probabilities of the same tokens. Weights that arrived wrong are found before that, by their
-checksums, and named (`HybridEngine.verify`); this finds what no comparison of weights can: an
-engine that reads them otherwise, with other positions, norms, heads or precision.
-
-Who waits for whom: all functions are collective over the world, and raise on all ranks alike.
+log-probabilities of the same tokens. Checksums have found wrong weights before
+(`HybridEngine.verify`); this finds an engine that uses them in another way: other positions, norms,
+heads or precision. Collective over the world; raises on all ranks alike.
 """
 
 from __future__ import annotations
@@ -33,12 +31,7 @@ class EngineDiffersError(RuntimeError):
 
 @dataclass(frozen=True)
 class Answers:
-    """What the replicas answered.
-
-    Args:
-        requests: the same of every replica.
-        by_replica: the completions of each replica, in the order of the requests.
-    """
+    """Answers of each replica to the same requests, in their order."""
 
     requests: Sequence[Request]
     by_replica: Sequence[Sequence[Completion]]
@@ -50,28 +43,15 @@ def check(
     max_prompt_tokens: int,
     enter_training: Callable[[], None],
 ) -> str:
-    """Returns, for people, how closely engine and trainer agree; enters the training phase.
-
-    Args:
-        sampler, max_prompt_tokens: as of `ask`; in the rollout phase.
-        policy: whose weights the engine has.
-        enter_training: enters the training phase.
-
-    Raises:
-        EngineDiffersError: as of `compare`.
-    """
+    """Returns, as a sentence, how closely engine and trainer agree; enters the training phase."""
     answers = ask(sampler, policy.model.source.shape, max_prompt_tokens)
     enter_training()
     return f"engine and trainer agree within {compare(policy, answers):.1e} nats a token"
 
 
 def ask(sampler: Sampler, shape: ModelShape, max_prompt_tokens: int) -> Answers:
-    """Lets every replica answer the same fixed prompts; in the rollout phase.
-
-    Args:
-        sampler: over all replicas, idle; its engine has the weights to look at.
-        shape: of the model; prompts are arbitrary tokens of its vocabulary.
-        max_prompt_tokens: the longest prompt that the engine was started for.
+    """Lets every replica answer the same fixed prompts of arbitrary tokens; in the rollout phase,
+    with idle engines.
     """
     rng, world = np.random.default_rng(0), sampler.world
     length = min(PROMPT_TOKENS, max_prompt_tokens)
@@ -97,7 +77,7 @@ def compare(policy: Policy, answers: Answers) -> float:
     """Returns the mean absolute difference of the log-probabilities; in the training phase.
 
     Raises:
-        EngineDiffersError: it is above the bound of the model's dtype; names the replica.
+        EngineDiffersError: It is above the bound of the model's dtype; names the replica.
     """
     bound = BOUNDS[policy.model.source.dtype].refuse
     prompts = [
@@ -132,11 +112,7 @@ def compare(policy: Policy, answers: Answers) -> float:
 
 
 def _likely_cause(fp8: str) -> str:
-    """Says where to look for a difference.
-
-    Args:
-        fp8: `train.fp8`.
-    """
+    """Returns where to look for a difference, for a value of `train.fp8`."""
     if fp8 == "none":
         return (
             "look at the position, norm and head settings of the model's config.json, and at the "

@@ -36,7 +36,6 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.rewards.base import Scorer
 from hybridrl.roles.reward_models import RewardModel
-from hybridrl.roles.roles import Roles
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.rollout.build import EngineAdapter, EngineInputs, SharingEngine, build
 from hybridrl.rollout.common.stops import TokenTexts
@@ -47,45 +46,14 @@ from hybridrl.training.model import ModelSource, ParallelModel
 from hybridrl.training.trained_weights import TrainedWeights
 
 
-def make_generation(
-    config: Config,
-    roles: Roles,
-    placement: Placement,
-    scoring: tuple[Scorer, PreTrainedTokenizerBase],
-    notify: Callable[[str], None],
-    engine_started: Callable[[EngineAdapter], None],
-) -> tuple[EngineAdapter, Sampler, HybridEngine]:
-    """Builds the engine on its ranks, what samples with it, and the plan that brings the policy's
-    weights into it.
-
-    Args:
-        roles: with the policy, whose weights it gets, and all models that train beside it.
-        placement: of the run.
-        scoring: what gives responses their rewards, and the tokenizer.
-        notify: tells people what memory is held twice.
-        engine_started: called with the engine before the rest is built.
-    """
-    model = roles.policy.model
-    source, (scorer, tokenizer) = model.weight_source(), scoring
-    layout = rollout_layout(model, config.rollout, source.layouts, placement.rollout)
-    memories, copies = training_memories(roles.trained.values())
-    engine = start_engine(config, model, source, layout, memories, copies)
-    tell_copies(config, model, engine, notify)
-    engine_started(engine)
-    of_sampler = config, model, layout, engine, scorer, tokenizer, roles.reward_models, placement
-    sampler = make_sampler(*of_sampler)
-    hybrid_engine = make_hybrid_engine(config, model, source, engine, memories, copies, placement)
-    return engine, sampler, hybrid_engine
-
-
 def rollout_layout(
     model: ParallelModel,
     rollout: RolloutConfig,
     sources: Sequence[RankLayout],
     ranks: Sequence[int] | None = None,
 ) -> RolloutLayout:
-    """Returns which part of which engine replica each of these ranks is, None: of all, and which
-    experts it has where the engine takes any, so that the fewest bytes move.
+    """Returns which part of which engine replica each of these ranks is (None: all ranks), and
+    which experts it has where the engine takes any, so that the fewest bytes move.
     """
     source, node = model.source, ranks_per_node(model.world)
     parts = fused_layouts(source.family, source.shape, rollout.tp, rollout.ep)
@@ -132,11 +100,8 @@ def start_engine(
 def share_memory(
     engine: EngineAdapter, memories: Sequence[TrainedModelMemory], device: torch.device
 ) -> None:
-    """Lays gradients into memory of the sleeping engine, where it can lend some and csrc/ was
-    compiled; else they stay as they are, freed for each rollout.
-
-    Args:
-        memories: of trained models; released.
+    """Puts gradients of released models into memory of the sleeping engine, where it can lend some
+    and csrc/ was compiled; else they stay as they are, freed for each rollout.
     """
     place = ops.storage_placer(device)
     if place is None or not isinstance(engine, MemoryLender):
@@ -150,10 +115,6 @@ def share_memory(
 def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) -> int:
     """Returns the bytes in use of this rank's device that torch's allocator does not count, less
     those of a sleeping engine's tensors, which it counts though they have no memory.
-
-    Args:
-        trained: models by role.
-        engine: of this rank.
     """
     memories, _ = training_memories(trained.values())
     released = engine.released_bytes() if isinstance(engine, MemoryLender) else 0
@@ -170,7 +131,7 @@ def build_engine(
     """Builds this rank's part of the engine replica that generates with `model`'s weights.
 
     Args:
-        reserved_bytes: of the device, which the trainer takes only later but holds during rollout.
+        reserved_bytes: Bytes of the device that the trainer takes only later but holds in rollout.
         shard: The trainer's memory that the engine may use as its parameters.
     """
     source, world, rollout = model.source, model.world, config.rollout
@@ -195,9 +156,7 @@ def build_engine(
 def tell_copies(
     config: Config, model: ParallelModel, engine: EngineAdapter, notify: Callable[[str], None]
 ) -> None:
-    """Tells how many parameters training and engine cut alike and yet both have in memory, if any;
-    collective.
-    """
+    """Reports how many parameters training and engine cut alike and yet hold twice; collective."""
     missed = 0
     if isinstance(engine, SharingEngine) and not config.train.release_weights_in_rollout:
         missed = len(shared_names(model.layout(), engine.layout()).keys() - engine.shared)
@@ -218,11 +177,7 @@ def make_sampler(
     reward_models: Sequence[RewardModel] = (),
     placement: Placement | None = None,
 ) -> Sampler:
-    """Builds what samples responses with this rank's engine and its peers; collective.
-
-    Args:
-        placement: of the run; None: all models are on all ranks.
-    """
+    """Builds the sampler of this rank; collective."""
     world, source = model.world, model.source
     with world.all_agree("reading end tokens"):
         ends = end_tokens(config.model, source.hf_config, tokenizer)
@@ -248,11 +203,8 @@ def make_sampler(
 def make_schedule(config: Config, placement: Placement | None = None) -> Schedule:
     """Returns what may start when.
 
-    Args:
-        placement: of the run; None: all models are on all ranks.
-
     Raises:
-        UserError: the user's own algorithm does not say that it corrects for a lag.
+        UserError: The user's own algorithm does not say that it corrects for a lag.
     """
     steps, rollout = config.steps, config.rollout
     num = steps.prompts_per_step
@@ -279,13 +231,7 @@ def make_hybrid_engine(
     copies: Sequence[TrainedWeights],
     placement: Placement | None = None,
 ) -> HybridEngine:
-    """Plans how the policy's weights come into the engine; collective.
-
-    Args:
-        source: The policy's weights.
-        memories, copies: of `training_memories`.
-        placement: of the run; None: all models are on all ranks.
-    """
+    """Plans how the weights of the policy come into the engine; collective."""
     return HybridEngine(
         source,
         engine,
@@ -324,11 +270,7 @@ def make_episodes(
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
 ) -> Episodes | None:
-    """Builds what goes between the turns of responses, if there is an environment; collective.
-
-    Args:
-        ends: the tokens of which each ends a turn of the policy.
-    """
+    """Builds the turns of responses, if there is an environment; collective."""
     if config.environment.name is None:
         return None
     arguments = config.data.template_arguments

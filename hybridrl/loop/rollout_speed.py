@@ -1,10 +1,9 @@
-"""How fast a run's engine generates: what `hybridrl bench rollout` does on each rank.
+"""Speed of a run's engine: `hybridrl bench rollout` on each rank.
 
-The run is built as `train` builds it, so the engine has the memory that training leaves it, and
-proves once that it computes what the trainer computes: a wrong engine is not timed. A round is the
-batch of one step: prompts of `data.max_prompt_tokens` random tokens, `steps.samples_per_prompt`
-responses to each, none of which ends before `rollout.max_new_tokens`. No two rounds share a prompt,
-so that of cached keys only those count that samples of a prompt share, as in training.
+The run is built as `train` builds it, so the engine has the memory that training leaves it, and is
+timed only once it computes what the trainer computes. A round is the batch of one step: prompts of
+`data.max_prompt_tokens` random tokens, `steps.samples_per_prompt` responses of
+`rollout.max_new_tokens` each. Rounds share no prompt, so cached keys count only within a group.
 
 Who waits for whom: all ranks begin a round together and wait for its slowest replica.
 """
@@ -21,7 +20,7 @@ import numpy as np
 import torch
 
 from hybridrl.config.schema import Config
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, generate, request_seed
 
@@ -34,12 +33,6 @@ def measure_rank(
     config: Config, num_rounds: int, started: float, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Runs one rank of `hybridrl bench rollout`.
-
-    Args:
-        config: of a run with rollouts.
-        num_rounds: that are timed.
-        started: `time.monotonic()` at the start of this rank.
-        tell: is told of every part as it is done, in a line for people.
 
     Returns:
         The same on all ranks: `tokens_per_s` of all replicas together (the median of the rounds),
@@ -77,11 +70,7 @@ def measure_rank(
 
 
 def _generate(trainer: Trainer, number: int, new_tokens: int) -> float:
-    """Generates the batch of a step; returns the seconds of the slowest replica.
-
-    Raises:
-        RuntimeError: a response is shorter than asked for.
-    """
+    """Generates the batch of a step; returns the seconds of the slowest replica."""
     world = trainer.world
     requests = round_requests(trainer, number, new_tokens)
     world.arrive("the rounds of generation before")

@@ -9,15 +9,13 @@ from typing import Any, Literal
 
 from hybridrl.config.schema import Config
 from hybridrl.loop.evaluate import Evaluation
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.parallel import heartbeat
 
 
 def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest") -> int:
-    """Runs one rank of `hybridrl train`; arguments as of `Trainer.fit`.
-
-    Returns:
-        The exit code: 0, or 128 + the number of the signal that the run was saved at.
+    """Runs one rank of `hybridrl train`; returns the exit code: 0, or 128 + the number of the
+    signal that the run was saved at.
     """
     trainer = Trainer(config)
     try:
@@ -42,21 +40,18 @@ def evaluate_rank(
     """Runs one rank of `hybridrl eval`.
 
     Args:
-        config: of the run; its layout need not be the one that saved the checkpoint.
-        checkpoint: a checkpoint or run folder; None: the run's newest, or the initial weights if
-            there is none.
-        prompts: files in place of `data.eval_prompts`.
-        temperature: of the responses, in place of `eval.temperature`; 0 is greedy.
+        config: Configuration; its layout need not be the one that saved the checkpoint.
+        checkpoint: Checkpoint or run folder; None: the run's newest, or the initial weights.
+        prompts: Files in place of `data.eval_prompts`.
+        temperature: Temperature in place of `eval.temperature`; 0 is greedy.
 
     Returns:
-        What `Evaluation.as_json` gives: `accuracy` (None where no scorer is one), `reward` (the
-        weighted sum), `scores` (of each scorer), `num_prompts`, `sets`, and others; `validation`,
-        what the algorithm makes of held-out rows with responses (`loss`, `perplexity`,
-        `preference/accuracy` and others), empty where there are none; `checkpoint` (None for the
-        initial weights) and `model`, which those are.
+        `Evaluation.as_json`, and `validation`, results on held-out rows with responses (`loss`,
+        `perplexity`, `preference/accuracy` and others); `checkpoint` (None for the initial weights)
+        and `model`, which those are.
 
     Raises:
-        UserError: there is nothing to evaluate on.
+        UserError: There is nothing to evaluate on.
     """
     if prompts is not None:
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})

@@ -1,7 +1,7 @@
-"""What a run reads before it begins: tokenizer, prompts and the scorer of responses.
+"""Reads what a run needs before it begins: tokenizer, prompts and the scorer of responses.
 
-The first rank of each node reads the prompts while the node's others wait, which then map the files
-that it has written.
+The first rank of each node reads the prompts and computes what follows from all of them; the others
+map its files.
 """
 
 from __future__ import annotations
@@ -29,20 +29,12 @@ from hybridrl.data.prompts import LeftOut, LoadedPrompts, PromptSource, Reading
 from hybridrl.data.text_tokens import TextTokens
 from hybridrl.errors import DataError, ModelError
 from hybridrl.loop.evaluate import Evaluations, EvaluationSet
+from hybridrl.loop.user_arguments import Given
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.functions import NEEDS_ANSWER, RewardFunction, RowCheck, no_reward
 from hybridrl.roles.mix import Mix
 from hybridrl.training.from_config import model_source
-
-
-class Given(NamedTuple):
-    """What a user's script gives in place of sections of the configuration, if it does."""
-
-    prompts: Rows | None
-    reward: RewardFunction | Sequence[RewardFunction] | None
-    tokenizer: PreTrainedTokenizerBase | None
-    mix: Mapping[str, Rows]
 
 
 class RunData(NamedTuple):
@@ -70,13 +62,8 @@ def make_data(
     notify: Callable[[str], None],
     trains: bool = True,
 ) -> RunData:
-    """Reads what a run reads; collective.
-
-    Args:
-        needs: of the algorithm.
-        given: by the user's script in place of sections.
-        notify: tells the user, once.
-        trains: False leaves out what only training reads.
+    """Reads the data of a run, without what only training reads where `trains` is False;
+    collective.
     """
     with world.all_agree("loading the tokenizer"):
         of_model = model_source(config.model, world.platform)
@@ -145,11 +132,10 @@ def tell_tokens(
 
 
 def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer that `model.tokenizer`, or the model's own directory, holds; no remote
-    code.
+    """Loads the tokenizer of `model.tokenizer` or of the model's own directory; no remote code.
 
     Raises:
-        ModelError: it cannot be read, or has tokens beyond the model's `num_tokens`.
+        ModelError: It cannot be read, or has tokens beyond the model's `num_tokens`.
     """
     check_tokenizer_files(config)
     where = str(tokenizer_directory(config))
@@ -169,10 +155,10 @@ def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerB
 
 
 def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
-    """Refuses prompts that a user's own tokenizer gave tokens of which the model has none.
+    """Refuses prompts with tokens that the model does not have, of a user's own tokenizer.
 
     Raises:
-        ModelError: naming the first prompt's number and the token's.
+        ModelError: Names the first such prompt and token.
     """
     if largest_token(prompts) < num_tokens:
         return
@@ -189,11 +175,10 @@ def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
 
 
 def check_answers(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Refuses rows in memory that the rewards cannot score, as the command line does those of
-    files.
+    """Refuses rows in memory that the rewards cannot score, as the command line does with files.
 
     Raises:
-        DataError: naming the first such row.
+        DataError: Names the first such row.
     """
     if reward.on_error != "stop":
         return
@@ -212,11 +197,7 @@ def make_scorer(
     reward: RewardFunction | Sequence[RewardFunction] | None,
     group_samples: int,
 ) -> Scorer:
-    """Makes what scores responses: by `reward`, else by the section, if anything.
-
-    Args:
-        group_samples: as of `Needs`.
-    """
+    """Makes the scorer of responses: from `reward`, else from the section, if anything scores."""
     unscored = None if is_scored(config) else no_reward
     function = unscored if reward is None else reward
     return Scorer(config.reward, tokenizer, function, group_samples, config.environment)

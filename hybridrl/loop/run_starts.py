@@ -1,9 +1,8 @@
-"""What a run notes of each of its starts, for its report: when, by how many ranks, on what, which
-code, what it took to the first step, and how it ended.
+"""Starts of a run, for its report: time, ranks, machine, code, seconds to the first step, end.
 
 Owns `run.json` in the run folder: `{"starts": [...]}`, the oldest first. Rank 0 writes. A start
-without `exit` goes on, or ended without a chance to say so. Which code it is finds a thread, since
-git takes seconds on some file systems and nothing waits for it.
+without `exit` goes on, or was killed. A thread finds the commit, since git takes seconds on some
+file systems.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ import psutil
 
 from hybridrl import __version__
 from hybridrl.config.files import RUN_FILE, parse_json, replace_text
+from hybridrl.loop.observers import Observer, StepRecord
 from hybridrl.parallel.failure import is_launched
 
 GIT_TIMEOUT_S = 10
@@ -29,11 +29,7 @@ FINISHED = "finished"  # how a start ended that took the last step
 
 
 class RunStarts:
-    """The starts of a run.
-
-    Args:
-        folder: of the run.
-    """
+    """The starts of a run."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / RUN_FILE
@@ -43,14 +39,7 @@ class RunStarts:
         self._finding: threading.Thread | None = None  # which code it is
 
     def begin(self, after_step: int, world_size: int, hosts: int, device: str | None) -> None:
-        """Notes a start.
-
-        Args:
-            after_step: the step that it goes on from.
-            world_size: number of ranks.
-            hosts: number of machines.
-            device: name of the GPU of rank 0; None: on CPU.
-        """
+        """Notes a start; `device` is the GPU of rank 0, None on CPU."""
         self._starts = [*read_starts(self._path.parent), {}]
         self._is_open = True
         self._note(
@@ -67,11 +56,7 @@ class RunStarts:
         self._finding.start()
 
     def took(self, seconds: Mapping[str, float]) -> None:
-        """Notes what the start took to the end of its first step.
-
-        Args:
-            seconds: of each part, in order.
-        """
+        """Notes what the start took to the end of its first step."""
         if self._is_open:
             self._note(seconds={name: round(value, 2) for name, value in seconds.items()})
 
@@ -94,31 +79,35 @@ class RunStarts:
             replace_text(self._path, json.dumps({"starts": self._starts}, indent=1) + "\n")
 
 
-class StartTimes:
-    """What the parts of a start take on this rank, from the process's begin or this object's.
+class StartTimes(Observer):
+    """Times of the parts of a start on this rank, from the beginning of its process.
+
+    Args:
+        report: Gets the seconds of all parts after the first step.
 
     Attributes:
-        seconds: of each part that is over, in order.
+        seconds: Seconds of each finished part, in order.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, report: Callable[[Mapping[str, float]], None] | None = None) -> None:
+        self.report = report
         self.seconds: dict[str, float] = {}
         self._is_over, self._since = False, time.monotonic()
         if is_launched():  # a process of this start alone; a notebook's has done other things
             self._since -= time.time() - psutil.Process().create_time()
 
     def over(self, part: str, is_last: bool = False) -> bool:
-        """Says that a part is over, which began when the one before was.
-
-        Returns:
-            Whether that was noted: nothing is after the last part.
-        """
+        """Ends the part that began when the one before ended; returns False after the last part."""
         if self._is_over:
             return False
         now = time.monotonic()
         self.seconds[part] = now - self._since
         self._since, self._is_over = now, is_last
         return True
+
+    def step_ends(self, record: StepRecord) -> None:
+        if self.over("first step", is_last=True) and self.report is not None:
+            self.report(self.seconds)
 
 
 def exit_of(error: BaseException | None) -> str:

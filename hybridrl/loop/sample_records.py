@@ -1,8 +1,7 @@
-"""What `rollouts/` keeps of a sample: its texts, its reward by part, and a number a token.
+"""Records of samples for `rollouts/`: texts, rewards by part, and numbers for each token.
 
-Collective: tokens come to rank 0, a few samples after the other, which alone writes. A token's text
-is not kept, but how many characters of the response are its; log-probabilities are in millinats,
-whole numbers, so that a token takes about as much as its text does.
+Collective: tokens come to rank 0, a few samples at a time, which alone writes. Of a token's text
+only the number of characters is kept; log-probabilities are whole numbers, in millinats.
 """
 
 from __future__ import annotations
@@ -26,14 +25,11 @@ LETTERS_OF_A_TOKEN = 4  # that several tokens have together, each only some of i
 def sample_records(
     scored: ScoredBatch, learned: ScoredBatch | None, scorer: Scorer, world: World
 ) -> Iterator[dict[str, object]]:
-    """Yields the record of each sample, on rank 0; nothing on others, which must exhaust it too.
+    """Yields the record of each sample, on rank 0; other ranks must exhaust it too.
 
     Args:
-        scored: all samples of the step.
-        learned: those that were learned from, with the trainer's log-probabilities
+        learned: Samples that were learned from, with the trainer's log-probabilities
             (`Roles.learned`); None: they are not known.
-        scorer: knows the text of responses.
-        world: all ranks.
     """
     row_of = {} if learned is None else _rows_by_id(learned)
     scored = scored.with_blobs()
@@ -112,14 +108,13 @@ def runs(values: Sequence[int]) -> list[list[int]]:
 
 
 def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
-    """Returns how many characters of a text are each token's; they add up to all.
+    """Returns how many characters of a text belong to each token; they add up to all.
 
-    A token that is only some bytes of a character, or whose text alone is another than among its
-    neighbours, has none, or those of its neighbours with it; the tokens after it are found again.
+    A token that is only some bytes of a character, or that has another text among its neighbours,
+    counts none, or theirs with it; the tokens after it are found again.
 
     Args:
-        text: of all tokens together.
-        pieces: the text of each token alone, "" of one that is left out.
+        pieces: Text of each token alone, "" of one that is left out.
     """
     counts: list[int] = []
     at = num_lost = 0

@@ -1,9 +1,8 @@
 """A mini-batch as a file, with what it takes to compute its optimizer step again.
 
-One safetensors file: the batch's columns, its prompts' tokens and every rank's random states as
-tensors, the rest as JSON in a tensor of bytes, because a safetensors header ends at 100 MB. Each
-distinct prompt is there once, however many samples it has. Nothing in the file is executed when it
-is read. The weights are not in it: they are a checkpoint's.
+One safetensors file: columns, tokens of prompts and random states of all ranks as tensors, the rest
+as JSON in a tensor of bytes, because a safetensors header ends at 100 MB. Each distinct prompt is
+stored once. Reading executes nothing. The weights are a checkpoint's.
 """
 
 from __future__ import annotations
@@ -65,13 +64,11 @@ class SavedBatch:
     """A mini-batch whose optimizer step was skipped.
 
     Args:
-        batch: all samples of the mini-batch, of all ranks, with the columns of its losses.
-        step: number of the step, from 1.
-        update: number of the optimizer step within it, from 0.
-        reason: what was not finite.
-        config: the run's, as YAML.
-        rng: the random states of each rank before the passes.
-        terms: the mini-batches of further terms of the policy's loss, by name.
+        batch: All samples of all ranks, with the columns of its losses.
+        step: Number of the step, from 1.
+        update: Number of the optimizer step within it, from 0.
+        rng: Random states of each rank before the passes.
+        terms: Mini-batches of further terms of the policy's loss, by name.
     """
 
     batch: TrainBatch

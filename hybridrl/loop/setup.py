@@ -4,10 +4,11 @@ Collective.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,48 +35,55 @@ from hybridrl.parallel.joining import from_rank_0
 from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
-from hybridrl.services.planner.choose import chosen_values, is_wanted, with_layout
-from hybridrl.services.planner.fit import changed
-from hybridrl.services.planner.hardware import ClusterFile
+
+PLANNER = "hybridrl.services.planner.choose"
+"""Service with a LayoutChooser `chosen_layout`; imported by name, where a run asks for it."""
+
+
+class LayoutChooser(Protocol):
+    """Chooses a layout; returns values of the configuration by dotted key.
+
+    Args:
+        gpus_per_node: Ranks of a node; None: not known.
+    """
+
+    def __call__(
+        self, config: Config, world_size: int, host: Host, gpus_per_node: int | None
+    ) -> Mapping[str, Any]: ...
 
 
 def pinned_on_all_ranks(config: Config) -> Config:
-    """Returns a configuration with every hub name at the commit that rank 0 finds for it, the other
-    ranks ask nobody; with the layout that rank 0 chooses, where `layout: auto` asks for one that
-    nobody has chosen yet; and with what `rollout.generation_config` asks for. Collective, before
-    there is a World.
+    """Returns a configuration with what rank 0 finds: the commit of every hub name, and a layout
+    where `layout: auto` asks for one; and with what `rollout.generation_config` asks for.
+    Collective, before there is a World.
 
     Raises:
-        UserError: on every rank; as of `pinned` and `with_layout`.
+        UserError: A name or a layout cannot be found; on every rank.
     """
     config = with_names(config, from_rank_0(lambda: hub_names(pinned(config))))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if is_wanted(config, world_size):
-        chosen = from_rank_0(lambda: chosen_values(with_layout(config, world_size, *_host())))
-        config = changed(config, chosen)
+    if config.layout.is_open(world_size):
+        chosen = from_rank_0(lambda: _chosen_layout(config, world_size))
+        config = config.with_values(chosen)
     return with_generation_config(config)
 
 
-def _host() -> tuple[Host, ClusterFile | None]:
-    """Returns this host as torch sees it, and the ranks of a node, where the launcher says."""
+def _chosen_layout(config: Config, world_size: int) -> Mapping[str, Any]:
+    choose: LayoutChooser = importlib.import_module(PLANNER).chosen_layout
     if not torch.cuda.is_available():
-        return Host(), None
+        return choose(config, world_size, Host(), None)
     found = torch.cuda.get_device_properties(0)
     count = int(os.environ.get("LOCAL_WORLD_SIZE") or torch.cuda.device_count())
-    gpu = LocalGpu(found.name, found.total_memory)
-    return Host(count, gpu), ClusterFile(gpus_per_node=count)
+    host = Host(count, LocalGpu(found.name, found.total_memory))
+    return choose(config, world_size, host, count)
 
 
 def check_rules(config: Config, machines: Machines, trains: bool = True) -> None:
-    """Judges the whole configuration together with the world size and the model's shape.
-
-    Args:
-        config: of the run.
-        machines: under the ranks.
-        trains: False leaves out the teacher, and knobs that training alone reads.
+    """Checks the whole configuration with the world size and the model's shape; without the teacher
+    and knobs of training where `trains` is False.
 
     Raises:
-        ConfigError: with every violated rule.
+        ConfigError: With every violated rule.
     """
     has_model = (config.model.path is None) != (config.model.init is None)
     model_config = read_model_config(config.model) if has_model else None
@@ -120,9 +128,9 @@ def tell_order(config: Config, meshes: Meshes, notify: Callable[[str], None]) ->
 
 
 def training_layout(config: Config, placement: Placement) -> TrainLayout:
-    """Returns where each of the policy's ranks trains; with `train.order=auto` the model's shape
-    and the nodes decide. Where LOCAL_WORLD_SIZE does not say which ranks share one, or policy and
-    engines are not on all ranks, the order is Megatron's own.
+    """Returns where each of the policy's ranks trains. With `train.order=auto` the model's shape
+    and the nodes decide, if LOCAL_WORLD_SIZE says which ranks share one and all roles are on all
+    ranks.
     """
     train, tp = config.train, config.rollout.tp
     world_size = len(placement.policy.ranks)

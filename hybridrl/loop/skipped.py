@@ -1,10 +1,8 @@
-"""Optimizer steps that were not taken, as a loss or a gradient is not finite: counted, said, and
-their batches saved.
+"""Skipped optimizer steps, whose loss or gradient is not finite: counted, reported, batches saved.
 
-Who waits for whom: whether a step is skipped all ranks know by themselves (update.py); what was not
-finite they tell each other only then, and rank 0 whether it could save the batch; a run does not
-end because it could not. Invariant: of the batches that runs save, the folder holds at most
-`train.max_skipped_steps` + 1, the newest ones, so a whole row of skipped steps.
+Who waits for whom: all ranks know by themselves whether a step is skipped; only then they tell each
+other what was not finite, and rank 0 whether it could save the batch. Invariant: the folder holds
+the newest `train.max_skipped_steps` + 1 batches, so a whole row of skipped steps.
 """
 
 from __future__ import annotations
@@ -29,13 +27,7 @@ class SkippedSteps:
     """Counts a run's skipped optimizer steps, and ends it when there are too many in a row.
 
     Attributes:
-        in_a_row: how many were skipped since the last one that was taken.
-
-    Args:
-        config: of the run, saved with each batch.
-        world: rank 0 writes.
-        folder: where batches are saved.
-        notify: tells the user, once.
+        in_a_row: Steps that were skipped since the last one that was taken.
     """
 
     def __init__(
@@ -57,12 +49,9 @@ class SkippedSteps:
         """Takes in an optimizer step that was skipped; collective.
 
         Args:
-            step: number of the step, from 1.
-            update: number of the optimizer step within it, from 0.
-            part: its mini-batch.
-            terms: the mini-batches of further terms of the policy's loss, by name.
-            found: its gradients, some of them not finite.
-            random_states: this rank's, of before its passes.
+            step: Number of the step, from 1.
+            update: Number of the optimizer step within it, from 0.
+            terms: Mini-batches of further terms of the policy's loss, by name.
 
         Raises:
             UserError: `train.max_skipped_steps` in a row were skipped; it names the learning rate
@@ -120,10 +109,10 @@ class SkippedSteps:
 
 
 def first_cause(world: World, found: Sequence[Gradients]) -> str:
-    """Returns, on all ranks, what was not finite and on which rank it came first; collective.
+    """Returns what was not finite and on which rank it came first, on all ranks; collective.
 
-    A loss comes before a gradient, a micro-batch before the next. Gradients are summed over the
-    replicas, so that theirs is the first rank that has one, not always the one it began on.
+    A loss comes before a gradient, a micro-batch before the next. Gradients are summed over
+    replicas, so theirs may have begun on another rank.
     """
     mine: list[tuple[int, int, int, int, str]] = []
     shares = [(one, share) for one in found for share in one.loss_parts]

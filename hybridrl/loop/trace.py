@@ -1,11 +1,10 @@
 """Traces of steps for Perfetto and chrome://tracing: the phases of all ranks on one clock, with
-what torch.profiler saw of them.
+torch.profiler's events.
 
-Who waits for whom: a traced step begins and ends with a barrier, whose ends show how well the
-clocks agree; then every rank writes its part, and rank 0 joins the parts once all are there. All
-ranks must see the run folder. Other steps are left as they are. Beside the trace stand the phases
-alone, for the report's page. Invariant: the profiler does not run in UNPROFILED phases, whose host
-operations grow with the responses and would fill the memory (about 3 GB a million).
+Who waits for whom: a traced step begins and ends with a barrier; then every rank writes its part
+into the run folder, which all must see, and rank 0 joins the parts. Beside the trace are the phases
+alone, for the report. Invariant: the profiler does not run in UNPROFILED phases, whose host
+operations would fill the memory (about 3 GB a million).
 """
 
 from __future__ import annotations
@@ -36,13 +35,8 @@ Event = dict[str, Any]
 
 
 class StepTraces:
-    """Writes `step_N.json.gz` for each of some steps.
-
-    Args:
-        steps: which, from 1.
-        folder: where to, usually `runs/NAME/traces`.
-        world: whose ranks.
-        now: the clock of phases, seconds.
+    """Writes `step_N.json.gz` for some steps, numbered from 1; `now` is the clock of phases,
+    seconds.
     """
 
     def __init__(
@@ -56,12 +50,7 @@ class StepTraces:
 
     @contextmanager
     def step(self, step: int, timer: PhaseTimer) -> Iterator[None]:
-        """Traces the block, if it is one of the steps.
-
-        Args:
-            step: its number.
-            timer: of its phases.
-        """
+        """Traces the block, if it is one of the steps."""
         if step not in self._steps:
             yield
             return

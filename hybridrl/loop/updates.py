@@ -1,7 +1,4 @@
-"""The optimizer steps of a step: over which samples, and what is done with one that goes wrong.
-
-Who waits for whom: all ranks call alike.
-"""
+"""The optimizer steps of a step. Who waits for whom: all ranks call alike."""
 
 from __future__ import annotations
 
@@ -17,41 +14,36 @@ from hybridrl.training.mismatch import behaviour_metrics
 from hybridrl.training.update import optimizer_step
 
 
-def take_updates(
-    batch: TrainBatch,
-    step: int,
-    number: int,
-    algorithm: Algorithm,
-    roles: Roles,
-    mix: Mix,
-    skipped: SkippedSteps,
-) -> dict[str, float]:
-    """Takes optimizer steps over equal parts of the batch, but for those that cannot be trusted,
-    each with its part of further terms; returns mean metrics. Collective.
+class Updates:
+    """Takes the optimizer steps of a step."""
 
-    Args:
-        batch: the samples of the step.
-        step: number of finished steps.
-        number: of optimizer steps.
-        algorithm, roles, mix, skipped: of the run.
+    def __init__(
+        self, *, algorithm: Algorithm, roles: Roles, mix: Mix, skipped: SkippedSteps
+    ) -> None:
+        self._algorithm, self._roles, self._mix, self._skipped = algorithm, roles, mix, skipped
 
-    Raises:
-        UserError: too many in a row could not be trusted.
-    """
-    sizes = even_sizes(batch.num_samples, number)  # of those left
-    mixed = mix.batches(roles, len(sizes), roles.trains_policy(step))
-    found, end = [], 0
-    for index, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
-        part, end = batch.select(range(end, end + size)), end + size
-        random_states = rng_state()  # a pass draws from them
-        gradients = roles.gradients(part, step, terms)
-        found.append(optimizer_step(gradients))
-        if found[-1][SKIPPED]:
-            skipped.add(step + 1, index, part, terms, gradients, random_states)
-        else:
-            skipped.in_a_row = 0
-    metrics = average(found)
-    if algorithm.needs.rollouts and batch.old_logp_T is not None:
-        # Correlations have no mean.
-        metrics |= behaviour_metrics(batch, batch.old_logp_T, algorithm)
-    return metrics
+    def take(self, batch: TrainBatch, step: int, number: int) -> dict[str, float]:
+        """Takes optimizer steps over equal parts of the batch, each with its part of further terms;
+        skips those that cannot be trusted. Returns mean metrics. Collective.
+
+        Raises:
+            UserError: Too many in a row could not be trusted.
+        """
+        roles = self._roles
+        sizes = even_sizes(batch.num_samples, number)  # of those left
+        mixed = self._mix.batches(roles, len(sizes), roles.trains_policy(step))
+        found, end = [], 0
+        for index, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
+            part, end = batch.select(range(end, end + size)), end + size
+            random_states = rng_state()  # a pass draws from them
+            gradients = roles.gradients(part, step, terms)
+            found.append(optimizer_step(gradients))
+            if found[-1][SKIPPED]:
+                self._skipped.add(step + 1, index, part, terms, gradients, random_states)
+            else:
+                self._skipped.in_a_row = 0
+        metrics = average(found)
+        if self._algorithm.needs.rollouts and batch.old_logp_T is not None:
+            # Correlations have no mean.
+            metrics |= behaviour_metrics(batch, batch.old_logp_T, self._algorithm)
+        return metrics

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from hybridrl.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hybridrl.data.prompt_store import Rows
+    from hybridrl.rewards.functions import RewardFunction
 
 ARGUMENTS = frozenset({"prompts", "reward", "tokenizer", "mix", "trains"})
 # Of TRL's trainers and others.
@@ -25,6 +33,16 @@ _MEANT = {
     "args": "config, the first argument",
     "overrides": "overrides, the second argument of Trainer.from_config",
 }
+
+
+@dataclass(frozen=True)
+class Given:
+    """Objects of a user's script in place of sections of the configuration, if it gives them."""
+
+    prompts: Rows | None
+    reward: RewardFunction | Sequence[RewardFunction] | None
+    tokenizer: PreTrainedTokenizerBase | None
+    mix: Mapping[str, Rows]
 
 
 def unknown_argument(names: Iterable[str]) -> UserError:

@@ -1,14 +1,13 @@
-"""The loss on held-out rows that have responses, for algorithms that learn from the data's own.
+"""Loss on held-out rows with responses, for algorithms that learn from the data's own.
 
-Nothing is generated: the rows go through the same passes as those of a step, with the weights as
-they are. What is found stands beside the evaluations of generated responses, by step, so that a
-checkpoint and the table at the end of a run have it. Collective; the same on all ranks.
+The rows go through the passes of a step, with the present weights. Results are kept with those of
+evaluations, by step. Collective; the same on all ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -17,9 +16,10 @@ from hybridrl.algorithms.preference import feedback_metrics, response_sums
 from hybridrl.config.schema import StepsConfig
 from hybridrl.contracts.batch import UNRELATED, Prompt, TrainBatch
 from hybridrl.data.supervised import supervised_batch
+from hybridrl.loop.engine_phases import EnginePhases
 from hybridrl.loop.evaluate import Evaluations
 from hybridrl.loop.journal import Journal
-from hybridrl.loop.schedule import is_due
+from hybridrl.loop.observers import Observer, is_due
 from hybridrl.metrics.values import VALIDATION
 from hybridrl.roles.policy import TERM_TEMPERATURE
 from hybridrl.roles.roles import Roles
@@ -28,33 +28,24 @@ KEPT = ("loss", "perplexity", "preference/accuracy", "preference/margin")
 MOST_PERPLEXITY_NATS = 700.0  # of which the exponential is a float
 
 
-class Validation:
-    """Held-out rows, and when the loss on them is due.
-
-    Args:
-        steps: says how often, and how many rows are looked at together.
-        prompts: with what the algorithm learns from; empty: there are none.
-        algorithm: of the run.
-        roles: compute the columns.
-        enter_training: ends the rollout phase.
-        journal: times it, and tells what was found before the first step.
-        evaluations: Keep what is found, by step.
-    """
+class Validation(Observer):
+    """Measures the loss on held-out rows, when it is due; without `prompts` never."""
 
     def __init__(
         self,
+        *,
         steps: StepsConfig,
         prompts: Sequence[Prompt],
         algorithm: Algorithm,
         roles: Roles,
-        enter_training: Callable[[], None],
+        phases: EnginePhases,
         journal: Journal,
         evaluations: Evaluations,
     ) -> None:
         self._steps, self._prompts = steps, prompts
         self._algorithm, self._roles = algorithm, roles
-        self._enter_training, self._journal = enter_training, journal
-        self._evaluations = evaluations
+        self._phases, self._journal = phases, journal
+        self._evaluations, self._first = evaluations, 0
 
     @property
     def has_rows(self) -> bool:
@@ -74,38 +65,36 @@ class Validation:
         kept = self._evaluations.by_step.get(str(step), {})
         return due and bool(self._prompts) and not any(key.startswith(VALIDATION) for key in kept)
 
-    def begin(self, step: int, last: int) -> dict[str, float]:
-        """Measures what is left over; tells what was found before the first step."""
-        if not self.is_left_over(step, last):
-            return {}
-        found = self.measure_due(step, last)
-        if step == 0:
-            shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(found.items()))
-            self._journal.notify(f"before training: {shown}")
-        return found
+    def fit_begins(self, first: int, last: int) -> None:
+        self._first = first
 
-    def measure_due(self, step: int, last: int) -> dict[str, float]:
-        """Returns what `measure` does where it is due after `step` of `last`, before the first and
-        when evaluations are, and keeps it; else nothing.
-        """
-        if not self._is_due(step, last):
+    def measures(self, number: int, last: int) -> dict[str, float]:
+        is_first = number == self._first
+        if not (self.is_left_over(number, last) if is_first else self._is_due(number, last)):
             return {}
-        self._enter_training()
-        with self._journal.timer.phase("evaluate"):
-            found = self.measure()
-        kept = self._evaluations.by_step.setdefault(str(step), {})
+        found = self.measure()
+        kept = self._evaluations.by_step.setdefault(str(number), {})
         kept |= {
             VALIDATION + name.removeprefix("eval/"): value
             for name, value in found.items()
             if name.removeprefix("eval/") in KEPT
         }
+        if number == 0:
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in sorted(found.items()))
+            self._journal.notify(f"before training: {shown}")
         return found
 
     def measure(self) -> dict[str, float]:
-        """Returns `eval/loss`, what the algorithm makes of all rows; `eval/perplexity`, the
-        exponential of the mean negative log-likelihood, in nats, of the tokens of demonstrations,
-        of better responses and of those labelled good, where a policy is trained; and of feedback
-        the metrics of a step as `eval/preference/*`, means over steps' worth of rows.
+        """Returns `measure_rows` in the training phase."""
+        self._phases.enter_training()
+        with self._journal.phase("evaluate"):
+            return self.measure_rows()
+
+    def measure_rows(self) -> dict[str, float]:
+        """Returns `eval/loss`, the algorithm's loss on all rows; `eval/perplexity`, the exponential
+        of the mean negative log-likelihood (nats) of good responses' tokens, where a policy is
+        trained; and with feedback the metrics of a step as `eval/preference/*`, means over steps'
+        worth of rows.
         """
         size, needs = self._steps.prompts_per_step, self._algorithm.needs
         nats, num_tokens, sums = 0.0, 0, dict[str, tuple[float, int]]()

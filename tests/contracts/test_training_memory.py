@@ -160,18 +160,15 @@ def test_state_that_comes_with_the_first_step_is_foreseen(mesh: Mesh) -> None:
 
 
 def test_an_out_of_memory_error_carries_the_ledger(mesh: Mesh) -> None:
-    policy = make_policy(mesh, torch.float32, True)
-
-    def table() -> str:
-        return ledger.table(ledger.entries({"policy": policy.model}, {}), mesh.platform)
-
-    with pytest.raises(DeviceMemoryError) as caught, ledger.explained(table):
+    held = ledger.MemoryLedger(mesh.platform)
+    held.models["policy"] = make_policy(mesh, torch.float32, True).model
+    with pytest.raises(DeviceMemoryError) as caught, held.explained():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 GiB.\nmore")
     text = str(caught.value)
     assert text.startswith("CUDA out of memory. Tried to allocate 3.00 GiB.\n")
     assert "policy gradients" in text and "policy optimizer" in text
     assert "train.micro_batch_tokens" in text and "more" not in text.splitlines()[1]
-    with pytest.raises(RuntimeError, match="^something else$"), ledger.explained(table):
+    with pytest.raises(RuntimeError, match="^something else$"), held.explained():
         raise RuntimeError("something else")
 
 

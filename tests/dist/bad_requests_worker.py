@@ -14,7 +14,7 @@ import torch
 
 from hybridrl.contracts.batch import Prompt
 from hybridrl.errors import UserError
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.parallel.groups import PeerError
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.common import packaged_engine

@@ -24,7 +24,7 @@ from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.sampler import Sampler
 from hybridrl.generation.saved_rollouts import SAMPLES
 from hybridrl.generation.schedule import Schedule
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.parallel.exchange import bring, collect
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group, stop_process_group

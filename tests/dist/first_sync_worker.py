@@ -21,8 +21,8 @@ from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.transports.packed import PackedTransport
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.loop import rollout_setup
-from hybridrl.loop.loop import Trainer
 from hybridrl.loop.probe import EngineDiffersError
+from hybridrl.loop.trainer import Trainer
 from hybridrl.models.weights import RankLayout, fused_layout
 
 Tensors = Mapping[str, torch.Tensor]

@@ -25,7 +25,7 @@ from hybridrl.debug.diagnose import diagnose
 from hybridrl.debug.residual import stages
 from hybridrl.debug.verdicts import Finding
 from hybridrl.loop import rollout_setup
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.models.family import resolve_family
 from hybridrl.models.hf.shards import load_hf
 from hybridrl.models.weights import hf_shapes

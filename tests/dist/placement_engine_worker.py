@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 
 PLACEMENTS = {
     "disjoint": {"policy": "0", "rollout": "1-2"},

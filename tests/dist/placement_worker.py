@@ -17,7 +17,7 @@ from small_runs import small_run
 from torch import Tensor
 
 from hybridrl.hybrid_engine.export import gather_tensors
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.model import ParallelModel
 
@@ -85,7 +85,7 @@ def train_through(
 
         trainer.train_step = note  # type: ignore[method-assign]
         if name not in SAVED:
-            trainer.save_checkpoint = lambda waits=True: None  # type: ignore[assignment, method-assign]
+            trainer.checkpoints.save = lambda waits=True: None  # type: ignore[assignment, method-assign]
         trainer.fit(until=steps)
         if name in SAVED:
             for role, model in trainer.trained.items():

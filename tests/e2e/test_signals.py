@@ -84,10 +84,10 @@ def moments(trainer: Trainer) -> list[tuple[str, Any, str, int]]:
         ("saved to", t, "update", 1),
         ("saved to", t.policy, "gradients", 2),
         ("saved to", t.hybrid_engine, "to_rollout", 3),
-        ("saved to", t, "evaluate", 2),
+        ("saved to", t._run.evaluation, "measure", 2),
         ("nothing is new", sampler, "generate", 1),  # the evaluation that was left out
         (begun, t.journal, "log", 1),
-        (begun, t, "save_checkpoint", 1),
+        (begun, t.checkpoints, "save", 1),
     ]
 
 
@@ -173,12 +173,12 @@ def test_a_run_that_fails_is_not_evaluated_at_every_start_either(
 
             def evaluate(
                 counted: list[Evaluation] = counted,
-                own: Callable[[], Evaluation] = trainer.evaluate,
+                own: Callable[[], Evaluation] = trainer._run.evaluation.measure,
             ) -> Evaluation:
                 counted.append(own())
                 return counted[-1]
 
-            monkeypatch.setattr(trainer, "evaluate", evaluate)
+            monkeypatch.setattr(trainer._run.evaluation, "measure", evaluate)
             monkeypatch.setattr(trainer, "train_step", lambda: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 trainer.fit()

@@ -20,7 +20,7 @@ from hybridrl.checkpoint.folders import SavedState
 from hybridrl.config.schema import RewardModelConfig
 from hybridrl.config.supervised import PAIR_MARGIN
 from hybridrl.contracts.batch import Producer, TrainBatch
-from hybridrl.loop.saves import load_run_state, run_state
+from hybridrl.loop.checkpoints import load_run_state, run_state
 from hybridrl.training.batches.collation import micro_batch
 
 NUM_BATCHES = 200
@@ -103,7 +103,9 @@ def test_cuts_and_order_do_not_change_the_gradient() -> None:
 
 def test_a_checkpoint_of_an_older_version_keeps_the_token_that_it_was_trained_at() -> None:
     algorithm, said, read = make_algorithm(CONFIG), list[str](), list[str]()
-    model: Any = SimpleNamespace(read_scores=read.append, num_updates=3, score_token="last")
+    model: Any = SimpleNamespace(
+        read_scores=read.append, num_updates=3, score_token="last", frozen_parts=()
+    )
     state = {**run_state(3, 1.0, {}, algorithm, {"critic": model}, {})}
     state |= {"prompts": {"fingerprint": "f"}, "layout": "", "family": "llama", "dtype": "float32"}
     load_run_state(SavedState.model_validate(state), algorithm, {"critic": model}, said.append)

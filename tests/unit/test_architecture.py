@@ -56,12 +56,11 @@ EXTRA = {
     ("environments", "hybridrl.rewards.pool"),
     ("environments", "hybridrl.rewards.worker"),
     # Here the Python interface is put together from the core and its services.
-    ("", "hybridrl.loop.loop"),
+    ("", "hybridrl.loop.trainer"),
     ("", "hybridrl.parallel.watch"),
     ("", "hybridrl.services.liveness"),
     # The table of engines is data, by which configurations are judged.
     ("config", "hybridrl.rollout.registry"),
-    ("loop", "hybridrl.services.planner"),
     ("metrics", "hybridrl.services.report.html_page"),
 }
 REGISTRY = "rollout/registry.py"

@@ -18,7 +18,6 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.services.planner.choose import overrides_of, search, with_layout
-from hybridrl.services.planner.fit import changed
 from hybridrl.services.planner.hardware import ClusterFile
 from hybridrl.services.planner.plan_report import plan_report
 from hybridrl.services.planner.search import pinned_keys
@@ -65,7 +64,7 @@ def test_every_listed_layout_fits_by_the_whole_plan_and_none_is_faster_than_the_
     result, _ = search(config, 2, Host(), H200)
     assert len(result.best) >= 4
     for one in result.best:
-        report, violations = plan_report(changed(config, one.changes), 2, H200)
+        report, violations = plan_report(config.with_values(one.changes), 2, H200)
         assert violations == [] and report["fits"] is True, one.changes
         assert one.step_s >= result.best[0].step_s
         times = one.found.times
@@ -96,7 +95,7 @@ def test_ranks_have_the_choice_as_overrides(tmp_path: Path) -> None:
 def test_a_run_keeps_its_layout_with_as_many_ranks_only(tmp_path: Path) -> None:
     config = config_of("qwen2.5-1.5b.json", f"run.dir={tmp_path}")
     first = with_layout(config, 2, Host(), H200)
-    other = changed(first, {"train.tp": 2, "train.micro_batch_tokens": 5000})
+    other = first.with_values({"train.tp": 2, "train.micro_batch_tokens": 5000})
     run_folder(config).mkdir(parents=True)
     write_config(other)  # what no search would choose
     kept = with_layout(config, 2, Host(), H200)
@@ -195,6 +194,6 @@ def test_usual_lengths_change_times_and_not_the_memory_that_is_counted() -> None
     longest = search(config_of("qwen2.5-7b.json"), 2, Host(), H200)[0].best[0]
     usual = config_of("qwen2.5-7b.json", "layout.mean_response_tokens=200")
     for one in search(usual, 2, Host(), H200)[0].best:
-        report, _ = plan_report(changed(usual, one.changes), 2, H200)
+        report, _ = plan_report(usual.with_values(one.changes), 2, H200)
         assert report["fits"] is True
     assert search(usual, 2, Host(), H200)[0].best[0].step_s < longest.step_s

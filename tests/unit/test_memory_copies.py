@@ -201,13 +201,13 @@ def stop_after(trainer: Any, step: int) -> None:
     """Makes a run fail after a step, as one that is killed: it takes no leave. Copies are complete
     when their step is.
     """
-    real, real_seal = trainer.journal.log, trainer.copies.seal
+    real, real_seal = trainer.journal.log, trainer.checkpoints.copies.seal
 
     def seal(evaluations: Any) -> None:
         real_seal(evaluations)
-        trainer.copies._copies._begun._thread.join()
+        trainer.checkpoints.copies._copies._begun._thread.join()
 
-    trainer.copies.seal = seal
+    trainer.checkpoints.copies.seal = seal
 
     def log(number: int, metrics: dict[str, float]) -> None:
         real(number, metrics)
@@ -224,7 +224,7 @@ def lose(folder: Path, step: int, *knobs: str) -> Path:
         with pytest.raises(SystemError, match="lost"):
             trainer.fit()
         copies = host_folder(run_id(folder / NAME))
-        trainer.copies._copies._end_copy()  # type: ignore[union-attr]  # unsealed
+        trainer.checkpoints.copies._copies._end_copy()  # type: ignore[union-attr]  # unsealed
     return copies
 
 
@@ -246,7 +246,7 @@ def test_a_run_goes_on_from_its_newest_copy(num_hosts: int, tmp_path: Path) -> N
     # That of step 4 was not sealed before the loss, as the first of the two was.
     assert steps_in(copies) == [3, 4] and not (copies / "step_4" / "manifest.json").exists()
     with small_run(tmp_path, *KNOBS, "checkpoint.every=1") as trainer:
-        trainer.copies._copies._hosts *= num_hosts  # type: ignore[union-attr]
+        trainer.checkpoints.copies._copies._hosts *= num_hosts  # type: ignore[union-attr]
         trainer.fit()
     # Parts of several hosts are written together; that of one host is read where it lies.
     steps = steps_in(tmp_path / NAME / "checkpoints")
@@ -265,11 +265,11 @@ def test_a_copy_is_written_over_the_one_before_the_last(tmp_path: Path) -> None:
     held: list[IO[bytes]] = []  # or a new file might get an old one's number
     stale = "policy/__7_0.distcp"
     with small_run(tmp_path, *KNOBS) as trainer:
-        real = trainer.copies.seal
+        real = trainer.checkpoints.copies.seal
 
         def seal(evaluations: Any) -> None:
             real(evaluations)
-            begun = trainer.copies._copies._begun  # type: ignore[union-attr]
+            begun = trainer.checkpoints.copies._copies._begun  # type: ignore[union-attr]
             if trainer.step == 5 or begun is None:
                 return
             begun._thread.join()
@@ -289,7 +289,7 @@ def test_a_copy_is_written_over_the_one_before_the_last(tmp_path: Path) -> None:
                         file.write(b"\0" * 9999)
                 (before / stale).write_bytes(b"of another layout")
 
-        trainer.copies.seal = seal  # type: ignore[method-assign]
+        trainer.checkpoints.copies.seal = seal  # type: ignore[method-assign]
         trainer.fit()
     for file in held:
         file.close()
@@ -302,10 +302,10 @@ def test_a_copy_that_was_gone_on_from_stays_until_the_next_is_complete(tmp_path:
     copies = lose(tmp_path, 4)
     with small_run(tmp_path, *KNOBS) as trainer:
         stop_after(trainer, 4)
-        trainer.copies.seal = lambda evaluations: None  # type: ignore[method-assign]
+        trainer.checkpoints.copies.seal = lambda evaluations: None  # type: ignore[method-assign]
         with pytest.raises(SystemError, match="lost"):
             trainer.fit()
-        trainer.copies._copies._end_copy()  # type: ignore[union-attr]
+        trainer.checkpoints.copies._copies._end_copy()  # type: ignore[union-attr]
         assert steps_in(copies) == [3, 4]
     with small_run(tmp_path, *KNOBS) as trainer:
         trainer.fit(until=3)  # nothing to do, but that no checkpoint has it
@@ -330,22 +330,22 @@ def test_a_damaged_copy_is_named_and_the_one_before_is_taken(
     num_hosts: int, tmp_path: Path
 ) -> None:
     with small_run(tmp_path, *KNOBS) as trainer:
-        seal = trainer.copies.seal
+        seal = trainer.checkpoints.copies.seal
 
         def end_with_two_copies(evaluations: Any) -> None:
             seal(evaluations)
-            trainer.copies._copies._begun._thread.join()  # type: ignore[union-attr]
+            trainer.checkpoints.copies._copies._begun._thread.join()  # type: ignore[union-attr]
             if trainer.step == 4:
                 raise SystemError("lost")
 
-        trainer.copies.seal = end_with_two_copies  # type: ignore[method-assign]
+        trainer.checkpoints.copies.seal = end_with_two_copies  # type: ignore[method-assign]
         with pytest.raises(SystemError, match="lost"):
             trainer.fit()
     copies = host_folder(run_id(tmp_path / NAME))
     file = next((copies / "step_4" / "policy").glob("*.distcp"))
     damage(file)
     with small_run(tmp_path, *KNOBS) as trainer:
-        trainer.copies._copies._hosts *= num_hosts  # type: ignore[union-attr]
+        trainer.checkpoints.copies._copies._hosts *= num_hosts  # type: ignore[union-attr]
         trainer.fit()
     starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
     assert starts[-1]["after_step"] == 3
@@ -381,7 +381,10 @@ def test_a_host_without_room_says_so_and_trains(
         monkeypatch.setattr(memory_copies, "write_digested", write)
     with small_run(tmp_path, *KNOBS) as trainer:
         trainer.fit()
-        assert trainer.copies._copies is not None and trainer.copies._copies.is_off
+        assert (
+            trainer.checkpoints.copies._copies is not None
+            and trainer.checkpoints.copies._copies.is_off
+        )
     said = (tmp_path / NAME / "logs" / "rank_0.log").read_text()
     assert "no copies of the state in host memory" in said
     assert ("GB are needed" if way == "none" else "No space left on device") in said
@@ -401,16 +404,16 @@ def test_a_copy_whose_thread_fails_does_not_count_and_the_good_one_stays(
 
     monkeypatch.setattr(memory_copies, "write_digested", write)
     with small_run(tmp_path, *KNOBS, "steps.num_steps=6") as trainer:
-        real_seal = trainer.copies.seal
+        real_seal = trainer.checkpoints.copies.seal
 
         def seal(evaluations: Any) -> None:
             real_seal(evaluations)
-            copies = trainer.copies._copies
+            copies = trainer.checkpoints.copies._copies
             assert copies is not None and copies._begun is not None
             copies._begun._thread.join(60)
             seen[trainer.step] = sorted(files_of_host(copies._number, (0,)).manifests)
 
-        trainer.copies.seal = seal  # type: ignore[method-assign]
+        trainer.checkpoints.copies.seal = seal  # type: ignore[method-assign]
         trainer.fit()
     # That of step 2 stays while 3 fails and 4 is written over what is left of it.
     assert {step: seen[step] for step in (2, 3, 4, 5)} == {2: [1, 2], 3: [2], 4: [2, 4], 5: [4, 5]}

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel import random
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.schema import Config
 from hybridrl.debug.step_replay import replay_rank
-from hybridrl.loop.loop import Trainer
+from hybridrl.loop.trainer import Trainer
 from hybridrl.platform import Platform, keep_compiled_kernels, start_kernels_in_order
 
 NAME = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -151,7 +151,7 @@ def test_a_stop_between_a_step_and_its_evaluation_leaves_one_record(
                 raise StopAsked(signal.SIGTERM)
 
         with monkeypatch.context() as patched, pytest.raises(SystemExit):
-            patched.setattr("hybridrl.loop.loop.check_stop", stop)
+            patched.setattr("hybridrl.loop.trainer.check_stop", stop)
             trainer.fit()
         assert "eval/loss" not in records(trainer)[-1] and trainer.step == 2
     with small_run(tmp_path, *every, config="sft.yaml") as trainer:

@@ -16,7 +16,7 @@ from hybridrl.loop.preflight import model_violations
 from hybridrl.parallel.failure import is_launched
 from hybridrl.parallel.host_gpus import local_host
 from hybridrl.services.launch.local_ranks import is_rank
-from hybridrl.services.planner.choose import is_wanted, overrides_of, with_layout
+from hybridrl.services.planner.choose import overrides_of, with_layout
 
 HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # for the ranks: hub names with their commits, as JSON
 
@@ -25,7 +25,8 @@ def laid_out(config: Config, world_size: int) -> tuple[Config, list[str]]:
     """Returns a configuration with its layout, chosen where it asks for that, and the choice as
     overrides for the ranks. Of the process that starts them.
     """
-    if is_rank() or not is_wanted(config, world_size):  # ranks have it of rank 0 or of who starts
+    # Ranks get it from rank 0, or from the process that starts them.
+    if is_rank() or not config.layout.is_open(world_size):
         return config, []
     found = with_layout(config, world_size, local_host())
     overrides = overrides_of(found)

@@ -20,7 +20,7 @@ from hybridrl.errors import ConfigError, UserError
 from hybridrl.models.family import read_model
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.rollout.registry import ENGINES
-from hybridrl.services.planner.fit import Changes, changed, with_margin
+from hybridrl.services.planner.fit import Changes, with_margin
 from hybridrl.services.planner.hardware import GIB, Assumptions, ClusterFile, assume, merged
 from hybridrl.services.planner.phase_memory import role_models
 from hybridrl.services.planner.planned_models import planned_models
@@ -28,11 +28,6 @@ from hybridrl.services.planner.search import Result, Search, pinned_keys
 from hybridrl.services.planner.text import memory_size
 
 NO_BOUND_GIB = 2.0**20  # of memory, on a host without GPUs
-
-
-def is_wanted(config: Config, world_size: int) -> bool:
-    """Whether a layout is still to be chosen for so many ranks."""
-    return config.layout.choose == "auto" and config.layout.chosen_for != world_size
 
 
 def with_layout(
@@ -50,7 +45,7 @@ def with_layout(
     Raises:
         ConfigError: the configuration breaks a rule in every layout, or none fits.
     """
-    if not is_wanted(config, world_size):
+    if not config.layout.is_open(world_size):
         return config
     free = [key for key in CHOSEN_KEYS if key not in pinned_keys(config)]
     saved = saved_config(config)
@@ -71,6 +66,14 @@ def chosen_values(config: Config) -> Changes:
     values = config.model_dump()
     keys = (*config.layout.chosen_keys, "layout.chosen_for", "layout.chosen_keys")
     return {key: _value(values, key) for key in keys}
+
+
+def chosen_layout(
+    config: Config, world_size: int, host: Host, gpus_per_node: int | None
+) -> Changes:
+    """Returns the layout that `with_layout` chooses, by key; for the ranks themselves."""
+    given = None if gpus_per_node is None else ClusterFile(gpus_per_node=gpus_per_node)
+    return chosen_values(with_layout(config, world_size, host, given))
 
 
 def overrides_of(config: Config) -> list[str]:
@@ -113,7 +116,7 @@ def search(
 
 def _with(config: Config, values: Changes, keys: list[str], world_size: int) -> Config:
     chosen = {"layout.chosen_for": world_size, "layout.chosen_keys": tuple(keys)}
-    return changed(config, {**values, **chosen})
+    return config.with_values({**values, **chosen})
 
 
 def _value(values: Mapping[str, Any], key: str) -> Any:

@@ -216,7 +216,7 @@ class _Search:
         for changes in sorted(self._candidates(), key=len):
             if any(one.keys() <= changes.keys() for one in found):
                 continue  # what fits already needs none of the rest
-            config = changed(self.config, changes)
+            config = self.config.with_values(changes)
             if check(config, world, self.hf_config):
                 continue
             placement, _ = placed(config, Machines(world))
@@ -280,20 +280,6 @@ class _Search:
         ]
         for layout, saving in product(layouts, savings):
             yield {**layout, **saving}
-
-
-def changed(config: Config, changes: Changes) -> Config:
-    """Returns a configuration with other values of some dotted keys."""
-    sections: dict[str, Changes] = {}
-    for key, value in changes.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    return config.model_copy(
-        update={
-            section: getattr(config, section).model_copy(update=values)
-            for section, values in sections.items()
-        }
-    )
 
 
 def _yaml(value: Any) -> str:

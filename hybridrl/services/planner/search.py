@@ -20,7 +20,7 @@ from hybridrl.errors import ModelError, UserError
 from hybridrl.parallel.layout import TrainLayout
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.estimate import Estimate, estimate
-from hybridrl.services.planner.fit import Changes, changed, with_margin
+from hybridrl.services.planner.fit import Changes, with_margin
 from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
 from hybridrl.services.planner.phase_memory import RoleModel
@@ -160,7 +160,7 @@ class Search:
                 if section == "rollout":
                     plain["train.vpp"] = 1
                 roomy = {"train.micro_batch_tokens": max(self._budgets(1))}
-                config = changed(self.config, {**plain, **part, **roomy})
+                config = self.config.with_values({**plain, **part, **roomy})
                 known[at] = check(
                     config,
                     self.world_size,
@@ -172,7 +172,7 @@ class Search:
 
     def _judge(self, layout: Changes, result: Result) -> None:
         """Adds the fastest way of a layout that fits, or counts it as too large."""
-        train = changed(self.config, layout).train
+        train = self.config.with_values(layout).train
         sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
         dp = TrainLayout(self.world_size, *sizes, etp=train.etp).dp
         judged = [
@@ -205,7 +205,7 @@ class Search:
             for recompute in recomputes:
                 saving = {"train.recompute": recompute, "train.offload_optimizer": offload}
                 tried = {**changes, **saving}
-                config = changed(self.config, tried)
+                config = self.config.with_values(tried)
                 found = estimate(config, self.models, self.world_size, self.assumed)
                 if found.spare_bytes >= 0 or recompute == recomputes[-1]:
                     yield tried, found

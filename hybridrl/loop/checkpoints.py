@@ -1,0 +1,261 @@
+"""Saves a run, by steps, by time, at its end and at a stop, and continues it from a checkpoint.
+
+Owns what the loop keeps beside weights. Invariant: all ranks decide alike; the clock is rank 0's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from hybridrl.algorithms.base import AdaptiveAlgorithm, Algorithm
+from hybridrl.checkpoint.folders import SavedState
+from hybridrl.checkpoint.run_lock import RunLock
+from hybridrl.checkpoint.store import CheckpointStore
+from hybridrl.config.identity import run_folder
+from hybridrl.config.schema import CheckpointConfig, Config
+from hybridrl.data.prompts import PromptSource
+from hybridrl.generation.sampler import Sampler
+from hybridrl.loop.copying import Copies
+from hybridrl.loop.engine_phases import EnginePhases
+from hybridrl.loop.evaluate import Evaluations
+from hybridrl.loop.exports import Exports, export_with_tokenizer, model_card
+from hybridrl.loop.journal import Journal
+from hybridrl.loop.observers import Observer, is_due
+from hybridrl.loop.position import Position
+from hybridrl.models.score_token import BEFORE_LAST
+from hybridrl.parallel.groups import World
+from hybridrl.parallel.stopping import Notice, StopAsked, stops_on_signals
+from hybridrl.roles.roles import Roles
+from hybridrl.training.model import ParallelModel
+
+OLD_SCORES = (
+    "was trained by an older version, which read its score at the token before the last one: it "
+    "keeps that place, at which other programs do not read. Train it anew to have the score at the "
+    "last token"
+)
+STOP_FILE = "stop"  # in a run folder: asks the run to save and end, as SIGTERM
+
+
+class SaveClock:
+    """Says which steps are saved."""
+
+    def __init__(self, section: CheckpointConfig, world: World) -> None:
+        self._section, self._world = section, world
+        self._since = time.monotonic()
+
+    def start(self) -> None:
+        """Begins to count time: training starts, or the run was saved."""
+        self._since = time.monotonic()
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether the run is saved after this step; collective."""
+        if is_due(self._section.every, step, last):
+            return True
+        every_s = self._section.every_s
+        if not every_s:
+            return False
+        is_over = time.monotonic() - self._since >= every_s
+        return bool(self._world.broadcast_object(is_over, 0))
+
+
+class Checkpoints(Observer):
+    """Saves and loads a run."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        lock: RunLock,
+        store: CheckpointStore,
+        copies: Copies,
+        roles: Roles,
+        algorithm: Algorithm,
+        sampler: Sampler,
+        prompts: PromptSource,
+        position: Position,
+        evaluations: Evaluations,
+        phases: EnginePhases,
+        journal: Journal,
+    ) -> None:
+        self._config, self._lock, self.store, self.copies = config, lock, store, copies
+        self._roles, self._algorithm, self._sampler = roles, algorithm, sampler
+        self._prompts, self._position, self._evaluations = prompts, position, evaluations
+        self._phases, self._journal = phases, journal
+        self._exports = Exports(config, journal.notify)
+        self.clock = SaveClock(config.checkpoint, store.world)
+        self._saved_step = 0  # of the checkpoint that was saved or loaded last
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Holds the run folder in the block."""
+        return self._lock.held(self.store.world, self._journal.notify)
+
+    def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
+        """Returns the checkpoint or copy to continue from, None without one; collective."""
+        return self.copies.newest(resume)
+
+    def save_copy(self) -> None:
+        """Saves a state that only a copy in memory has."""
+        if self.store.copy_in_memory is not None:
+            self.save()
+
+    def fit_begins(self, first: int, last: int) -> None:
+        self.copies.start(first, last)
+
+    def start_clock(self) -> None:
+        """Begins to count the time between checkpoints."""
+        self.clock.start()
+
+    def weights_changed(self, number: int) -> None:
+        roles = self._roles
+        timer = self._journal.timer
+        self.copies.take_due(number, roles.trained, self._state, roles.source.files, timer)
+
+    def step_recorded(self, number: int, metrics: Mapping[str, float]) -> None:
+        self.copies.seal(self._evaluations.by_step)
+
+    def step_is_over(self, number: int, last: int, metrics: Mapping[str, float]) -> None:
+        self.store.finish_if_written()
+        if self.clock.is_due(number, last):
+            self.save(waits=number == last or not self._config.checkpoint.asynchronous)
+
+    def fit_ends(self) -> None:
+        self.copies.close()
+
+    @contextmanager
+    def saved_at_stop(self, last: int, resume: str) -> Iterator[None]:
+        """Saves what no checkpoint has when a signal comes in the block, with what a step under way
+        has generated, and completes a checkpoint that is being written.
+        """
+
+        def save(stop: StopAsked) -> None:
+            self._save_at_stop(stop, last, resume)
+
+        notice = Notice(self._config.run.grace_s, run_folder(self._config) / STOP_FILE)
+        with self.store.completed(), stops_on_signals(self.store.world, save, notice):
+            yield
+
+    def _save_at_stop(self, stop: StopAsked, last: int, resume: str) -> None:
+        self._phases.enter_training()
+        step, rollouts = self._position.step, self._sampler.has_rollouts
+        saved = "nothing is new since the last checkpoint"
+        self._position.rewind()
+        try:
+            self.store.finish()
+            if rollouts or step != self._saved_step:
+                saved = f"saved to {self.save()}"
+                self._position.has_begun = False  # another `fit` begins with this checkpoint
+            self.copies.close()
+        finally:
+            self._sampler.drop()
+        saved += f", with the responses of step {step + 1} so far" if rollouts else ""
+        again = "The same command" + (" without --resume" if resume == "previous" else "")
+        self._journal.notify(
+            f"{stop} after step {step} of {last}: {saved}. {again} goes on from there."
+        )
+        self.store.world.arrive("removing old checkpoints")
+
+    def save(self, waits: bool = True) -> Path:
+        """Writes `checkpoints/step_N`, as `Trainer.save_checkpoint` says."""
+        with self.locked():
+            was_rollout, state = self._phases.is_rollout, self._state()
+            # The optimizer's state may be away, and the engine holds memory.
+            self._phases.enter_training(frees_memory=True)
+            with self._journal.phase("checkpoint"):
+                waits = waits or self._config.checkpoint.export_hf  # of these weights
+                trained, files = self._roles.trained, self._roles.source.files
+                folder = self.store.save(self._position.step, trained, state, files, waits)
+                self._exports.write(folder, trained, self._evaluations.by_step)
+            self._saved_step = self._position.step
+            self.clock.start()
+            if was_rollout:
+                self._phases.reshard()
+            return folder
+
+    def save_hf(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+        """Writes the trained model as an HF directory, as `Trainer.save_hf` says."""
+        was_rollout, roles = self._phases.is_rollout, self._roles
+        self._phases.enter_training(frees_memory=True)  # weights may be away
+        model = roles.trained.get("policy") or next(iter(roles.trained.values()))
+        name = f"step_{self._position.step}"
+        card = model_card(self._config, model, name, self._evaluations.by_step)
+        export_with_tokenizer(model, path, roles.source.files.side_files, tokenizer, card)
+        if was_rollout:
+            self._phases.reshard()
+        return path
+
+    def load(self, path: Path) -> None:
+        """Restores a checkpoint, as `Trainer.load_checkpoint` says."""
+        self._phases.enter_training(frees_memory=True)  # as to save
+        position, trained = self._position, self._roles.trained
+        state = self.store.load(path, trained)
+        self._phases.send_frozen_again()  # those of the checkpoint
+        assert state.step is not None  # the store refuses weights alone
+        position.has_begun = True
+        position.step, position.seconds = state.step, state.seconds
+        is_own = [one.step for one in self.store.lineage[:1]] == [state.step]
+        self._saved_step = state.step if is_own else 0  # the run has no checkpoint of this step
+        self._evaluations.by_step = dict(state.evaluations)
+        position.load({"prompts": state.prompts, "mix": state.mix})
+        load_run_state(state, self._algorithm, trained, self._journal.notify)
+        self._sampler.load_state(state.rollouts, self._prompts)
+        self._phases.reshard()
+
+    def _state(self) -> dict[str, Any]:
+        """Returns what a checkpoint keeps beside weights, optimizers and random states."""
+        return run_state(
+            step=self._position.step,
+            seconds=self._position.all_seconds(),
+            cursors={**self._position.state(), "rollouts": self._sampler.state()},
+            algorithm=self._algorithm,
+            trained=self._roles.trained,
+            evaluations=self._evaluations.by_step,
+        )
+
+
+def run_state(
+    step: int,
+    seconds: float,
+    cursors: Mapping[str, Any],
+    algorithm: Algorithm,
+    trained: Mapping[str, ParallelModel],
+    evaluations: Mapping[str, Mapping[str, float]],
+) -> dict[str, Any]:
+    """Returns what a checkpoint keeps of the loop; JSON, as of `SavedState`.
+
+    Args:
+        cursors: of prompts, of further terms and of rollouts.
+    """
+    scores = {} if algorithm.needs.policy else {"score_token": trained["critic"].score_token}
+    return {
+        "step": step,
+        **cursors,
+        **scores,
+        "algorithm": algorithm.state() if isinstance(algorithm, AdaptiveAlgorithm) else {},
+        "evaluations": evaluations,
+        "seconds": seconds,
+        "num_updates": {name: model.num_updates for name, model in trained.items()},
+        "freeze": list(next(iter(trained.values())).frozen_parts) if trained else [],
+    }
+
+
+def load_run_state(
+    state: SavedState,
+    algorithm: Algorithm,
+    trained: Mapping[str, ParallelModel],
+    notify: Callable[[str], None],
+) -> None:
+    """Gives algorithm and models what `run_state` kept of them."""
+    for name, model in trained.items():
+        model.num_updates = state.num_updates[name]
+        if algorithm.needs.scores:
+            model.read_scores(state.score_token)
+            if state.score_token == BEFORE_LAST:
+                notify(f"the reward model of this checkpoint {OLD_SCORES}")
+    if isinstance(algorithm, AdaptiveAlgorithm):
+        algorithm.load_state(state.algorithm)
