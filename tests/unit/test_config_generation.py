@@ -125,10 +125,10 @@ def test_a_generation_config_that_cannot_be_is_refused(
 
 def test_a_share_of_the_gpu_bounds_what_an_engine_takes() -> None:
     settings = EngineSettings({}, (), "bfloat16", 8, 64, reserved_bytes=10)
-    assert usable_bytes(settings, free=900, total=1000, slack=0.03) == 860
+    assert usable_bytes(settings, free=900, total=1000, least=0) == 860
     bounded = EngineSettings({}, (), "bfloat16", 8, 64, reserved_bytes=10, gpu_memory_share=0.4)
-    assert usable_bytes(bounded, free=900, total=1000, slack=0.03) == 400
-    assert usable_bytes(bounded, free=300, total=1000, slack=0.03) == 260
+    assert usable_bytes(bounded, free=900, total=1000, least=0) == 400
+    assert usable_bytes(bounded, free=300, total=1000, least=0) == 260
 
 
 def test_held_out_rows_of_the_hub_are_named_by_their_commit_too() -> None:
