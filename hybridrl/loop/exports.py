@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -81,8 +82,13 @@ def declare_turn_end(directory: Path) -> None:
     except Exception:  # no tokenizer, or one that the run did not use: the weights are what counts
         return
     end, file = turn_end(tokenizer), directory / GENERATION_CONFIG
-    content = read_json_object(file, ModelError) if file.is_file() else {}
-    named = end_tokens_of(content) or end_tokens_of(read_config(directory))
+    config = read_config(directory)
+    # Without the file transformers takes these from config.json, with it from there alone.
+    usual: dict[str, Any] = {
+        key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config
+    }
+    content = read_json_object(file, ModelError) if file.is_file() else usual
+    named = end_tokens_of(content) or end_tokens_of(config)
     if end is not None and end not in named:
         content["eos_token_id"] = [*named, end]
         replace_text(file, json.dumps(content, indent=2) + "\n")

@@ -76,7 +76,9 @@ def test_older_exports_are_recognized_and_read_where_they_were_trained() -> None
 
 
 def test_an_export_names_the_token_with_which_the_chat_template_ends_a_turn(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**QWEN, "eos_token_id": 3}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**QWEN, "eos_token_id": 3, "bos_token_id": 1})
+    )
     declare_turn_end(tmp_path)  # without a tokenizer
     assert not (tmp_path / "generation_config.json").exists()
     tokenizer = byte_tokenizer()
@@ -87,4 +89,4 @@ def test_an_export_names_the_token_with_which_the_chat_template_ends_a_turn(tmp_
             (tmp_path / "generation_config.json").write_text(json.dumps(content))
         declare_turn_end(tmp_path)
         found = json.loads((tmp_path / "generation_config.json").read_text())
-        assert found == {**(content or {}), "eos_token_id": [3, end]}
+        assert found == {**(content or {"bos_token_id": 1}), "eos_token_id": [3, end]}
