@@ -1,1 +1,1 @@
-"""What flows through a step, as frozen types that check what enters them."""
+"""The stages of a step's data: frozen types that check their values."""

@@ -1,21 +1,21 @@
-"""The data contract: what flows through a step, as frozen stage types that check what enters them.
+"""The data contract: the stages of a step's data, as frozen types that check their values.
 
     Prompt -> Rollout -> RolloutBatch -> ScoredBatch -> TrainBatch -> MicroBatch
 
-Owns the layout of a batch; knows nothing about engines, models or algorithms. A batch of B
-samples is ragged and flat: `tokens_T` holds the prompt and response tokens of one sample after
-the other, `lengths_B` and `prompt_lengths_B` say where each ends. Entry t of a per-token column
-is about token t, given its predecessors in its own sample, and is zero on tokens that were not
-sampled: the prompt's, and those that an environment put into the response. Blobs are ragged arrays
-of the samples that only some models understand (blobs.py). Batches live on the CPU, so that no
-check waits for a device; a `MicroBatch` is what is moved to one: some samples packed, with columns
-_S, in which what is about token t stands at the position of token t - 1, which predicts it.
-Invariant: an object of these types that exists has passed every check, and is never changed
-afterwards.
+Owns the layout of a batch; knows nothing about engines, models or algorithms. A batch of B samples
+is ragged and flat: `tokens_T` holds the prompt and response tokens of one sample after the other,
+and `lengths_B` and `prompt_lengths_B` give their lengths. Entry t of a per-token column describes
+token t given its predecessors in the same sample. It is zero on tokens that were not sampled: those
+of the prompt, and those that an environment put into the response. Blobs are ragged arrays that
+only some models understand (blobs.py). Batches live on the CPU, so that no check waits for a
+device. A `MicroBatch` packs some samples and is moved to the device; in its columns, with suffix
+_S, the entry for token t is at the position of token t - 1, which predicts it.
 
-Per-sample columns (B,) are of all samples of a step on every rank. Per-token columns (T,) and blobs
-are of the H samples whose tokens are on this rank, all B where `holders` is None; R are those of
-their T tokens that were sampled.
+Invariant: an object of these types has passed every check and never changes.
+
+Every rank has the per-sample columns (B,) of all samples of a step. Per-token columns (T,) and
+blobs cover the H samples whose tokens are on this rank, which are all B if `holders` is None. R is
+the number of sampled tokens among the T.
 """
 
 from __future__ import annotations
@@ -81,27 +81,34 @@ __all__ = [
 ]
 
 UNRELATED = "unrelated"
-"""The reward part that is 1 for responses to another prompt, which nothing learns from."""
+"""Reward part that is 1 for responses to another prompt; training ignores these."""
 GREEDY = "greedy"
-"""The reward part that is the reward of the greedy response to the same prompt, no term itself."""
+"""Reward part that holds the reward of the greedy response to the same prompt; not a term."""
 LENGTHS = ("lengths_B", "prompt_lengths_B")
-"""What says where samples lie in the columns, and is no column itself."""
+"""Fields that give the extent of samples in the columns, and are not columns themselves."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RolloutBatch:
     """B sampled responses with their prompts.
 
-    Fields: `prompts` one a sample; `sample_ids_B`; `group_B` the index of the prompt within the
-    step, shared by the samples of one prompt; `tokens_T` (T,) int64; `lengths_B` prompt and
-    response together; `prompt_lengths_B`; `behaviour_logp_T` (T,) float32; `versions_B` the
-    weights' version, the oldest of its tokens'; `finished_B` whether it ended by itself;
-    `producer` who made the batch;
-    `versions_T` (T,) int64 the version that sampled each token, None where each sample has one;
-    `observed_T` (T,) bool which response tokens an environment gave, None where none has a part;
-    `blobs` by name;
-    `holders` which ranks have the tokens of which samples, None where each has all;
-    `num_observed_B` with `holders`: how many tokens of each response an environment gave.
+    Attributes:
+        prompts: The prompt of each sample.
+        sample_ids_B: Number of each sample in the run.
+        group_B: Index of the prompt within the step; samples of one prompt share it.
+        tokens_T: Token ids, (T,) int64.
+        lengths_B: Tokens of prompt and response together.
+        prompt_lengths_B: Tokens of the prompt.
+        behaviour_logp_T: Log-probabilities at sampling, (T,) float32.
+        versions_B: Version of the weights; the oldest one if several sampled the response.
+        finished_B: Whether the response ended with a stop token and not at a limit.
+        producer: Who made the batch.
+        observed_T: Whether an environment gave the token, (T,) bool; None without environments.
+        versions_T: Version that sampled each token, (T,) int64; None if each sample has one
+            version.
+        num_observed_B: Tokens of each response that an environment gave; only with `holders`.
+        holders: Ranks that have the tokens of each sample; None if every rank has all.
+        blobs: Blobs by name.
     """
 
     prompts: tuple[Prompt, ...]
@@ -152,12 +159,12 @@ class RolloutBatch:
             check_observed(self.observed_T, *sizes, self.producer)
 
     def _check_observed_counts(self) -> None:
-        counts_B, expected = self.num_observed_B, "how many tokens of a response were observed"
+        counts_B, expected = self.num_observed_B, "the number of observed tokens of each response"
         if counts_B is None:
             return
         check(counts_B, "num_observed_B", INTEGER, self.num_samples, self.producer, NO_MASK)
         if self.holders is None:
-            got = "returned it for a batch whose observed_T says it"
+            got = "returned it without holders, where observed_T has these numbers"
             raise BatchError(self.producer, "num_observed_B", got, "None")
         most_B = self.lengths_B - self.prompt_lengths_B
         if bool(((counts_B < 0) | (counts_B >= most_B)).any()):
@@ -166,7 +173,7 @@ class RolloutBatch:
         if self.observed_T is not None:
             found_B = torch.bincount(self.sample_index_T[self.observed_T], minlength=len(counts_B))
             if not torch.equal(found_B[self.rows_H], counts_B[self.rows_H]):
-                got = "returned other numbers than observed_T says"
+                got = "returned numbers that differ from observed_T"
                 raise BatchError(self.producer, "num_observed_B", got, expected)
 
     def _check_column(self, name: str, value: object, producer: Producer) -> None:
@@ -176,7 +183,7 @@ class RolloutBatch:
         check(value, name, column, size, producer, mask_T)
 
     def columns(self) -> dict[str, Tensor]:
-        """Returns the columns that this batch carries."""
+        """Returns the columns that are not None, by name."""
         found = ((name, getattr(self, name)) for name in columns_of(type(self)))
         return {name: value for name, value in found if value is not None}
 
@@ -184,7 +191,7 @@ class RolloutBatch:
     def from_rollouts(
         cls, rollouts: Sequence[Rollout], groups: Sequence[int], producer: Producer
     ) -> RolloutBatch:
-        """Builds the batch of these rollouts; `groups[i]` is the index of rollout i's prompt."""
+        """Builds a batch of rollouts; `groups[i]` is the index of rollout i's prompt."""
         check_rollouts(rollouts, groups, producer)
         logps = ([0.0] * len(r.prompt.tokens) + list(r.logps) for r in rollouts)
         finished, observed_T = [r.finish_reason == "stop" for r in rollouts], None
@@ -217,7 +224,7 @@ class RolloutBatch:
 
     @cached_property
     def rows_H(self) -> Tensor:
-        """The samples whose tokens are on this rank, ascending: (H,) int64."""
+        """Indices of the samples whose tokens are on this rank, ascending: (H,) int64."""
         return torch.arange(self.num_samples) if self.holders is None else self.holders.rows_H
 
     @property
@@ -232,12 +239,12 @@ class RolloutBatch:
 
     @cached_property
     def num_tokens(self) -> int:
-        """T: prompt and response tokens of the samples on this rank together."""
+        """T: prompt and response tokens of the samples on this rank."""
         return int(self.lengths_H.sum())
 
     @cached_property
     def response_lengths_B(self) -> Tensor:
-        """Number of sampled tokens of each sample, observations not counted: (B,) int64."""
+        """Number of sampled tokens of each sample, without observations: (B,) int64."""
         lengths_B = self.lengths_B - self.prompt_lengths_B
         if self.num_observed_B is not None:
             return lengths_B - self.num_observed_B
@@ -248,39 +255,39 @@ class RolloutBatch:
 
     @property
     def observed_lengths_B(self) -> Tensor:
-        """How many tokens of each response an environment gave: (B,) int64."""
+        """Number of tokens of each response that an environment gave: (B,) int64."""
         return self.lengths_B - self.prompt_lengths_B - self.response_lengths_B
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Where each sample on this rank starts in `tokens_T`, and at last T: (H + 1,) int64."""
+        """Start of each sample on this rank in `tokens_T`, then T: (H + 1,) int64."""
         return starts_of(self.lengths_H)
 
     @cached_property
     def sample_index_T(self) -> Tensor:
-        """Which sample of the batch each token belongs to, (T,) int64."""
+        """Index in the batch of each token's sample: (T,) int64."""
         return torch.repeat_interleave(self.rows_H, self.lengths_H)
 
     @cached_property
     def response_mask_T(self) -> Tensor:
-        """Which tokens were sampled (or demonstrated), and so have a loss: (T,) bool."""
+        """Whether each token was sampled or demonstrated, and so has a loss: (T,) bool."""
         starts_H = self.offsets[:-1] + self.of_held(self.prompt_lengths_B)
         starts_T = torch.repeat_interleave(starts_H, self.lengths_H)
         mask_T = torch.arange(self.num_tokens) >= starts_T
         return mask_T if self.observed_T is None else mask_T & ~self.observed_T
 
     def of_held(self, value_B: Tensor) -> Tensor:
-        """Returns the values of the samples on this rank, of those of all: (H,)."""
+        """Returns the entries of a per-sample column for the samples on this rank: (H,)."""
         return value_B if self.holders is None else value_B[self.rows_H]
 
     def completed(self, value_H: Tensor) -> Tensor:
-        """Returns the values of all samples, (B,) or (B, K), of what each rank knows of those on
-        it, (H,) or (H, K); collective where ranks have the tokens of some samples only.
+        """Returns the values of all samples, (B,) or (B, K), given those of the samples on this
+        rank, (H,) or (H, K). Collective if `holders` is set.
         """
         return value_H if self.holders is None else self.holders.completed(value_H)
 
     def places_of(self, index_N: Tensor) -> Tensor:
-        """Returns which of the samples on this rank these samples are, (N,); -1: of none."""
+        """Returns the positions of samples among those on this rank, (N,); -1 if not here."""
         if self.holders is None:
             return index_N
         places_B = torch.full((self.num_samples,), -1)
@@ -288,13 +295,13 @@ class RolloutBatch:
         return places_B[index_N]
 
     def token_places(self, places_N: Tensor) -> Tensor:
-        """Returns where the tokens of these of the samples on this rank are in `tokens_T`, sample
-        after sample.
+        """Returns the indices in `tokens_T` of the tokens of some samples on this rank, sample
+        after sample; `places_N` are their positions among the samples on this rank.
         """
         return row_places(self.lengths_H, places_N)
 
     def join_columns(self, producer: Producer, **columns: Tensor) -> Self:
-        """Returns the batch with these columns added or replaced; errors name `producer`."""
+        """Returns the batch with columns added or replaced; errors name `producer`."""
         allowed = columns_of(type(self))
         for name, value in columns.items():
             if name not in allowed:
@@ -309,28 +316,29 @@ class RolloutBatch:
         return self._with(**columns)
 
     def with_blobs(self, names: Collection[str] = ()) -> Self:
-        """Returns the batch with its blobs of these names alone."""
+        """Returns the batch without the blobs that are not in `names`."""
         if self.blobs.keys() <= set(names):
             return self
         return self._with(blobs={n: blob for n, blob in self.blobs.items() if n in names})
 
     def join_blob(self, producer: Producer, name: str, blob: Blob) -> Self:
-        """Returns the batch with this blob added or replaced; errors name `producer`."""
+        """Returns the batch with a blob added or replaced; errors name `producer`."""
         check_blob(name, blob, self.lengths_B, self.rows_H, producer)
         return self._with(blobs={**self.blobs, name: blob})
 
     def require_blob(self, name: str, needed_by: str) -> Blob:
-        """Returns the blob `name`, or raises BatchError saying that `needed_by` needs it."""
+        """Returns the blob `name`; raises BatchError, naming `needed_by`, if it is missing."""
         if name not in self.blobs:
             got = f"returned a batch without {name}"
             raise BatchError(self.producer, name, got, f"the blob that {needed_by} needs")
         return self.blobs[name]
 
     def _with(self, **checked: Any) -> Self:
-        # The rest has passed its checks, and what is cached follows from lengths and observations.
-        made = copy(self)
-        made.__dict__.update(checked)
-        return made
+        # The other fields have passed their checks, and cached properties depend only on lengths
+        # and observations, which do not change here.
+        batch = copy(self)
+        batch.__dict__.update(checked)
+        return batch
 
     def select(self, indices: Sequence[int] | Tensor) -> Self:
         """Returns the samples at `indices`, in that order."""
@@ -363,7 +371,7 @@ class RolloutBatch:
         return replace(self, **chosen)
 
     def split(self, parts: int | Sequence[int]) -> list[Self]:
-        """Returns consecutive parts of the batch: `parts` equal ones, or parts of these sizes."""
+        """Returns consecutive parts of the batch: `parts` equal ones, or parts of given sizes."""
         num = self.num_samples
         sizes = [num // max(parts, 1)] * parts if isinstance(parts, int) else list(parts)
         if sum(sizes) != num or min(sizes, default=0) < 1:
@@ -375,7 +383,7 @@ class RolloutBatch:
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:
-        """Returns one batch of the samples of all `batches`, which carry the same columns."""
+        """Returns one batch with the samples of all `batches`, which have the same columns."""
         if not batches:
             raise BatchError(
                 Producer.here("concat"), "batches", "was given no batch", "1 batch or more"
@@ -425,7 +433,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScoredBatch(RolloutBatch):
-    """A RolloutBatch with `reward_B` (B,) float32 and `reward_parts`, the terms it was made of."""
+    """A RolloutBatch with `reward_B`, (B,) float32, and its terms `reward_parts`."""
 
     reward_B: Tensor = field(metadata=holds(NUMBER))
     reward_parts: dict[str, Tensor]
@@ -449,30 +457,35 @@ class ScoredBatch(RolloutBatch):
         }
 
     def with_parts(self, parts: Mapping[str, Tensor]) -> Self:
-        """Returns the batch with these reward parts, each (B,) float32, added or replaced."""
+        """Returns the batch with reward parts, each (B,) float32, added or replaced."""
         for name, value in parts.items():
             check(value, name, NUMBER, self.num_samples, self.producer, NO_MASK)
         return self._with(reward_parts={**self.reward_parts, **parts})
 
     def to_train(self, producer: Producer, **columns: Tensor) -> TrainBatch:
-        """Returns the batch with these columns of a TrainBatch; others come by `join_columns`."""
+        """Returns a TrainBatch with these columns; `join_columns` adds the others."""
         return TrainBatch(**ScoredBatch._fields(self)).join_columns(producer, **columns)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainBatch(ScoredBatch):
-    """A ScoredBatch with what a loss needs, each (T,) float32 or None, where not said otherwise.
+    """A ScoredBatch with the columns that losses read. Those not described are (T,) float32.
 
-    `old_logp_T` is of the policy at the start of the step, `reference_logp_T` of the frozen
-    reference; `values_T[t]` is the value of the state that token t was sampled from (in the
-    training of a reward model the score that is read at token t), `returns_T[t]` its target;
-    `term_weights_T[t]` what an algorithm's own term of the loss weighs.
-    `teacher_logp_T` is of the teacher; `teacher_tokens_TK` (T, K) int32 are the tokens that it
-    holds for the likeliest in token t's place, `teacher_logp_TK` (T, K) their log-probabilities.
+    Attributes:
+        old_logp_T: Log-probabilities of the policy at the start of the step.
+        reference_logp_T: Log-probabilities of the frozen reference.
+        values_T: Value of the state that token t was sampled from; for a reward model, the score
+            that is read at token t.
+        advantages_T: Advantage of each token.
+        returns_T: Targets of `values_T`.
+        term_weights_T: Weights of an additional loss term that the algorithm defines.
+        teacher_logp_T: Log-probabilities of the teacher.
+        teacher_tokens_TK: Tokens that the teacher finds likeliest in token t's place, (T, K) int32.
+        teacher_logp_TK: Log-probabilities of those tokens, (T, K).
 
-    Roles fill in `old_logp_T`, `reference_logp_T`, `values_T` and the teacher's, the algorithm's
-    `advantages` the rest. A field here is all that a further column takes; one that a loss reads is
-    also a field of MicroBatch.
+    Roles set `old_logp_T`, `reference_logp_T`, `values_T` and the teacher's columns; the
+    algorithm's `advantages` sets the others. To add a column, add a field here; if a loss reads it,
+    also add it to MicroBatch.
     """
 
     old_logp_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
@@ -487,7 +500,7 @@ class TrainBatch(ScoredBatch):
 
     @classmethod
     def supervised(cls, prompts: Sequence[Prompt], producer: Producer) -> TrainBatch:
-        """Builds the batch of these prompts' demonstrations; rewards are zero, the rest is None."""
+        """Builds the batch of the prompts' demonstrations, with rewards of zero."""
         for prompt in prompts:
             if not prompt.response_tokens:
                 got = f"returned prompt {prompt.prompt_id} without a response"
@@ -514,7 +527,7 @@ class TrainBatch(ScoredBatch):
         )
 
     def require(self, name: str, needed_by: str) -> Tensor:
-        """Returns the column `name`, or raises BatchError saying that `needed_by` needs it."""
+        """Returns the column `name`; raises BatchError, naming `needed_by`, if it is None."""
         value: Tensor | None = getattr(self, name)
         if value is None:
             got = f"returned a batch without {name}"

@@ -1,8 +1,8 @@
 """Blobs: named arrays of a sample that only some models understand, such as routed experts.
 
-Imports no torch. A kind of blob is declared once, with `declare`, by the module that knows what it
-means. Engines or environments attach arrays of that kind to samples; exchange, gathering, saved
-rollouts, replay files and micro-batches carry them unread.
+Imports no torch. The module that knows a kind of blob declares it once, with `declare`. Engines or
+environments attach arrays of that kind to samples; exchange, gathering, saved rollouts, replay
+files and micro-batches carry them unread.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ class BlobKind:
     Args:
         name: Name of the blob.
         dtypes: Names of the dtypes that its values may have.
-        rows: Number of rows of a sample: `token`, one a token of prompt and response; `input`, one
-            a token but the last, which is no input of the engine; `any`.
+        rows: Number of rows of a sample: `token`, one for each token of prompt and response;
+            `input`, one for each token except the last, which is never an input of the engine;
+            `any`.
         row_dims: Number of dimensions of a row.
     """
 
@@ -38,7 +39,7 @@ class BlobKind:
     row_dims: int = 1
 
     def num_rows(self, num_tokens: int) -> int | None:
-        """Returns the rows of a sample of so many tokens; None where there may be any number."""
+        """Returns the rows of a sample with `num_tokens` tokens; None if any number is allowed."""
         if self.rows == "any":
             return None
         return num_tokens - (self.rows == "input")
@@ -50,18 +51,18 @@ KINDS: dict[str, BlobKind] = {}
 def declare(kind: BlobKind) -> BlobKind:
     """Declares a kind; raises ValueError if another kind has its name."""
     if KINDS.setdefault(kind.name, kind) != kind:
-        raise ValueError(f"blob {kind.name} is declared already, as {KINDS[kind.name]}")
+        raise ValueError(f"blob {kind.name} is already declared as {KINDS[kind.name]}")
     return kind
 
 
 def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
-    """Returns what is wrong with the type of a blob's values, and what is allowed; None if it is
-    right.
+    """Returns a description of a wrong type of a blob's values and the allowed ones; None if the
+    type is right.
 
     Args:
         name: Name of the blob.
         dtype: Name of the values' dtype.
-        num_dims: Number of dimensions, with that of rows.
+        num_dims: Number of dimensions, including that of rows.
     """
     kind = KINDS.get(name)
     if kind is None:
@@ -73,7 +74,7 @@ def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
 
 
 def blobs_to_json(blobs: Blobs) -> dict[str, Any]:
-    """Returns the blobs of a sample for JSON."""
+    """Returns the blobs of a sample as JSON-compatible values."""
     return {
         name: {
             "shape": list(array.shape),
@@ -85,15 +86,15 @@ def blobs_to_json(blobs: Blobs) -> dict[str, Any]:
 
 
 def blobs_from_json(fields: Mapping[str, Any]) -> dict[str, Array]:
-    """Returns the blobs of a saved sample, which has `blobs_to_json` of them as `blobs`.
+    """Returns the blobs of a saved sample, whose field `blobs` is the output of `blobs_to_json`.
 
-    Checkpoints of before blobs have routed experts alone, as `experts`.
+    Old checkpoints have only routed experts, in a field `experts`.
     """
     experts = fields.get("experts")
     saved = fields.get("blobs", {} if experts is None else {"routed_experts": experts})
     return {
-        name: np.frombuffer(base64.b64decode(one["data"]), np.dtype(one["dtype"]))
-        .reshape(one["shape"])
+        name: np.frombuffer(base64.b64decode(blob["data"]), np.dtype(blob["dtype"]))
+        .reshape(blob["shape"])
         .copy()
-        for name, one in saved.items()
+        for name, blob in saved.items()
     }

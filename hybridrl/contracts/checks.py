@@ -1,7 +1,6 @@
-"""What a value must be to enter a batch: kinds of columns, their check, and the error it raises.
+"""Checks of the values that enter a batch: column types, producers, and the error for a misfit.
 
-Owns no batch: `batch.py` does, declares which columns there are, and offers `Producer` and
-`BatchError` from here as its own.
+batch.py owns the batch, declares its columns, and re-exports `Producer` and `BatchError`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from hybridrl.errors import UserError
 
 @dataclass(frozen=True)
 class Producer:
-    """Who made a value: what it is called, and the file and line of its source."""
+    """Code that made a value: its name, and the file and line of its source."""
 
     what: str
     file: str
@@ -35,21 +34,21 @@ class Producer:
 
     @staticmethod
     def of(source: object, what: str) -> Producer:
-        """Returns the producer that stands for a function, class or object, called `what`."""
+        """Returns the producer for a function, class or object, called `what`."""
         target: Any = inspect.unwrap(source) if callable(source) else source
         target = target if inspect.isroutine(target) or inspect.isclass(target) else type(target)
         return Producer(what, *_source(target))
 
     @staticmethod
     def here(what: str) -> Producer:
-        """Returns the producer that stands for the line of code that calls this function."""
+        """Returns the producer for the line of code that calls this function."""
         frame = sys._getframe(1)
         return Producer(what, frame.f_code.co_filename, frame.f_lineno)
 
 
 @lru_cache
 def _source(target: Callable[..., object]) -> tuple[str, int]:
-    """Returns file and line; remembered, because finding a class's line parses its whole file."""
+    """Returns file and line. Cached, because finding a class's line parses its whole file."""
     try:
         file = inspect.getsourcefile(target) or inspect.getfile(target)
         return file, inspect.getsourcelines(target)[1]
@@ -61,11 +60,11 @@ class BatchError(UserError):
     """A value that does not fit the data contract.
 
     Args:
-        producer: who made the value.
-        field: the field or column that it was meant for.
-        got: what came, as a verb phrase: "returned shape (4, 12)".
-        expected: what fits: "(4,) floats".
-        remedy: what to do about it, if that is not plain from the rest.
+        producer: Code that made the value.
+        field: Field or column of the value.
+        got: Description of the value, as a verb phrase: "returned shape (4, 12)".
+        expected: Values that fit: "(4,) floats".
+        remedy: What to do about it, unless that is plain from the rest.
     """
 
     def __init__(
@@ -83,14 +82,14 @@ class BatchError(UserError):
 
 @dataclass(frozen=True)
 class Column:
-    """What the values of a column are. A field of a stage type declares it: `holds(column)` is the
-    field's metadata. Checks, selection, joining, sending and saving follow from there.
+    """The type of a column's values. A field of a stage type is a column if its metadata is
+    `holds(column)`; checks, selection, joining, sending and saving then include it.
 
     Args:
-        dtype: of the values.
-        per_token: (T,), one value a token; else (B,), one a sample.
-        response_only: zero on tokens that were not sampled.
-        is_wide: several values a token, (T, K).
+        dtype: Type of the values.
+        per_token: Whether the column has one value per token, (T,), and not one per sample, (B,).
+        response_only: Whether values must be zero on tokens that were not sampled.
+        is_wide: Whether the column has several values per token, (T, K).
     """
 
     dtype: torch.dtype
@@ -103,7 +102,7 @@ INTEGER, NUMBER, FLAG = Column(torch.int64), Column(torch.float32), Column(torch
 TOKEN, TOKEN_FLAG = (Column(dtype, per_token=True) for dtype in (torch.int64, torch.bool))
 RESPONSE = Column(torch.float32, per_token=True, response_only=True)
 WIDE_RESPONSE = Column(torch.float32, per_token=True, response_only=True, is_wide=True)
-# 32 bits: there are as many of these as of the others together, and more.
+# int32, because this column has more values than all others together.
 WIDE_TOKENS = Column(torch.int32, per_token=True, response_only=True, is_wide=True)
 _KEY = "column"
 
@@ -125,8 +124,8 @@ NO_MASK = torch.zeros(0, dtype=torch.bool)
 def check(
     value: object, name: str, column: Column, size: int, producer: Producer, response_mask_T: Tensor
 ) -> None:
-    """Raises BatchError unless `value` is a finite CPU tensor (size,), (size, K) of a wide column,
-    that fits the column.
+    """Raises BatchError unless `value` is a finite CPU tensor that fits the column, with shape
+    (size,), or (size, K) for a wide column.
     """
     shape = f"({size}, K)" if column.is_wide else f"({size},)"
     expected = f"{shape} {_WORDS.get(column.dtype, 'integers')}"
@@ -139,14 +138,14 @@ def check(
     if value.dtype != column.dtype or value.device.type != "cpu" or value.requires_grad:
         got = f"returned {value.dtype} on {value.device}{' with a gradient' * value.requires_grad}"
         raise BatchError(producer, name, got, f"{column.dtype} on cpu without a gradient")
-    # The sum of finite numbers may overflow; that of others is never finite.
+    # A finite sum proves that all values are finite. The reverse does not hold: it may overflow.
     is_doubtful = column.dtype.is_floating_point and not bool(value.sum().isfinite())
     if is_doubtful and not bool((finite := value.isfinite()).all()):
         got = _first(value, ~finite)
         raise BatchError(producer, name, got, f"finite {expected}")
     if not column.response_only:
         return
-    # Indexed by numpy, in a tenth of torch's time.
+    # numpy's indexing takes a tenth of torch's time.
     if value.numpy()[~response_mask_T.numpy()].any():
         mask = response_mask_T[:, None] if column.is_wide else response_mask_T
         got = f"{_first(value, value.ne(0) & ~mask)}, a token that was not sampled"
@@ -154,32 +153,34 @@ def check(
 
 
 def _first(value: Tensor, is_wrong: Tensor) -> str:
-    """Says what the first wrong value is, and of which row."""
+    """Returns the first wrong value and its index, for a message."""
     where = tuple(is_wrong.nonzero()[0].tolist())
     return f"returned {value[where].item()} at index {where[0]}"
 
 
 def check_rollouts(rollouts: Sequence[Rollout], groups: Sequence[int], who: Producer) -> None:
-    """Raises BatchError unless each rollout is of one length and each group of one prompt."""
+    """Raises BatchError unless a rollout's fields have one length and each group has one prompt."""
     if len(groups) != len(rollouts):
         got = f"returned {len(groups)} groups for {len(rollouts)} rollouts"
-        raise BatchError(who, "group_B", got, "one group a rollout")
+        raise BatchError(who, "group_B", got, "one group per rollout")
     prompt_of: dict[int, int] = {}
     for rollout, group in zip(rollouts, groups, strict=True):
-        expected = f"{len(rollout.tokens)}, one a token"
+        expected = f"{len(rollout.tokens)}, one per token"
         if len(rollout.logps) != len(rollout.tokens):
             got = f"returned {len(rollout.logps)} logps for sample {rollout.sample_id}"
             raise BatchError(who, "behaviour_logp_T", got, expected)
         if rollout.observed is not None and len(rollout.observed) != len(rollout.tokens):
-            got = f"returned a mask of {len(rollout.observed)} for sample {rollout.sample_id}"
+            got = (
+                f"returned a mask of {len(rollout.observed)} tokens for sample {rollout.sample_id}"
+            )
             raise BatchError(who, "observed_T", got, expected)
         if prompt_of.setdefault(group, rollout.prompt.prompt_id) != rollout.prompt.prompt_id:
             got = f"returned group {group} with several prompts"
-            raise BatchError(who, "group_B", got, "one prompt a group")
+            raise BatchError(who, "group_B", got, "one prompt per group")
 
 
 def check_blob_type(name: str, dtype: str, num_dims: int, who: Producer) -> None:
-    """Raises BatchError unless a blob is declared and its values fit its kind."""
+    """Raises BatchError unless a blob is declared and its values have an allowed type."""
     if (wrong := misfit(name, dtype, num_dims)) is not None:
         raise BatchError(who, name, f"returned {wrong[0]}", wrong[1])
 
@@ -187,11 +188,12 @@ def check_blob_type(name: str, dtype: str, num_dims: int, who: Producer) -> None
 def check_observed(
     observed_T: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, who: Producer
 ) -> None:
-    """Raises BatchError unless observations lie in responses, each before a sampled token.
+    """Raises BatchError unless observations are in responses, each before a sampled token.
 
     Args:
-        observed_T: of each token, whether an environment gave it.
-        lengths_B, prompt_lengths_B: tokens of each sample and of its prompt.
+        observed_T: Whether an environment gave the token, for each token.
+        lengths_B, prompt_lengths_B: Tokens of each sample and of its prompt.
+        who: Producer that errors name.
     """
     name, size = "observed_T", int(lengths_B.sum())
     check(observed_T, name, TOKEN_FLAG, size, who, NO_MASK)

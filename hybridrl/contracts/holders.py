@@ -1,9 +1,9 @@
-"""Which ranks have the tokens of which samples, and how ranks complete what each knows of its own.
+"""Assignment of samples' tokens to ranks, and the collective that completes per-sample values.
 
-Every rank knows the per-sample columns of a whole step: numbers, groups, lengths, rewards. Token
-columns are of some samples on each rank (parallel/exchange.py moves them). What follows from tokens
-is computed a sample, by a rank that has it, and completed to all samples: it is the same, bit for
-bit, however the samples are dealt.
+Every rank knows the per-sample columns of a whole step: numbers, groups, lengths, rewards. Each
+rank has the token columns of some samples (parallel/exchange.py moves them). A value that depends
+on tokens is computed for each sample by a rank that has its tokens, then sent to all ranks. The
+result is the same, bit for bit, for every assignment of samples to ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """All ranks of the job, as `parallel.groups.World` has them; calls are collective, on the host,
-    and wait for a slow rank.
+    """All ranks of the job (implemented by `parallel.groups.World`). Calls are collective, on the
+    host, and wait for the slowest rank.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class Ranks(Protocol):
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_W: Sequence[int], sent_W: Sequence[int]
     ) -> None:
-        """Fills `received` with what each rank sends to this one, rank after rank."""
+        """Fills `received` with the values that each rank sends to this one, rank after rank."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -42,14 +42,14 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Holders:
-    """Which ranks have the tokens of which of B samples.
+    """The ranks that have the tokens of each of B samples.
 
     Args:
-        by_rank_BW: (B, W) bool, of each sample and each of the W ranks, whether it has the tokens;
-            some rank has those of each sample.
-        ranks: how they talk.
-        num_parts: optimizer steps that the samples are to be trained on in; their tokens lie with
-            the replica that trains on them in its own.
+        by_rank_BW: Whether each of the W ranks has the tokens of each sample, (B, W) bool; at least
+            one rank has them.
+        ranks: The job's ranks.
+        num_parts: Number of optimizer steps that train on the samples. The replica that trains on a
+            sample in its optimizer step has its tokens.
     """
 
     by_rank_BW: Tensor
@@ -58,16 +58,16 @@ class Holders:
 
     @cached_property
     def rows_H(self) -> Tensor:
-        """The samples whose tokens are on this rank, ascending: (H,) int64."""
+        """Indices of the samples whose tokens are on this rank, ascending: (H,) int64."""
         return self.by_rank_BW[:, self.ranks.rank].nonzero()[:, 0]
 
     @cached_property
     def speaks_H(self) -> Tensor:
-        """Of these, for which this rank speaks, the first one that has them: (H,) bool."""
+        """Whether this rank is the first that has the tokens of the sample: (H,) bool."""
         return self.by_rank_BW[self.rows_H].int().argmax(1) == self.ranks.rank
 
     def select(self, index_B: Tensor) -> Self:
-        """Returns the holders of these samples, in this order."""
+        """Returns the holders of the samples at these indices, in that order."""
         return replace(self, by_rank_BW=self.by_rank_BW[index_B], num_parts=1)
 
     @staticmethod
@@ -77,13 +77,15 @@ class Holders:
         return replace(parts[0], by_rank_BW=by_rank_BW, num_parts=1)
 
     def completed(self, value_H: Tensor) -> Tensor:
-        """Returns the values of all samples, of those that each rank has for its own; collective.
+        """Returns the values of all samples, given those of the samples on this rank; collective.
 
         Args:
-            value_H: (H,) or (H, K) floats.
+            value_H: Values of the samples on this rank, (H,) or (H, K) floats.
         """
         if self.ranks.size == 1:
             return value_H
         value_B = torch.zeros(len(self.by_rank_BW), *value_H.shape[1:], dtype=value_H.dtype)
         value_B[self.rows_H[self.speaks_H]] = value_H[self.speaks_H]
-        return self.ranks.sum_on_host(value_B)  # all others are zero
+        return self.ranks.sum_on_host(
+            value_B
+        )  # zero on all ranks but the first that has the sample

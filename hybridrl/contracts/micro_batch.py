@@ -1,7 +1,7 @@
-"""The last stage of the data contract: what one forward pass sees.
+"""The last stage of the data contract: the input of one forward pass.
 
-Owns the meaning of a `MicroBatch`'s fields; `collation.py` makes them from a `TrainBatch`.
-Invariant: all per-position columns are of one length, and in one alignment.
+Owns the meaning of a `MicroBatch`'s fields; `collation.py` builds them from a `TrainBatch`.
+Invariant: all per-position columns have the same length and the same alignment.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hybridrl.contracts.checks import BatchError, Producer
 
 @dataclass(frozen=True, eq=False)
 class ModelTensor:
-    """A tensor for the model's forward call that nothing else reads.
+    """A tensor that only the model's forward call reads.
 
     Args:
         value: The tensor.
         is_per_position: Whether its first dimension is the micro-batch's positions, so that a
-            context-parallel rank takes its share; else all ranks have all of it.
+            context-parallel rank takes its share; otherwise every rank has the whole tensor.
     """
 
     value: Tensor
@@ -32,46 +32,48 @@ class ModelTensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MicroBatch:
-    """What one forward pass sees: samples packed one after the other into S positions.
+    """Input of one forward pass: samples packed one after the other into S positions.
 
-    Per-position columns are predictor-aligned: what is about token t of a sample stands at the
-    position of token t - 1, the one whose output predicts it. Each sample is padded to a multiple
-    that context parallelism can cut, and the whole to a multiple that sequence parallelism can
-    cut, by one trailing sequence of padding. A context-parallel rank takes its share with
-    `take_positions`. In the micro-batches of a reward model, whose score is read at a token itself,
-    what is about token t stands at its own position, and `loss_mask_S` marks the response tokens.
+    Per-position columns are aligned to the predictor: the entry for token t of a sample is at the
+    position of token t - 1, whose output predicts it. Each sample is padded to a multiple that
+    context parallelism can cut, and the whole to a multiple that sequence parallelism can cut, by
+    one trailing sequence of padding. A context-parallel rank takes its share with `take_positions`.
+    In micro-batches of a reward model, whose score is read at the token itself, the entry for token
+    t is at its own position, and `loss_mask_S` marks the response tokens.
 
-    Fields: `tokens_S`, `positions_S` (position in its own sequence), `targets_S` (the next token
-    of the same sample, 0 where there is none): (S,) int64; `loss_mask_S`: (S,) bool, the position
-    predicts a response token; `sequence_index_S`: (S,) int64, index into `sample_indices`, -1 on
-    padding; `cu_seqlens`: int32, where each padded sequence starts, trailing padding counted as a
-    sequence, and at last the full S; `max_seqlen`; `sample_indices`: the batch's samples, in
-    order of packing, empty when there is only padding. The columns are (S,) float32, zero outside
-    `loss_mask_S`, or None; those that end in `_SK` are (S, K), `teacher_tokens_SK` int32. They are
-    what losses read of a TrainBatch's columns, which have the same names with `_T` for `_S`.
+    Attributes:
+        tokens_S: Token ids, (S,) int64.
+        positions_S: Position of the token in its own sequence, (S,) int64.
+        targets_S: Next token of the same sample, or 0 if there is none, (S,) int64.
+        loss_mask_S: Whether the position predicts a response token, (S,) bool.
+        sequence_index_S: Index into `sample_indices`, -1 on padding, (S,) int64.
+        cu_seqlens: Start of each padded sequence, trailing padding included, then S; int32.
+        max_seqlen: Length of the longest padded sequence (see below).
+        sample_indices: Indices in the batch of the packed samples, in order; empty if there is only
+            padding.
+        prefix_sequences: Where samples share their prompt, the index of the sequence that each
+            sequence continues, or -1; None if nothing is shared. The prompt without its last token
+            is a sequence, and each of its samples begins with that last token. Positions count from
+            the prompt's start, and `max_seqlen` is the longest prompt and response together.
+        position_rows_SR: Positions of each token in R dimensions, (S, R) int64, for models that
+            have several; None if `positions_S` is enough. A context-parallel rank has all of them:
+            Megatron's rotary embedding takes its share when it rotates a packed sequence.
+        model_inputs: Inputs that only the model understands, by name. A blob with one row per token
+            gives NAME, (S, ...), with each row at its token's own position, and NAME.is_there, (S,)
+            bool, which marks positions that have a row. Other blobs give NAME, the rows of all
+            samples in order of packing, and NAME.num_rows, the number of rows of each sample. A
+            model may transform them (models/inputs.py).
 
-    `model_inputs` are what the model alone understands, by name: of a blob with a row a token NAME,
-    (S, ...), where each row stands at its token's own position, and NAME.is_there, (S,) bool, which
-    positions have one; of other blobs NAME, the rows of all samples in order of packing, and
-    NAME.num_rows, how many each has. A model may make others of them (models/inputs.py).
-
-    `position_rows_SR` (S, R) int64 are the positions of each token in R dimensions, where a model
-    has several; None: `positions_S` says all. A context-parallel rank has all of them: Megatron's
-    rotary embedding takes its share when it turns a packed sequence.
-
-    Where samples share their prompt, `prefix_sequences` has for each sequence the
-    index of the one that it goes on from, -1 for none: the prompt without its last token is a
-    sequence of its own, and each sample's begins with that last token. Positions count from the
-    prompt's start, and `max_seqlen` is the longest prompt and response together. None: nothing is
-    shared.
+    The other columns are (S,) float32, zero outside `loss_mask_S`, or None; those that end in `_SK`
+    are (S, K), and `teacher_tokens_SK` is int32. They are the columns of a TrainBatch that losses
+    read, with `_S` in place of `_T`.
 
     `max_seqlen` is the longest of the padded sequences, never the token budget: Megatron's rotary
-    embedding for packed sequences (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`,
-    megatron-core 0.16.1) counts positions over the whole pack instead of per sequence when
-    `max_seqlen` equals `cu_seqlens[-1]`, also under context parallelism. Sequences are never
-    empty, so the longest equals the total only when it is the only one, and then both ways of
-    counting agree; one sample and its trailing padding are two sequences, whose total is longer
-    than either.
+    embedding for packed sequences (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`, megatron-core
+    0.16.1) counts positions over the whole pack instead of per sequence when `max_seqlen` equals
+    `cu_seqlens[-1]`, also under context parallelism. Sequences are never empty, so the longest
+    equals the total only when it is the only one, and then both ways of counting agree. One sample
+    and its trailing padding are two sequences, whose total is longer than either.
     """
 
     tokens_S: Tensor
@@ -102,34 +104,32 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """How many positions hold a token."""
+        """Number of positions that hold a token."""
         return int((self.sequence_index_S >= 0).sum())
 
     @property
     def labels(self) -> Tensor:
-        """The tokens whose log-probabilities a model is asked for at each position: the targets,
-        (S,), or beside them those of the teacher, (S, 1 + K).
+        """Tokens whose log-probabilities the model returns at each position: the targets, (S,), or
+        the targets followed by the teacher's tokens, (S, 1 + K).
         """
         if self.teacher_tokens_SK is None:
             return self.targets_S
         return torch.cat((self.targets_S[:, None], self.teacher_tokens_SK), 1)
 
     def require(self, name: str, needed_by: str) -> Tensor:
-        """Returns the column `name`, or raises BatchError saying that `needed_by` needs it."""
+        """Returns the column `name`; raises BatchError, naming `needed_by`, if it is None."""
         value: Tensor | None = getattr(self, name)
         if value is None:
             here = Producer.here("the micro-batch")
-            raise BatchError(
-                here, name, f"came without {name}", f"the column that {needed_by} needs"
-            )
+            raise BatchError(here, name, f"has no {name}", f"the column that {needed_by} needs")
         return value
 
     def take_positions(self, index_S: Tensor) -> MicroBatch:
-        """Returns these positions of every column (a context-parallel rank's share)."""
+        """Returns a context-parallel rank's share: every column at these positions."""
         return self._map(lambda column_S: column_S[index_S])
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """Returns the micro-batch with every tensor on `device`, `cu_seqlens` too."""
+        """Returns the micro-batch with every tensor on `device`, including `cu_seqlens`."""
         moved = self._map(lambda value: value.to(device, non_blocking=True), all_inputs=True)
         rows_SR, cu_seqlens = self.position_rows_SR, self.cu_seqlens
         return replace(
@@ -139,21 +139,23 @@ class MicroBatch:
         )
 
     def _map(self, change: Callable[[Tensor], Tensor], all_inputs: bool = False) -> MicroBatch:
-        """Returns the micro-batch with its per-position tensors changed, and all model inputs."""
+        """Returns the micro-batch with `change` applied to its per-position tensors, and to all
+        model inputs if `all_inputs`.
+        """
         named = ((name, getattr(self, name)) for name in PER_POSITION)
         changed: dict[str, Any] = {n: change(value) for n, value in named if value is not None}
         changed["model_inputs"] = {
-            name: replace(one, value=change(one.value))
-            if all_inputs or one.is_per_position
-            else one
-            for name, one in self.model_inputs.items()
+            name: replace(tensor, value=change(tensor.value))
+            if all_inputs or tensor.is_per_position
+            else tensor
+            for name, tensor in self.model_inputs.items()
         }
         return replace(self, **changed)
 
 
 PER_POSITION = tuple(f.name for f in fields(MicroBatch) if f.name.endswith(("_S", "_SK")))
-"""The fields with a value, or a row, for each position."""
+"""Names of the fields that have a value, or a row, for each position."""
 LOSS_COLUMNS = tuple(
     f.name for f in fields(MicroBatch) if f.default is None and f.name.endswith(("_S", "_SK"))
 )
-"""The columns of a batch that losses read, by their names in a MicroBatch."""
+"""Names in a MicroBatch of the columns that losses read."""

@@ -1,9 +1,9 @@
-"""Prompts and the parts that they are made of. No torch.
+"""Prompts and their parts. No torch.
 
-A prompt is a list of parts, in order: runs of token ids, and contents of other kinds such as an
-image. A content takes the place of some tokens of the prompt, its placeholders: training sees them
-in the flat `tokens`, an engine is given one of them for the whole content. The arrays of a content
-belong to whoever knows its kind; everything else stores and moves them unread.
+A prompt is a list of parts, in order: runs of token ids, and contents of other kinds, such as
+images. A content occupies some tokens of the prompt, its placeholders. The flat `tokens` that
+training reads have all of them; an engine gets one placeholder for the whole content. Only the code
+for a content's kind reads its arrays; all other code stores and moves them unread.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 Asked = str | list[dict[str, Any]]
-"""A prompt as a row has it: a text, or the messages of a chat."""
+"""The prompt of a row: a text, or the messages of a chat."""
 RENDERED_PROMPT = "rendered_prompt"
 _HEADER = "contents"
 
@@ -31,7 +31,7 @@ class Content:
         kind: Name of the kind, such as `image`.
         start: Index of its first placeholder among the prompt's tokens.
         num_tokens: Number of its placeholders, 1 or more.
-        key: Text that is equal for equal contents alone, such as a digest of the arrays.
+        key: Text that is equal only for equal contents, such as a digest of the arrays.
         arrays: The content itself, such as the bytes of a file.
     """
 
@@ -52,15 +52,21 @@ Part = tuple[int, ...] | Content
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its number in the source, its text and tokens, and the other columns of its row.
+    """One prompt, with the other columns of its row.
 
-    `response_tokens` is the demonstration with its end token in supervised data, else None. In
-    preference pairs it is the better response, and `rejected_tokens` the worse. Where a response
-    has several turns, `response_gaps` and `rejected_gaps` say which of its tokens are not the
-    assistant's and not learned: the begin and end of each run, flat, ascending, none at its end.
-
-    `given` is the row's prompt, a text or messages, where `text` is what a chat template made of
-    it; None where the row has `text`. `contents` are the parts that are not text, in order.
+    Args:
+        prompt_id: Number of the prompt in its source.
+        text: Text that the model gets.
+        tokens: Token ids of the text, with the placeholders of contents.
+        columns: Other columns of the row.
+        response_tokens: Demonstration with its end token; in preference pairs, the better response.
+            None in data without responses.
+        rejected_tokens: The worse response of a preference pair.
+        response_gaps, rejected_gaps: Runs of response tokens that are not the assistant's, in
+            responses of several turns, and so are not learned: begin and end of each run, flat and
+            ascending. No run is at the end.
+        given: The row's prompt, a text or messages, if a chat template rendered `text` from it.
+        contents: Parts that are not text, in order.
     """
 
     prompt_id: int
@@ -79,8 +85,8 @@ class Prompt:
         for content in self.contents:
             if content.start < end or content.num_tokens < 1 or content.end > len(self.tokens):
                 raise ValueError(
-                    f"prompt {self.prompt_id}: content {content} is not after the one before it "
-                    f"and within {len(self.tokens)} tokens"
+                    f"prompt {self.prompt_id}: content {content} overlaps the previous content, is "
+                    f"empty, or reaches beyond the prompt's {len(self.tokens)} tokens"
                 )
             end = content.end
 
@@ -96,40 +102,37 @@ class Prompt:
 
     @property
     def asked(self) -> Asked:
-        """The row's prompt, as rewards and environments get it."""
+        """The row's prompt, in the form that rewards and environments get."""
         return self.text if self.given is None else self.given
 
     @property
     def columns_with_text(self) -> dict[str, object]:
-        """The other columns, and the text that the model was given as `rendered_prompt`."""
+        """The other columns, and as `rendered_prompt` the text that the model got."""
         return {**self.columns, RENDERED_PROMPT: self.text}
 
 
 def contents_to_bytes(contents: Sequence[Content]) -> bytes:
-    """Returns contents for one cell of a file; empty bytes where there are none."""
+    """Returns contents for one cell of a file; empty bytes if there are none."""
     if not contents:
         return b""
-    about = [[one.kind, one.start, one.num_tokens, one.key] for one in contents]
+    fields = [[c.kind, c.start, c.num_tokens, c.key] for c in contents]
     arrays = {
         f"{index}.{name}": np.ascontiguousarray(array)
-        for index, one in enumerate(contents)
-        for name, array in one.arrays.items()
+        for index, content in enumerate(contents)
+        for name, array in content.arrays.items()
     }
-    header = np.frombuffer(json.dumps(about).encode(), np.uint8)
+    header = np.frombuffer(json.dumps(fields).encode(), np.uint8)
     return save({_HEADER: header, **arrays})
 
 
 def contents_from_bytes(saved: bytes) -> tuple[Content, ...]:
-    """Returns what `contents_to_bytes` was given."""
+    """Returns the contents that `contents_to_bytes` wrote."""
     if not saved:
         return ()
     tensors = load(saved)
-    about = json.loads(tensors.pop(_HEADER).tobytes())
-    arrays: list[dict[str, NDArray[Any]]] = [{} for _ in about]
-    for name, array in tensors.items():
-        index, _, own = name.partition(".")
-        arrays[int(index)][own] = array
-    return tuple(
-        Content(kind=kind, start=start, num_tokens=num_tokens, key=key, arrays=of_one)
-        for (kind, start, num_tokens, key), of_one in zip(about, arrays, strict=True)
-    )
+    fields = json.loads(tensors.pop(_HEADER).tobytes())
+    arrays: list[dict[str, NDArray[Any]]] = [{} for _ in fields]
+    for path, array in tensors.items():
+        index, _, name = path.partition(".")
+        arrays[int(index)][name] = array
+    return tuple(Content(*values, own) for values, own in zip(fields, arrays, strict=True))

@@ -1,4 +1,4 @@
-"""Rows of samples laid flat, one sample after the other: tokens, versions, blobs."""
+"""Flat layout of ragged rows, one sample after the other: tokens, versions, blobs."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hybridrl.contracts.samples import Rollout
 
 
 def observed_mask(prompts: Sequence[Prompt], masks: Sequence[Sequence[bool]]) -> Tensor:
-    """Returns which tokens of these samples others than the policy gave, (T,) bool; `masks` are of
-    the responses.
+    """Returns whether each token was given by an environment, (T,) bool; `masks` cover the
+    responses.
     """
     return flatten([(False,) * len(p.tokens) for p in prompts], masks)[0].bool()
 
@@ -26,7 +26,7 @@ def observed_mask(prompts: Sequence[Prompt], masks: Sequence[Sequence[bool]]) ->
 def flatten(
     prompts: Iterable[Sequence[int]], responses: Iterable[Sequence[int]]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the flat tokens, the lengths of the samples and those of their prompts, all int64."""
+    """Returns the flat tokens, the lengths of samples, and those of their prompts, all int64."""
     pairs = list(zip(prompts, responses, strict=True))
     tokens = np.fromiter(chain.from_iterable(chain.from_iterable(pairs)), np.int64)
     lengths_B = torch.tensor([len(p) + len(r) for p, r in pairs], dtype=torch.int64)
@@ -38,42 +38,42 @@ def flatten(
 
 
 def starts_of(num_rows_H: Tensor) -> Tensor:
-    """Returns where the rows of each sample start, and at last their number: (H + 1,) int64."""
+    """Returns the start of each sample's rows, then the total number of rows: (H + 1,) int64."""
     return torch.nn.functional.pad(num_rows_H.cumsum(0), (1, 0))
 
 
 def row_places(num_rows_H: Tensor, places_N: Tensor) -> Tensor:
-    """Returns where the rows of some samples are in a flat column, sample after sample.
+    """Returns the indices of some samples' rows in a flat column, sample after sample.
 
     Args:
         num_rows_H: Rows of each sample of the column.
-        places_N: The samples, as indices into `num_rows_H`.
+        places_N: Indices of the samples in `num_rows_H`.
     """
     num_N = num_rows_H[places_N]
     shift_N = (num_rows_H.cumsum(0) - num_rows_H)[places_N] - (num_N.cumsum(0) - num_N)
-    # By numpy, in half of torch's time.
+    # numpy takes half of torch's time.
     index = np.repeat(shift_N.numpy(), num_N.numpy())
     index += np.arange(len(index))
     return torch.from_numpy(index)
 
 
 def token_versions(rollouts: Sequence[Rollout]) -> Tensor | None:
-    """Returns the version of each token, 0 on prompt tokens: (T,) int64; None where one version
-    made each response.
+    """Returns the version that sampled each token, (T,) int64, 0 on prompt tokens; None if every
+    response has one version.
     """
     if not any(rollout.versions for rollout in rollouts):
         return None
     versions: list[int] = []
     counts: list[int] = []
-    for one in rollouts:
-        runs = one.versions or ((one.version, len(one.tokens)),)
+    for rollout in rollouts:
+        runs = rollout.versions or ((rollout.version, len(rollout.tokens)),)
         versions += [0, *(version for version, _ in runs)]
-        counts += [len(one.prompt.tokens), *(count for _, count in runs)]
+        counts += [len(rollout.prompt.tokens), *(count for _, count in runs)]
     return torch.from_numpy(np.repeat(np.array(versions, np.int64), counts))
 
 
 def repeated_versions(versions_B: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-    """Returns what `token_versions` would for whole samples that one version each made."""
+    """Returns the version of each token, as `token_versions`, if each sample has one version."""
     repeats = torch.stack([prompt_lengths_B, lengths_B - prompt_lengths_B], 1).flatten()
     values = torch.stack([torch.zeros_like(versions_B), versions_B], 1).flatten()
     return torch.repeat_interleave(values, repeats)
@@ -81,11 +81,11 @@ def repeated_versions(versions_B: Tensor, lengths_B: Tensor, prompt_lengths_B: T
 
 @dataclass(frozen=True, eq=False)
 class Blob:
-    """The blob of one name of a batch's samples.
+    """The blob of one name, for the samples of a batch.
 
     Args:
-        values_N: (N, ...) rows of the samples whose tokens are on this rank, on the CPU.
-        num_rows_B: (B,) int64, the rows of each sample of the batch.
+        values_N: Rows of the samples whose tokens are on this rank, (N, ...), on the CPU.
+        num_rows_B: Number of rows of each sample of the batch, (B,) int64.
     """
 
     values_N: Tensor
@@ -93,7 +93,7 @@ class Blob:
 
 
 def joined_blobs(of_samples: Sequence[Blobs]) -> dict[str, Blob]:
-    """Returns the blobs of samples, one after the other; a sample without one has no rows of it.
+    """Returns the blobs of several samples, joined; a sample without a blob has no rows of it.
 
     Raises:
         ValueError: Rows of one name have different shapes or dtypes.
@@ -103,16 +103,17 @@ def joined_blobs(of_samples: Sequence[Blobs]) -> dict[str, Blob]:
         arrays = [blobs[name] for blobs in of_samples if name in blobs]
         for other in arrays[1:]:
             if (other.shape[1:], other.dtype) != (arrays[0].shape[1:], arrays[0].dtype):
-                one = f"{arrays[0].shape[1:]} {arrays[0].dtype}"
-                raise ValueError(f"rows of {name} of {one} and of {other.shape[1:]} {other.dtype}")
+                first = f"{arrays[0].shape[1:]} {arrays[0].dtype}"
+                second = f"{other.shape[1:]} {other.dtype}"
+                raise ValueError(f"blob {name} has rows of {first} and of {second}")
         num_rows = [len(blobs[name]) if name in blobs else 0 for blobs in of_samples]
         found[name] = Blob(torch.from_numpy(np.concatenate(arrays)), torch.tensor(num_rows))
     return found
 
 
 def blobs_of(rollouts: Sequence[Rollout], who: Producer) -> dict[str, Blob]:
-    """Returns the blobs of rollouts; raises BatchError, naming a sample, where they do not fit
-    their kinds or one another.
+    """Returns the blobs of rollouts; raises BatchError, naming a sample, if they do not fit their
+    kinds or one another.
     """
     for name in {name: None for rollout in rollouts for name in rollout.blobs}:
         first = next(rollout.blobs[name] for rollout in rollouts if name in rollout.blobs)
@@ -143,8 +144,8 @@ def check_blob(
         name: Name of the blob.
         blob: The blob.
         lengths_B: Tokens of each sample.
-        rows_H: Samples whose tokens are on this rank.
-        producer: Who made it.
+        rows_H: Indices of the samples whose tokens are on this rank.
+        producer: Code that made the blob.
     """
     values_N, num_rows_B = blob.values_N, blob.num_rows_B
     check_blob_type(name, str(values_N.dtype).removeprefix("torch."), values_N.ndim, producer)
@@ -154,7 +155,7 @@ def check_blob(
         is_right = torch.equal(num_rows_B, lengths_B - int(kind.rows == "input"))
     if not is_right or bool((num_rows_B < 0).any()):
         got = f"returned the numbers of rows {num_rows_B.tolist()[:8]}"
-        expected = f"those of {len(lengths_B)} samples, {kind.rows} rows each"
+        expected = f"the number for each of {len(lengths_B)} samples, whose rows are: {kind.rows}"
         raise BatchError(producer, name, got, expected)
     num = int(num_rows_B[rows_H].sum())
     if len(values_N) != num or values_N.device.type != "cpu" or values_N.requires_grad:

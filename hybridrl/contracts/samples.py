@@ -1,4 +1,4 @@
-"""A finished response, as generation hands it over. No torch."""
+"""A finished response, the result of generation. No torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,24 @@ from hybridrl.contracts.blobs import Blobs
 from hybridrl.contracts.prompts import Prompt
 
 UNKNOWN_LOGP = 1.0
-"""What stands for a log-probability that is not finite, where it is only shown: none is above 0."""
+"""Placeholder in displays for a log-probability that is not finite; real ones are at most 0."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished response: tokens (with the end token, if it came) and log-probabilities.
+    """One finished response.
 
-    Where an environment takes part, `observed` says which of the tokens it gave; their
-    log-probabilities are 0. None: all were sampled. `blobs` are of prompt and response, by name.
-    `versions` are runs of (version, number of tokens), where more than one version of the weights
-    made the tokens; empty: all are of `version`.
+    Args:
+        sample_id: Number of the sample in the run.
+        prompt: Its prompt.
+        tokens: Token ids, with the end token if it was sampled.
+        logps: Log-probability of each token; 0 on observations.
+        finish_reason: `stop` at an end token or stop text, `length` at a limit.
+        version: Version of the weights that sampled it.
+        observed: Whether an environment gave the token, for each token; None if all were sampled.
+        blobs: Blobs of prompt and response, by name.
+        versions: Runs of (version, number of tokens) if several versions sampled the tokens;
+            otherwise empty.
     """
 
     sample_id: int
@@ -35,7 +42,7 @@ class Rollout:
 
 
 def in_gaps(num: int, gaps: Sequence[int]) -> tuple[bool, ...]:
-    """Returns of each of `num` tokens of a response whether it is in a gap, as of Prompt."""
+    """Returns for each of `num` response tokens whether it is in one of the prompt's `gaps`."""
     found = [False] * num
     for begin, end in zip(gaps[::2], gaps[1::2], strict=True):
         found[begin:end] = [True] * (end - begin)

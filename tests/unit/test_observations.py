@@ -69,7 +69,7 @@ def test_selecting_splitting_and_joining_keep_the_mask_with_its_tokens() -> None
     [
         ((False, True), "none that ends a response"),
         ((True, True), "none that ends a response"),
-        ((True,), "2, one a token"),
+        ((True,), "2, one per token"),
     ],
 )
 def test_a_mask_that_does_not_fit_is_refused(observed: tuple[bool, ...], said: str) -> None:

@@ -75,7 +75,7 @@ def test_a_batch_refuses_a_blob_of_other_samples() -> None:
 
 def test_a_name_is_declared_once() -> None:
     assert declare(BlobKind("routed_experts", ("uint8", "int16"), rows="input")).row_dims == 1
-    with pytest.raises(ValueError, match="routed_experts is declared already"):
+    with pytest.raises(ValueError, match="routed_experts is already declared"):
         declare(BlobKind("routed_experts", ("uint8",), rows="any"))
 
 
