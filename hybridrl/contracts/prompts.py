@@ -135,4 +135,7 @@ def contents_from_bytes(saved: bytes) -> tuple[Content, ...]:
     for path, array in tensors.items():
         index, _, name = path.partition(".")
         arrays[int(index)][name] = array
-    return tuple(Content(*values, arrays=own) for values, own in zip(fields, arrays, strict=True))
+    return tuple(
+        Content(kind, start, num_tokens, key, own)
+        for (kind, start, num_tokens, key), own in zip(fields, arrays, strict=True)
+    )
