@@ -1,4 +1,4 @@
-"""Half-open rectangles of tensor elements: intersection, shifting, exact tiling. No torch."""
+"""Half-open rectangles of tensor elements: intersection, translation, exact tiling. No torch."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def volume(box: Box) -> int:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Returns the elements that two boxes share, None where there are none."""
+    """Returns the elements that two boxes share; None if there are none."""
     shared = tuple((max(a, x), min(b, y)) for (a, b), (x, y) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
 
 def moved(box: Box, origin: Box, target: Box) -> Box:
-    """Returns `box`, which lies in `origin`, at its place within the equally large `target`."""
+    """Returns `box`, a part of `origin`, at the same offset within the equally large `target`."""
     return tuple(
         (a + t - o, b + t - o) for (a, b), (o, _), (t, _) in zip(box, origin, target, strict=True)
     )
 
 
 def span_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Yields the boxes that hold the elements of `shape` from `start` to `stop`, row by row."""
+    """Yields boxes of elements `start` to `stop` of a tensor of `shape`, in row-major order."""
     if not shape:
         yield ()
         return
@@ -59,15 +59,15 @@ def span_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 def tiling_fault(
     boxes: Sequence[Box], shape: Shape, allow_overlap: bool = False
 ) -> tuple[str, Box] | None:
-    """Returns how `boxes` fail to cover a tensor of `shape` exactly once; None where they do.
+    """Returns the first fault of a tiling of a tensor of `shape`; None if there is none.
 
     Args:
-        boxes: rectangles of its elements.
-        shape: the tensor's shape.
-        allow_overlap: whether an element may be covered more than once.
+        boxes: Rectangles that should cover each element exactly once.
+        shape: Shape of the tensor.
+        allow_overlap: Whether an element may be covered more than once.
 
     Returns:
-        "outside", "overlap" or "hole", with the first rectangle of elements it is about.
+        "outside", "overlap" or "hole", and the first rectangle of elements with this fault.
     """
     if len(boxes) == 1 and boxes[0] == whole(shape):
         return None
@@ -77,7 +77,7 @@ def tiling_fault(
         )
         if not fits:
             return "outside", box
-    # Cut every dim at every edge of a box: each box is then a block of cells, never part of one.
+    # Cut every dim at every edge of a box, so that each box consists of whole cells.
     cuts = [
         sorted({0, size, *(edge for box in boxes for edge in box[dim])})
         for dim, size in enumerate(shape)
@@ -97,7 +97,7 @@ def tiling_fault(
 
 
 def show(box: Box) -> str:
-    """Returns a box as indexing is written, such as `[0:4, 8:16]`."""
+    """Returns a box in indexing notation, such as `[0:4, 8:16]`."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 

@@ -1,8 +1,8 @@
-"""Cuts of a table row's HF tensors: the slices that one tensor-parallel rank holds, in order.
+"""Cuts of a weight table row: the slices of its HF tensors that a tensor-parallel rank holds, in
+order.
 
-Owns the cut of a row for Megatron and for engines with fused projections, and the refusal of sizes
-that do not divide. weights.py says which rows a rank holds and under which names. Pure data, no
-torch.
+Owns the cuts for Megatron and for engines with fused projections, and the errors of sizes that do
+not divide. weights.py decides which rows a rank holds and under which names. Pure data, no torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Run(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """What one rank holds of a table row: runs stacked along `dim`, then `num_padding` slices."""
+    """One rank's part of a row: runs stacked along `dim`, then `num_padding` slices of padding."""
 
     dim: int
     runs: Sequence[Run]
@@ -33,7 +33,11 @@ class Cut(NamedTuple):
 
 
 def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
-    """Returns the cut of a row without experts for Megatron; raises ModelError if it cannot be."""
+    """Returns Megatron's cut of a row without experts.
+
+    Raises:
+        ModelError: The sizes do not divide.
+    """
     if row.kind == "vocab":
         return _vocab_cut(row, shape.padded_vocab(tp), tp, tp_rank)
     if row.kind in ("heads", "kv_heads"):
@@ -48,7 +52,11 @@ def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
 
 
 def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
-    """Returns the cut for an engine with fused projections; raises ModelError if it cannot be."""
+    """Returns the cut of a row without experts for an engine with fused projections.
+
+    Raises:
+        ModelError: The sizes do not divide.
+    """
     if row.kind == "vocab":
         padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
         return _vocab_cut(row, padded, tp, tp_rank)
@@ -62,7 +70,11 @@ def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
 
 
 def plain_cut(row: Row, tp: int, tp_rank: int, key: str = "train.tp or rollout.tp") -> Cut:
-    """Returns the cut of a row whose parts are cut one by one; `key` says what a user may change.
+    """Returns the cut of a row whose parts are cut separately.
+
+    Args:
+        row, tp, tp_rank: The row, the number of ranks, and the rank.
+        key: Knob that the user may change, for the error.
 
     Raises:
         ModelError: `tp` does not divide a part.
@@ -84,7 +96,7 @@ def _vocab_cut(row: Row, padded: int, tp: int, tp_rank: int) -> Cut:
 def _heads(
     row: Row, shape: ModelShape, tp: int, tp_rank: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the query heads and the key-value heads that a rank computes with."""
+    """Returns the ranges of query heads and key-value heads of a rank."""
     queries = _even(row, shape.num_heads, tp, tp_rank)
     if tp <= shape.num_kv_heads:
         return queries, _even(row, shape.num_kv_heads, tp, tp_rank)
@@ -95,10 +107,11 @@ def _heads(
 
 
 def _interleaved(row: Row, shape: ModelShape) -> list[Run]:
-    """Returns the rows of Megatron's full linear_qkv: per KV head its queries, its key, its value.
+    """Returns the rows of Megatron's whole linear_qkv: per KV head its queries, its key, its value.
 
-    A rank's rows are cut out evenly, inside a group too where there are fewer KV heads than ranks
-    (Megatron gathers the activations again: transformer/attention.py, get_query_key_value_tensors).
+    A rank holds an even share of these rows. With fewer KV heads than ranks the cut falls inside a
+    head's group, and Megatron gathers the activations (transformer/attention.py,
+    get_query_key_value_tensors).
     """
     head, group = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
     if [part[0] for part in row.shapes] != [shape.num_kv_heads * n for n in (group, head, head)]:
@@ -139,10 +152,10 @@ def _cut_error(row: Row, size: int, tp: int, key: str = "train.tp or rollout.tp"
 
 
 def table_error(name: str, found: str) -> ModelError:
-    """Returns the error for a weight table that does not describe its model."""
+    """Returns the error of a weight table that does not describe its model."""
     return ModelError(
         f"weight table: {name}",
         found,
         "rectangles that cover every tensor exactly",
-        "Mend the family's rows.",
+        "Fix the family's rows.",
     )

@@ -228,7 +228,7 @@ class ModelShape:
         """Returns the elements that one of an engine's `tp` ranks caches for a token and layer."""
         if self.latent is not None:
             return self.latent.cached_dim  # the same on every rank
-        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # repeated where ranks are more
+        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # repeated if tp is larger
 
     def padded_vocab(self, tp: int) -> int:
         """Returns the number of rows of Megatron's embedding at tensor-parallel size `tp`.
@@ -356,13 +356,13 @@ def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShap
     family = resolve_family(name, hf_config)
     model_type = hf_config.get("model_type")
     if model_type is None or (family.name in FAMILIES and model_type != family.name):
-        # Engines choose the model's code by this key, the trainer by `architectures`.
-        allowed = f"{family.name!r}, as architectures say" if model_type else "the model's type"
+        # Engines choose the model's code by model_type, the trainer by architectures.
+        allowed = f"{family.name!r}, from architectures" if model_type else "the model's type"
         raise ModelError(
             "config.json: model_type",
             "nothing" if model_type is None else shown(model_type),
             allowed,
-            "Engines would compute another model: get config.json again, or mend the key.",
+            "Engines would compute another model: download config.json again, or fix the key.",
         )
     check_keys(family.name, family.config_keys, hf_config)
     check_values(hf_config)
@@ -386,15 +386,17 @@ def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
     if name is None:
         return _family_of(hf_config, architectures)
     if ":" in name:
-        family = _load(name, "model.family")
+        family = _load(name)
     elif name in FAMILIES:
-        family = _load(FAMILIES[name], "model.family")
+        family = _load(FAMILIES[name])
     else:
+        close = difflib.get_close_matches(name, FAMILIES, n=1)
+        remedy = "Leave it out to choose by the model's config.json."
         raise ModelError(
             "model.family",
             name,
             f"{', '.join(FAMILIES)} or a dotted path package.module:FAMILY",
-            _nearest(name),
+            f"Did you mean {close[0]!r}?" if close else remedy,
         )
     if architectures and not _bodies(architectures) & set(family.architectures):
         raise ModelError(
@@ -408,7 +410,7 @@ def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
 
 
 def _family_of(hf_config: HfConfig, architectures: tuple[str, ...]) -> Family:
-    known = {key: _load(path, "model.family") for key, path in FAMILIES.items()}
+    known = {key: _load(path) for key, path in FAMILIES.items()}
     for family in known.values():
         if _bodies(architectures) & set(family.architectures):
             return family
@@ -419,10 +421,10 @@ def _family_of(hf_config: HfConfig, architectures: tuple[str, ...]) -> Family:
     short = [name.removesuffix(CAUSAL) for name in names if name.endswith(CAUSAL)]
     others = [name for name in names if not name.endswith(CAUSAL)]
     allowed = ", ".join((f"...{CAUSAL} of {', '.join(short)}", *others))
-    asked = _listed(architectures) or f"none (model_type {shown(model_type)})"
+    found = _listed(architectures) or f"none (model_type {shown(model_type)})"
     raise ModelError(
         "config.json: architectures",
-        asked,
+        found,
         allowed,
         "Choose a supported model, or set model.family to your own: package.module:FAMILY.",
     )
@@ -435,14 +437,16 @@ def _architectures(hf_config: HfConfig) -> tuple[str, ...]:
             "config.json: architectures",
             shown(found),
             "a list of names",
-            "Get the model's config.json again.",
+            "Download the model's config.json again.",
         )
     return tuple(found)
 
 
 def _bodies(architectures: tuple[str, ...]) -> set[str]:
-    """Returns the causal language models with the same decoder: a sequence classifier, the export
-    format of reward models, is such a model with another head.
+    """Returns the causal language models with these decoders.
+
+    A sequence classifier, the export format of reward models, is a causal language model with
+    another head.
     """
     return {name.replace("ForSequenceClassification", "ForCausalLM") for name in architectures}
 
@@ -451,27 +455,14 @@ def _listed(architectures: tuple[str, ...]) -> str:
     return plain(", ".join(architectures))
 
 
-def _load(path: str, key: str) -> Family:
+def _load(path: str) -> Family:
     try:
         family = imported(path)
     except ImportError as error:
-        raise ModelError(
-            key,
-            path,
-            "package.module:ATTRIBUTE of an importable Family",
-            f"Importing it failed: {error}",
-        ) from error
+        allowed = "package.module:ATTRIBUTE of an importable Family"
+        remedy = f"Importing it failed: {error}"
+        raise ModelError("model.family", path, allowed, remedy) from error
     if not isinstance(family, Family):
-        raise ModelError(
-            key, path, "a hybridrl.models.family.Family", f"It is a {type(family).__name__}."
-        )
+        allowed, remedy = "a hybridrl.models.family.Family", f"It is a {type(family).__name__}."
+        raise ModelError("model.family", path, allowed, remedy)
     return family
-
-
-def _nearest(name: str) -> str:
-    close = difflib.get_close_matches(name, FAMILIES, n=1)
-    return (
-        f"Did you mean {close[0]!r}?"
-        if close
-        else "Leave it out to choose by the model's config.json."
-    )

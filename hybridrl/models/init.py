@@ -1,8 +1,8 @@
-"""Weights from a seed, in HF coordinates.
+"""Initial weights from a seed, in HF coordinates.
 
-Every HF tensor has its own generator, seeded by the run's seed and the tensor's name, so the
-weights of a model made from scratch are the same in every layout. Each rank draws one whole tensor
-at a time and keeps its own rectangles.
+Every HF tensor has its own generator, seeded by the run's seed and the tensor's name, so a new
+model has the same weights in every layout. Each rank draws one whole tensor at a time and keeps its
+own rectangles.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hybridrl.models.hf.shards import box_view
 from hybridrl.models.weights import RankLayout
 
 # Projections that write into the residual stream start smaller by sqrt(2 * layers), as in GPT-2
@@ -28,19 +29,18 @@ def init_weights(
     seed: int,
     norm_weight: float = 1.0,
 ) -> None:
-    """Fills this rank's tensors with a model drawn from `seed`.
+    """Fills this rank's tensors with random weights.
 
-    The same model in every layout on one kind of device: CPUs and GPUs draw other numbers.
+    The weights are the same in every layout, but CPUs and GPUs draw different numbers.
 
     Args:
-        layout: which rectangles of which HF tensors the rank holds.
-        hf_shapes: full shape of every HF tensor.
-        tensors: the rank's tensors under their local names; all are overwritten, padding with
-            zeros.
-        hf_config: `initializer_range` is the standard deviation (0.02 where absent),
-            `num_hidden_layers` scales the residual outputs.
-        seed: of the run.
-        norm_weight: of norms, which leaves what they normalise as it is.
+        layout: Layout of the rank.
+        hf_shapes: Shape of every HF tensor of the model.
+        tensors: Local tensors by the layout's names; all are overwritten, padding with zeros.
+        hf_config: Content of config.json; `initializer_range` is the standard deviation (0.02 if
+            absent), `num_hidden_layers` scales the residual outputs.
+        seed: Seed of the run.
+        norm_weight: Weight of norms that makes them scale by 1.
     """
     std = float(hf_config.get("initializer_range", 0.02))
     residual_std = std / (2 * int(hf_config["num_hidden_layers"])) ** 0.5
@@ -53,9 +53,8 @@ def init_weights(
         device = tensors[held[0].local].device
         full = _draw(name, hf_shapes[name], std, residual_std, seed, device, norm_weight)
         for region in held:
-            source = full[tuple(slice(start, stop) for start, stop in region.hf_box)]
-            target = tensors[region.local][tuple(slice(a, b) for a, b in region.local_box)]
-            target.copy_(source.view(target.shape))
+            target = box_view(tensors[region.local], region.local_box)
+            target.copy_(box_view(full, region.hf_box))
 
 
 def _draw(
@@ -70,7 +69,7 @@ def _draw(
     if len(shape) == 1:
         return torch.full(shape, 0.0 if name.endswith("bias") else norm_weight, device=device)
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    # On the device: a host would take a minute for 7 billion numbers.
+    # Drawn on the device: the host would take a minute for 7 billion numbers.
     generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
     scale = residual_std if name.endswith(RESIDUAL_OUTPUTS) else std
     return torch.randn(shape, generator=generator, device=device) * scale

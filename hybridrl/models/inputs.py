@@ -1,9 +1,9 @@
-"""What a model reads beside tokens and their positions.
+"""Inputs of a model other than tokens and their positions.
 
-A family, or a part of a model such as its routers, gives an `ExtraInputs`. The planner of batches
-then keeps the blobs that it names and lets it make the model's inputs of each micro-batch; every
-layer finds these in `packed_seq_params.model_inputs`, and the embedding in `embed`. Nothing between
-the batch and the model knows what they are.
+A family, or a part of a model such as its routers, provides an `ExtraInputs`. The batch planner
+keeps the blobs that it names and calls it for the model's inputs of each micro-batch. Every layer
+finds these in `packed_seq_params.model_inputs`; the embedding gets them through `embed`. The code
+between the batch and the model does not interpret them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from hybridrl.contracts.batch import Prompt, RolloutBatch
 from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
 
 PREDICTS = "predicts"
-"""The model input of every micro-batch: (S,) bool, which positions predict a response token."""
+"""Model input that every micro-batch has: (S,) bool, true where a response token is predicted."""
 
 
 class ExtraInputs:
-    """The extra inputs of one model; each method here is that of a model that has none.
+    """Extra inputs of a model; this base class has none.
 
     Attributes:
-        blobs: Names of the blobs that it reads; a batch's others move nowhere.
-        needed_by: What asks for these blobs, for messages.
-        changes_embeddings: Whether `embed` does something.
-        num_position_rows: Number R of positions of each token; 0: `positions` is not asked.
+        blobs: Names of the batch's blobs that the model reads; others are not sent to ranks.
+        needed_by: Cause of the need for these blobs, for messages.
+        changes_embeddings: Whether `embed` changes the embeddings.
+        num_position_rows: Number R of positions per token; 0 if `positions` is not used.
     """
 
     blobs: tuple[str, ...] = ()
@@ -37,12 +37,14 @@ class ExtraInputs:
     num_position_rows = 0
 
     def prepare(self, micro: MicroBatch, batch: RolloutBatch) -> Mapping[str, ModelTensor]:
-        """Returns the model's inputs of a micro-batch; on the host, before it is cut for context
-        parallelism and moved to the device.
+        """Returns the model's inputs of a micro-batch.
+
+        It runs on the host, before the micro-batch is cut for context parallelism and moved to the
+        device.
 
         Args:
-            micro: The whole micro-batch, whose `model_inputs` are its blobs.
-            batch: The batch that its samples are from.
+            micro: The whole micro-batch; its `model_inputs` are its blobs.
+            batch: Batch that the samples come from.
 
         Raises:
             BatchError: The blobs do not fit the model.
@@ -54,11 +56,11 @@ class ExtraInputs:
         return torch.arange(num_tokens)[:, None]
 
     def embed(self, model: Any, embedded_S1D: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Returns the embeddings of this context-parallel rank's positions, changed.
+        """Returns the embeddings of this context-parallel rank's positions, with any changes.
 
         Args:
-            model: The first stage's GPTModel.
+            model: GPTModel of the first pipeline stage.
             embedded_S1D: Embeddings of the tokens, before sequence parallelism cuts them.
-            inputs: Of `prepare`, on the device.
+            inputs: Result of `prepare`, on the device.
         """
         return embedded_S1D

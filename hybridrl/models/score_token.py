@@ -1,8 +1,8 @@
-"""The token of a text at which a reward model's score is read. No torch.
+"""Token of a text at which a reward model's score is read. No torch.
 
 The default is the last token, the end token included, as in transformers' sequence classifiers.
-Older versions of hybridrl read one token earlier, at the state that the last token was sampled
-from. Checkpoints and exports of theirs are recognized and keep that place.
+Older versions of hybridrl read the score one token earlier, at the state from which the last token
+was sampled. Their checkpoints and exports are recognized and keep that position.
 """
 
 from __future__ import annotations
@@ -37,22 +37,24 @@ def score_token(hf_config: Mapping[str, Any]) -> ScoreToken:
             f"config.json: {KEY}",
             plain(value),
             f"{LAST} or {BEFORE_LAST}",
-            f"Remove the key if hybridrl did not export the model; its score is then read at the "
+            f"Remove the key if hybridrl did not export the model. The score is then read at the "
             f"{LAST} token.",
         )
     return LAST if value == LAST else BEFORE_LAST
 
 
 def is_old_export(hf_config: Mapping[str, Any]) -> bool:
-    """Whether hybridrl exported the value model before it wrote where scores are read: it wrote
-    `num_labels`, for which transformers writes `id2label`.
+    """Whether a hybridrl version exported the model before exports named the score token.
+
+    Such exports have `num_labels` in config.json; transformers writes `id2label` instead.
     """
     return KEY not in hf_config and "num_labels" in hf_config and "id2label" not in hf_config
 
 
 def padding_token(hf_config: Mapping[str, Any]) -> int | None:
-    """Returns the padding token, which transformers passes over at the end of a text: the score is
-    read at the last other token. None if config.json does not name it.
+    """Returns the padding token, or None if config.json does not name it.
+
+    transformers skips padding at the end of a text and reads the score at the last other token.
     """
     value = hf_config.get("pad_token_id")
     return value if isinstance(value, int) and value >= 0 else None

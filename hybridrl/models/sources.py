@@ -1,10 +1,11 @@
-"""Weight sources: what an engine's parameters are written from.
+"""Weight sources: the tensors that engines and exports read.
 
-A source stands between trained state and the reshard. For each rank it has a layout, and for this
-rank the tensors that the layout describes. Planner, transports and verification read them by
-rectangles and do not know what is behind them: a trained parameter, base plus adapter, or weights
-that are quantised before they are sent. Invariant: names and shapes of the tensors are those of
-this rank's layout, and tensors keep their addresses until one of them is freed and made again.
+A source stands between the trainer's state and the reshard. It has the layout of every rank, and
+this rank's tensors. The planner, transports and verification read rectangles of these tensors; they
+do not know whether a tensor is a trained parameter, base plus adapter, or quantised on the fly.
+
+Invariant: names and shapes of the tensors match this rank's layout. A tensor keeps its address
+until its memory is freed and allocated again.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from hybridrl.models.weights import RankLayout
 
 
 class ComputedTensor(Protocol):
-    """A tensor that is computed slice by slice, at the time it is sent.
+    """A tensor that is computed slice by slice when it is sent.
 
-    The work is queued on the current stream and may be recorded in a CUDA graph. An element has the
-    same bits in every slice that contains it: verification computes other slices than transports.
+    The work is queued on the current stream and may be captured in a CUDA graph. An element must
+    have the same bits in every slice that contains it, since verification and transports compute
+    different slices.
     """
 
     @property
@@ -37,7 +39,7 @@ class ComputedTensor(Protocol):
 
     @property
     def inputs(self) -> Sequence[Tensor]:
-        """The tensors that it is computed from."""
+        """Tensors in memory from which it is computed."""
         ...
 
     def compute(self, box: Box) -> Tensor:
@@ -61,14 +63,14 @@ class ComputedSlice:
 
 
 def slice_of(tensor: SourceTensor, box: Box) -> Tensor | ComputedSlice:
-    """Returns a rectangle of a source's tensor: a view, or what computes it."""
+    """Returns a rectangle of a source's tensor: a view, or a slice still to be computed."""
     if isinstance(tensor, Tensor):
         return box_view(tensor, box)
     return ComputedSlice(tensor, box)
 
 
 def memory_of(tensors: Iterable[SourceTensor]) -> Iterator[Tensor]:
-    """Yields the tensors in memory that are read for these."""
+    """Yields the tensors in memory that reading these tensors reads."""
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             yield tensor
@@ -78,11 +80,11 @@ def memory_of(tensors: Iterable[SourceTensor]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class TrainingShard:
-    """The trainer's own memory on this rank, which an engine may use as its parameters.
+    """The trainer's parameters on this rank, which an engine may use in place of a copy.
 
     Args:
-        layout: What of the HF checkpoint the tensors hold.
-        tensors: Parameters at addresses that they keep for the life of the model.
+        layout: Layout of the rank.
+        tensors: Parameters by local name, at addresses that stay the same while the model exists.
     """
 
     layout: RankLayout
@@ -90,49 +92,53 @@ class TrainingShard:
 
 
 class WeightSource(Protocol):
-    """Has the weights that engines and exports are written from."""
+    """Weights that engines and exports read."""
 
     @property
     def layouts(self) -> Sequence[RankLayout]:
-        """The layout of every rank's tensors."""
+        """Layout of every rank's tensors."""
         ...
 
     @property
     def tensors(self) -> Mapping[str, SourceTensor]:
-        """This rank's tensors by its layout's names. A tensor that is small, or kept in fp32 beside
-        narrower weights, is better computed as a whole in `refresh`.
+        """This rank's tensors by the local names of its layout.
+
+        Compute a small tensor, or one kept in fp32 among 16-bit weights, as a whole in `refresh`
+        rather than as a ComputedTensor.
         """
         ...
 
     @property
     def frozen(self) -> frozenset[str]:
-        """Names of this rank's tensors that never change: they are sent once, and again where an
-        engine has lost them or a checkpoint was loaded.
+        """Local names of tensors that never change.
+
+        They are sent once, and again only if an engine has lost them or a checkpoint was loaded.
         """
         ...
 
     @property
     def shard(self) -> TrainingShard | None:
-        """The memory that an engine may use as its parameters; None if it is not the same weights,
-        or is freed during rollout.
+        """Parameters that an engine may use in place of a copy.
+
+        None if they differ from the weights of this source, or are freed during rollout.
         """
         ...
 
     def refresh(self) -> None:
-        """Computes what depends on the newest trained state; called before the tensors are read."""
+        """Computes tensors that depend on the newest trained state; called before they are read."""
         ...
 
 
 @dataclass(frozen=True)
 class FullWeights:
-    """A `WeightSource` of tensors that lie in memory as they are sent: a model's parameters.
+    """A `WeightSource` whose tensors are in memory in the form in which they are sent.
 
     Args:
-        layouts: The layout of every rank's tensors. Where a step has updated only a part of each
-            tensor on this rank, that part.
-        tensors: This rank's tensors by its layout's names.
-        frozen: Names of the tensors that never change.
-        shard: The same parameters, whole, if they stay in memory during rollout.
+        layouts: Layout of every rank's tensors. If the optimizer updates only a part of a tensor on
+            a rank, the layout has only that part.
+        tensors: This rank's tensors by local name.
+        frozen: Local names of tensors that never change.
+        shard: The same parameters, whole, if they stay in memory during rollout; else None.
     """
 
     layouts: Sequence[RankLayout]
@@ -141,4 +147,4 @@ class FullWeights:
     shard: TrainingShard | None = None
 
     def refresh(self) -> None:
-        """Does nothing: the tensors are read where they lie."""
+        """Does nothing: no tensor is computed."""

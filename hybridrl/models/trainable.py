@@ -1,8 +1,9 @@
-"""The trainable set of a model: what `train.freeze` names, and what is left to train. No torch.
+"""Trainable parameters of a model: `train.freeze`, its rules, and the weight table of what is
+trained.
 
-Owns the names of parts, the rules for them, and the weight table of what is trained. Everything
-else asks here: a live model marks its parameters by it (`requires_grad`, which Megatron's data
-parallel wrapper and optimizer follow), and plans count memory and FLOPs by it.
+Live models set `requires_grad` by it, which Megatron's data-parallel wrapper and optimizer follow,
+and plans count memory and FLOPs by it. No torch.
+
 Invariant: a Megatron parameter is trained or frozen as a whole, and so are the experts of a layer.
 """
 
@@ -36,14 +37,14 @@ LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class BackwardShares:
-    """How much of a forward pass's FLOPs a backward pass takes.
+    """Cost of a backward pass, as shares of the forward pass's FLOPs.
 
     Args:
         weights: Share of the layers' weights that have a gradient.
-        flow: Share of the layers' weights that gradients flow through, to what is trained.
-        attention: Share of the layers whose attention they flow through.
+        flow: Share of the layers' weights through which gradients flow towards trained parameters.
+        attention: Share of the layers through whose attention gradients flow.
         head_weights: 1 if the output head has a gradient, else 0.
-        head_flow: 1 if gradients flow through the head, else 0.
+        head_flow: 1 if gradients flow through the head to layers below, else 0.
     """
 
     weights: float = 1.0
@@ -60,39 +61,40 @@ ALL = BackwardShares()
 def trained_family(
     family: Family, shape: ModelShape, freeze: tuple[str, ...], head: Head = "lm"
 ) -> Family:
-    """Returns the family whose weight table has only what is trained: layouts, shapes and sizes
-    made from it are those of the trainable set.
+    """Returns a family whose weight table holds only the trained parameters.
+
+    Layouts, shapes and sizes computed from it are those of the trained parameters.
 
     Args:
-        family, shape: Those of the model.
-        freeze: `train.freeze`, whose rules hold.
-        head: What the model ends in; a value head is always trained.
+        family, shape: Family and sizes of the model.
+        freeze: `train.freeze`, already checked by `freeze_rules`.
+        head: Head of the model; a value head is always trained.
     """
     if not freeze:
         return family
-    kept = []
+    rows = []
     for row in family.rows(shape):
         layers = row.layers_of(shape)
-        left = tuple(layer for layer in layers if not any(_matches(row, layer, freeze)))
-        if left:
-            kept.append(row if len(left) == len(layers) else replace(row, layers=left))
-    return replace(family, rows=lambda _: tuple(kept))
+        trained = tuple(layer for layer in layers if not any(_matches(row, layer, freeze)))
+        if trained:
+            rows.append(row if len(trained) == len(layers) else replace(row, layers=trained))
+    return replace(family, rows=lambda _: tuple(rows))
 
 
 def freeze_rules(
     freeze: Sequence[str], family: Family, shape: ModelShape, head: Head = "lm"
 ) -> Iterator[UserError]:
-    """Yields what is wrong with the parts that shall be frozen.
+    """Yields the faults of `train.freeze` for a model.
 
     Args:
         freeze: `train.freeze`.
-        family, shape: Those of the model.
-        head: What the trained model ends in.
+        family, shape: Family and sizes of the model.
+        head: Head of the trained model.
     """
     rows = [row for row in family.rows(shape) if head == "lm" or row.megatron != OUTPUT_LAYER]
-    found = list(_unknown(freeze, rows, shape)) or list(_divided(freeze, rows, shape))
-    yield from found
-    if found or not freeze or head == "value":
+    faults = list(_unknown(freeze, rows, shape)) or list(_partly_frozen(freeze, rows, shape))
+    yield from faults
+    if faults or not freeze or head == "value":
         return
     if not trained_family(family, shape, tuple(freeze), head).rows(shape):
         allowed = "some parameters left to train"
@@ -100,7 +102,7 @@ def freeze_rules(
 
 
 def _unknown(freeze: Sequence[str], rows: Sequence[Row], shape: ModelShape) -> Iterator[UserError]:
-    """Yields the names that stand for nothing of the model."""
+    """Yields an error for each name that matches no parameter of the model."""
     known = [name for name, is_part in PARTS.items() if any(map(is_part, rows))]
     allowed = ", ".join((*known, f"layers.N or layers.A-B up to {shape.num_layers - 1}"))
     for name in freeze:
@@ -113,12 +115,16 @@ def _unknown(freeze: Sequence[str], rows: Sequence[Row], shape: ModelShape) -> I
         yield UserError(KEY, name, f"{allowed}, or a pattern over HF names", remedy)
 
 
-def _divided(freeze: Sequence[str], rows: Sequence[Row], shape: ModelShape) -> Iterator[UserError]:
-    """Yields the first tensors that are frozen without others that training needs them with."""
+def _partly_frozen(
+    freeze: Sequence[str], rows: Sequence[Row], shape: ModelShape
+) -> Iterator[UserError]:
+    """Yields an error for the first tensors of which only some are frozen and that must not differ:
+    the HF tensors of one Megatron parameter, or a weight and its bias.
+    """
     frozen_weights = set[tuple[str, int]]()
     biases: dict[tuple[str, int], str] = {}
     for row in rows:
-        place, _, kind = row.megatron.rpartition(".")
+        module, _, kind = row.megatron.rpartition(".")
         for layer in row.layers_of(shape):
             matched = _matches(row, layer, freeze)
             names = ", ".join(dict.fromkeys(part.format(L=layer, E="*") for part in row.parts))
@@ -127,23 +133,24 @@ def _divided(freeze: Sequence[str], rows: Sequence[Row], shape: ModelShape) -> I
                 yield UserError(KEY, ", ".join(freeze), allowed, "Name all of them, or none.")
                 return
             if kind == "weight" and any(matched):
-                frozen_weights.add((place, layer))
+                frozen_weights.add((module, layer))
             elif kind == "bias" and not any(matched):
-                biases[place, layer] = names
-    # Megatron gives a bias beside a frozen weight no gradient.
-    for names in (names for of, names in biases.items() if of in frozen_weights):
-        allowed = f"{names} frozen with the weight"
-        yield UserError(KEY, ", ".join(freeze), allowed, "Freeze the bias too, or train both.")
-        return
+                biases[module, layer] = names
+    # Megatron computes no gradient for the bias of a frozen weight.
+    for module, names in biases.items():
+        if module in frozen_weights:
+            allowed = f"{names} frozen with the weight"
+            yield UserError(KEY, ", ".join(freeze), allowed, "Freeze the bias too, or train both.")
+            return
 
 
 @lru_cache(64)
 def backward_shares(
     family: Family, shape: ModelShape, freeze: tuple[str, ...], head: Head = "lm"
 ) -> BackwardShares:
-    """Returns what a backward pass computes of a model; arguments as of `trained_family`.
+    """Returns the cost of a model's backward pass; see `trained_family` for the arguments.
 
-    Gradients flow from the loss down to the first layer that has something to train.
+    Gradients flow from the loss down to the first layer with a trained parameter.
     """
     if not freeze:
         return ALL
@@ -152,40 +159,46 @@ def backward_shares(
     first = min(layers, default=shape.num_layers)
     if any(row.stage == "first" for row in rows):
         first = 0
-    whole = _matmul_weights(family.rows(shape), shape)
+    weights = _matmul_weights(family.rows(shape), shape)
     trains_head = head == "value" or shape.tied_embeddings and first == 0
     trains_head |= any(row.megatron == OUTPUT_LAYER for row in rows)
     below_head = any(row.megatron != OUTPUT_LAYER for row in rows)
-    total = sum(whole)
     return BackwardShares(
-        sum(_matmul_weights(rows, shape)) / total,
-        sum(whole[first:]) / total,
-        1 - first / shape.num_layers,
-        int(trains_head),
-        int(below_head),
+        weights=sum(_matmul_weights(rows, shape)) / sum(weights),
+        flow=sum(weights[first:]) / sum(weights),
+        attention=1 - first / shape.num_layers,
+        head_weights=int(trains_head),
+        head_flow=int(below_head),
     )
 
 
 def mark(parameters: Mapping[str, Any], trained: Collection[str]) -> None:
-    """Marks parameters as trained or frozen, by their local names."""
+    """Marks parameters as trained or frozen by `requires_grad`.
+
+    Args:
+        parameters: Parameters by local name.
+        trained: Local names of the trained ones.
+    """
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in trained)
 
 
 def frozen(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the parameters that are marked as frozen, so that stacks of experts ascend."""
+    """Returns the frozen parameters by name, those of a stack of experts in ascending order."""
     order = reversed(in_stacks(list(parameters)))
     return {name: parameters[name] for name in order if not parameters[name].requires_grad}
 
 
 def has_trained(module: Any) -> bool:
-    """Whether some parameter of a module is marked as trained."""
+    """Whether a module has a trained parameter."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def stack_frozen(parameters: Mapping[str, Any]) -> None:
-    """Puts the frozen experts of each stack one after another in memory, as Megatron's buffers hold
-    trained ones: an engine that stacks them can then read them where they are.
+    """Moves the frozen experts of each stack next to one another in memory.
+
+    Megatron's buffers hold trained experts in this way. An engine that stacks its experts can then
+    use them in place.
     """
     stacks: dict[str, list[Any]] = {}
     for name, parameter in frozen(parameters).items():
@@ -193,25 +206,25 @@ def stack_frozen(parameters: Mapping[str, Any]) -> None:
             stacks.setdefault(place[0], []).append(parameter)
     for experts in stacks.values():
         first = experts[0].data
-        stacked = first.new_empty((len(experts), *first.shape))
-        for own, expert in zip(stacked, experts, strict=True):
-            expert.data = own.copy_(expert.data)
+        stack = first.new_empty((len(experts), *first.shape))
+        for slot, expert in zip(stack, experts, strict=True):
+            expert.data = slot.copy_(expert.data)
 
 
-def said_of_freeze(freeze: tuple[str, ...], family: Family, shape: ModelShape) -> str:
-    """Returns what `train.freeze` leaves to train, in words; empty if nothing is frozen."""
+def trained_summary(freeze: tuple[str, ...], family: Family, shape: ModelShape) -> str:
+    """Returns a phrase with the number of trained parameters; "" if nothing is frozen."""
     if not freeze:
         return ""
-    all_of, trained = (
-        sum(prod(size) for size in hf_shapes(one, shape).values())
-        for one in (family, trained_family(family, shape, freeze))
+    total, trained = (
+        sum(prod(size) for size in hf_shapes(part, shape).values())
+        for part in (family, trained_family(family, shape, freeze))
     )
-    return f"{trained:,} of {all_of:,} parameters, as {KEY} says"
+    return f"{trained:,} of {total:,} parameters ({KEY})"
 
 
 def _matmul_weights(rows: Sequence[Row], shape: ModelShape) -> list[float]:
-    """Returns, for each layer, the weights that a token is multiplied with."""
-    found = [0.0] * shape.num_layers
+    """Returns, for each layer, the number of weights that are multiplied with a token."""
+    weights = [0.0] * shape.num_layers
     for row in rows:
         if row.stage != "layer" or len(row.shapes[0]) < 2:
             continue
@@ -219,12 +232,12 @@ def _matmul_weights(rows: Sequence[Row], shape: ModelShape) -> list[float]:
         if row.num_experts and shape.moe is not None:
             size *= shape.moe.experts_per_token
         for layer in row.layers_of(shape):
-            found[layer] += size
-    return found
+            weights[layer] += size
+    return weights
 
 
 def _matches(row: Row, layer: int, freeze: Sequence[str]) -> list[bool]:
-    """Returns, for each HF tensor of a parameter, whether `train.freeze` names it."""
+    """Returns, for each HF tensor of a parameter, whether `freeze` names it."""
     return [
         any(_stands_for(name, row, layer, part.format(L=layer, E=expert)) for name in freeze)
         for part in row.parts

@@ -1,6 +1,6 @@
-"""Finds weights that training has made so large, or not finite, that computing with them fails.
+"""Detection of weights that have become too large, or not finite, during training.
 
-Called only after a failure that they may explain, since it passes over all weights.
+Reads all weights, so it is called only after a failure that such weights may explain.
 """
 
 from __future__ import annotations
@@ -12,19 +12,17 @@ from torch import Tensor
 
 from hybridrl.errors import UserError
 
-# The largest weights of trained language models, norms and biases of keys, are some hundreds.
+# The largest weights of trained language models (norms, biases of keys) are a few hundred.
 LARGEST_WEIGHT = 1e4
 
 
 def exploded(tensors: Mapping[str, Tensor]) -> str | None:
-    """Returns the name of the worst of these tensors and what is wrong with it; None if no weight
-    is as large as LARGEST_WEIGHT and all are finite.
-    """
+    """Returns a phrase about the worst tensor; None if all are finite and below the bound."""
     worst, largest = "", LARGEST_WEIGHT
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        # Of float8 torch knows no extremes. Those of the others need no memory.
+        # torch has no aminmax for float8; for other types it needs no memory.
         values = tensor.float() if tensor.element_size() == 1 else tensor
         low, high = (float(x) for x in torch.aminmax(values))
         if not max(abs(low), abs(high)) < torch.inf:  # NaN compares as False
@@ -35,20 +33,20 @@ def exploded(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def explosion(found: str, when: str, symptom: object, rate: float | None = None) -> UserError:
-    """Returns the error that names exploded weights as the reason of another failure.
+    """Returns the error that names exploded weights as the reason for another failure.
 
     Args:
-        found: what `exploded` said.
-        when: after what, for example "step 3".
-        symptom: the failure.
-        rate: the learning rate, where it is known.
+        found: Result of `exploded`.
+        when: Last event before the failure, for example "step 3".
+        symptom: The failure.
+        rate: Learning rate, if known.
     """
     return UserError(
         "train.learning_rate",
-        f"{'a value' if rate is None else f'{rate:g}'} with which the weights grew until {found} "
-        f"after {when}; {symptom}",
+        f"{'a value' if rate is None else f'{rate:g}'}, at which weights grew until {found} after "
+        f"{when}; {symptom}",
         f"a value that leaves all weights finite and below {LARGEST_WEIGHT:g}",
-        "Lower train.learning_rate, or of a critic train.critic_learning_rate. policy/loss and "
-        "policy/grad_norm in metrics.jsonl show when the weights began to grow: remove the run's "
-        "checkpoints from then on to go on from the last good one, or start again.",
+        "Lower train.learning_rate, or train.critic_learning_rate for a critic. policy/loss and "
+        "policy/grad_norm in metrics.jsonl show when the weights began to grow. Remove the "
+        "checkpoints since then to continue from the last good one, or start a new run.",
     )

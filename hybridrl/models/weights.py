@@ -19,20 +19,20 @@ from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, Family, ModelShape, 
 from hybridrl.parallel.layout import TrainLayout
 
 Head = Literal["lm", "value"]
-"""What a model ends in: log-probabilities over the vocabulary, or one value a token."""
+"""Output of a model's last stage: log-probabilities over the vocabulary, or one value per token."""
 
 VALUE_HEAD = "score.weight"  # the HF tensor of a value head
-EXPERTS = ".mlp.experts."  # in the name of every local tensor of experts
-# Parameter names where transformer-engine fuses a norm into the linear layer that follows it.
+EXPERTS = ".mlp.experts."  # in the local name of every tensor of experts
+# Parameter names if transformer-engine fuses a norm into the linear layer after it.
 _LAYER = "decoder.layers.{L}."
-# Norms before a mixture of experts and before latent attention stand alone: several layers read
+# Norms before a mixture of experts and before latent attention are never fused: several layers read
 # their output.
 INPUT_NORM, PRE_MLP_NORM = (f"{_LAYER}{n}_layernorm.weight" for n in ("input", "pre_mlp"))
 TE_NAMES = {
     INPUT_NORM: f"{_LAYER}self_attention.linear_qkv.layer_norm_weight",
     PRE_MLP_NORM: f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
 }
-# Parameter names where transformer-engine multiplies all experts of a rank at once.
+# Parameter names if transformer-engine multiplies all experts of a rank in one module.
 GROUPED_NAMES = {
     f"{_LAYER}mlp.experts.local_experts.{{E}}.linear_{fc}.weight": (
         f"{_LAYER}mlp.experts.linear_{fc}.weight{{E}}"
@@ -43,7 +43,7 @@ GROUPED_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A rectangle of an HF tensor and the equally large rectangle of its local tensor."""
+    """A rectangle of an HF tensor, and the rectangle of a local tensor with the same elements."""
 
     hf: str
     hf_box: Box
@@ -58,8 +58,8 @@ class RankLayout:
     Args:
         regions: Rectangles with an HF counterpart.
         shapes: Shape of each local tensor.
-        padding: (local name, box) of elements without one, such as rows that pad a vocabulary, or
-            with one that another rank supplies.
+        padding: (local name, box) of elements without an HF counterpart, such as rows that pad a
+            vocabulary, or with one that another rank supplies.
     """
 
     regions: tuple[Region, ...]
@@ -68,7 +68,7 @@ class RankLayout:
 
 
 NOTHING = RankLayout((), {})
-"""The layout of a rank that has no part of a model."""
+"""Layout of a rank without a part of the model."""
 
 
 def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str, Shape]:
@@ -117,10 +117,11 @@ def megatron_layout(
     _check_division(shape, layout)
     chunks = layout.layers(where.pp, shape.num_layers)
     is_last = where.pp == layout.pp - 1
-    held = _Held()
+    builder = _LayoutBuilder()
     for row in _rows(family, shape, head):
-        experts = _experts(row, layout, rank)
+        experts: Sequence[int] = (0,)  # names of rows without experts have no {E}
         if row.num_experts:
+            experts = layout.experts(rank, row.num_experts)
             cut = plain_cut(row, layout.etp, layout.expert_coordinates(rank).etp, "train.etp")
         else:
             cut = megatron_cut(row, shape, layout.tp, where.tp)
@@ -132,15 +133,15 @@ def megatron_layout(
                         continue
                     name = f"{chunk}/{_megatron_name(row, shape, layer, te, grouped)}"
                     for local, expert in enumerate(experts):
-                        held.add(row, layer, name.format(L=index, E=local), cut, expert)
+                        builder.add(row, layer, name.format(L=index, E=local), cut, expert)
         elif row.stage == "first" and where.pp == 0:
-            held.add(row, 0, f"0/{row.megatron}", cut)
+            builder.add(row, 0, f"0/{row.megatron}", cut)
         elif row.stage == "last" and is_last:
-            held.add(row, 0, f"{layout.vpp - 1}/{row.megatron}", cut)
+            builder.add(row, 0, f"{layout.vpp - 1}/{row.megatron}", cut)
         has_copy = row.megatron == EMBEDDING and shape.tied_embeddings and head == "lm"
         if has_copy and is_last and layout.pp > 1:
-            held.add(row, 0, f"{layout.vpp - 1}/{OUTPUT_LAYER}", cut)
-    return held.layout()
+            builder.add(row, 0, f"{layout.vpp - 1}/{OUTPUT_LAYER}", cut)
+    return builder.layout()
 
 
 def megatron_layouts(
@@ -151,8 +152,10 @@ def megatron_layouts(
     te: bool = False,
     grouped: bool = False,
 ) -> list[RankLayout]:
-    """Returns the layout of each rank of a Megatron model. Equal ranks, such as data- and
-    context-parallel ones of a dense model, share an object.
+    """Returns the layout of each rank of a Megatron model.
+
+    Ranks with equal layouts, such as data- and context-parallel ranks of a dense model, share one
+    object.
     """
     found: dict[tuple[int, ...], RankLayout] = {}
     ranks = []
@@ -169,7 +172,7 @@ def megatron_layouts(
 
 
 def hf_layout(shapes: Mapping[str, Shape]) -> RankLayout:
-    """Returns the layout of the whole HF tensors under their own names."""
+    """Returns the layout of whole HF tensors under their own names."""
     boxes = {name: whole(shape) for name, shape in shapes.items()}
     regions = tuple(Region(name, box, name, box) for name, box in boxes.items())
     return RankLayout(regions, dict(shapes))
@@ -195,10 +198,10 @@ def fused_layout(
     Raises:
         ModelError: The model cannot be cut this way; names the parameter.
     """
-    held = _Held()
+    builder = _LayoutBuilder()
     for row in _rows(family, shape, "lm"):
         if row.num_experts:
-            _hold_fused_experts(held, row, shape, tp, tp_rank, ep)
+            _add_fused_experts(builder, row, shape, tp, tp_rank, ep)
             continue
         cut = fused_cut(row, shape, tp, tp_rank)
         name = row.parts[0]
@@ -209,12 +212,12 @@ def fused_layout(
         elif row.kind == "replicated" and len(row.parts) > 1:
             name = name.replace(".q_a_proj.", ".fused_qkv_a_proj.")
         for layer in row.layers_of(shape):
-            held.add(row, layer, name.format(L=layer), cut)
-    return held.layout()
+            builder.add(row, layer, name.format(L=layer), cut)
+    return builder.layout()
 
 
 def fused_layouts(family: Family, shape: ModelShape, tp: int, ep: int = 1) -> list[RankLayout]:
-    """Returns the layout of each rank of such an engine; see `fused_layout`."""
+    """Returns the layout of each rank of an engine with fused projections; see `fused_layout`."""
     return [fused_layout(family, shape, tp, tp_rank, ep) for tp_rank in range(tp)]
 
 
@@ -239,10 +242,10 @@ def check_layout(layout: RankLayout) -> None:
 
 
 def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -> None:
-    """Proves that together the layouts hold every element of every HF tensor and nothing else.
+    """Proves that the layouts together hold every element of every HF tensor and nothing else.
 
     Args:
-        layouts: Layouts of all ranks; each is checked by `check_layout` too.
+        layouts: Layouts of all ranks; each is also checked by `check_layout`.
         shapes: Shape of every HF tensor of the model, as from `hf_shapes`.
 
     Raises:
@@ -277,13 +280,13 @@ def check_tensors(layout: RankLayout, shapes: Mapping[str, Shape]) -> None:
             raise ModelError(
                 f"parameter {name}",
                 f"shape {live} in the live model",
-                f"shape {mapped}, as its weight table says",
-                "Mend the family's rows, or choose the family that describes this model.",
+                f"shape {mapped}, from the weight table",
+                "Fix the family's rows, or choose the family that describes this model.",
             )
 
 
-class _Held:
-    """Collects the regions, shapes and padding of one rank."""
+class _LayoutBuilder:
+    """Collects the regions, shapes and padding of one rank's layout."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
@@ -291,7 +294,15 @@ class _Held:
         self._padding: list[tuple[str, Box]] = []
 
     def add(self, row: Row, layer: int, local: str, cut: Cut, expert: int = 0) -> None:
-        """Adds the local tensor that is `cut` from the row's parts in `layer` (for `expert`)."""
+        """Adds the local tensor that a rank cuts from a row.
+
+        Args:
+            row: Row of the weight table.
+            layer: Global layer index.
+            local: Local name.
+            cut: The rank's slices of the row.
+            expert: Global index of the expert, if the row has experts.
+        """
         before, after = whole(row.shapes[0][: cut.dim]), whole(row.shapes[0][cut.dim + 1 :])
         offset = 0
         for part, start, stop in cut.runs:
@@ -307,12 +318,12 @@ class _Held:
         self._shapes[local] = sizes((*before, (0, end), *after))
 
     def layout(self) -> RankLayout:
-        """Returns what was collected."""
+        """Returns the layout."""
         return RankLayout(tuple(self._regions), self._shapes, tuple(self._padding))
 
 
 def _hf_tensors(row: Row) -> dict[str, Shape]:
-    """Returns the shapes of the row's HF tensors by name; parts of one tensor are joined."""
+    """Returns the shape of each HF tensor of a row; parts of one tensor are joined."""
     found: dict[str, Shape] = {}
     for name, shape in zip(row.parts, row.shapes, strict=True):
         first, *rest = shape
@@ -321,7 +332,10 @@ def _hf_tensors(row: Row) -> dict[str, Shape]:
 
 
 def _first_row(row: Row, part: int) -> int:
-    """Returns the first row of a part in its HF tensor; such a row is never cut along dim 1."""
+    """Returns the index of a part's first row in its HF tensor.
+
+    A tensor that is stored as several parts is never cut along dim 1.
+    """
     before = zip(row.parts[:part], row.shapes[:part], strict=True)
     return sum(shape[0] for name, shape in before if name == row.parts[part])
 
@@ -335,7 +349,7 @@ def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:
 
 
 def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
-    """Raises if a layout does not divide the model's experts, or has too many chunks."""
+    """Raises ModelError if ep does not divide the experts, or there are more chunks than layers."""
     if shape.moe is not None and shape.moe.num_experts % layout.ep:
         raise ModelError(
             "train.ep",
@@ -352,13 +366,6 @@ def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
         )
 
 
-def _experts(row: Row, layout: TrainLayout, rank: int) -> Sequence[int]:
-    """Returns the global indices of the row's experts on a rank; for a row without experts one
-    index, which no name uses.
-    """
-    return layout.experts(rank, row.num_experts) if row.num_experts else (0,)
-
-
 def _megatron_name(row: Row, shape: ModelShape, layer: int, te: bool, grouped: bool) -> str:
     name = row.megatron
     alone = {PRE_MLP_NORM} if shape.has_experts(layer) else set()
@@ -368,10 +375,14 @@ def _megatron_name(row: Row, shape: ModelShape, layer: int, te: bool, grouped: b
     return GROUPED_NAMES.get(name, name) if grouped else name
 
 
-def _hold_fused_experts(
-    held: _Held, row: Row, shape: ModelShape, tp: int, tp_rank: int, ep: int
+def _add_fused_experts(
+    builder: _LayoutBuilder, row: Row, shape: ModelShape, tp: int, tp_rank: int, ep: int
 ) -> None:
-    """Adds an engine rank's experts: part `tp_rank % etp` of each in group `tp_rank // etp`."""
+    """Adds an engine rank's experts.
+
+    With etp = tp / ep, the rank holds part `tp_rank % etp` of each expert in group `tp_rank //
+    etp`.
+    """
     if tp % ep or row.num_experts % ep:
         allowed = f"a divisor of rollout.tp = {tp} and of the model's {row.num_experts} experts"
         raise ModelError("rollout.ep", ep, allowed, "Choose another rollout.ep.")
@@ -383,4 +394,4 @@ def _hold_fused_experts(
     for layer in row.layers_of(shape):
         for local in range(count):
             name = f"{stem.format(L=layer)}{fused}/{local}"
-            held.add(row, layer, name, cut, ep_rank * count + local)
+            builder.add(row, layer, name, cut, ep_rank * count + local)

@@ -26,9 +26,9 @@ from hybridrl.metrics.flops import (
     generate_flops,
     train_flops,
 )
-from hybridrl.models.families.by_length import said_of_length
+from hybridrl.models.families.by_length import positions_summary
 from hybridrl.models.score_token import BEFORE_LAST, LAST
-from hybridrl.models.trainable import said_of_freeze
+from hybridrl.models.trainable import trained_summary
 from hybridrl.models.weights import Head
 from hybridrl.parallel.exchange import bring
 from hybridrl.parallel.groups import World, same_on_all_ranks
@@ -274,7 +274,7 @@ def make_roles(
     models["policy"] = model = _build(meshes, "policy", source, config)
     _tell(model, config.longest_sequence(), notify)
     if held.trains_policy:
-        if said := said_of_freeze(config.train.freeze, source.family, source.shape):
+        if said := trained_summary(config.train.freeze, source.family, source.shape):
             notify(f"trained: {said}")
         model.make_trainable(config.train.learning_rate, peer_weights(config, world, notify))
     else:
@@ -302,7 +302,7 @@ def make_roles(
 
 def _tell(model: ParallelModel, longest: int, notify: Callable[[str], None]) -> None:
     notify(model.layers.said)
-    if said := said_of_length(model.source.hf_config, longest):
+    if said := positions_summary(model.source.hf_config, longest):
         notify(f"positions: {said}")
 
 

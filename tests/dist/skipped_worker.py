@@ -272,7 +272,7 @@ def check_exploded(folder: Path) -> None:
                 trainer.fit()
             except UserError as error:
                 text = str(error)
-            wanted = "0.001 with which the weights grew until policy 0/output_layer.weight "
+            wanted = "0.001, at which weights grew until policy 0/output_layer.weight "
             wanted += "reaches 1.0e+38 after optimizer step 1; "
             assert text.startswith(f"train.learning_rate: got {wanted}"), text
             assert symptom in text and "Lower train.learning_rate" in text, text

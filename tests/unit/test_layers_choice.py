@@ -36,7 +36,7 @@ def test_choice_is_transformer_engine_where_it_works(hopper: None) -> None:
 
 @pytest.mark.parametrize(
     ("family", "dtype", "reason"),
-    [(QWEN2, torch.float32, "float32"), (OLMO, torch.bfloat16, "layers of its own")],
+    [(QWEN2, torch.float32, "float32"), (OLMO, torch.bfloat16, "its own layer_spec")],
 )
 def test_choice_is_torch_for_what_transformer_engine_does_not_take(
     hopper: None, family: object, dtype: torch.dtype, reason: str
@@ -106,5 +106,5 @@ def test_fp8_is_refused_where_layers_are_not_transformer_engines(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
     with pytest.raises(UserError, match="compute capability 8.0"):
         choose_layers("auto", QWEN2, torch.bfloat16, GPU, False, "hybrid")
-    with pytest.raises(UserError, match="as train.layers says"):
+    with pytest.raises(UserError, match="as set by train.layers"):
         choose_layers("torch", QWEN2, torch.bfloat16, GPU, False, "hybrid")

@@ -75,7 +75,7 @@ def takes_long(hf_config: HfConfig, longest: int) -> bool:
     return is_longrope and longest > size(hf_config, ORIGINAL, DEFAULT_ORIGINAL_LENGTH)
 
 
-def said_of_length(hf_config: HfConfig, longest: int) -> str | None:
+def positions_summary(hf_config: HfConfig, longest: int) -> str | None:
     """Returns what to tell about positions that go by lengths; None where there are none."""
     rope, _ = rope_parameters(hf_config)
     if rope_kind(rope) != "longrope":

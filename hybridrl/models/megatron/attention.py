@@ -1,18 +1,16 @@
-"""Causal attention over packed sequences as a ModuleSpec piece for hosts without
-transformer-engine.
+"""Causal attention over packed sequences, for hosts without transformer-engine.
 
-Megatron's own local attention refuses packed sequences and context parallel. `PackedAttention`
-takes both. Sequences of one micro-batch are brought to rows of equal length, a bucket for each
-power of two, so that padding at most doubles the work and one `scaled_dot_product_attention` call
-serves a whole bucket. Rows are padded at their end, where causal attention never looks.
+Megatron's own local attention refuses packed sequences and context parallel; `PackedAttention`
+takes both. It copies the sequences of a micro-batch into rows of equal length, one bucket per power
+of two, so that padding at most doubles the work and one `scaled_dot_product_attention` call
+computes a bucket. Rows are padded at their end, which causal attention never reads.
 
-Samples of one prompt may share its positions (MicroBatch.prefix_sequences): a sequence then
-attends to the one that it goes on from, and causally to itself, by keys and values that are
-gathered for it.
+Samples may share the positions of their common prompt (MicroBatch.prefix_sequences). Each response
+is then a sequence that attends to the prompt's sequence, and causally to itself.
 
-Context parallel: rank r of n holds the chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's
-order, which balances causal work). Keys and values are gathered over the context-parallel group;
-queries stay.
+Context parallel: every rank waits for the keys and values of its context-parallel group; queries
+stay. Rank r of n holds chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's order, which
+balances causal work).
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridrl.errors import ModelError
 
-# Products of queries and keys that are in memory at once where they have a soft cap: 0.5 GB, fp32.
+# Products of queries and keys that soft-capped attention holds in memory: 0.5 GB, fp32.
 CAPPED_PRODUCTS = 1 << 27
 
 
@@ -45,9 +43,11 @@ CAPPED_PRODUCTS = 1 << 27
 class Bucket:
     """Sequences of similar length as rows of one batch; indices point into the packed tokens.
 
-    query_index_NQ: local query positions; key_index_NK: positions in the gathered keys, as pairs
-    with context parallel; query_position_NQ: last key that each query attends to (None where query
-    and key rows coincide).
+    Args:
+        query_index_NQ: Local positions of the queries.
+        key_index_NK: Positions of the keys after the gather, or (rank, index) pairs with context
+            parallel.
+        query_position_NQ: Last key that each query attends to; None if query and key rows coincide.
     """
 
     query_index_NQ: torch.Tensor
@@ -57,12 +57,12 @@ class Bucket:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Sequences of which some go on from others, each of them an interval of positions.
+    """Bounds of packed sequences, some of which continue another sequence, their prompt.
 
     Args:
-        cu_seqlens: where each sequence starts, and at last the number of positions.
-        prefix_sequences: of each sequence, the one that it goes on from, -1 for none.
-        positions_S: of each token, from its prompt's start; on the model's device.
+        cu_seqlens: Start of each sequence, then the number of positions.
+        prefix_sequences: For each sequence, the index of the sequence that it continues, or -1.
+        positions_S: Position of each token within its sample, on the model's device.
     """
 
     cu_seqlens: tuple[int, ...]
@@ -71,7 +71,7 @@ class SharedPrompts:
 
     @cached_property
     def sequences(self) -> list[tuple[int, int, int, int]]:
-        """Start and length of what each sequence goes on from, and its own."""
+        """(prefix start, prefix length, start, length) of each sequence."""
         own = list(zip(self.cu_seqlens, self.cu_seqlens[1:], strict=False))
         found = []
         for (start, end), number in zip(own, self.prefix_sequences, strict=True):
@@ -81,7 +81,7 @@ class SharedPrompts:
 
     @cached_property
     def keys(self) -> KeyRows:
-        """The keys that each sequence attends to, one sequence after the other."""
+        """Keys of each sequence, its prefix included, one sequence after the other."""
         parts, counts = [], [0]
         for first, shared, start, length in self.sequences:
             parts += [torch.arange(first, first + shared), torch.arange(start, start + length)]
@@ -98,9 +98,11 @@ class SharedPrompts:
 
 
 class Readers(NamedTuple):
-    """Which rows of a gather are copies of which packed token.
+    """Rows of a gather, grouped by the packed token that they copy.
 
-    order_K: the rows, by token and ascending; start_T: where each token's begin in `order_K`.
+    Args:
+        order_K: Rows, sorted by token, then ascending.
+        start_T: Start of each token's rows in `order_K`.
     """
 
     order_K: torch.Tensor
@@ -114,15 +116,18 @@ class Readers(NamedTuple):
         return Readers(order_K, torch.searchsorted(sorted_K, token_T))
 
     def to(self, device: torch.device) -> Readers:
-        """Returns the same on a device."""
+        """Returns a copy on a device."""
         return Readers(self.order_K.to(device), self.start_T.to(device))
 
 
 class KeyRows(NamedTuple):
-    """What an attention kernel for packed sequences of unequal queries and keys takes.
+    """Arguments of an attention kernel for packed sequences of unequal queries and keys.
 
-    index_K: position of each key; readers: the keys of each position; cu_seqlens_q, cu_seqlens_k:
-    int32; all on the model's device.
+    Args:
+        index_K: Position of each key.
+        readers: Keys of each position.
+        cu_seqlens_q, cu_seqlens_k: Bounds of the sequences, int32; all tensors are on the model's
+            device.
     """
 
     index_K: torch.Tensor
@@ -135,12 +140,12 @@ class KeyRows(NamedTuple):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """PackedSeqParams that remembers its buckets, which are the same in every layer.
+    """Megatron's PackedSeqParams, with buckets that are computed once for all layers.
 
-    cu_seqlens count padded tokens of the whole sequences, before context parallel cuts them. Where
-    prompts are shared they are of one sequence of all positions, whose rotary angles `heads.py`
-    takes by position: Megatron gives them no other meaning than that. `model_inputs` are what the
-    model alone understands (inputs.py): every layer gets them here, also one that is computed anew.
+    `cu_seqlens_q` and `cu_seqlens_kv` count padded tokens of whole sequences, before context
+    parallel cuts them. With shared prompts they describe one sequence of all positions: Megatron
+    needs them only for rotary angles, which heads.py then selects by position. `model_inputs` reach
+    every layer here, recomputed layers too (inputs.py).
     """
 
     shared: SharedPrompts | None = None
@@ -154,9 +159,7 @@ class PackedSequences(PackedSeqParams):
         shared: SharedPrompts | None = None,
         model_inputs: Mapping[str, torch.Tensor] | None = None,
     ) -> PackedSequences:
-        """Builds the parameters of sequences that start at `cu_seqlens` (int32, one more than
-        sequences).
-        """
+        """Builds the parameters from `cu_seqlens`, (sequences + 1,) int32."""
         bounds = cu_seqlens if shared is None else cu_seqlens[[0, -1]]
         return PackedSequences(
             qkv_format="thd",
@@ -169,7 +172,7 @@ class PackedSequences(PackedSeqParams):
         )
 
     def buckets(self, cp_size: int, cp_rank: int) -> tuple[list[Bucket], torch.Tensor]:
-        """Returns the buckets and, for each local token, its place in their concatenated rows."""
+        """Returns the buckets, and the index of each local token in their concatenated rows."""
         key = (cp_size, cp_rank)
         if key not in self._buckets:
             if self.shared is not None:
@@ -241,11 +244,9 @@ def _make_buckets(
 def _gathered_index(
     column_K: torch.Tensor, starts: torch.Tensor, half: torch.Tensor, cp_size: int
 ) -> torch.Tensor:
-    """Returns where each sequence position lies in keys gathered rank by rank, as (rank, local
-    index) packed as a pair.
+    """Returns the index of each sequence position in the gathered keys, as (rank, local index).
 
-    The gathered tensor is viewed as (cp_size, local tokens); the caller knows the number of local
-    tokens.
+    The caller knows the number of local tokens, which makes one index of the pair.
     """
     chunk = column_K // half
     rank = torch.where(chunk < cp_size, chunk, 2 * cp_size - 1 - chunk)
@@ -254,11 +255,11 @@ def _gathered_index(
 
 
 class PackedAttention(MegatronModule):
-    """Causal `core_attention` on torch's scaled_dot_product_attention, within the window that
-    Megatron's `window_size` gives the layer, if any.
+    """Causal `core_attention` on torch's scaled_dot_product_attention.
 
-    Takes packed sequences (thd) with `PackedSequences`, with or without context parallel, and plain
-    [s, b, h, d] batches. Grouped-query heads are shared by torch, not repeated in memory.
+    It applies the window that Megatron's `window_size` gives the layer, if any. It takes packed
+    sequences (thd) with `PackedSequences`, and plain [s, b, h, d] batches without context parallel.
+    torch shares grouped-query heads without copies.
     """
 
     takes_shared_prompts = True
@@ -276,7 +277,7 @@ class PackedAttention(MegatronModule):
         k_channels: int | None = None,
         v_channels: int | None = None,
     ) -> None:
-        """Arguments as of Megatron's `core_attention`; sizes of heads are those of what comes."""
+        """Takes the arguments of Megatron's `core_attention`; inputs determine the head sizes."""
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"attn_mask_type={attn_mask_type}: PackedAttention is causal")
@@ -287,21 +288,19 @@ class PackedAttention(MegatronModule):
                 "softmax_type of the family's transformer_config",
                 config.softmax_type,
                 "vanilla with layers of torch",
-                "Give the family a layer_spec whose attention has it.",
+                "Give the family a layer_spec whose attention supports it.",
             )
         is_windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        # How many positions before its own a query attends to; None: all.
+        # Positions before its own that a query attends to; None for all.
         self.num_before = int(config.window_size[0]) if is_windowed else None
         if self.num_before is not None and self.num_before < 0:  # Megatron's "no bound"
             self.num_before = None
-        self.soft_cap = 0.0  # build.py has the model's
-        self.cp_group: dist.ProcessGroup | None = (
-            pg_collection.cp
-            if pg_collection is not None and config.context_parallel_size > 1
-            else None
-        )
+        self.soft_cap = 0.0  # build.py sets the model's
+        self.cp_group: dist.ProcessGroup | None = None
+        if pg_collection is not None and config.context_parallel_size > 1:
+            self.cp_group = pg_collection.cp
 
     def forward(
         self,
@@ -317,10 +316,10 @@ class PackedAttention(MegatronModule):
 
         Args:
             query: [t, heads, d] packed local tokens, or [s, b, heads, d].
-            key, value: the same with KV heads; values may have another d.
-            attention_mask, attn_mask_type, attention_bias: Megatron passes them; causal masking is
-                all that is done here.
-            packed_seq_params: sequence boundaries of packed tokens.
+            key, value: The same with KV heads; values may have another d.
+            attention_mask, attn_mask_type, attention_bias: Ignored arguments of Megatron; only the
+                causal mask is applied.
+            packed_seq_params: Bounds of packed sequences.
 
         Returns:
             [t, heads * d], or [s, b, heads * d], with the d of values.
@@ -340,7 +339,7 @@ class PackedAttention(MegatronModule):
         rows = []
         for bucket in buckets:
             key_index = bucket.key_index_NK
-            if key_index.dim() == 3:  # of context parallel
+            if key_index.dim() == 3:  # (rank, index) pairs of context parallel
                 key_index = key_index[..., 0] * query.size(0) + key_index[..., 1]
             attended = self._attend(
                 _rows(query, bucket.query_index_NQ),
@@ -361,7 +360,7 @@ class PackedAttention(MegatronModule):
         mask = None
         if query_position_NQ is not None or self.num_before is not None or self.soft_cap:
             column_K = torch.arange(key.size(2))
-            # Without positions of their own queries and keys coincide.
+            # Queries without positions coincide with the keys.
             position_NQ = column_K[None] if query_position_NQ is None else query_position_NQ
             position_N1Q1 = position_NQ[:, None, :, None]
             mask = position_N1Q1 >= column_K
@@ -369,7 +368,7 @@ class PackedAttention(MegatronModule):
                 mask &= position_N1Q1 - self.num_before <= column_K
             mask = mask.to(query.device)
         dropout = self.dropout if self.training else 0.0
-        if self.soft_cap and mask is not None:  # as it is with a cap
+        if self.soft_cap and mask is not None:  # a cap always makes a mask
             return capped_attention(query, key, value, mask, self.scale, self.soft_cap, dropout)
         return F.scaled_dot_product_attention(
             query,
@@ -384,7 +383,11 @@ class PackedAttention(MegatronModule):
 
 
 def set_soft_cap(model: torch.nn.Module, cap: float) -> None:
-    """Gives attention of a model its bound of products; raises ModelError if it knows of none."""
+    """Sets the cap of products of queries and keys in a model's attention.
+
+    Raises:
+        ModelError: An attention is not a PackedAttention.
+    """
     for part in model.modules():
         attention = getattr(part, "core_attention", None)
         if isinstance(attention, PackedAttention):
@@ -409,15 +412,15 @@ def capped_attention(
 ) -> torch.Tensor:
     """Attends with scaled products p of queries and keys bounded to cap * tanh(p / cap), fp32.
 
-    Some queries at a time, whose products are made anew in the backward pass, so that those of long
-    sequences are never all in memory.
+    Queries are computed in blocks whose products are recomputed in the backward pass, so that the
+    products of a long sequence are never all in memory.
 
     Args:
         query: [n, heads, q, d].
         key, value: [n, KV heads, k, d].
-        mask: whether a query attends to a key; bool, broadcast to [n, 1, q, k].
-        scale, cap: of products.
-        dropout: share of the weights that is dropped.
+        mask: Whether a query attends to a key; bool, broadcast to [n, 1, q, k].
+        scale, cap: Factor and bound of the products.
+        dropout: Dropout probability of the weights.
 
     Returns:
         [n, heads, q, d], with the d of values.
@@ -451,9 +454,9 @@ def capped_attention(
 class GatherKeys(torch.autograd.Function):
     """Gathers rows of packed keys or values.
 
-    The gradients of a row that is taken often are summed in fp32 and in the order of its readers,
-    in one kernel. `index_add_` would sum them in the order in which a GPU's atomic additions
-    arrive, so that two equal backward passes could differ.
+    One kernel sums the gradients of a row in fp32, in the order of its readers. `index_add_` would
+    sum them in the order in which a GPU's atomic additions arrive, so that equal backward passes
+    could differ.
     """
 
     @staticmethod
@@ -472,7 +475,7 @@ class GatherKeys(torch.autograd.Function):
         readers = ctx.readers
         if readers is None:
             readers = Readers.of(index_K, ctx.num_tokens)
-        # A sum over bags of rows: the kernel adds up each bag in order, and in fp32.
+        # The kernel sums each bag of rows in order, in fp32.
         total_TD = F.embedding_bag(
             readers.order_K, grad_KHD.flatten(1).contiguous(), readers.start_T, mode="sum"
         )

@@ -1,9 +1,9 @@
-"""The only maker of a Megatron model.
+"""Builds Megatron models; the only module that does.
 
-A family says in keywords what its models are; this module adds what the layout and the host ask
-for, chooses the ModuleSpec pieces and builds this rank's chunks. Megatron's own initial weights are
-never used: weights are written through the weight table, from an HF directory (`hf.py`) or from a
-seed (`init.py`), so they do not depend on the layout.
+A family gives the model's keywords. This module adds the keywords of the layout and the host,
+chooses the ModuleSpecs and builds this rank's chunks. Megatron's initial weights are never used:
+weights are written through the weight table, from an HF directory (hf/shards.py) or a seed
+(init.py), so they do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ FIXED_KEYWORDS: dict[str, Any] = {
     # Megatron marks parameters as tensor-parallel while it initialises them; the gradient norm
     # counts on the marks.
     "perform_initialization": True,
-    # Micro-batches of packed sequences differ in length; Megatron asks for the all-to-all
-    # dispatcher with that. Ranks of one micro-batch have another one (dispatch.py).
+    # Micro-batches of packed sequences differ in length, for which Megatron requires the
+    # all-to-all dispatcher. dispatch.py replaces it for ranks of one micro-batch.
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",
     # The loss carries the global denominator, so gradients are summed, never averaged.
     "calculate_per_token_loss": True,
     "finalize_model_grads_func": finalize_summed_gradients,
-    # Fusions that need apex; layers.py says which transformer-engine's layers have.
+    # Fusions that need apex; layers.py sets those of transformer-engine.
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "bias_dropout_fusion": False,
@@ -81,17 +81,17 @@ def transformer_config(
     """Builds Megatron's configuration from the family's keywords, the layout and the host.
 
     Args:
-        family: source of the model's own keywords.
-        hf_config: the model's config.json.
-        layout: parallel sizes; sequence parallel is on whenever tp > 1, since it saves memory for
-            the same traffic.
-        dtype: of parameters and activations.
-        platform: gloo and NCCL keep sent tensors differently.
+        family: Source of the model's keywords.
+        hf_config: Contents of the model's config.json.
+        layout: Parallel sizes; sequence parallel is on if tp > 1, which saves memory at equal
+            traffic.
+        dtype: Type of parameters and activations.
+        platform: Platform of this host.
         recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass;
-            'selective' is of the layers' modules (`layer_specs`), but for grouped experts.
-        fp32_residual: whether the stream between the layers is fp32, also from stage to stage.
-        layers: what they are made of.
-        fp8: 'hybrid' multiplies in FP8 (forward E4M3, backward E5M2), scaled by each tensor's own
+            'selective' is done by the layers' modules (`layer_specs`), except for grouped experts.
+        fp32_residual: Whether the stream between layers is fp32, also between stages.
+        layers: Library of the layers' modules.
+        fp8: 'hybrid' multiplies in FP8 (forward E4M3, backward E5M2), scaled by each tensor's
             largest element; parameters stay in `dtype`.
     """
     shape = family.shape(hf_config)
@@ -117,7 +117,8 @@ def transformer_config(
             "recompute_num_layers": 1,
         }
     elif recompute == "selective" and has_experts and layers == "transformer_engine":
-        # Of experts one by one, which Megatron refuses it for, and of dense layers: LeanMlp.
+        # Megatron refuses this for experts that run one by one: they use LeanMlp, as dense
+        # layers do.
         keywords |= {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
     keywords |= family.transformer_config(hf_config)
     is_latent = "kv_lora_rank" in keywords
@@ -128,9 +129,9 @@ def _expert_keywords(layout: TrainLayout, layers: LayerKind) -> dict[str, Any]:
     return {
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        # transformer-engine multiplies all experts of a rank at once, Megatron one by one.
+        # transformer-engine multiplies a rank's experts together, Megatron one by one.
         "moe_grouped_gemm": layers == "transformer_engine",
-        # One kernel sorts tokens by expert in place of torch's gathers, scatters and copies: an
+        # One kernel sorts tokens by expert, instead of torch's gathers, scatters and copies: an
         # update takes 889 instead of 1,139 ms (benchmarks/results/train_moe_h100.json).
         "moe_permute_fusion": layers == "transformer_engine",
         "moe_expert_capacity_factor": None,  # no token is dropped
@@ -146,7 +147,7 @@ def _layout_keywords(layout: TrainLayout, num_layers: int, platform: Platform) -
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
-        # Megatron deals layers itself where chunks have as many each.
+        # Megatron distributes the layers if all chunks have equally many.
         "pipeline_model_parallel_layout": chunks if num_layers % len(chunks) else None,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.tp > 1,
@@ -154,7 +155,7 @@ def _layout_keywords(layout: TrainLayout, num_layers: int, platform: Platform) -
         # schedule cross.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # Would wait for all of the device after each exchange: older versions of PyTorch need it.
+        # It would synchronize the device after each exchange, which old versions of PyTorch need.
         "batch_p2p_sync": False,
         # gloo reads a tensor after isend returns; freeing it early corrupts what is sent.
         "deallocate_pipeline_outputs": not platform.is_cpu,
@@ -170,23 +171,24 @@ def build_chunks(
     recompute: Recompute = "none",
     extra_inputs: ExtraInputs | None = None,
 ) -> list[torch.nn.Module]:
-    """Builds this rank's model chunks, one a virtual pipeline stage; their weights come later.
+    """Builds this rank's model chunks, one per virtual pipeline stage, with weights still to be
+    loaded.
 
     Args:
-        family: source of GPTModel keywords and, for a user's own family, of the layer's ModuleSpec.
-        hf_config: the model's config.json.
-        config: from `transformer_config`; Megatron's process groups must exist.
-        head: 'lm' gives log-probabilities of targets, 'value' one value a token.
-        layers: what they are made of, as in `config`.
+        family: Source of GPTModel keywords and, for a user's family, of the layer's ModuleSpec.
+        hf_config: Contents of the model's config.json.
+        config: Result of `transformer_config`; Megatron's process groups must exist.
+        head: 'lm' computes log-probabilities of targets, 'value' one value per token.
+        layers: Library of the layers' modules; the value that `config` was built with.
         recompute: 'selective' keeps no output of the feed-forward layers' activations.
-        extra_inputs: What the model reads beside tokens.
+        extra_inputs: Inputs of the model other than tokens.
     """
     shape = family.shape(hf_config)
     num_chunks = config.virtual_pipeline_model_parallel_size
     spec = layer_specs(layers, family, config, recompute, shape)
-    of_family = family.model_keywords(hf_config)
-    rotary = of_family.pop("rotary", None)  # Megatron computes a family's that has none
-    scales = _in_type(of_family.pop("scales", Scales()), config.params_dtype)
+    family_keywords = family.model_keywords(hf_config)
+    rotary = family_keywords.pop("rotary", None)  # without it Megatron computes them
+    scales = _in_type(family_keywords.pop("scales", Scales()), config.params_dtype)
     chunks: list[torch.nn.Module] = []
     for vp_stage in range(num_chunks) if num_chunks else [None]:
         keywords = {
@@ -205,7 +207,7 @@ def build_chunks(
                 extra_inputs is None or not extra_inputs.changes_embeddings
             ),
             "vp_stage": vp_stage,
-            **of_family,
+            **family_keywords,
         }
         if head == "value":
             chunks.append(ValueModel(share_embeddings_and_output_weights=False, **keywords))
@@ -218,8 +220,8 @@ def build_chunks(
                     **keywords,
                 )
             )
-        if of_family.get("position_embedding_type") == "mrope":
-            # Angles are of the whole pack: packed attention takes a rank's share of them itself.
+        if family_keywords.get("position_embedding_type") == "mrope":
+            # Angles cover the whole pack; packed attention takes this rank's share.
             chunks[-1].rotary_pos_emb.cp_group = None  # type: ignore[union-attr]  # Megatron's
         if rotary is not None:
             set_rotary(chunks[-1], rotary)
@@ -227,27 +229,28 @@ def build_chunks(
         chunks[-1].extra_inputs = extra_inputs  # type: ignore[assignment]  # the same
         if shape.attention_cap:
             set_soft_cap(chunks[-1], shape.attention_cap)
-    _reduce_apart(chunks, config, shape)
+    _mark_gradients(chunks, config, shape)
     gather_tokens(chunks, shape)
     return chunks
 
 
 def _in_type(scales: Scales, dtype: torch.dtype) -> Scales:
-    """Returns what the model multiplies by, rounded where it rounds."""
+    """Returns the scales; the embedding factor is rounded to `dtype` if the model rounds it."""
     if not scales.is_rounded:
         return scales
     return replace(scales, embedding=float(torch.tensor(scales.embedding).to(dtype)))
 
 
-def _reduce_apart(
+def _mark_gradients(
     chunks: Sequence[torch.nn.Module], config: TransformerConfig, shape: ModelShape
 ) -> None:
-    """Says which gradients Megatron must not sum over the ranks that it would.
+    """Marks gradients that Megatron must not sum over its default ranks.
 
-    Experts' are summed over ranks of their own. Megatron marks them with ep > 1 only (0.16.1,
-    tensor_parallel/layers.py), and would else sum them over the data-parallel ranks: wrong where
-    etp is not tp. Those of norms of queries and keys it sums over tensor-parallel ranks where
-    `qk_layernorm` is set (finalize_model_grads.py): wrong where each rank has its own part.
+    Gradients of experts are summed over the experts' data-parallel ranks. Megatron (0.16.1,
+    tensor_parallel/layers.py) marks them only if ep > 1, and otherwise sums them over the
+    data-parallel ranks, which is wrong if etp differs from tp. With `qk_layernorm` it sums
+    gradients of query and key norms over the tensor-parallel ranks (finalize_model_grads.py), which
+    is wrong if each rank has a part of the norm.
     """
     if shape.whole_qk_norm:
         config.qk_layernorm = False
@@ -297,15 +300,15 @@ def _with_scaled_residual(layer: ModuleSpec, scale: float) -> ModuleSpec:
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Returns this rank's weights under the weight table's local names, "<chunk>/<megatron name>":
-    its parameters, and the buffers that are weights too.
+    """Returns this rank's weights, parameters and buffers, by local name: "<chunk>/<megatron
+    name>".
     """
     found = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
     return found | weight_buffers(chunks)
 
 
 def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Parameter]:
-    """Returns this rank's parameters under their local names."""
+    """Returns this rank's parameters by local name."""
     return {
         f"{index}/{name}": parameter
         for index, chunk in enumerate(chunks)
@@ -314,9 +317,7 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
 
 
 def weight_buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Returns, under such names, the biases of routers, fp32: buffers, since no gradient changes
-    them.
-    """
+    """Returns the router biases by local name, fp32. They are buffers: no gradient changes them."""
     return {
         f"{index}/{name}": buffer
         for index, chunk in enumerate(chunks)

@@ -1,15 +1,14 @@
-"""How tokens get to their experts where the ranks that share a layer's experts share a micro-batch.
+"""Token dispatch by gathering, for ranks that share both a layer's experts and a micro-batch.
 
-Megatron's all-to-all dispatcher sends a token once for each of its experts that is on another rank,
-and a rank then sorts what it has received by expert. Tensor-parallel ranks of one replica have
-equal shares of the same positions: there every rank gets each token once instead, and sorts the
-tokens of its experts out of them. With 8 experts a token, dealt to two ranks, hidden states are a
-quarter of the bytes and one copy less in each direction; a rank alone has one copy less too. The
-sums of what a rank's experts add to each token are reduced over the ranks and scattered by
-position, in the type of the activations, as tensor-parallel layers do it.
+The methods are collective over the ranks that share a layer's experts. The host waits once per
+layer, for the number of tokens of each expert, while the tokens are in transit.
 
-Who waits for whom: the methods are collective over the ranks that share the experts of a layer. The
-host waits once a layer, for the number of tokens of each expert, while the tokens are on their way.
+Megatron's all-to-all dispatcher sends a token once for each of its experts on another rank, and the
+receiver sorts tokens by expert. Tensor-parallel ranks of one replica hold equal shares of the same
+positions. Here each rank gathers every token once and picks the tokens of its own experts. With 8
+experts per token on two ranks, this moves a quarter of the bytes of hidden states, with one copy
+less in each direction; even a single rank saves a copy. Outputs of experts are summed over the
+ranks and scattered by position in the activations' type, as in tensor-parallel layers.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from hybridrl.models.family import ModelShape
 
 
 def gather_tokens(chunks: Iterable[torch.nn.Module], shape: ModelShape) -> None:
-    """Gives layers of experts a dispatcher that gathers tokens, where `gathers` says so.
+    """Replaces the dispatcher of expert layers by one that gathers tokens, if `gathers` allows it.
 
     Args:
-        chunks: of a model that has just been built; Megatron's process groups are its own.
-        shape: of the model, which may have no experts.
+        chunks: Chunks of a newly built model.
+        shape: Sizes of the model, which may have no experts.
     """
     if shape.moe is None:
         return
@@ -55,13 +54,15 @@ def gather_tokens(chunks: Iterable[torch.nn.Module], shape: ModelShape) -> None:
 
 
 def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:
-    """Whether the ranks that share a layer's experts have shares of one micro-batch, and a token
-    that is sent to all of them is not sent more often than for each of its experts. Of a layout
-    `TrainLayout.gathers_tokens` says the same.
+    """Whether gathering works in this layout and sends no more than Megatron's all-to-all.
+
+    It works if the ranks that share a layer's experts hold parts of one micro-batch. It sends no
+    more if there are at most as many such ranks as experts per token. `TrainLayout.gathers_tokens`
+    is the same rule for a layout.
 
     Args:
-        groups: Megatron's of this rank, those of experts among them.
-        experts_per_token: experts that compute with a token.
+        groups: Megatron's process groups of this rank.
+        experts_per_token: Number of experts that compute each token.
     """
     sharing = dist.get_process_group_ranks(groups.tp_ep)
     if len(sharing) == 1:
@@ -71,26 +72,27 @@ def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:
 
 
 class GatheringDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's dispatcher of all tokens to all ranks (token_dispatcher.py, 0.16.1), with another
-    order of its parts: it counts the tokens of each expert before the tokens are there, and sorts
-    weights together with tokens. Megatron's own waits for the device twice, with nothing under way,
-    and reduces in the type of the router, which is fp32.
+    """Megatron's MoEAllGatherTokenDispatcher (token_dispatcher.py, 0.16.1) in another order.
+
+    It counts the tokens of each expert before the tokens arrive, and sorts routing weights together
+    with tokens. Megatron's version waits for the device twice while nothing is in transit, and
+    reduces in the router's type, fp32.
     """
 
-    routing_map: Tensor | None  # of Megatron's, which types nothing
+    routing_map: Tensor | None  # Megatron's, untyped there
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns all tokens, (T, D), and the weights of this rank's experts for them, (T, E).
 
         Args:
-            hidden_states: of this rank's tokens.
-            probs: of its tokens, of all experts.
+            hidden_states: This rank's tokens.
+            probs: Weights of all experts for this rank's tokens.
         """
         assert self.routing_map is not None  # `dispatch_preprocess` has set it
         own = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         with torch.no_grad():
-            # As bytes, which every backend gathers.
-            chosen_TE = self._gathered(self.routing_map.to(torch.uint8))
+            # Every backend gathers bytes.
+            chosen_TE = self._gather(self.routing_map.to(torch.uint8))
             self.local_map = chosen_TE[:, own].bool().contiguous()
             self._tokens_E = self.local_map.sum(dim=0).to("cpu", non_blocking=True)
             self._counted = None
@@ -98,10 +100,10 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
                 self._counted = torch.cuda.Event()
                 self._counted.record()
         self.routing_map = None
-        probs = self._gathered(probs)[:, own].contiguous()
-        return self._gathered(hidden_states), probs
+        probs = self._gather(probs)[:, own].contiguous()
+        return self._gather(hidden_states), probs
 
-    def _gathered(self, part: Tensor) -> Tensor:
+    def _gather(self, part: Tensor) -> Tensor:
         """Returns the rows of all ranks; their gradients are summed and scattered."""
         if self.tp_ep_group.size() == 1:
             return part
@@ -110,16 +112,16 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the tokens of this rank's experts, by expert, how many each has, on the CPU, and
-        the weight of each.
+        """Returns this rank's tokens sorted by expert, the tokens per expert (on the CPU), and the
+        weights.
         """
         self.hidden_shape_before_permute = hidden_states.shape
         if self._counted is not None:
             self._counted.synchronize()  # the one sync point of the layer
         tokens_E = self._tokens_E
         num_tokens = int(tokens_E.sum())
-        # transformer-engine's kernels (2.11) give back no rows at all for none, and their backward
-        # fails: a micro-batch of padding alone may have no token for the experts of a rank.
+        # The backward pass of transformer-engine's kernels (2.11) fails without rows, and a
+        # micro-batch of padding alone may have no token for a rank's experts.
         self._is_fused = self.config.moe_permute_fusion and num_tokens > 0
         found = permute(
             hidden_states,
@@ -132,7 +134,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         return tokens, tokens_E, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns what this rank's experts add to each token, (T, D); zeros where none do."""
+        """Returns the sum of the outputs of this rank's experts for each token, (T, D)."""
         added: Tensor = unpermute(
             hidden_states,
             self.reversed_local_input_permutation_mapping,
@@ -143,7 +145,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         return added
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Returns the sums of this rank's tokens over all experts."""
+        """Returns the sums over all experts, for this rank's tokens."""
         if self.tp_ep_group.size() == 1:
             return hidden_states
         return reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.tp_ep_group)

@@ -82,7 +82,7 @@ class _TokenStatsFunction(torch.autograd.Function):
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
         local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature, cap)
         largest = local.max_T.clone()
-        is_shared = group.size() > 1 and rows_N.numel() > 0  # all of the group have the same rows
+        is_shared = group.size() > 1 and rows_N.numel() > 0  # equal on all ranks of the group
         if is_shared:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shift = local.max_T - largest
@@ -192,7 +192,7 @@ def _at_rows(part: torch.Tensor, rows_N: torch.Tensor, num_positions: int) -> to
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """Returns the fp32 buffer in which Megatron's data-parallel wrapper sums gradients."""
+    """Returns the fp32 buffer in which Megatron's wrapper sums the weight's gradient."""
     if not hasattr(weight, "grad_added_to_main_grad"):  # not wrapped, or frozen
         return None
     main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]  # Megatron's
@@ -215,12 +215,15 @@ def _placeholder(weight: torch.Tensor) -> torch.Tensor:
 
 
 class PackedModel(GPTModel):
-    """Megatron's GPTModel, whose rotary angles follow positions where sequences share a prompt, and
-    whose padding mask (1, S) is cut for sequence parallelism on every pipeline stage, not the first
-    alone.
+    """Megatron's GPTModel for packed sequences with shared prompts and padding masks.
 
-    Attributes: `scales`, what the model multiplies by beside its weights; `extra_inputs`, what it
-    reads beside tokens, which may change the embeddings before sequence parallelism cuts them.
+    Rotary angles follow positions if sequences share a prompt. The padding mask, (1, S), is cut for
+    sequence parallelism on every pipeline stage; Megatron cuts it on the first only.
+
+    Attributes:
+        scales: Constant factors of the model.
+        extra_inputs: Inputs other than tokens, which may change the embeddings before sequence
+            parallelism cuts them; None if there are none.
     """
 
     scales = Scales()
@@ -249,7 +252,7 @@ class PackedModel(GPTModel):
         if packed_seq_params is None or packed_seq_params.shared is None:
             return found
         if self.position_embedding_type == "mrope":
-            return found  # its angles are of each position already
+            return found  # its angles are already per position
         embedded, angles_LD, *rest = found
         return (embedded, angles_LD.index_select(0, packed_seq_params.shared.positions_S), *rest)
 
@@ -261,7 +264,7 @@ class PackedModel(GPTModel):
         position_ids: torch.Tensor,
         **_: Any,
     ) -> torch.Tensor:
-        """Returns the embeddings, changed by the extra inputs, of this rank's share of positions.
+        """Returns this rank's part of the embeddings, changed by the extra inputs.
 
         build.py keeps the embedding layer from cutting them for sequence parallelism.
         """
@@ -283,7 +286,8 @@ class LanguageModel(PackedModel):
         logits_cap: See `ModelShape`.
         **kwargs: Arguments of GPTModel.
 
-    Attributes: `num_top`, the number of likeliest tokens of each position to find.
+    Attributes:
+        num_top: Number of likeliest tokens to find at each position.
     """
 
     def __init__(self, *, num_tokens: int, logits_cap: float = 0.0, **kwargs: Any) -> None:
@@ -297,7 +301,7 @@ class LanguageModel(PackedModel):
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
 
-    def _postprocess(  # type: ignore[override]  # of GPTModel's arguments only these matter here
+    def _postprocess(  # type: ignore[override]  # GPTModel passes further arguments
         self,
         hidden_states: torch.Tensor,
         labels: HeadInput,
@@ -324,7 +328,7 @@ class LanguageModel(PackedModel):
             tokens_NC = torch.cat((tokens_NC[:, :1], top_NK), 1)
         columns_NC = tokens_NC - start
         columns_NC = columns_NC.masked_fill((columns_NC < 0) | (columns_NC >= num_columns), -1)
-        target_N = columns_NC[:, 0].contiguous()  # as kernels take it
+        target_N = columns_NC[:, 0].contiguous()  # the kernels need contiguous targets
         stats = _TokenStatsFunction.apply(hidden_SD, weight, target_N, rows_N, *head)
         if tokens_NC.size(1) == 1:
             return TokenStats(*stats)
@@ -338,7 +342,7 @@ class LanguageModel(PackedModel):
         return TokenStats(*stats, *chosen)
 
     def _likeliest(self, hidden_ND: torch.Tensor, shard_VD: torch.Tensor) -> torch.Tensor:
-        """Returns the `num_top` likeliest tokens of all shards, (N, num_top) int64."""
+        """Returns the `num_top` likeliest tokens over all shards, (N, num_top) int64."""
         group = self.pg_collection.tp
         start = group.rank() * self.output_weight().size(0)
         logits_NK, columns_NK = ops.vocab_top(hidden_ND, shard_VD, self.num_top)
@@ -386,7 +390,7 @@ class ValueModel(PackedModel):
             return hidden_states
         if self.config.sequence_parallel:
             # Every rank computes the same head on the same tokens, so its slice of the gradient is
-            # already whole.
+            # already complete.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )

@@ -1,12 +1,12 @@
-"""Multi-head latent attention as a Megatron self-attention (families/latent.py says what it is).
+"""Multi-head latent attention as a Megatron self-attention (families/latent.py describes it).
 
-Megatron's own MLA (0.16.1, multi_latent_attention.py) makes rotary angles of its own and, with its
+Megatron's own MLA (0.16.1, multi_latent_attention.py) computes rotary angles itself and, with its
 local spec, splits the gradient of the shared rotary key over tensor-parallel ranks without summing
-it up (get_query_key_value_tensors). This one takes GPTModel's angles as every other attention does,
-so that packed sequences, shared prompts and context parallel work alike.
+it (get_query_key_value_tensors). This class uses GPTModel's angles, like every other attention, so
+packed sequences, shared prompts and context parallel work.
 
-Tensor parallel: the projection down is replicated. Each rank computes it for its part of the
-sequence, as it does norms, and Megatron sums its gradient up. Projections up are cut by heads.
+Tensor parallel: the down projection is replicated. Each rank applies it to its part of the
+sequence, as with norms, and Megatron sums its gradient. Up projections are cut by heads.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ class LatentSubmodules:
 
 
 class SharedLinear(MegatronModule):
-    """A linear layer without bias that every tensor-parallel rank has whole and computes for its
-    part of the sequence.
+    """Linear layer without bias, whole on every tensor-parallel rank.
+
+    Each rank computes it for its part of the sequence.
     """
 
     def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig) -> None:
@@ -80,8 +81,8 @@ class LatentAttention(MegatronModule):
         self.groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.num_heads = config.num_attention_heads // self.groups.tp.size()
         self.query_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-        self.rotary_magnitude = 1.0  # set_rotary has the model's
-        # None in a config means that queries are made of the input.
+        self.rotary_magnitude = 1.0  # set_rotary sets the model's
+        # With None, queries are projected from the input.
         self.query_rank: int = config.q_lora_rank or 0
         rank, heads = config.kv_lora_rank, config.num_attention_heads
         down = self.query_rank + rank + config.qk_pos_emb_head_dim
@@ -146,13 +147,13 @@ class LatentAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the attention's output (S, B, D), and None for a bias.
+        """Returns the attention's output, (S, B, D), and no bias.
 
         Args:
             hidden_states: (S, B, D), normalised; this tensor-parallel rank's part of the sequence.
-            attention_mask: Megatron passes it; attention is causal.
-            rotary_pos_emb: angles of the whole sequence, of GPTModel.
-            packed_seq_params: sequence boundaries of packed tokens; B is 1 with them.
+            attention_mask: Megatron's argument; attention is causal anyway.
+            rotary_pos_emb: GPTModel's angles for the whole sequence.
+            packed_seq_params: Bounds of packed sequences; B is 1 with them.
         """
         if rotary_pos_emb is None:
             raise ValueError("latent attention without rotary angles")
@@ -162,12 +163,12 @@ class LatentAttention(MegatronModule):
                 part.squeeze(1) for part in (query, key, shared_key, value)
             )
         plain = self.config.qk_head_dim
-        turned_query, turned_key = (
-            self._turned(part, rotary_pos_emb, packed_seq_params)
+        rotated_query, rotated_key = (
+            self._rotated(part, rotary_pos_emb, packed_seq_params)
             for part in (query[..., plain:], shared_key)
         )
-        query = torch.cat((query[..., :plain], turned_query), dim=-1)
-        key = torch.cat((key, turned_key.expand(*key.shape[:-1], -1)), dim=-1)
+        query = torch.cat((query[..., :plain], rotated_query), dim=-1)
+        key = torch.cat((key, rotated_key.expand(*key.shape[:-1], -1)), dim=-1)
         attended = self.core_attention(
             query,
             key,
@@ -181,8 +182,10 @@ class LatentAttention(MegatronModule):
         return self.linear_proj(attended)
 
     def _projected(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns query, key without positions, key with positions (of one head, for all), value;
-        (S, B, N, H) each, of this rank's heads and the whole sequence.
+        """Returns query, key without positions, rotary key and value, each (S, B, N, H).
+
+        They cover this rank's heads and the whole sequence. The rotary key has one head, shared by
+        all.
         """
         config = self.config
         sizes = self.query_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim
@@ -193,7 +196,7 @@ class LatentAttention(MegatronModule):
             query, _ = self.linear_q_proj(hidden)
         key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(latent.contiguous()))
         if config.sequence_parallel:
-            # Each rank's heads give the key a part of its gradient: the parts are summed up.
+            # Each rank's heads compute a part of the key's gradient; the gather sums them.
             shared_key = gather_from_sequence_parallel_region(
                 shared_key.contiguous(), tensor_parallel_output_grad=True, group=self.groups.tp
             )
@@ -202,22 +205,23 @@ class LatentAttention(MegatronModule):
         )
         return _by_head(query, self.num_heads), key, shared_key.unsqueeze(-2), value
 
-    def _turned(
+    def _rotated(
         self, part: torch.Tensor, angles: torch.Tensor, packed: PackedSequences | None
     ) -> torch.Tensor:
-        """Returns the part turned by its positions' angles.
+        """Returns the rotary part of queries or keys, rotated by the angles of its positions.
 
-        The checkpoint pairs neighbours, GPTModel's angles halves: a dimension goes to its half.
+        The checkpoint pairs neighbouring dimensions, GPTModel pairs the two halves, so the
+        dimensions are reordered first.
         """
         halves = torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1)
-        turned = apply_rotary_pos_emb(
+        rotated = apply_rotary_pos_emb(
             halves,
             angles,
             config=self.config,
             cu_seqlens=None if packed is None else packed.cu_seqlens_q,
             cp_group=self.groups.cp,
         )
-        return turned if self.rotary_magnitude == 1 else turned * self.rotary_magnitude
+        return rotated if self.rotary_magnitude == 1 else rotated * self.rotary_magnitude
 
 
 def _by_head(tensor: torch.Tensor, num_heads: int) -> torch.Tensor:

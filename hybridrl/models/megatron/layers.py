@@ -1,10 +1,10 @@
-"""What a decoder layer is made of: transformer-engine's modules where they work, else torch's.
+"""Modules of a decoder layer: transformer-engine's where they work, else torch's.
 
-Owns the choice and the layers' ModuleSpecs. transformer-engine's layers normalise inside the linear
-layer that follows, attend over packed sequences by cuDNN, rotate by a kernel of their own, and add
-weight gradients to Megatron's fp32 ones in the matrix product. They are taken on CUDA in bf16 for
-families without a `layer_spec` of their own. Both kinds keep the same checkpoints: Megatron calls a
-torch layer's norms by transformer-engine's names in them (`sharded_state_dict_keys_map`).
+Owns the choice and the layers' ModuleSpecs. transformer-engine's layers fuse a norm into the linear
+layer after it, attend over packed sequences by cuDNN, rotate by a fused kernel, and add weight
+gradients to Megatron's fp32 buffers inside the matrix product. They are used on CUDA in bf16 for
+families without their own `layer_spec`. Both kinds have the same checkpoints: Megatron saves a
+torch layer's norms under transformer-engine's names (`sharded_state_dict_keys_map`).
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
 
 LayerKind = Literal["torch", "transformer_engine"]
 
-# Only what differs between the kinds; build.py has the rest. Without dropout and, mostly, biases
-# there is nothing for Megatron's fused dropout to fuse.
+# Keywords that differ between the kinds; build.py sets the others. Megatron's fused dropout is left
+# out: without dropout, and mostly without biases, it has nothing to fuse.
 KEYWORDS: dict[LayerKind, dict[str, Any]] = {
     "torch": {"bias_activation_fusion": False, "apply_rope_fusion": False},
     "transformer_engine": {"bias_activation_fusion": True, "apply_rope_fusion": True},
@@ -55,12 +55,12 @@ KEYWORDS: dict[LayerKind, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Layers:
-    """The choice for one model, the same on all ranks.
+    """Choice of the layers' library for one model, the same on all ranks.
 
     Args:
-        kind: whose modules.
-        fuses_norms: whether norms are parameters of the linear layers that follow them.
-        said: the choice and its reason in words.
+        kind: Library of the modules.
+        fuses_norms: Whether norms are parameters of the linear layers that follow them.
+        said: Log line with the choice and its reason.
     """
 
     kind: LayerKind
@@ -77,16 +77,16 @@ def choose_layers(
     fp8: str = "none",
     torch_only: str = "",
 ) -> Layers:
-    """Chooses what this host's layers are made of.
+    """Chooses the library of the layers' modules on this host.
 
     Args:
         wanted: `train.layers`.
-        family: may bring layers of its own.
-        dtype: of parameters and activations.
-        platform: where the model runs.
-        fp32_residual: the stream between the layers is wider than a fused norm takes.
-        fp8: `train.fp8`, which transformer-engine's matrix products have.
-        torch_only: what of the model only torch's layers compute (`ModelShape.torch_only`).
+        family: Family of the model; its own `layer_spec` excludes transformer-engine.
+        dtype: Type of parameters and activations.
+        platform: Platform that the model runs on.
+        fp32_residual: Whether the residual stream is fp32; fused norms cannot take it.
+        fp8: `train.fp8`, which needs transformer-engine.
+        torch_only: Feature of the model that needs torch's layers (`ModelShape.torch_only`), or "".
 
     Raises:
         UserError: transformer-engine, or FP8, is wanted but cannot be used.
@@ -98,7 +98,7 @@ def choose_layers(
             "train.fp8",
             fp8,
             "none with layers of torch",
-            f"Set train.fp8=none. Layers are torch's here, {why}.",
+            f"Set train.fp8=none. The layers are torch's here, {why}.",
         )
     return found
 
@@ -112,13 +112,13 @@ def _choose(
     torch_only: str,
 ) -> Layers:
     if wanted == "torch":
-        return Layers("torch", False, "layers: torch, as train.layers says")
+        return Layers("torch", False, "layers: torch, as set by train.layers")
     if family.layer_spec is not None:
-        fault: str | None = f"family {family.name} brings layers of its own"
+        fault: str | None = f"family {family.name} has its own layer_spec"
     elif torch_only:
         fault = f"{torch_only}, which is not verified with transformer-engine"
     elif dtype != torch.bfloat16:
-        fault = f"the model is in {str(dtype).removeprefix('torch.')}, cuDNN's attention in bf16"
+        fault = f"the model is in {str(dtype).removeprefix('torch.')}; cuDNN's attention needs bf16"
     else:
         fault = platform.transformer_engine_fault()
     if fault is None:
@@ -128,8 +128,9 @@ def _choose(
             "train.layers",
             wanted,
             "auto or torch here",
-            f"Set train.layers=auto: {fault}. They take a family without layers of its own in "
-            f"bfloat16, a GPU such as H100, and transformer-engine{TRANSFORMER_ENGINE_VERSIONS}.",
+            f"Set train.layers=auto: {fault}. transformer-engine's layers need bfloat16, a GPU "
+            f"such as H100, transformer-engine{TRANSFORMER_ENGINE_VERSIONS}, and a family without "
+            "its own layer_spec.",
         )
     return Layers("torch", False, f"layers: torch, since {fault}")
 
@@ -141,28 +142,27 @@ def layer_specs(
     recompute: str,
     shape: ModelShape,
 ) -> tuple[ModuleSpec, ModuleSpec | None, type]:
-    """Returns a decoder layer, one with a mixture of experts if the model has such, and the norm
-    after the last one.
+    """Returns the specs of a dense layer and of a layer with experts (or None), and the final norm.
 
     Args:
-        kind: as chosen.
-        family: its own layers go first.
-        config: says what is normalised and how wide the residual stream is.
-        recompute: 'selective' does not keep the output of the feed-forward layer's activation, nor
-            of experts', shared ones too; grouped ones make it anew themselves if `config` says so.
-        shape: says where norms are.
+        kind: Library of the modules.
+        family: Family of the model; its own `layer_spec` replaces the built-in layers.
+        config: Megatron's configuration.
+        recompute: 'selective' recomputes the activation of feed-forward layers and experts in the
+            backward pass. Grouped experts do that themselves if `config` says so.
+        shape: Sizes of the model and its norms.
 
     Raises:
-        UserError: 'selective', of a feed-forward layer that LeanMlp is not the same as.
+        UserError: 'selective' with a feed-forward layer that LeanMlp cannot replace.
     """
     layer, final_norm = _layer_spec(kind, family, config)
-    if shape.torch_only:  # else nothing differs
+    if shape.torch_only:
         norm_after(layer, shape)
     with_experts = None
     if config.num_moe_experts is not None:
-        # A user's own layer is taken for all layers: it knows its config.
-        own = family.layer_spec is not None
-        with_experts = layer if own else expert_layer_spec(kind, config, layer)
+        # A user's own layer serves all layers and reads its config itself.
+        is_own = family.layer_spec is not None
+        with_experts = layer if is_own else expert_layer_spec(kind, config, layer)
     if recompute == "selective":
         mlp = layer.submodules.mlp
         is_own = with_experts is not None and family.layer_spec is not None
@@ -197,7 +197,7 @@ def _layer_spec(
 
 
 def _attend_over_latents(kind: LayerKind, layer: ModuleSpec, norm: type) -> None:
-    """Puts latent attention into a layer, its first norm before it."""
+    """Puts latent attention into a layer, with a separate norm before it."""
     pieces = LatentSubmodules()
     if kind == "transformer_engine":
         from megatron.core.extensions.transformer_engine import (
@@ -216,7 +216,7 @@ def _attend_over_latents(kind: LayerKind, layer: ModuleSpec, norm: type) -> None
 
 
 def _keep_name(layer: ModuleSpec, name: str) -> None:
-    """Lets a norm that stands alone keep its own name in checkpoints."""
+    """Keeps a separate norm's own name in checkpoints."""
     names = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
         own: fused for own, fused in names.items() if own != name
@@ -230,11 +230,11 @@ def _is_swiglu(config: TransformerConfig) -> bool:
 
 
 def torch_layer_spec(config: TransformerConfig, norm: type = TorchNorm) -> tuple[ModuleSpec, type]:
-    """Returns a layer of Megatron's own linears, `norm` and packed attention, and the final norm.
+    """Returns a layer of Megatron's linear layers, `norm` and packed attention, and the final norm.
 
     Args:
-        config: says whether queries and keys are normalised.
-        norm: built as `norm(config=..., hidden_size=..., eps=...)`.
+        config: Megatron's configuration.
+        norm: Norm, built as `norm(config=..., hidden_size=..., eps=...)`.
     """
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
@@ -255,7 +255,7 @@ def torch_layer_spec(config: TransformerConfig, norm: type = TorchNorm) -> tuple
 def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     """Returns transformer-engine's layer and the final norm.
 
-    With a residual stream in fp32 the norms are torch's and stand alone: transformer-engine's take
+    With an fp32 residual stream the norms are torch's and separate: transformer-engine's accept
     inputs of their weights' type only (module/base.py, set_activation_dtype, 2.11).
     """
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
@@ -277,9 +277,9 @@ def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec
 
 
 def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleSpec) -> ModuleSpec:
-    """Returns a layer like `dense`, with a mixture of experts for its feed-forward layer.
+    """Returns a layer like `dense`, with a mixture of experts as its feed-forward layer.
 
-    The norm before it stands alone, since the router reads its output too.
+    The norm before it is separate, since the router reads its output too.
     """
     spec = copy.deepcopy(dense)
     layer = spec.submodules
@@ -295,7 +295,7 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
     spec.module = ReplayingLayer
     _keep_name(spec, "pre_mlp_layernorm.")
     if kind == "transformer_engine":
-        multiply_experts_at_once()
+        use_grouped_gemm()
     if kind == "transformer_engine" and not config.fp32_residual_connection:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -303,22 +303,21 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
     return spec
 
 
-def multiply_experts_at_once() -> None:
-    """Lets transformer-engine take one CUTLASS kernel for the products of all experts of a rank, on
-    Hopper, in place of one of cuBLAS for each: the host, which starts them, is what limits many
-    small experts (benchmarks/results/train_moe_h200.json).
+def use_grouped_gemm() -> None:
+    """Lets transformer-engine multiply all experts of a rank in one CUTLASS kernel on Hopper.
 
-    It looks at the variable in every call. Weight gradients, summed in fp32, stay cuBLAS's. A
-    user's own setting stays.
+    Otherwise it starts one cuBLAS kernel per expert, and the host limits the speed of many small
+    experts (benchmarks/results/train_moe_h200.json). transformer-engine reads the variable in every
+    call. Weight gradients, summed in fp32, still use cuBLAS. A value that the user has set is kept.
     """
     os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
 
 
 def transformer_engine_attention() -> type:
-    """Returns Megatron's attention of transformer-engine, which also knows shared prompts."""
+    """Returns Megatron's transformer-engine attention, extended to shared prompts."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
-    attend = TEDotProductAttention.__base__.forward  # transformer-engine's own
+    attend = TEDotProductAttention.__base__.forward  # transformer-engine's DotProductAttention
 
     class Attention(TEDotProductAttention):  # type: ignore[misc, valid-type]
         takes_shared_prompts = True
@@ -348,18 +347,19 @@ def transformer_engine_attention() -> type:
 def shares_prompts(
     wanted: bool | None, cp: int, kind: LayerKind, is_cpu: bool, modules: Iterable[torch.nn.Module]
 ) -> bool:
-    """Returns whether samples of one prompt share its tokens in these modules' micro-batches.
+    """Returns whether samples of one prompt share its tokens in micro-batches.
 
     Args:
-        wanted: None: wherever it can be and is known to pay; torch's attention would make its mask
-            on the host, for a GPU too.
-        cp: context parallel size, which cuts every sequence.
-        kind, is_cpu: what the layers are, and where.
-        modules: of the model.
+        wanted: `train.share_prompts`. None shares prompts where that is possible and known to be
+            faster; torch's attention would build its mask on the host, even for a GPU.
+        cp: Context-parallel size; context parallelism cuts every sequence.
+        kind: Library of the layers' modules.
+        is_cpu: Whether the model runs on the CPU.
+        modules: Modules of the model.
 
     Raises:
-        UserError: it is wanted, but an attention does not know of it, as a user's own layers may
-            not; names its class.
+        UserError: It is wanted, but an attention class, as in a user's own layers, does not support
+            it.
     """
     if wanted is None and (cp > 1 or not (is_cpu or kind == "transformer_engine")):
         return False
@@ -370,18 +370,18 @@ def shares_prompts(
         raise UserError(
             "train.share_prompts",
             "true",
-            f"false with {others[0]}, which attends within a sequence only",
+            f"false with {others[0]}, which cannot attend to a shared prompt",
             "Set train.share_prompts=false, or build layers with hybridrl's PackedAttention.",
         )
-    # By default not where nothing is known that attends: such layers may carry a state along.
+    # The default is off for a model without `core_attention`: its layers may be recurrent.
     return bool(wanted) or (wanted is None and bool(found) and not others)
 
 
 def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
-    """Lets transformer-engine's linear layers add to the `main_grad` of Megatron's wrapper.
+    """Makes transformer-engine's linear layers add weight gradients to Megatron's `main_grad`.
 
-    Megatron's own switch for it, `gradient_accumulation_fusion`, would also ask for apex, since
-    GPTModel makes an output layer of its own (tensor_parallel/layers.py, 0.16.1).
+    Megatron's own switch, `gradient_accumulation_fusion`, would also require apex, for GPTModel's
+    output layer (tensor_parallel/layers.py, 0.16.1).
     """
     for part in module.modules():
         if hasattr(part, "fuse_wgrad_accumulation"):
@@ -389,19 +389,19 @@ def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
 
 
 def begin_gradients(chunks: Iterable[Any], recompute: str) -> None:
-    """Lets gradients begin at the first trained layer of a model whose embeddings are frozen. What
-    is computed again in the backward pass has gradients only if its input has one.
+    """Starts gradients at the first trained layer of a model with frozen embeddings.
 
-    With recompute 'full', which is of all layers, they begin before the first one.
+    A recomputed module has gradients only if its input requires one. With recompute 'full', which
+    recomputes all layers, gradients start before the first layer.
 
     Args:
-        chunks: Megatron's GPTModels, their frozen parameters marked.
-        recompute: as `train.recompute`.
+        chunks: Megatron's GPTModels, with frozen parameters marked.
+        recompute: `train.recompute`.
     """
     if recompute == "none":
         return
     for chunk in chunks:
-        # What another stage sends has a gradient.
+        # Activations from another stage already require a gradient.
         if not chunk.pre_process or has_trained(chunk.embedding):
             continue
         trained = [layer for layer in chunk.decoder.layers if has_trained(layer)]
@@ -418,7 +418,7 @@ def _with_gradient(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
 
 
 def lean_mlp(submodules: MLPSubmodules) -> type:
-    """Returns a ModuleSpec piece that builds a LeanMlp of these linear layers."""
+    """Returns a ModuleSpec piece that builds a LeanMlp from these linear layers."""
 
     class Lean:
         def __new__(  # type: ignore[misc]  # as TorchNorm
@@ -430,16 +430,18 @@ def lean_mlp(submodules: MLPSubmodules) -> type:
 
 
 class LeanMlp(MLP):
-    """Megatron's gated feed-forward layer, which makes the activation's output anew in the backward
-    pass: it is a third of what a layer keeps, and costs two reads and a write of memory.
+    """Megatron's gated feed-forward layer that recomputes its activation in the backward pass.
+
+    The activation's output is a third of what a layer keeps; recomputing it costs two reads and a
+    write of memory.
     """
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the output and the bias that is to be added to it."""
+        """Returns the output, and the bias still to be added to it."""
         widened, bias = self.linear_fc1(hidden_states)
-        kept = CheckpointWithoutOutput(fp8=self.config.fp8)  # type: ignore[arg-type]  # None: none
+        kept = CheckpointWithoutOutput(fp8=self.config.fp8)  # type: ignore[arg-type]
         activated = kept.checkpoint(self._activated, widened, bias, per_token_scale)
         output, output_bias = self.linear_fc2(activated)
         kept.discard_output_and_register_recompute(output)
@@ -448,7 +450,7 @@ class LeanMlp(MLP):
     def _activated(
         self, widened: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns the product of the two halves; of an expert times the router's weights, (T,)."""
+        """Returns activation(gate) * up; for an expert, times the router's weights, (T,)."""
         if self.config.bias_activation_fusion:
             if scale is not None:
                 return weighted_bias_swiglu_impl(widened, bias, scale[:, None])
@@ -459,35 +461,35 @@ class LeanMlp(MLP):
 
 
 class LeanSharedExperts(SharedExpertMLP, LeanMlp):
-    """Megatron's experts that compute with every token, whose forward pass is LeanMlp's."""
+    """Megatron's shared experts, which compute every token, with LeanMlp's forward pass."""
 
 
 class LeanExperts(SequentialMLP):
-    """Megatron's experts one by one, each of which makes its activation's output anew."""
+    """Megatron's experts that run one by one, each of which recomputes its activation."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        for expert in self.local_experts:  # SequentialMLP makes them MLPs whatever its spec says
+        for expert in self.local_experts:  # SequentialMLP builds MLPs and ignores its spec
             expert.__class__ = LeanMlp
 
 
 class GroupedExperts(TEGroupedMLP):
-    """Megatron's experts whose products transformer-engine computes at once, of which none may have
-    a token.
+    """Megatron's experts on transformer-engine's grouped matrix products, for any number of tokens.
 
-    transformer-engine (2.11) ends the process by a segmentation fault where no expert has a row. So
-    the first one gets a row of zeros, whose output nothing reads and whose gradients are zeros.
+    transformer-engine (2.11) ends the process by a segmentation fault if no expert has a row. In
+    that case the first expert gets a row of zeros; its output is dropped and its gradients are
+    zeros.
     """
 
     def forward(
         self, hidden_states: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns what experts make of their tokens, (T, D), and their bias.
+        """Returns the experts' outputs, (T, D), and their bias.
 
         Args:
-            hidden_states: (T, D), in the order of their experts.
-            tokens_per_expert: (E,), how many each has, on the CPU.
-            probs: (T,), the weights of the tokens' experts.
+            hidden_states: (T, D), sorted by expert.
+            tokens_per_expert: (E,), on the CPU.
+            probs: (T,), routing weight of each row.
         """
         if len(hidden_states):
             return super().forward(hidden_states, tokens_per_expert, probs)  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""Normalisation as a ModuleSpec piece for hosts without transformer-engine.
+"""Norms as ModuleSpecs, for hosts without transformer-engine.
 
-Megatron's own torch wrapper refuses sequence parallel; this one marks its weights so that Megatron
-sums their gradients over the tensor-parallel ranks, which is all that sequence parallel needs of a
-norm.
+Megatron's own wrapper of torch's norms refuses sequence parallel. The norms here mark their weights
+so that Megatron sums their gradients over the tensor-parallel ranks, which is all that sequence
+parallel needs from a norm.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ def rms_norm(
     """Returns x, (..., width), divided by the root of its mean square, times the weight, (width,).
 
     Args:
-        x, weight: x may have the wider type.
-        eps: added to the mean square.
-        is_centered: whether it is times 1 + the weight, both in float32, as Gemma does it: in 16
-            bit a small weight would be lost in the sum.
+        x: Input, in the weight's type or a wider one.
+        eps: Addend of the mean square.
+        is_centered: Whether the factor is 1 + weight, in float32, as in Gemma; 16 bits would lose a
+            small weight in the sum.
     """
     if not is_centered:
         return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
@@ -34,39 +34,38 @@ def rms_norm(
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's, for inputs that are wider than the weight as well."""
+    """torch's RMSNorm that also takes inputs wider than its weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x normalised, in its own type."""
+        """Returns x normalised, in its type."""
         return rms_norm(x, self.weight, self.eps)
 
 
 class CenteredNorm(torch.nn.RMSNorm):
-    """RMSNorm that multiplies by 1 + its weight (Gemma), for wider inputs as well."""
+    """RMSNorm that multiplies by 1 + its weight (Gemma)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x normalised, in its own type."""
+        """Returns x normalised, in its type."""
         return rms_norm(x, self.weight, self.eps, is_centered=True)
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch's, for inputs that are wider than the weight as well."""
+    """torch's LayerNorm that also takes inputs wider than its weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x normalised, in its own type."""
+        """Returns x normalised, in its type."""
         return torch.nn.functional.layer_norm(
             x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps
         )
 
 
 class TorchNorm:
-    """Builds `torch.nn.RMSNorm` or `LayerNorm` from a TransformerConfig, as `ModuleSpec` pieces are
-    built.
+    """Builds the `RMSNorm`, `CenteredNorm` or `LayerNorm` that a TransformerConfig names.
 
     Args:
-        config: names the normalisation and says whether sequence parallel is on.
-        hidden_size: size of the normalised last dimension.
-        eps: added to the variance.
+        config: Configuration of the norm and of sequence parallelism.
+        hidden_size: Size of the normalised last dimension.
+        eps: Addend of the variance.
     """
 
     def __new__(  # type: ignore[misc]  # a ModuleSpec names a class; what it builds is the torch module
@@ -78,7 +77,7 @@ class TorchNorm:
                 "layernorm_zero_centered_gamma of the family's transformer_config",
                 "true",
                 "false with normalization LayerNorm and layers of torch",
-                "Give the family a layer_spec whose norms have it.",
+                "Give the family a layer_spec whose norms support it.",
             )
         kind: type[torch.nn.RMSNorm | torch.nn.LayerNorm] = LayerNorm
         if config.normalization == "RMSNorm":
@@ -92,8 +91,9 @@ class TorchNorm:
 
 
 def narrowing(norm: Callable[..., torch.nn.Module]) -> type:
-    """Returns a ModuleSpec piece like `norm` whose output has the parameters' type: what follows
-    the norm computes in it, also where the residual stream is wider.
+    """Returns a ModuleSpec piece like `norm`, with outputs in the type of its parameters.
+
+    Layers compute in that type even if the residual stream is wider.
     """
 
     class Narrowing:
@@ -108,9 +108,9 @@ def narrowing(norm: Callable[..., torch.nn.Module]) -> type:
 
 
 def wide_residual_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-    """Megatron's bias-dropout-add without dropout, for a residual stream in fp32.
+    """Returns Megatron's bias-dropout-add without dropout, for an fp32 residual stream.
 
-    Megatron's own narrows the residual to the type of what is added.
+    Megatron's own casts the residual to the type of the addend.
     """
 
     def add(
@@ -125,7 +125,7 @@ def wide_residual_add(training: bool, fused: bool) -> Callable[..., torch.Tensor
 
 
 def scaled_add(scale: float, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a bias-dropout-add like `plain`, of what is added times `scale`."""
+    """Returns a bias-dropout-add like `plain` that multiplies the addend by `scale`."""
 
     def made(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         add_plain = plain(training, fused)

@@ -1,6 +1,6 @@
-"""Norms after attention and the feed-forward layer (OLMo 2), and of all heads together.
+"""Norms after attention and feed-forward layers (OLMo 2), and norms over all heads of a projection.
 
-The latter are of a whole projection of queries or keys, which tensor parallelism cuts.
+Tensor parallelism cuts the projection of queries or keys that a norm over all heads normalises.
 """
 
 from __future__ import annotations
@@ -33,25 +33,27 @@ from hybridrl.models.megatron.specs import with_module
 _MEGATRON_LAYER = logging.getLogger("megatron.core.transformer.transformer_layer")
 
 
-def _is_worth_telling(record: logging.LogRecord) -> bool:
-    """Whether it is not that Megatron-Core does not know `NormedMlp`: it gives such a feed-forward
-    layer no group, which then takes that of the tensor-parallel ranks, as `MLP` is given.
+def _is_other_warning(record: logging.LogRecord) -> bool:
+    """Whether a record is not Megatron-Core's warning that it does not know `NormedMlp`.
+
+    The warning is harmless: Megatron passes such a layer no group, and the layer then uses the
+    tensor-parallel group, as `MLP` does.
     """
     return not record.getMessage().startswith("Unknown MLP type")
 
 
 class NormedAttention(SelfAttention):
-    """Self-attention whose output is normalised before it is added to the stream."""
+    """Self-attention with a norm on its output."""
 
-    # Whether it turns by the local of two kinds of angles; None: there is one kind.
+    # Whether the layer uses the local rotary angles; None if the model has one kind of angles.
     is_local: bool | None = None
 
     def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
         super().__init__(config, *args, **keywords)
         self.post_layernorm = PostNorm(config)
 
-    def turn_by_window(self) -> None:
-        """Takes the local of two kinds of angles if the layer has a window, else the other."""
+    def choose_angles(self) -> None:
+        """Selects the local rotary angles if this layer has a window, else the global angles."""
         window, skipped = self.config.window_size, self.config.window_attn_skip_freq
         self.is_local = is_layer_window_attention(window, skipped, self.layer_number)
 
@@ -64,7 +66,7 @@ class NormedAttention(SelfAttention):
 
 
 class NormedMlp(MLP):
-    """A feed-forward layer whose output is normalised before it is added to the stream."""
+    """Feed-forward layer with a norm on its output."""
 
     def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
         super().__init__(config, *args, **keywords)
@@ -76,7 +78,9 @@ class NormedMlp(MLP):
 
 
 class PostNorm(MegatronModule):
-    """RMSNorm of a layer's output; Megatron's feed-forward layer asks its parts for checkpoints."""
+    """RMSNorm of a layer's output; a MegatronModule, since Megatron's MLP asks its parts for
+    checkpoints.
+    """
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -91,13 +95,13 @@ class PostNorm(MegatronModule):
 
 
 class WholeNorm(MegatronModule):
-    """RMSNorm of all heads of a projection together, of which a tensor-parallel rank has its own.
+    """RMSNorm over all heads of a projection; a tensor-parallel rank holds its own heads.
 
     Args:
-        config: says how many heads there are.
-        num_heads: of the projection, over all ranks; each has as many.
-        head_dim: size of one.
-        eps: added to the mean square.
+        config: Configuration of the model.
+        num_heads: Number of heads of the projection over all tensor-parallel ranks.
+        head_dim: Size of one head.
+        eps: Addend of the mean square.
     """
 
     def __init__(
@@ -110,15 +114,15 @@ class WholeNorm(MegatronModule):
         self.weight = torch.nn.Parameter(
             torch.ones(width, dtype=config.params_dtype, device=device)
         )
-        # Megatron's marks of a parameter that is cut: its gradient norm counts every rank's part.
+        # Megatron's marks of a sharded parameter: its gradient norm counts every rank's part.
         self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.weight.partition_dim, self.weight.partition_stride = 0, 1  # type: ignore[attr-defined]
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """Returns (..., heads, head size) of this rank normalised, as it came."""
+        """Returns this rank's heads, (..., heads, head size), normalised."""
         wide = heads.flatten(-2).float()
         squares = wide.square().sum(-1, keepdim=True)
-        # Every rank's loss depends on the sum: its gradient is summed over the ranks as well.
+        # Every rank's loss depends on the sum, so its gradient is summed over the ranks too.
         squares = reduce_from_tensor_model_parallel_region(squares)
         squares = copy_to_tensor_model_parallel_region(squares)
         normed = self.weight * (wide * torch.rsqrt(squares / self.size + self.eps))
@@ -136,7 +140,7 @@ class WholeNorm(MegatronModule):
 
 
 class _WholeNormOf:
-    """Builds the WholeNorm of queries or of keys, as `ModuleSpec` pieces are built."""
+    """ModuleSpec piece that builds the WholeNorm of queries."""
 
     def __new__(  # type: ignore[misc]  # as TorchNorm
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
@@ -157,14 +161,14 @@ class _WholeNormOfKeys(_WholeNormOf):
 
 
 def norm_after(spec: ModuleSpec, shape: ModelShape) -> None:
-    """Makes of a layer of torch one that normalises as `shape` says."""
+    """Changes the ModuleSpec of a torch layer to the norms that `shape` describes."""
     layer = spec.submodules
     if shape.norms_after == "only":
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp
     if shape.norms_after != "no":
         layer.self_attention = with_module(layer.self_attention, NormedAttention)
         layer.mlp = with_module(layer.mlp, NormedMlp)
-        _MEGATRON_LAYER.addFilter(_is_worth_telling)  # once, however often
+        _MEGATRON_LAYER.addFilter(_is_other_warning)  # logging adds a filter only once
     if not shape.whole_qk_norm:
         return
     layer.self_attention.submodules = dataclasses.replace(

@@ -1,8 +1,8 @@
-"""The frequencies of rotary positions, set in a Megatron model.
+"""Frequencies of rotary positions, set in a Megatron model.
 
 Megatron's own scalings (0.16.1, RotaryEmbedding) are `llama3` with fixed parameters and `linear`;
-here all kinds are one function. The operations and their order are those of transformers
-(modeling_rope_utils.py), so that no bit differs.
+one function here computes all kinds. Operations and their order are those of transformers
+(modeling_rope_utils.py), so results are bit-equal.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from hybridrl.models.family import Rotary
 
 
 def rotary_frequencies(rotary: Rotary, size: int) -> torch.Tensor:
-    """Returns the angle a position of each pair of `size` dimensions, (size / 2,) fp32, CPU."""
+    """Returns radians per position for each pair of `size` dimensions, (size / 2,) fp32, on the
+    CPU.
+    """
     powers = rotary.base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     plain = 1.0 / powers
     if rotary.kind == "linear":
@@ -32,8 +34,10 @@ def rotary_frequencies(rotary: Rotary, size: int) -> torch.Tensor:
 
 
 def _llama3(rotary: Rotary, plain: torch.Tensor) -> torch.Tensor:
-    """Llama 3.1: waves longer than the original length / `low` are stretched by the factor, those
-    shorter than it / `high` are kept, and between the two it is blended.
+    """Returns frequencies scaled as in Llama 3.1.
+
+    Waves longer than the original length / `low` are stretched by the factor, waves shorter than
+    the original length / `high` are kept, and waves between the two are blended.
     """
     wave = 2 * math.pi / plain
     longest, shortest = (rotary.original_length / bound for bound in (rotary.low, rotary.high))
@@ -45,14 +49,15 @@ def _llama3(rotary: Rotary, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rotary: Rotary, powers: torch.Tensor) -> torch.Tensor:
-    """Peng et al. 2023, "YaRN", section 3.2: pairs that turn more than `high` times over the
-    original length keep their frequency, those that turn less than `low` times are divided by the
-    factor, and between the two it is blended.
+    """Returns frequencies scaled as in Peng et al. 2023, "YaRN", section 3.2.
+
+    Pairs that turn more than `high` times over the original length keep their frequency, pairs that
+    turn less than `low` times are divided by the factor, and pairs between the two are blended.
     """
     size = 2 * len(powers)
 
     def dimension(turns: float) -> float:
-        """Returns the dimension that turns so often over the original length."""
+        """Returns the dimension that makes `turns` turns over the original length."""
         length = rotary.original_length / (turns * 2 * math.pi)
         return size * math.log(length) / (2 * math.log(rotary.base))
 
@@ -66,30 +71,32 @@ def _yarn(rotary: Rotary, powers: torch.Tensor) -> torch.Tensor:
 
 
 def set_rotary(model: Any, rotary: Rotary) -> None:
-    """Gives a GPTModel its frequencies, those of windowed layers too where they are others, and
-    attention that turns a part of each head the magnitude of sines and cosines; attention that
-    turns whole heads has it in its softmax's scale.
+    """Sets the rotary frequencies of a GPTModel, and the local ones of windowed layers if they
+    differ.
+
+    Attention that rotates a part of each head also gets the magnitude of sines and cosines here.
+    Attention that rotates whole heads has it in its softmax scale.
     """
     embedding = model.rotary_pos_emb
     size, device = 2 * embedding.inv_freq.numel(), embedding.inv_freq.device
     frequencies = rotary_frequencies(rotary, size)
     if rotary.local is not None:
         frequencies = torch.cat((frequencies, rotary_frequencies(rotary.local, size)))
-        _give_layers_their_kind(model)
+        _choose_angles(model)
     embedding.inv_freq = frequencies.to(device)
     for part in model.modules():
         if hasattr(part, "rotary_magnitude"):
             part.rotary_magnitude = rotary.magnitude
         elif rotary.share < 1 and hasattr(part, "core_attention"):
-            _multiply_turned(part, rotary.magnitude)
+            _scale_rotated(part, rotary.magnitude)
 
 
-def _multiply_turned(attention: Any, magnitude: float) -> None:
-    """Lets Megatron's attention multiply the part of queries and keys that turns.
+def _scale_rotated(attention: Any, magnitude: float) -> None:
+    """Makes Megatron's attention multiply the rotated part of queries and keys by `magnitude`.
 
-    It makes that number of attributes that a TransformerConfig has for YaRN alone
-    (_yarn_get_concentration_factor_from_config): 0.1 * mscale * log(factor) + 1. 0.16 does so in
-    each pass, 0.19 when the layer is built, and keeps it.
+    Megatron computes that factor from TransformerConfig attributes that only YaRN has
+    (_yarn_get_concentration_factor_from_config): 0.1 * mscale * log(factor) + 1. Version 0.16 does
+    so in every pass, 0.19 once, when it builds the layer.
     """
     config = attention.config
     config.yarn_rotary_scaling_factor = math.e
@@ -99,21 +106,22 @@ def _multiply_turned(attention: Any, magnitude: float) -> None:
 
 
 def angles_of_layer(both: torch.Tensor, is_local: bool) -> torch.Tensor:
-    """Returns (..., size) of the angles (..., 2 size) that Megatron makes of two kinds of
-    frequencies after one another, which it writes twice.
+    """Returns the local or the global angles, (..., size), from Megatron's (..., 2 size).
+
+    Megatron concatenates the frequencies, here global then local, with themselves.
     """
     kinds = both.unflatten(-1, (2, 2, -1))
     return kinds[..., int(is_local), :].flatten(-2)
 
 
-def _give_layers_their_kind(model: Any) -> None:
+def _choose_angles(model: Any) -> None:
     for part in model.modules():
-        if hasattr(part, "turn_by_window"):
-            part.turn_by_window()
+        if hasattr(part, "choose_angles"):
+            part.choose_angles()
         elif hasattr(part, "core_attention"):
             raise ModelError(
                 "rotary.local of the family's model_keywords",
-                "other angles of windowed layers",
-                f"none with {type(part).__name__}, whose layers all turn alike",
+                "other angles for windowed layers",
+                f"none with {type(part).__name__}, which has one kind of angles",
                 "Give the family's layers hybridrl's NormedAttention.",
             )

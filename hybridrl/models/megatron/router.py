@@ -1,9 +1,11 @@
-"""Megatron's router of a mixture of experts, with losses and counts of real tokens alone.
+"""Megatron's router of a mixture of experts, with auxiliary losses and counts over real tokens
+only.
 
-Megatron scales its auxiliary losses for a division that is not made here (calculate_per_token_loss
-with summed gradients, parallel/schedule.py), so this module has its own. A loss is a mean over all
-tokens of an update: a rank adds what its tokens give to it, divided by `num_step_tokens`, and the
-reduction of gradients sums. So neither micro-batches nor ranks scale it. Padding counts nowhere.
+Megatron scales its auxiliary losses for a division that hybridrl does not make
+(calculate_per_token_loss with summed gradients, parallel/schedule.py), so this module computes its
+own. Each loss is a mean over all tokens of an update: a rank adds the sum over its own tokens,
+divided by `num_step_tokens`, and the gradient reduction sums over ranks. The number of
+micro-batches and ranks therefore does not scale it. Padding is not counted.
 """
 
 from __future__ import annotations
@@ -31,19 +33,20 @@ class Router(TopKRouter):
     """Megatron's router, computed in fp32 (`moe_router_dtype`), that drops no token.
 
     Attributes:
-        aux_loss, z_loss: coefficients; 0: no such loss.
-        num_step_tokens: tokens of the update over all ranks, the denominator of both.
-        tokens_E: how many tokens each expert got since `clear`, on this rank.
-        entropy: sum of the entropy of the router's shares over these tokens, nats.
-        routed: the experts that the engine chose for the micro-batch under way; None: the router
-            chooses (models/megatron/router_replay.py).
-        replayed: what was counted of these since `clear`, as `Counted`.
+        aux_loss, z_loss: Coefficients of the losses; 0 turns a loss off.
+        num_step_tokens: Number of tokens of the update over all ranks, the denominator of both
+            losses.
+        tokens_E: Number of tokens of each expert since `clear`, on this rank.
+        entropy: Sum over these tokens of the entropy of the expert scores, nats.
+        routed: Experts that the engine chose for the current micro-batch; None if the router
+            chooses (router_replay.py).
+        replayed: Counts of replays since `clear`, as in `Counted`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Megatron (0.16.1) makes the weight on the CPU and moves it in the first forward pass:
-        # too late for what reads it before, as an export does.
+        # Megatron (0.16.1) makes the weight on the CPU and moves it in the first forward pass,
+        # too late for an export before that.
         self.weight.data = self.weight.data.to(torch.cuda.current_device())
         self.aux_loss = self.z_loss = 0.0
         self.num_step_tokens = 1
@@ -53,27 +56,31 @@ class Router(TopKRouter):
         self.replayed: Tensor | None = None
 
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
-        """Counts nothing: Megatron's own count (0.16.1) takes no padding mask of its shape, and
-        `tokens_E` has what the bias is updated by.
+        """Does nothing.
+
+        Megatron's own count (0.16.1) accepts no padding mask of this shape; the bias is updated
+        from `tokens_E`.
         """
 
     def clear(self) -> None:
-        """Forgets what was counted."""
+        """Resets the counts."""
         self.tokens_E = self.entropy = self.replayed = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the weight of each expert for each token, 0 where it is not chosen, and which are
-        chosen: (T, E) both. In training it counts them, and attaches the losses to the weights.
+        """Returns the weights of the experts, 0 where not chosen, and the chosen experts, both (T,
+        E).
+
+        In training it also counts tokens, and attaches the losses to the weights.
 
         Args:
             logits: (S, 1, E).
-            padding_mask: (S, 1) bool, which positions hold no token; None: none.
+            padding_mask: (S, 1) bool, true at padding; None if there is no padding.
         """
         replay, predicts_T = self._replay(logits.size(0) * logits.size(1))
         self.router_replay = replay
         probs_TE, chosen_TE = super().routing(logits, padding_mask)
         self.router_replay = None
-        if not (self.training and torch.is_grad_enabled()):  # nor a pass that is made anew later
+        if not (self.training and torch.is_grad_enabled()):  # the recomputed pass counts
             return probs_TE, chosen_TE
         logits_TE = logits.view(-1, logits.size(-1))
         is_token_T = torch.ones_like(chosen_TE[:, 0])
@@ -90,7 +97,9 @@ class Router(TopKRouter):
         return probs_TE, chosen_TE
 
     def _replay(self, num_tokens: int) -> tuple[Replay | None, Tensor | None]:
-        """Returns the choices for this rank's tokens, and which predict response tokens."""
+        """Returns the replayed choices for this rank's tokens, and which tokens predict a response
+        token.
+        """
         if self.routed is None:
             return None, None
         layer = expert_layer_index(self.config.moe_layer_freq, self.layer_number)
@@ -106,8 +115,9 @@ class Router(TopKRouter):
             self.tokens_E, self.entropy = self.tokens_E + tokens_E, self.entropy + entropy
 
     def _shares(self, logits_TE: Tensor) -> Tensor:
-        """Returns the shares of the experts' scores, (T, E) fp32: the softmax, or sigmoids divided
-        by their sum.
+        """Returns scores of the experts that sum to 1, (T, E) fp32.
+
+        They are a softmax, or sigmoids divided by their sum.
         """
         if self.score_function == "softmax":
             return logits_TE.float().softmax(-1)
@@ -115,12 +125,14 @@ class Router(TopKRouter):
         return scores_TE / scores_TE.sum(-1, keepdim=True)
 
     def _loss(self, logits_TE: Tensor, is_token_T: Tensor, tokens_E: Tensor) -> Tensor | None:
-        """Returns what this rank's tokens of the micro-batch add to the losses; None: nothing."""
+        """Returns the auxiliary losses of this rank's tokens of the micro-batch; None if both are
+        off.
+        """
         loss: Tensor | None = None
         if self.aux_loss:
-            # Fedus et al. 2022, "Switch Transformers", eq. 4, for several experts a token: E * the
-            # sum over experts of (share of the choices) * (mean probability), over the tokens of
-            # the micro-batch, weighted with how many they are.
+            # Fedus et al. 2022, "Switch Transformers", eq. 4, for several experts per token: E *
+            # sum over experts of (share of the choices) * (mean probability). Both are over the
+            # tokens of the micro-batch, whose number is its weight.
             whole_E = tokens_E.to(torch.float32, copy=True)
             dist.all_reduce(whole_E, group=self.tp_cp_group)
             share_E = whole_E / whole_E.sum().clamp(min=1)
@@ -134,7 +146,7 @@ class Router(TopKRouter):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Passes a tensor on; in the backward pass gives a loss beside it the gradient 1."""
+    """Passes a tensor through; the backward pass gives `loss` the gradient 1."""
 
     @staticmethod
     def forward(ctx: Any, passed: Tensor, loss: Tensor) -> Tensor:
@@ -154,8 +166,10 @@ def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
 
 
 def load_of(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int) -> Tensor:
-    """Returns what this rank's routers have counted, (L, E + 1) float64 on the CPU: of each layer
-    the tokens of each expert, and the sum of entropies. Adding up over all ranks gives the whole.
+    """Returns the counts of this rank's routers, (L, E + 1) float64 on the CPU.
+
+    A row has the number of tokens of each expert of a layer, then the sum of entropies. The sum
+    over all ranks is the load of the model.
     """
     found = torch.zeros(num_layers, num_experts + 1, dtype=torch.float64)
     for router in routers(chunks):
@@ -169,13 +183,16 @@ def load_of(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int
 
 @torch.no_grad()
 def balance(chunks: Iterable[torch.nn.Module], load: Tensor, rate: float) -> None:
-    """Moves the bias of every expert by `rate` towards even use: down where it got more tokens than
-    the mean of its layer, up where fewer (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
+    """Moves the bias of every expert by `rate` towards even use.
+
+    The bias of an expert goes down if it got more tokens than the mean of its layer, up if fewer
+    (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
 
     Args:
-        chunks: of a model on this rank, whose routers have biases; frozen routers keep theirs.
-        load: as from `load_of`, of all ranks.
-        rate: of the step.
+        chunks: Chunks of a model on this rank, whose routers have biases; frozen routers are
+            skipped.
+        load: Sum of `load_of` over all ranks.
+        rate: Size of the change.
     """
     for router in routers(chunks):
         if not has_trained(router):
@@ -185,7 +202,7 @@ def balance(chunks: Iterable[torch.nn.Module], load: Tensor, rate: float) -> Non
 
 
 def replayed_of(chunks: Iterable[torch.nn.Module], num_layers: int) -> Tensor:
-    """Returns what this rank's routers have counted of replays, (L, COUNTS) float64 on the CPU."""
+    """Returns the replay counts of this rank's routers, (L, COUNTS) float64 on the CPU."""
     found = torch.zeros(num_layers, COUNTS, dtype=torch.float64)
     for router in routers(chunks):
         if router.replayed is not None:
@@ -194,17 +211,17 @@ def replayed_of(chunks: Iterable[torch.nn.Module], num_layers: int) -> Tensor:
 
 
 def load_metrics(load: Tensor, experts_per_token: int) -> dict[str, float]:
-    """Returns how evenly the experts of a model are used.
+    """Returns metrics of how evenly a model uses its experts.
 
     Args:
-        load: from `load_of`, of all ranks.
-        experts_per_token: experts that compute with a token.
+        load: Sum of `load_of` over all ranks.
+        experts_per_token: Number of experts that compute each token.
 
     Returns:
-        `max_load`: tokens of the busiest expert of any layer, as a multiple of the mean over its
-        layer; 1 is even. `unused_experts`: how many of all layers got no token.
-        `routing_entropy`: of the router's shares, mean over tokens and layers, nats. The first and
-        the last of each layer too: `max_load/layer_3`, layers from 0.
+        `max_load`: tokens of the busiest expert of any layer, as a multiple of its layer's mean; 1
+        is even. `unused_experts`: number of experts, over all layers, without a token.
+        `routing_entropy`: entropy of the expert scores, mean over tokens and layers, nats.
+        `max_load/layer_3` and `routing_entropy/layer_3` are those of one layer, counted from 0.
     """
     is_used_L = load[:, :-1].sum(1) > 0  # dense layers have no counts
     used = load[is_used_L]

@@ -1,10 +1,10 @@
-"""Routers that take the experts which the rollout engine chose, in place of their own choice.
+"""Replay of the experts that the rollout engine chose, in place of the router's own choice.
 
 Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers"
-(rollout routing replay). The router computes its own probabilities, with gradients, and the
-recorded experts are weighed by them as those of its own choice would be. The choices go with the
-micro-batch: a layer that is computed anew in the backward pass finds them where the forward pass
-did. Positions without a record (padding, the last token of a sample) keep the router's choice.
+(rollout routing replay). The router computes its own probabilities, with gradients, and weighs the
+recorded experts by them as it would weigh its own choice. The choices are part of the micro-batch,
+so a layer that is recomputed in the backward pass finds the same ones. Positions without a record
+(padding, the last token of a sample) keep the router's choice.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.models.inputs import PREDICTS, ExtraInputs
 
-COUNTS = 4  # of `Counted`
+COUNTS = 4  # fields of `Counted`
 _IS_ROUTED = f"{ROUTED_EXPERTS}.is_there"
 
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The recorded choices of one micro-batch, of the positions of one context-parallel rank.
+    """Recorded experts of one micro-batch, for the positions of one context-parallel rank.
 
     Args:
-        experts_SLK: of each position, layer with experts and expert of a token, the expert's
-            number; uint8 or int16.
-        is_routed_S: which positions have a record.
-        predicts_S: which predict a response token.
+        experts_SLK: Experts of each position in each layer with experts; uint8 or int16.
+        is_routed_S: Whether a position has a record.
+        predicts_S: Whether a position predicts a response token.
     """
 
     experts_SLK: Tensor
@@ -47,17 +46,17 @@ class RoutedExperts:
 
     @staticmethod
     def of(inputs: Mapping[str, Tensor]) -> RoutedExperts | None:
-        """Returns the choices among a micro-batch's model inputs, None where there are none."""
+        """Returns the recorded experts among a micro-batch's model inputs; None without any."""
         if ROUTED_EXPERTS not in inputs:
             return None
         return RoutedExperts(inputs[ROUTED_EXPERTS], inputs[_IS_ROUTED], inputs[PREDICTS])
 
 
 class ExpertInputs(ExtraInputs):
-    """The choices as inputs of a model.
+    """Recorded experts as inputs of a model.
 
     Args:
-        shape: Of the model, which has experts.
+        shape: Sizes of the model, which has experts.
     """
 
     blobs = (ROUTED_EXPERTS,)
@@ -71,11 +70,11 @@ class ExpertInputs(ExtraInputs):
         self._num_experts = shape.moe.num_experts
 
     def prepare(self, micro: MicroBatch, batch: RolloutBatch) -> Mapping[str, ModelTensor]:
-        """Returns each position's choices and whether it has any; nothing where the batch has none.
+        """Returns the recorded experts of each position; empty if the batch has none.
 
         Raises:
-            BatchError: they are another model's. Found here on the host, since a device would stop
-                at an expert that there is not.
+            BatchError: They do not fit the model. The check runs on the host, since an expert index
+                out of range would stop a GPU.
         """
         packed, (num_layers, per_token) = micro.model_inputs, self._sizes
         if ROUTED_EXPERTS not in packed:
@@ -83,7 +82,7 @@ class ExpertInputs(ExtraInputs):
         experts_SK = packed[ROUTED_EXPERTS].value
         if experts_SK.shape[1] != num_layers * per_token:
             got = f"came with {experts_SK.shape[1]} experts a token"
-            raise _unfit(got, f"{num_layers} layers with experts of {per_token} experts a token")
+            raise _unfit(got, f"{per_token} experts a token in each of {num_layers} layers")
         low, high = map(int, experts_SK.aminmax()) if experts_SK.numel() else (0, 0)
         if low < 0 or high >= self._num_experts:
             got = f"came with expert {low if low < 0 else high}"
@@ -100,13 +99,14 @@ def _unfit(got: str, expected: str) -> BatchError:
 
 
 class Replay:
-    """The choices for one call of a router, with the interface of Megatron's RouterReplay
-    (moe_utils.py, topk_routing_with_score_function, 0.16.1): that one is a list of the process, in
-    which the routers of several models would meet.
+    """Recorded experts for one call of a router, with the interface of Megatron's RouterReplay.
+
+    Megatron's class (moe_utils.py, topk_routing_with_score_function, 0.16.1) keeps one list per
+    process, in which the routers of several models would mix.
 
     Args:
-        experts_TK: of the tokens of this rank.
-        is_routed_T: which of them have a record.
+        experts_TK: Experts of this rank's tokens.
+        is_routed_T: Whether a token has a record.
     """
 
     def __init__(self, experts_TK: Tensor, is_routed_T: Tensor) -> None:
@@ -128,16 +128,19 @@ class Replay:
         return scores.gather(1, chosen_TK), chosen_TK
 
     def agreeing(self) -> Tensor:
-        """Returns of each token how many of its recorded experts the router would choose: (T,)."""
+        """Returns, for each token, how many recorded experts the router would choose too, (T,)."""
         assert self.own_TK is not None  # the router has chosen
         return (self.experts_TK[:, :, None] == self.own_TK[:, None]).any(2).sum(1)
 
 
 class Counted(NamedTuple):
-    """What a router counts of replays; sums over ranks and micro-batches.
+    """Counts of replays by a router, to be summed over ranks and micro-batches.
 
-    predicting: positions that predict a response token; replayed: of these, those with a record;
-    agreeing: experts of these that the router would have chosen too; own: tokens without a record.
+    Args:
+        predicting: Positions that predict a response token.
+        replayed: Positions among these with a record.
+        agreeing: Recorded experts of the replayed positions that the router would choose too.
+        own: Tokens without a record.
     """
 
     predicting: Tensor
@@ -158,10 +161,10 @@ class Counted(NamedTuple):
 
 
 class ReplayingLayer(TransformerLayer):
-    """Megatron's layer, which hands the choices of its micro-batch to its router."""
+    """Megatron's layer that passes the recorded experts of its micro-batch to its router."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what Megatron's does."""
+        """Returns what Megatron's layer returns."""
         packed: Any = kwargs.get("packed_seq_params")
         self.mlp.router.routed = None if packed is None else RoutedExperts.of(packed.model_inputs)
         return super().forward(*args, **kwargs)
@@ -170,13 +173,14 @@ class ReplayingLayer(TransformerLayer):
 def replay_of(
     routed: RoutedExperts, num_tokens: int, layer: int, group: dist.ProcessGroup
 ) -> tuple[Replay, Tensor]:
-    """Returns the choices of a layer for this rank's tokens, and which predict response tokens.
+    """Returns a layer's recorded experts for this rank's tokens, and which predict response tokens.
 
     Args:
-        routed: of the micro-batch.
-        num_tokens: of this rank: with sequence parallelism, its share of the positions.
-        layer: which of those with experts, from 0.
-        group: tensor-parallel, whose ranks share the positions in order.
+        routed: Recorded experts of the micro-batch.
+        num_tokens: Number of this rank's tokens; with sequence parallelism, its share of the
+            positions.
+        layer: Index among the layers with experts, from 0.
+        group: Tensor-parallel group, whose ranks share the positions in order.
     """
     start = 0 if len(routed.is_routed_S) == num_tokens else dist.get_rank(group) * num_tokens
     share = slice(start, start + num_tokens)
@@ -185,20 +189,20 @@ def replay_of(
 
 
 def expert_layer_index(moe_layer_freq: Sequence[int], layer_number: int) -> int:
-    """Returns which of the layers with experts a layer is, from 0.
+    """Returns the index of a layer among the layers with experts, from 0.
 
     Args:
         moe_layer_freq: 1 for each layer with experts, else 0.
-        layer_number: Megatron's, from 1.
+        layer_number: Megatron's number of the layer, from 1.
     """
     return list(accumulate(moe_layer_freq))[layer_number - 1] - 1
 
 
 def check_layers(chunks: Iterable[torch.nn.Module]) -> None:
-    """Refuses layers that do not know of recorded choices.
+    """Checks that all layers with experts can replay recorded experts.
 
     Raises:
-        UserError: naming the class of the first.
+        UserError: A layer cannot; names its class.
     """
     for chunk in chunks:
         for part in chunk.modules():
@@ -207,25 +211,24 @@ def check_layers(chunks: Iterable[torch.nn.Module]) -> None:
                 raise UserError(
                     "algorithm.router_replay",
                     "rollout",
-                    f"off with {type(part).__name__}, a layer of the model's family that does not "
-                    "know of recorded experts",
-                    "Set algorithm.router_replay=off, or leave layers with experts to hybridrl.",
+                    f"off with {type(part).__name__}, a layer that cannot replay experts",
+                    "Set algorithm.router_replay=off, or use hybridrl's layers with experts.",
                 )
 
 
 def replay_metrics(counts: Tensor, shape: ModelShape) -> dict[str, float]:
-    """Returns what became of the recorded experts in an update.
+    """Returns metrics of the replays in an update.
 
     Args:
-        counts: (L, COUNTS) as `Counted`, of all ranks, a row for each layer of the model.
-        shape: of the model, which has experts.
+        counts: (L, COUNTS) as in `Counted`, over all ranks, one row per layer of the model.
+        shape: Sizes of the model, which has experts.
 
     Returns:
-        `replayed_share`: of the choices for positions that predict response tokens, in all layers
-        with experts, those that were the engine's; 1 where nothing is wrong, less where a layer
-        was not handed its record. `agreed_share`: of these, the experts that the trainer's router
-        would have chosen too. `own_choice_tokens`: tokens without a record, mean over layers.
-        Nothing if no layer saw a record.
+        `replayed_share`: share of the choices for positions that predict response tokens, over all
+        layers with experts, that came from the engine; below 1 if a layer got no record.
+        `agreed_share`: share of the replayed experts that the trainer's router would have chosen
+        too. `own_choice_tokens`: tokens without a record, mean over layers. Empty if no layer saw a
+        record.
     """
     if shape.moe is None:
         raise ValueError("the model has no experts")

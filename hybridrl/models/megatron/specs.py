@@ -1,9 +1,9 @@
-"""How Megatron-Core says what a part of a layer is built of, which differs between its versions.
+"""Access to the parts of Megatron-Core's layer specs, which differ between its versions.
 
-In 0.16.1 it is a `ModuleSpec` of a class and its submodules. In 0.19 feed-forward layers, mixtures
-of experts and their parts are a `functools.partial` of a class, of its class method
+In 0.16.1 a part is a `ModuleSpec` of a class and its submodules. In 0.19 feed-forward layers,
+mixtures of experts and their parts are a `functools.partial` of a class, of its class method
 `as_mlp_submodule` or of a function, with `submodules` among its keywords. The functions here read
-and change both.
+and change both forms.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def submodules_of(part: Any) -> Any:
-    """Returns the submodules that a part is built of, the object itself."""
+    """Returns the submodules of a part: the object itself, not a copy."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 def module_of(part: Any) -> Any:
-    """Returns the class that a part is of; None: it is built in a way of its own."""
+    """Returns the class, or for a partial of a function the function, that builds a part; else
+    None.
+    """
     if isinstance(part, ModuleSpec):
         return part.module
     if isinstance(part, partial):
@@ -31,11 +33,11 @@ def module_of(part: Any) -> Any:
 
 
 def with_module(part: Any, module: type) -> Any:
-    """Returns a part that is of another class and built of the same submodules.
+    """Returns a copy of a part with another class and the same submodules.
 
     Args:
-        part: as Megatron says it.
-        module: a subclass of what it is of.
+        part: Part of a Megatron layer spec.
+        module: Subclass of the part's class.
     """
     if isinstance(part, ModuleSpec):
         return dataclasses.replace(part, module=module)

@@ -24,9 +24,9 @@ from hybridrl.hybrid_engine.planning.nodes import planned_ms, predict, transfer_
 from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.hybrid_engine.planning.plan import Plan, PlannedOps, plan_reshard
 from hybridrl.loop.preflight import model_violations
-from hybridrl.models.families.by_length import said_of_length
+from hybridrl.models.families.by_length import positions_summary
 from hybridrl.models.family import read_model
-from hybridrl.models.trainable import said_of_freeze
+from hybridrl.models.trainable import trained_summary
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.alike import transport_of
@@ -150,8 +150,8 @@ def _report(
         "verdict": verdict,
         "step": _step(config, roles, placement, assumed),
         "gpu_memory_bytes": assumed.gpu_memory_bytes if assumed else None,
-        "positions": said_of_length(hf_config, config.longest_sequence()),
-        "trained": said_of_freeze(config.train.freeze, family, shape) or None,
+        "positions": positions_summary(hf_config, config.longest_sequence()),
+        "trained": trained_summary(config.train.freeze, family, shape) or None,
         "train": {axis: getattr(laid.layout, axis) for axis in (*SIZES, *expert_axes)},
         "order": {
             "axes": order,
