@@ -137,8 +137,8 @@ def _partly_frozen(
             elif kind == "bias" and not any(matched):
                 biases[module, layer] = names
     # Megatron computes no gradient for the bias of a frozen weight.
-    for module, names in biases.items():
-        if module in frozen_weights:
+    for weight, names in biases.items():
+        if weight in frozen_weights:
             allowed = f"{names} frozen with the weight"
             yield UserError(KEY, ", ".join(freeze), allowed, "Freeze the bias too, or train both.")
             return
