@@ -1,4 +1,4 @@
-"""The table of algorithms by name. Importing it imports no torch; `make_algorithm` does."""
+"""Table of algorithms by name. Importing it imports no torch; `make_algorithm` does."""
 
 from __future__ import annotations
 
@@ -50,60 +50,59 @@ _METHODS = ("name", "needs", "advantages", "denominator", "loss")
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """Makes the algorithm that the section names.
+    """Creates the algorithm of a config section.
 
-    One of the table gets its section; a user's class, `package.module:Class`, gets the section's
-    `options` as keyword arguments.
+    A built-in algorithm gets the section. A user's class, `package.module:Class`, gets the
+    section's `options` as keyword arguments.
 
     Raises:
-        UserError: the class cannot be imported or made, or lacks a part of an Algorithm.
+        UserError: The class cannot be imported or created, or lacks a member of `Algorithm`.
     """
     if not isinstance(config, CustomAlgorithmConfig):
-        made: Algorithm = imported(ALGORITHMS[config.name])(config)
-        return made
+        builtin: Algorithm = imported(ALGORITHMS[config.name])(config)
+        return builtin
     try:
         algorithm: Algorithm = imported(config.name)(**config.options)
     except ImportError as error:
-        raise _not_made(config.name, said(error)) from error
+        raise _unusable(config.name, said(error)) from error
     except UserError:
         raise
     except Exception as error:  # the user's code may raise anything
-        raise _not_made(config.name, f"{type(error).__name__}: {said(error)}") from error
+        raise _unusable(config.name, f"{type(error).__name__}: {said(error)}") from error
     required = [*_METHODS]
     if hasattr(algorithm, "needs"):
         if not isinstance(algorithm.needs, Needs):
             reason = f"Its needs are {short(algorithm.needs)}, no hybridrl.config.needs.Needs."
-            raise _not_made(config.name, reason)
+            raise _unusable(config.name, reason)
         if algorithm.needs.values:
             required.append("value_loss")
     missing = [name for name in required if not hasattr(algorithm, name)]
     if missing:
-        raise _not_made(config.name, f"It has no {', '.join(missing)}.")
+        raise _unusable(config.name, f"It has no {', '.join(missing)}.")
     return algorithm
 
 
 def needs_of(config: AlgorithmConfig) -> Needs:
-    """Returns what the algorithm of a section needs.
+    """Returns the needs of a section's algorithm.
 
-    A section of the table says so itself. A user's own class is imported and made, as for a run,
-    because nothing else knows.
+    Sections of built-in algorithms state them. A user's class has to be imported and created.
 
     Raises:
-        UserError: as of `make_algorithm`.
+        UserError: See `make_algorithm`.
     """
     return make_algorithm(config).needs if config.needs is None else config.needs
 
 
 def not_a_term(term: str, algorithm: str) -> UserError:
-    """Returns the error of a term in the section `mix` whose algorithm cannot be one."""
+    """Returns the error for an algorithm that the section `mix` cannot use as a term."""
     return UserError(
         f"mix.{term}.algorithm.name",
         algorithm,
-        "an algorithm of the policy alone, without rollouts, critic, teacher and state",
-        "Make it the main algorithm.",
+        "an algorithm without rollouts, critic, teacher and state",
+        "Make it the main algorithm: set algorithm.name.",
     )
 
 
-def _not_made(path: str, reason: str) -> UserError:
-    allowed = f"{', '.join(ALGORITHMS)} or package.module:Class of an Algorithm"
+def _unusable(path: str, reason: str) -> UserError:
+    allowed = f"{', '.join(ALGORITHMS)} or package.module:Class"
     return UserError("algorithm.name", path, allowed, reason)

@@ -1,10 +1,10 @@
-"""What an algorithm is: which columns it needs, its advantages, its denominator and its loss.
+"""Interface of algorithms: the columns they need, their advantages, denominator and loss.
 
-An algorithm sees per-token log-probabilities, never logits. In `advantages` and `denominator` it
-sees the per-sample columns of the whole step on every rank, and the token columns of the samples
-that this rank trains on (batch.py); what it says of all tokens it takes from over_tokens.py. In
-`loss` it sees one micro-batch (of one context-parallel rank). So it must give the same gradient
-however the batch is cut. Owns no tensor.
+An algorithm sees log-probabilities of tokens, never logits. `advantages` and `denominator` see the
+per-sample columns of the whole step on every rank, but token columns only for the samples that this
+rank trains on (contracts/batch.py); over_tokens.py computes statistics over the tokens of all
+ranks. `loss` sees one micro-batch of one context-parallel rank. Invariant: the sum of a
+mini-batch's gradients is the same for every way to cut it into micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hybridrl.contracts.batch import MicroBatch, ScoredBatch, TrainBatch
 
 @dataclass(frozen=True)
 class LossOutput:
-    """What a loss returns for one micro-batch.
+    """Loss of one micro-batch.
 
     Args:
-        loss: scalar with a gradient, already divided by the global denominator; the batch's loss
-            is the plain sum over micro-batches and ranks.
-        metrics: detached scalars. Sums over positions, to be added up and divided by the number of
-            response tokens, whatever the denominator is; a name that ends in `_max` is a maximum
-            instead.
+        loss: Scalar with a gradient, already divided by the global denominator. The mini-batch's
+            loss is the plain sum over micro-batches and ranks.
+        metrics: Detached scalars, each a sum over positions. The trainer adds them up and divides
+            by the number of response tokens, whatever the denominator is. It takes the maximum if
+            the name ends in `_max`.
     """
 
     loss: Tensor
@@ -36,26 +36,26 @@ class LossOutput:
 
 
 class Algorithm(Protocol):
-    """What the trainer calls; see the module for who sees what."""
+    """Methods that every algorithm has."""
 
     @property
     def name(self) -> str:
-        """The name in messages."""
+        """Name in messages."""
         ...
 
     @property
     def needs(self) -> Needs:
-        """What must be computed for it."""
+        """Columns and models that the trainer has to provide."""
         ...
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the step's batch with `advantages_T` (and `returns_T` for a critic) filled; all
-        ranks call.
+        """Returns the step's batch with `advantages_T`, and with `returns_T` for a critic. All
+        ranks call it.
         """
         ...
 
     def denominator(self, batch: TrainBatch) -> float:
-        """Returns what the losses of this mini-batch are divided by, all ranks' samples counted."""
+        """Returns the divisor of this mini-batch's losses, counted over all ranks."""
         ...
 
     def loss(
@@ -64,29 +64,30 @@ class Algorithm(Protocol):
         """Returns the policy's loss on the positions of a micro-batch.
 
         Args:
-            logp_S: log-probability of each position's target under the policy, with a gradient; an
-                algorithm with `needs.teacher_top` gets those of `micro.teacher_tokens_SK`, (S, K).
-            entropy_S: entropy of the policy at each position, nats.
-            micro: the columns at the same positions; only `loss_mask_S` may count.
-            denominator: as `denominator` gave it for the whole mini-batch.
+            logp_S: Log-probability of each position's target token under the policy, with a
+                gradient. With `needs.teacher_top` it has shape (S, K) and the tokens are
+                `micro.teacher_tokens_SK`.
+            entropy_S: Entropy of the policy at each position, in nats.
+            micro: Columns at the same positions. Only positions in `loss_mask_S` may contribute.
+            denominator: Result of `denominator` for the whole mini-batch.
         """
         ...
 
 
 @runtime_checkable
 class AdaptiveAlgorithm(Algorithm, Protocol):
-    """An algorithm with a state: it changes once a step, and is part of a checkpoint."""
+    """An algorithm with a state that changes once per step and is saved in checkpoints."""
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes in the step's batch after its updates; returns metrics, the same on all ranks."""
+        """Updates the state from the step's batch; returns metrics, equal on all ranks."""
         ...
 
     def state(self) -> dict[str, float]:
-        """Returns what `load_state` needs, for JSON."""
+        """Returns the state for `load_state`, as values that JSON can hold."""
         ...
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Goes on from a state."""
+        """Restores a state."""
         ...
 
 
@@ -96,21 +97,21 @@ class GroupAlgorithm(Algorithm, Protocol):
 
     @property
     def max_resampling(self) -> int:
-        """Rounds in which such groups are replaced by further prompts'."""
+        """Maximum number of rounds that replace such groups by samples of other prompts."""
         ...
 
     def uninformative(self, batch: ScoredBatch) -> Tensor:
-        """Returns which samples are in such groups, all of a group or none: (B,) bool."""
+        """Returns a mask of the samples in such groups, whole groups only: (B,) bool."""
         ...
 
 
 @runtime_checkable
 class SelectiveAlgorithm(Algorithm, Protocol):
-    """An algorithm that learns from some of a step's samples only."""
+    """An algorithm that learns from only some of a step's samples."""
 
     def selected(self, batch: ScoredBatch) -> Tensor:
-        """Returns the indices of those samples, at least one: (N,) int64. `advantages` takes either
-        the whole batch or these alone.
+        """Returns the indices of those samples, at least one: (N,) int64. `advantages` accepts the
+        whole batch as well as the selected samples.
         """
         ...
 
@@ -125,5 +126,5 @@ class CriticAlgorithm(Algorithm, Protocol):
 
 
 def num_response_tokens(batch: TrainBatch) -> float:
-    """Returns the denominator of a mean over all response tokens of a mini-batch."""
+    """Returns the number of response tokens, the denominator of a mean over them."""
     return float(batch.response_lengths_B.sum())

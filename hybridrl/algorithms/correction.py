@@ -1,8 +1,8 @@
-"""Off-policy correction: importance weights, rejection, and what to say of them. Pure functions.
+"""Off-policy correction: importance weights, rejection and their metrics. Pure functions.
 
-The ratio k = old / behaviour is that of the policy at the start of the step to the one that was
-sampled from; with the objective's own ratio, current / old, it makes decoupled PPO (Hilton et al.
-2021, arXiv 2110.00641). Nothing here has a gradient.
+The ratio k = old / behaviour compares the policy at the start of the step with the policy that
+sampled the tokens. With the objective's own ratio, current / old, it makes decoupled PPO (Hilton et
+al. 2021, arXiv 2110.00641). Nothing here has a gradient.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hybridrl.config.correction import CorrectionConfig, Level
 from hybridrl.contracts.batch import RolloutBatch
 
 Sum = Callable[[Tensor], Tensor]
-"""Returns at each token the sum over its response."""
+"""Function that returns the sum over each token's response."""
 
 
 def ratio(log_ratio_N: Tensor, level: Level, sum_of: Sum) -> Tensor:
-    """Returns at each token k of the level, between exp(-20) and exp(20).
+    """Returns k at each token, clamped to [exp(-20), exp(20)].
 
     Args:
-        log_ratio_N: old - behaviour, a token.
+        log_ratio_N: d_t = old - behaviour log-probability of each token.
         level: token: exp(d_t); sequence: exp(sum_t d_t); geometric: exp(mean_t d_t); none: 1.
-        sum_of: over the response of each token.
+        sum_of: Function that returns the sum over each token's response.
     """
     if level == "none":
         return torch.ones_like(log_ratio_N)
@@ -41,60 +41,68 @@ def ratio(log_ratio_N: Tensor, level: Level, sum_of: Sum) -> Tensor:
 
 
 def bounded(ratio_N: Tensor, config: CorrectionConfig) -> Tensor:
-    """Returns the importance weights: truncated to [min, max] (TIS, Yao et al. 2025,
-    fengyao.notion.site/off-policy-rl), or 0 outside of it (with level token IcePop, Ling team 2025,
-    arXiv 2510.18855; with sequence masked importance sampling, Liu, Li et al. 2025,
-    richardli.xyz/rl-collapse).
+    """Returns the importance weights.
+
+    If `bound` is truncate, k is clamped to [min, max] (TIS, Yao et al. 2025,
+    fengyao.notion.site/off-policy-rl). Otherwise weights outside of [min, max] are 0: IcePop with
+    the level token (Ling team 2025, arXiv 2510.18855), masked importance sampling with the level
+    sequence (Liu, Li et al. 2025, richardli.xyz/rl-collapse).
     """
     if config.bound == "truncate":
         return ratio_N.clamp(config.min, config.max)
     return ratio_N.masked_fill((ratio_N < config.min) | (ratio_N > config.max), 0.0)
 
 
-def kept(ratio_N: Tensor, config: CorrectionConfig) -> Tensor:
-    """Returns where the ratio is within the bounds of rejection."""
+def is_kept(ratio_N: Tensor, config: CorrectionConfig) -> Tensor:
+    """Returns a mask of the tokens whose ratio is within the bounds of rejection."""
     low, high = config.reject_bounds
     return (ratio_N >= low) & (ratio_N <= high)
 
 
 def weights(log_ratio_N: Tensor, config: CorrectionConfig, sum_of: Sum) -> Tensor:
-    """Returns what each token's objective is multiplied by; arguments as of `ratio`."""
+    """Returns the factor of each token's objective; arguments as in `ratio`."""
     weight_N = torch.ones_like(log_ratio_N)
     if config.weight != "none":
         weight_N = bounded(ratio(log_ratio_N, config.weight, sum_of), config)
     if config.reject != "none":
-        weight_N = weight_N * kept(ratio(log_ratio_N, config.reject, sum_of), config)
+        weight_N = weight_N * is_kept(ratio(log_ratio_N, config.reject, sum_of), config)
     return weight_N
 
 
 def off_policy_metrics(
     batch: RolloutBatch, old_logp_T: Tensor, config: CorrectionConfig | None = None
 ) -> dict[str, float]:
-    """Returns how far the behaviour policy is from the one at the start of the step.
+    """Measures the distance of the behaviour policy from the policy at the start of the step.
 
-    `mismatch/*` always. Of each response i, with d_t = old - behaviour of its token t,
-    e_i = -mean_t behaviour, the engine's log-perplexity, and o_i = -mean_t old, the trainer's:
-    `rollout_ppl` = mean_i exp(e_i), `training_ppl` = mean_i exp(o_i), `*_log_ppl` = mean_i of e_i
-    and of o_i, `log_ppl_diff` = mean_i (o_i - e_i), above 0 where the trainer is the less
-    confident, with the mean of its absolute value, its largest and its least, and `ppl_ratio` =
-    mean_i exp(o_i - e_i). Over all tokens `kl_k1` = mean(-d_t) and `chi2_token` = mean(k^2) - 1,
-    k = exp(d_t); `chi2_sequence` = mean_i (exp(sum_t d_t)^2) - 1. These are what the code of verl's
-    rollout correction computes (verl/trainer/ppo/rollout_corr_helper.py); its documentation
-    (docs/algo/rollout_corr.md) has another sign of `log_ppl_diff` and another `ppl_ratio`.
-    `correction/*` where there are weights or a rejection.
+    `mismatch/*` is always returned. For response i let d_t = old - behaviour at token t, e_i =
+    -mean_t behaviour (the engine's log-perplexity) and o_i = -mean_t old (the trainer's).
+
+        rollout_ppl, training_ppl: mean_i exp(e_i), mean_i exp(o_i).
+        rollout_log_ppl, training_log_ppl: mean_i e_i, mean_i o_i.
+        log_ppl_diff: mean_i (o_i - e_i), above 0 if the trainer is less confident; also the mean of
+            the absolute value, the maximum and the minimum.
+        ppl_ratio: mean_i exp(o_i - e_i).
+        kl_k1, chi2_token: mean(-d_t) and mean(exp(d_t)^2) - 1 over all tokens.
+        chi2_sequence: mean_i exp(sum_t d_t)^2 - 1.
+
+    These are what the code of verl's rollout correction computes
+    (verl/trainer/ppo/rollout_corr_helper.py). Its documentation (docs/algo/rollout_corr.md) has the
+    opposite sign of `log_ppl_diff` and another `ppl_ratio`. `correction/*` is returned if `config`
+    sets weights or rejection.
 
     Args:
-        batch: its `behaviour_logp_T` are the engine's.
-        old_logp_T: of the policy at the start of the step, (T,) like the batch's own columns.
-        config: of the correction, if there is one.
+        batch: Samples with the engine's `behaviour_logp_T`.
+        old_logp_T: Log-probabilities of the policy at the start of the step, (T,) like the batch's
+            columns.
+        config: Section of the correction, if there is one.
     """
     lengths_B, over = batch.response_lengths_B, OverTokens(batch)
     engine_R, old_R = (
         response_values(column_T, batch).double()
         for column_T in (batch.behaviour_logp_T, old_logp_T)
     )
-    log_ratio_R, spread = old_R - engine_R, _Spread(batch.response_lengths_H)
-    square_R = ratio(log_ratio_R, "token", spread).square()
+    log_ratio_R, sum_of = old_R - engine_R, _ResponseSums(batch.response_lengths_H)
+    square_R = ratio(log_ratio_R, "token", sum_of).square()
     engine_B, old_B, log_ratio_B, square_B = over.sums(
         engine_R, old_R, log_ratio_R, square_R
     ).unbind(1)
@@ -116,56 +124,55 @@ def off_policy_metrics(
     }
     metrics = {f"mismatch/{name}": float(value) for name, value in found.items()}
     if config is not None:
-        metrics |= _correction_metrics(log_ratio_R, spread, over, lengths_B, config)
+        metrics |= _correction_metrics(log_ratio_R, sum_of, over, lengths_B, config)
     return metrics
 
 
-class _Spread:
-    """Sums over the responses on this rank, whose tokens lie one after the other."""
+class _ResponseSums:
+    """Function that returns the sum over each token's response, for the responses on this rank."""
 
     def __init__(self, lengths_H: Tensor) -> None:
         self._sample_R, self._num = torch.repeat_interleave(lengths_H), len(lengths_H)
 
     def __call__(self, value_R: Tensor) -> Tensor:
-        """Returns at each token the sum of its response."""
         return torch.bincount(self._sample_R, value_R, self._num)[self._sample_R]
 
 
 def _correction_metrics(
     log_ratio_R: Tensor,
-    spread: _Spread,
+    sum_of: Sum,
     over: OverTokens,
     lengths_B: Tensor,
     config: CorrectionConfig,
 ) -> dict[str, float]:
-    """Returns what there is to say of the weights before their bounds, k, and of what was rejected.
+    """Returns metrics of the weights k before their bounds, and of rejection.
 
-    `effective_sample_size` = (sum k)^2 / (n sum k^2), a share of the n tokens. `weight_*` of the
-    tokens' k and `sequence_weight_*` of the responses' means of k: mean, deviation, least, largest,
-    largest |k - 1|, and the shares above `max` and below `min` (1 / `max` where that is 0). The
-    deviation divides by n over tokens and by n - 1 over responses, which are few; 0 of one.
+    `effective_sample_size` = (sum k)^2 / (n sum k^2), a share of the n tokens. `weight_*` describe
+    the tokens' k, `sequence_weight_*` the responses' means of k: mean, standard deviation, minimum,
+    maximum, largest |k - 1|, and the shares above `max` and below `min` (1 / `max` if `min` is 0).
+    The deviation divides by n for tokens and by n - 1 for responses; it is 0 for one response.
     """
     metrics: dict[str, float] = {}
     if config.weight != "none":
-        weight_R = ratio(log_ratio_R, config.weight, spread)
-        of_tokens, mean_B = _weights_of_tokens(weight_R, over, lengths_B, config)
-        metrics |= {f"correction/{name}": value for name, value in of_tokens.items()}
+        weight_R = ratio(log_ratio_R, config.weight, sum_of)
+        token_metrics, mean_B = _token_weight_metrics(weight_R, over, lengths_B, config)
+        metrics |= {f"correction/{name}": value for name, value in token_metrics.items()}
         metrics |= {
             f"correction/sequence_weight_{name}": float(value)
-            for name, value in _weights_of_responses(mean_B, config).items()
+            for name, value in _response_weight_metrics(mean_B, config).items()
         }
     if config.reject != "none":
-        is_kept_R = kept(ratio(log_ratio_R, config.reject, spread), config)
-        lost_B = over.sums(~is_kept_R)[:, 0]
-        metrics["correction/rejected_tokens"] = float(lost_B.sum()) / over.num
-        metrics["correction/rejected_sequences"] = float((lost_B > 0).double().mean())
+        is_kept_R = is_kept(ratio(log_ratio_R, config.reject, sum_of), config)
+        rejected_B = over.sums(~is_kept_R)[:, 0]
+        metrics["correction/rejected_tokens"] = float(rejected_B.sum()) / over.num
+        metrics["correction/rejected_sequences"] = float((rejected_B > 0).double().mean())
     return metrics
 
 
-def _weights_of_tokens(
+def _token_weight_metrics(
     weight_R: Tensor, over: OverTokens, lengths_B: Tensor, config: CorrectionConfig
 ) -> tuple[dict[str, float], Tensor]:
-    """Returns what there is to say of all tokens' weights, and each response's mean: (B,)."""
+    """Returns metrics of all tokens' weights, and the mean weight of each response (B,)."""
     low = config.min or 1 / config.max
     sums_B4 = over.sums(weight_R, weight_R.square(), weight_R > config.max, weight_R < low)
     total, squares, num_high, num_low = sums_B4.sum(0).tolist()
@@ -184,7 +191,7 @@ def _weights_of_tokens(
     }, sums_B4[:, 0] / lengths_B
 
 
-def _weights_of_responses(weight_B: Tensor, config: CorrectionConfig) -> dict[str, Tensor]:
+def _response_weight_metrics(weight_B: Tensor, config: CorrectionConfig) -> dict[str, Tensor]:
     low = config.min or 1 / config.max
     return {
         "mean": weight_B.mean(),

@@ -1,9 +1,9 @@
-"""Group relative policy optimization (Shao et al. 2024, arXiv 2402.03300) and its relatives.
+"""Group relative policy optimization (Shao et al. 2024, arXiv 2402.03300) and its variants.
 
-All compare the samples of one prompt and train no critic; `config.algorithm.PRESETS` holds what
-each name changes. The loss of `grpo` is eq. 3 with the mean taken over all response tokens of the
-mini-batch instead of over each sample's tokens first, so that a token counts the same in a short
-and in a long response (Yu et al. 2025, arXiv 2503.14476, sec. 3.3).
+All of them compare the samples of one prompt and train no critic. `config.algorithm.PRESETS` holds
+the settings of each name. The loss of `grpo` is the paper's eq. 3, except that the mean is over all
+response tokens of the mini-batch, not first over those of each sample. So a token counts the same
+in short and long responses (Yu et al. 2025, arXiv 2503.14476, sec. 3.3).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms.advantage import (
+    clip_cov_advantages,
     divided_by_group_std,
     informative_scale,
+    kl_cov_mask,
     leave_one_out,
     minus_group_mean,
-    of_highest_covariance,
     pass_at_k,
     repeated,
     response_column,
@@ -26,7 +27,6 @@ from hybridrl.algorithms.advantage import (
     sample_column,
     token_keys,
     whiten,
-    without_high_covariance,
     zero_groups,
 )
 from hybridrl.algorithms.over_tokens import OverTokens
@@ -42,23 +42,22 @@ from hybridrl.contracts.batch import (
 )
 
 
-class Grpo(PolicyGradient):
-    """Compares the samples of one prompt with each other; needs no critic.
+class Grpo(PolicyGradient[GrpoConfig]):
+    """Compares the samples of one prompt with each other, without a critic.
 
-    The KL to the reference is a term of the loss (`kl_in: loss`, as in the paper), or the sum
-    over a sample's tokens is taken from its reward before the group is compared (`kl_in:
-    reward`).
+    With `kl_in: loss` the KL to the reference is a term of the loss, as in the paper. With `kl_in:
+    reward` each sample's reward is reduced by its summed KL before samples are compared.
     """
 
     def __init__(self, config: GrpoConfig) -> None:
         super().__init__(config)
-        self.config = config
+        self.max_resampling = config.max_resampling
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Gives every response token of a sample the advantage of the sample.
+        """Gives every response token the advantage of its sample.
 
         Raises:
-            BatchError: a group has too few samples to be compared.
+            BatchError: A group has too few samples to compare.
         """
         config, reward_B = self.config, self.rewards(batch)
         if (penalty_T := self.kl_penalty(batch)) is not None:
@@ -66,87 +65,82 @@ class Grpo(PolicyGradient):
             reward_B = reward_B - OverTokens(batch).sums(penalty_R)[:, 0]
         advantages_B = self._within_groups(reward_B, batch)
         if config.rescale_informative:
-            # By rewards before the KL, which differs between samples of equal rewards too.
+            # Judged by rewards without the KL, which differs between samples of equal reward.
             advantages_B = advantages_B * informative_scale(self.uninformative(batch))
         if config.whiten_advantages:
-            # REINFORCE++ counts tokens (arXiv 2501.03262, eq. 5), GDPO samples (eq. 6).
+            # REINFORCE++ whitens over tokens (arXiv 2501.03262, eq. 5), GDPO over samples (eq. 6).
             counts_B = None if config.normalize_parts else batch.response_lengths_B
             advantages_B = whiten(advantages_B, counts_B)
         columns = {"advantages_T": sample_column(advantages_B, batch)}
-        if self.config.finds_covariance:
-            columns |= self._of_covariance(advantages_B, batch)
+        if config.finds_covariance:
+            columns |= self._covariance_columns(advantages_B, batch)
         return batch.join_columns(Producer.here(self.name), **columns)
 
     def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
-        """Returns what KL-Cov's tokens pay for moving: the weighted |logp - old_logp|, as in the
+        """Returns KL-Cov's weighted penalty |logp - old_logp| of the chosen tokens, as in the
         authors' code.
         """
         if self.config.cov_kl_fraction == 0:
             return None
         return micro.require("term_weights_S", self.name) * (logp_S - old_S).abs()
 
-    @property
-    def max_resampling(self) -> int:
-        """Rounds in which uninformative groups are replaced."""
-        return self.config.max_resampling
-
     def uninformative(self, batch: ScoredBatch) -> Tensor:
-        """Returns which samples are in groups whose advantages are all 0: (B,) bool. Decided before
-        the KL, which is no reward, and before what scales the whole batch.
+        """Returns a mask of the samples in groups whose advantages are all 0: (B,) bool.
+
+        The KL in the reward and any scaling over the whole batch are left out.
 
         Raises:
-            BatchError: as of `advantages`.
+            BatchError: See `advantages`.
         """
         return zero_groups(self._within_groups(self.rewards(batch), batch), batch.group_B)
 
     def _within_groups(self, reward_B: Tensor, batch: ScoredBatch) -> Tensor:
-        """Returns what each sample's reward is worth beside the others of its group: (B,)."""
+        """Returns the advantage of each sample within its group: (B,) float64."""
         self._check_groups(batch)
         if self.config.normalize_parts:
-            return self._compared_parts(batch)
-        return self._compared(reward_B, batch)
+            return self._compare_parts(batch)
+        return self._compare(reward_B, batch)
 
-    def _of_covariance(self, advantages_B: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
-        """Returns the columns that depend on the covariance of advantage and log-probability."""
+    def _covariance_columns(self, advantages_B: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
+        """Returns the column that KL-Cov or Clip-Cov changes."""
         config, over = self.config, OverTokens(batch)
         advantages_R = repeated(batch.of_held(advantages_B), batch.response_lengths_H)
         old_R = response_values(batch.require("old_logp_T", self.name), batch).double()
         keys = partial(token_keys, batch)
         if config.cov_kl_fraction > 0:
             fraction = config.cov_kl_fraction
-            chosen_R = of_highest_covariance(advantages_R, old_R, over, keys, fraction)
+            chosen_R = kl_cov_mask(advantages_R, old_R, over, keys, fraction)
             return {"term_weights_T": response_column(config.cov_kl_coef * chosen_R, batch)}
         low, high = config.cov_clip_low, config.cov_clip_high
-        kept_R = without_high_covariance(
+        kept_R = clip_cov_advantages(
             advantages_R, old_R, over, keys, config.cov_clip_fraction, low, high
         )
         return {"advantages_T": response_column(kept_R, batch)}
 
-    def _compared_parts(self, batch: ScoredBatch) -> Tensor:
-        """Compares every part of the reward by itself, and adds (GDPO, Liu et al. 2026, arXiv
-        2601.05242, eq. 4, 5 and 7).
+    def _compare_parts(self, batch: ScoredBatch) -> Tensor:
+        """Returns the weighted sum of advantages computed for each part of the reward (GDPO, Liu et
+        al. 2026, arXiv 2601.05242, eq. 4, 5 and 7).
         """
         total_B = torch.zeros(batch.num_samples, dtype=torch.float64)
         for name, part_B in self._parts(batch).items():
-            total_B += self.config.part_weights.get(name, 1.0) * self._compared(
-                part_B.double(), batch
-            )
+            weight = self.config.part_weights.get(name, 1.0)
+            total_B += weight * self._compare(part_B.double(), batch)
         return total_B
 
     def _parts(self, batch: ScoredBatch) -> dict[str, Tensor]:
-        """Returns the parts that are compared, by name."""
-        # The greedy response's is the same for a group, and not this algorithm's.
+        """Returns the parts of the reward to compare, by name."""
+        # The greedy response's reward is equal within a group and belongs to ReMax.
         found = {name: part_B for name, part_B in batch.reward_parts.items() if name != GREEDY}
         wanted = self.config.part_weights
         unknown = sorted(set(wanted) - set(found))
         if unknown or not found:
             got = f"returned no part {unknown[0]!r}" if unknown else "returned no parts"
-            allowed = ", ".join(sorted(found)) or "one part or more"
-            remedy = "Name only such parts in algorithm.part_weights, or add one to the reward."
+            allowed = ", ".join(sorted(found)) or "at least one part"
+            remedy = "Change algorithm.part_weights, or return the part from the reward."
             raise BatchError(batch.producer, "reward_parts", got, allowed, remedy)
         return {name: found[name] for name in wanted or found}
 
-    def _compared(self, reward_B: Tensor, batch: ScoredBatch) -> Tensor:
+    def _compare(self, reward_B: Tensor, batch: ScoredBatch) -> Tensor:
         config, group_B = self.config, batch.group_B
         if config.baseline == "pass_at_k":
             is_passed_B = reward_B >= config.pass_reward
@@ -162,7 +156,7 @@ class Grpo(PolicyGradient):
         return divided_by_group_std(centred_B, group_B) if config.normalize_std else centred_B
 
     def _greedy(self, batch: ScoredBatch) -> Tensor:
-        """Returns the reward of the greedy response to each prompt (ReMax, Li et al. 2023, arXiv
+        """Returns the reward of each prompt's greedy response (ReMax, Li et al. 2023, arXiv
         2310.10505): (B,) float64.
         """
         if GREEDY not in batch.reward_parts:

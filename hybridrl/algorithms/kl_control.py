@@ -1,4 +1,4 @@
-"""The adaptive coefficient of the KL penalty: a proportional controller. Pure."""
+"""Adapts the coefficient of the KL penalty by a proportional controller. Pure."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ MAX_ERROR = 0.2
 class AdaptiveKl:
     """Steers the KL to a target (Ziegler et al. 2019, arXiv 1909.08593, sec. 2.2).
 
-    e = clip(KL / target - 1, -0.2, 0.2); coefficient <- coefficient (1 + e n / horizon), n samples
-    seen, as in the authors' code (openai/lm-human-preferences); the paper's K_beta is n / horizon.
-    n counts as the horizon at most, so that the coefficient stays positive.
+    coefficient <- coefficient (1 + e n / horizon), with e = clip(KL / target - 1, -0.2, 0.2) and n
+    samples in the step, as in the authors' code (openai/lm-human-preferences). The paper's K_beta
+    is n / horizon. n is at most the horizon, so that the coefficient stays positive.
 
     Args:
-        target: nats a response.
-        horizon: samples.
+        target: KL to reach, in nats per response.
+        horizon: Number of samples over which the coefficient adapts.
     """
 
     target: float
     horizon: int
 
     def next(self, coefficient: float, kl: float, num_samples: int) -> float:
-        """Returns the coefficient after a step whose samples had this mean KL; as it was where that
-        is not finite, since such a step is skipped.
+        """Returns the coefficient after a step with this mean KL. A KL that is not finite changes
+        nothing, because such a step is skipped.
         """
         if not math.isfinite(kl):
             return coefficient

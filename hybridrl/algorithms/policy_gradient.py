@@ -1,12 +1,13 @@
-"""What every algorithm with rollouts shares: needs, denominator and loss, from one config section.
+"""Loss and denominator of all algorithms with rollouts.
 
-An algorithm adds its advantages. The loss is put together from an objective a token (py),
-KL and entropy, each position weighted as `aggregate` says; no part knows of the others.
+Subclasses add their advantages. The loss adds three independent terms (objective, KL, entropy) at
+each token, and `aggregate` sets the weight of each position.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,22 +21,30 @@ from hybridrl.config.algorithm import PolicyGradientConfig
 from hybridrl.contracts.batch import MicroBatch, ScoredBatch, TrainBatch
 from hybridrl.errors import UserError
 
+Config = TypeVar("Config", bound=PolicyGradientConfig)
 
-class PolicyGradient:
-    """The part of an algorithm that does not depend on where the advantages come from.
+
+class PolicyGradient(Generic[Config]):
+    """Loss of a policy gradient, for advantages from any source.
 
     loss = sum_t w_t (-objective_t + kl_coef kl_t - entropy_coef entropy_t) / denominator, over
-    response tokens: with `aggregate` token_mean w = 1 and the denominator counts tokens (DAPO, Yu
-    et al. 2025, arXiv 2503.14476, eq. 12), with sequence_mean w = 1 / response length and it
-    counts responses (GRPO, Shao et al. 2024, arXiv 2402.03300, eq. 3), with fixed w = 1 and it is
-    responses x `fixed_length` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783, sec. 3.2). The
-    objective is multiplied by the weight of `correction`, which changes no denominator.
+    response tokens. The weight w and the denominator follow from `aggregate`:
 
-    Attributes: `kl_coef`, that of the current step; `correction`, the section.
+        token_mean: w = 1, number of tokens (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 12).
+        sequence_mean: w = 1 / response length, number of responses (GRPO, Shao et al. 2024, arXiv
+            2402.03300, eq. 3).
+        fixed: w = 1, number of responses x `fixed_length` (Dr. GRPO, Liu et al. 2025, arXiv
+            2503.20783, sec. 3.2).
+
+    The weight of `correction` multiplies the objective and changes no denominator.
+
+    Attributes:
+        config: Section of the algorithm.
+        kl_coef: Coefficient of the KL in the current step.
     """
 
-    def __init__(self, config: PolicyGradientConfig) -> None:
-        self._section = config
+    def __init__(self, config: Config) -> None:
+        self.config = config
         self._kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
         self._kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
         self.correction = config.correction
@@ -46,15 +55,15 @@ class PolicyGradient:
 
     @property
     def name(self) -> str:
-        """The algorithm's name in the table."""
-        return self._section.name
+        """Name of the algorithm in the table."""
+        return self.config.name
 
     def denominator(self, batch: TrainBatch) -> float:
         """Returns the number of tokens or responses that the loss is a mean over."""
-        if self._section.aggregate == "token_mean":
+        if self.config.aggregate == "token_mean":
             return num_response_tokens(batch)
-        fixed = self._section.aggregate == "fixed"
-        return batch.num_samples * (self._section.fixed_length if fixed else 1.0)
+        fixed = self.config.aggregate == "fixed"
+        return batch.num_samples * (self.config.fixed_length if fixed else 1.0)
 
     def loss(
         self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
@@ -62,11 +71,11 @@ class PolicyGradient:
         """Returns the policy's loss; arguments as in `Algorithm.loss`.
 
         Raises:
-            UserError: a loss over whole responses got a part of each (context parallelism).
+            UserError: The loss needs whole responses, but context parallelism splits them.
         """
-        config, mask_S = self._section, micro.loss_mask_S
-        # Masked first, not last: what stands on other positions may overflow, and 0 x inf is NaN.
-        # The columns are zero there already, so that every term below is.
+        config, mask_S = self.config, micro.loss_mask_S
+        # Masked first, not last: values at other positions may overflow, and 0 x inf is NaN. The
+        # columns are already zero there, so every term below is too.
         logp_S = logp_S.masked_fill(~mask_S, 0.0)
         entropy_S = entropy_S.masked_fill(~mask_S, 0.0)
         old_S = logp_S.detach() if micro.old_logp_S is None else micro.old_logp_S
@@ -97,11 +106,11 @@ class PolicyGradient:
         return LossOutput(loss_S.sum() / denominator, metrics)
 
     def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
-        """Returns a further term of the loss at each position, which some algorithms have."""
+        """Returns an additional loss at each position (S,), or None if there is none."""
         return None
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Adapts the KL's coefficient, if so set, to the KL of the step's samples."""
+        """Adapts the KL coefficient to the KL of the step's samples, if `kl_target` is set."""
         if self._adaptive is None:
             return {}
         used, kl = self.kl_coef, sequence_kl(batch, self.name)
@@ -109,38 +118,38 @@ class PolicyGradient:
         return {"policy/kl_coef": used, "policy/kl_sequence": kl}
 
     def state(self) -> dict[str, float]:
-        """Returns the KL's coefficient, where it is adapted."""
+        """Returns the KL coefficient if it is adaptive."""
         return {} if self._adaptive is None else {"kl_coef": self.kl_coef}
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Goes on from the coefficient of a state."""
+        """Restores the KL coefficient."""
         if self._adaptive is not None:
             self.kl_coef = float(state.get("kl_coef", self.kl_coef))
 
     def weighted(self, loss_S: Tensor, micro: MicroBatch) -> Tensor:
-        """Multiplies what a position adds to the loss by its weight."""
-        if self._section.aggregate != "sequence_mean":
+        """Multiplies each position's loss by its weight."""
+        if self.config.aggregate != "sequence_mean":
             return loss_S
         return loss_S / sequence_sum(micro.loss_mask_S.to(loss_S.dtype), micro).clamp(min=1)
 
     def rewards(self, batch: ScoredBatch) -> Tensor:
-        """Returns each sample's reward, less the penalty on its length: (B,) float64."""
-        reward_B, longest = batch.reward_B.double(), self._section.overlong_max_tokens
+        """Returns each sample's reward, including the penalty of its length: (B,) float64."""
+        reward_B, longest = batch.reward_B.double(), self.config.overlong_max_tokens
         if longest is None:
             return reward_B
-        buffer = self._section.overlong_buffer_tokens
+        buffer = self.config.overlong_buffer_tokens
         return reward_B + overlong_penalty(batch.response_lengths_B, longest, buffer)
 
     def kl_penalty(self, batch: TrainBatch) -> Tensor | None:
-        """Returns what each token pays for its KL in the reward: (T,) float64, or None."""
+        """Returns each token's KL penalty in the reward, (T,) float64, or None without one."""
         if not self._kl_in_reward:
             return None
-        return self.kl_coef * token_kl(batch, self._section.kl_estimator, self.name)
+        return self.kl_coef * token_kl(batch, self.config.kl_estimator, self.name)
 
     def _objective(
         self, logp_S: Tensor, log_ratio_S: Tensor, advantages_S: Tensor, micro: MicroBatch
     ) -> tuple[Tensor, Tensor]:
-        config = self._section
+        config = self.config
         low, high = config.clip_low, config.clip_high
         if config.objective == "clip":
             return clipped_surrogate(log_ratio_S, advantages_S, low, high, config.dual_clip)
@@ -163,7 +172,7 @@ class PolicyGradient:
         return logp_S * advantages_S, torch.zeros_like(micro.loss_mask_S)
 
     def _correction_weights(self, old_S: Tensor, micro: MicroBatch) -> Tensor:
-        """Returns what the objective is multiplied by at each position."""
+        """Returns the factor of the objective at each position: (S,)."""
         behaviour_S = micro.require("behaviour_logp_S", self.name)
 
         def sum_of(value_S: Tensor) -> Tensor:
@@ -175,15 +184,15 @@ class PolicyGradient:
         # Sync point: one number a micro-batch, only for losses over whole responses.
         if int(micro.cu_seqlens[-1]) == micro.num_positions:
             return
-        section = self._section
+        section = self.config
         raise UserError(
             "train.cp",
             "above 1",
             f"1 with algorithm.objective={section.objective}, aggregate={section.aggregate}, "
             f"correction.weight={section.correction.weight}, reject={section.correction.reject}: "
-            "the loss has to see all tokens of a response at once",
-            "Set train.cp=1, or an objective and a correction a token with aggregate token_mean or "
-            "fixed.",
+            "this loss needs all tokens of a response on one rank",
+            "Set train.cp=1, or choose a token-level objective and correction and set "
+            "algorithm.aggregate to token_mean or fixed.",
         )
 
 
@@ -194,18 +203,18 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The clipped objective of PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
+    """Clipped objective of PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
 
-    min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp - old_logp); equal bounds
-    are the paper's, a higher upper one is DAPO's (Yu et al. 2025, arXiv 2503.14476, eq. 10). With
-    the ratio of a whole response it is GSPO's (Zheng et al. 2025, arXiv 2507.18071, eq. 5).
+    min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp - old_logp). The paper has
+    equal bounds; DAPO raises the upper one (Yu et al. 2025, arXiv 2503.14476, eq. 10). With the
+    ratio of a whole response it is GSPO's objective (Zheng et al. 2025, arXiv 2507.18071, eq. 5).
 
     Args:
-        dual_clip: c > 1 keeps the objective from falling below c A where A < 0, however large the
-            ratio (Ye et al. 2020, arXiv 1912.09729).
+        dual_clip: Factor c > 1; where A < 0 the objective is at least c A (Ye et al. 2020, arXiv
+            1912.09729). None sets no such bound.
 
     Returns:
-        The objective, and where it is a clipped term, which has no gradient.
+        The objective, and a mask of the positions where it is clipped and has no gradient.
     """
     ratio_S = importance_ratio(log_ratio_S)
     plain_S = ratio_S * advantages_S
@@ -221,10 +230,10 @@ def clipped_surrogate(
 def clipped_log_ratio(
     log_ratio_S: Tensor, advantages_S: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Bounds the logarithm of the ratio on the side to which the advantage pushes it.
+    """Returns GMPO's clipped log-ratio and a mask of the clipped positions.
 
-    GMPO's clipping of a token, before the geometric mean (Zhao et al. 2025, arXiv 2507.20673):
-    at most clip_high where A > 0, at least -clip_low where A < 0.
+    The log-ratio is at most clip_high where A > 0 and at least -clip_low elsewhere. The geometric
+    mean follows (Zhao et al. 2025, arXiv 2507.20673).
     """
     bounded_S = torch.where(
         advantages_S > 0, log_ratio_S.clamp(max=clip_high), log_ratio_S.clamp(min=-clip_low)
@@ -235,10 +244,11 @@ def clipped_log_ratio(
 def weighted_logp(
     logp_S: Tensor, log_ratio_S: Tensor, advantages_S: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """The objective of CISPO (MiniMax 2025, arXiv 2506.13585, eq. 4-5).
+    """Returns CISPO's objective (MiniMax 2025, arXiv 2506.13585, eq. 4-5) and a mask of clipped
+    weights.
 
-    sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp, sg without a gradient: a bounded weight, and
-    a gradient at every token.
+    The objective is sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp, where sg stops the gradient.
+    The weight is bounded, and every token keeps a gradient.
     """
     ratio_S = importance_ratio(log_ratio_S.detach())
     weight_S = ratio_S.clamp(1 - clip_low, 1 + clip_high)
@@ -248,10 +258,10 @@ def weighted_logp(
 def soft_gated(
     log_ratio_S: Tensor, advantages_S: Tensor, tau_positive: float, tau_negative: float
 ) -> Tensor:
-    """The objective of SAPO (Gao et al. 2025, arXiv 2511.20347, eq. 5-6).
+    """Returns SAPO's objective (Gao et al. 2025, arXiv 2511.20347, eq. 5-6).
 
-    4 / tau sigmoid(tau (r - 1)) A, with a temperature for each sign of A: the gradient at r = 1 is
-    that of r A, and fades on both sides.
+    4 / tau sigmoid(tau (r - 1)) A, with one temperature tau for positive advantages and one for the
+    others. At r = 1 the gradient is that of r A; it fades on both sides.
     """
     tau_S = torch.full_like(log_ratio_S, tau_negative).masked_fill(advantages_S > 0, tau_positive)
     gate_S = torch.sigmoid(tau_S * (importance_ratio(log_ratio_S) - 1))
@@ -259,9 +269,9 @@ def soft_gated(
 
 
 def sequence_sum(value_S: Tensor, micro: MicroBatch) -> Tensor:
-    """Returns at each position the sum over its sequence, of a micro-batch that is whole.
+    """Returns the sum over each position's sequence, for a micro-batch of whole sequences: (S,).
 
-    The sequences lie one after the other; no atomics, so that a run repeats itself bit by bit.
+    Uses no atomics, so that results are reproducible bit by bit.
     """
     lengths = micro.cu_seqlens.diff().long()
     sums = torch.segment_reduce(value_S, "sum", lengths=lengths, unsafe=True)
@@ -269,10 +279,10 @@ def sequence_sum(value_S: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def with_sequence_mean(value_S: Tensor, micro: MicroBatch) -> Tensor:
-    """Gives each response token the mean over its response, and its own gradient.
+    """Returns the mean over each token's response, with the gradient of the token alone.
 
-    GSPO-token's form (Zheng et al. 2025, arXiv 2507.18071, eq. 14): where all tokens of a response
-    weigh the same, the gradient is that of the mean itself.
+    This is GSPO-token's form (Zheng et al. 2025, arXiv 2507.18071, eq. 14). If all tokens of a
+    response have the same weight, the gradient is that of the mean.
     """
     mask_S = micro.loss_mask_S
     count_S = sequence_sum(mask_S.to(value_S.dtype), micro).clamp(min=1)
@@ -281,7 +291,7 @@ def with_sequence_mean(value_S: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def _reported_kl(logp_S: Tensor, old_S: Tensor, reference_S: Tensor | None) -> Tensor:
-    """KL(policy, reference), or KL(old, policy) without a reference; k3 in both cases."""
+    """Returns KL(policy, reference), or KL(old, policy) without a reference, estimated by k3."""
     if reference_S is not None:
         return kl_estimate(logp_S, reference_S, "k3")
     return kl_estimate(old_S, logp_S, "k3")

@@ -1,7 +1,7 @@
-"""Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347), a token an action.
+"""Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with tokens as actions.
 
-Advantages are by GAE from a critic's values; the reward stands on the last token. Both losses are
-means over response tokens of the mini-batch, as `aggregate` says.
+Advantages come from GAE with a critic's values; the reward is given at the last token. Both losses
+are means over the mini-batch, as set by `aggregate`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,15 @@ from hybridrl.config.schema import PpoConfig
 from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
 
 
-class Ppo(PolicyGradient):
+class Ppo(PolicyGradient[PpoConfig]):
     """Trains a policy and a critic.
 
-    The KL to the reference is a penalty a token in the reward (`kl_in: reward`), which the critic
-    learns too, or a term of the policy's loss (`kl_in: loss`).
+    With `kl_in: reward` the KL to the reference is a penalty of each token in the reward, which the
+    critic learns too. With `kl_in: loss` it is a term of the policy's loss.
     """
 
-    def __init__(self, config: PpoConfig) -> None:
-        super().__init__(config)
-        self.config = config
-
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Fills the advantages (whitened over the batch if so set) and the critic's returns."""
+        """Computes the advantages, whitened if configured, and the critic's returns."""
         config, lengths_H = self.config, batch.response_lengths_H
         rewards_R = last_token_rewards(batch.of_held(self.rewards(batch)), lengths_H)
         if (penalty_T := self.kl_penalty(batch)) is not None:
@@ -60,19 +56,19 @@ class Ppo(PolicyGradient):
         return batch.join_columns(Producer.here(self.name), **columns)
 
     def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
-        """Returns the negative log-likelihood of samples that pass, weighted."""
+        """Returns the weighted negative log-likelihood of samples that pass."""
         if self.config.positive_lm_coef == 0:
             return None
         return -micro.require("term_weights_S", self.name) * logp_S
 
     def _positive_weights(self, batch: TrainBatch) -> Tensor:
-        """Returns the weights that make the loss's mean one over the samples that pass alone:
-        (T,) float32, zero on the others.
+        """Returns the weights that turn the loss's mean into a mean over the samples that pass:
+        (T,) float32, zero on other samples.
 
         The positive example LM loss of VAPO (Yue et al. 2025, arXiv 2504.05118, eq. 9-10).
         """
         passed_B = batch.reward_B >= self.config.pass_reward
-        # What the loss's denominator counts of a sample.
+        # Each sample's share of the loss's denominator.
         counts_B = batch.response_lengths_B.double()
         if self.config.aggregate != "token_mean":
             counts_B = torch.ones_like(counts_B)
@@ -84,7 +80,7 @@ class Ppo(PolicyGradient):
         """Returns the clipped value loss; arguments as in `CriticAlgorithm.value_loss`."""
         if self.config.needs_whole_sequences:
             self._check_whole(micro)
-        # Masked first, as in the policy's loss; the columns are zero there already.
+        # Masked first, as in the policy's loss; the columns are already zero there.
         loss_S, clipped_S = clipped_value_loss(
             values_S.masked_fill(~micro.loss_mask_S, 0.0),
             micro.require("values_S", self.name),
@@ -98,15 +94,14 @@ class Ppo(PolicyGradient):
 def clipped_value_loss(
     values_S: Tensor, old_values_S: Tensor, returns_S: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Squared error of the critic, no better for moving a value further than `clip` from its old
-    one.
+    """Returns the clipped value loss of the PPO authors' code.
 
-    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2: the value loss of the PPO
-    authors' code (openai/baselines, ppo2; Huang et al. 2022, "The 37 implementation details of
-    PPO", no. 9).
+    max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 (openai/baselines, ppo2; Huang
+    et al. 2022, "The 37 implementation details of PPO", no. 9).
 
     Returns:
-        The loss, and where the clipped term is the larger one, which has no gradient.
+        The loss, and a mask of the positions where the clipped term is larger, which has no
+        gradient.
     """
     near_S = old_values_S + (values_S - old_values_S).clamp(-clip, clip)
     plain_S, clipped_S = (values_S - returns_S).square(), (near_S - returns_S).square()

@@ -1,15 +1,15 @@
-"""Preference optimization: DPO and its relatives on pairs, KTO on labelled responses.
+"""Preference optimization: DPO and its variants on pairs, KTO on labelled responses.
 
-A loss here is a function of whole responses' log-probabilities s_i, those of other samples
-included. `advantages` differentiates it at the policy of the step's start, where all s_i are known,
-and gives every token of response i the advantage -dL/ds_i; `loss` is linear in the tokens'
-log-probabilities. So its gradient is that of L for any cut into micro-batches, ranks, and context
-parallel parts, and a pair need not fit into one micro-batch; the price is one more forward pass.
+The losses depend on the log-probabilities s_i of whole responses, and couple several samples.
+`advantages` differentiates the loss L with respect to each s_i at the policy of the step's start,
+where all s_i are known, and gives every token of response i the advantage -dL/ds_i. `loss` is
+linear in the tokens' log-probabilities. So its gradient is that of L for every cut into
+micro-batches, ranks and context-parallel parts, and the two samples of a pair may be in different
+micro-batches. The price is one more forward pass.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -25,20 +25,19 @@ from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
 from hybridrl.contracts.batch import UNRELATED, BatchError, MicroBatch, Producer, TrainBatch
 
 # Parts of the reward that `advantages` adds for the metrics: beta times the (mean) log-ratio, the
-# sample's share of the loss, and KTO's estimate of the KL.
-# Among the parts of the reward; with a dot, which no scorer has in its name.
+# sample's share of the loss, and KTO's estimate of the KL. No scorer has a dot in its name.
 IMPLICIT, LOSS, KL = "feedback.implicit_reward", "feedback.loss", "feedback.kl"
 
 
 class ResponseLoss(Protocol):
-    """What the algorithms here differ in."""
+    """A loss of whole responses."""
 
     def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns each sample's share of the loss and the parts to report.
+        """Returns each sample's share of the loss (B,), and parts to report as metrics.
 
         Args:
-            logp_B: log-probability of each response under the policy, float64, with a gradient.
-            batch: with the columns that the algorithm needs.
+            logp_B: Log-probability of each response under the policy, float64, with a gradient.
+            batch: Samples with the columns that the algorithm needs.
         """
         ...
 
@@ -60,10 +59,10 @@ def with_advantages(algorithm: ResponseLoss, batch: TrainBatch, name: str) -> Tr
 def linear_loss(
     name: str, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
 ) -> LossOutput:
-    """Returns the loss whose gradient the advantages are; arguments as in `Algorithm.loss`.
+    """Returns the loss whose gradient is minus the advantages; arguments as in `Algorithm.loss`.
 
-    Its value, the change to the first order, is 0 at the step's first weights: the loss itself is
-    among the metrics of the batch (`feedback_metrics`).
+    Its value is the first-order change of L, which is 0 at the start of the step.
+    `feedback_metrics` reports L itself.
     """
     mask_S = micro.loss_mask_S
     logp_S, entropy_S = (x.masked_fill(~mask_S, 0.0) for x in (logp_S, entropy_S.detach()))
@@ -76,21 +75,22 @@ def linear_loss(
 
 class Dpo:
     """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, eq. 7) and its
-    relatives, by `config.supervised.PAIR_PRESETS`.
+    variants, which `config.supervised.PAIR_PRESETS` lists.
 
-    With s = logp - reference_logp of a response (logp without `reference`), divided by its length
-    if `length_normalized`, and h = s_chosen - s_rejected, the loss of a pair is
+    Let s = logp - reference_logp of a response (s = logp if `reference` is off), divided by its
+    length if `length_normalized`, and h = s_chosen - s_rejected. The loss of a pair is
 
-    sigmoid: -(1 - e) log sigmoid(x) - e log sigmoid(-x), x = beta h - target_margin. e = 0 is
-        DPO; e > 0 is cDPO (Mitchell 2023, ericmitchell.ai/cdpo.pdf, eq. 3); by length it is Tulu
-        3's (Lambert et al. 2024, arXiv 2411.15124, eq. 6), and without a reference, with a
-        margin, SimPO (Meng et al. 2024, arXiv 2405.14734, eq. 6).
-    squared: (h - 1 / (2 beta))^2, IPO (Azar et al. 2023, arXiv 2310.12036, eq. 17). By length, as
-        in the authors' experiments.
-    odds_ratio: -beta log sigmoid(o_chosen - o_rejected), o = s - log(1 - exp(s)), ORPO's second
-        term (Hong et al. 2024, arXiv 2403.07691, eq. 6-7); sft_coef 1 is its first.
+        sigmoid: -(1 - e) log sigmoid(x) - e log sigmoid(-x), x = beta h - target_margin. e = 0 is
+            DPO; e > 0 is cDPO (Mitchell 2023, ericmitchell.ai/cdpo.pdf, eq. 3). With lengths it is
+            Tulu 3's (Lambert et al. 2024, arXiv 2411.15124, eq. 6). With lengths and a margin but
+            no reference it is SimPO (Meng et al. 2024, arXiv 2405.14734, eq. 6).
+        squared: (h - 1 / (2 beta))^2, IPO (Azar et al. 2023, arXiv 2310.12036, eq. 17), with
+            lengths as in the authors' experiments.
+        odds_ratio: -beta log sigmoid(o_chosen - o_rejected), o = s - log(1 - exp(s)), ORPO's second
+            term (Hong et al. 2024, arXiv 2403.07691, eq. 6-7); sft_coef 1 is its first.
 
-    plus sft_coef times -logp_chosen / length_chosen; the mean is over pairs.
+    plus sft_coef times -logp_chosen / length_chosen. The loss of a mini-batch is the mean over
+    pairs.
     """
 
     def __init__(self, config: DpoConfig | OnlineDpoConfig) -> None:
@@ -99,7 +99,7 @@ class Dpo:
         self.needs = config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Fills the advantages, minus the loss's derivative by each response."""
+        """Gives each response token minus the derivative of the loss by its response."""
         return with_advantages(self, batch, self.name)
 
     def denominator(self, batch: TrainBatch) -> float:
@@ -113,7 +113,7 @@ class Dpo:
         return linear_loss(self.name, logp_S, entropy_S, micro, denominator)
 
     def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns what each side adds to the loss: half of its pair's, as in `ResponseLoss`."""
+        """Returns half of its pair's loss for each sample, as in `ResponseLoss`."""
         config, lengths_B = self.config, batch.response_lengths_B
         score_B = logp_B
         if config.reference:
@@ -124,7 +124,7 @@ class Dpo:
         loss_P = self._pair_loss(score_B[chosen_P], score_B[rejected_P])
         if config.sft_coef:
             loss_P = loss_P - config.sft_coef * (logp_B / lengths_B)[chosen_P]
-        # Not index_put: an index occurs once, and so the result does not depend on an order.
+        # Deterministic: each index occurs once.
         loss_B = torch.zeros_like(logp_B)
         loss_B = loss_B.index_add(0, chosen_P, loss_P / 2).index_add(0, rejected_P, loss_P / 2)
         return loss_B, {IMPLICIT: config.beta * score_B}
@@ -144,10 +144,10 @@ class Dpo:
 class Kto:
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8).
 
-    With s = logp - reference_logp of a response: w (1 - sigmoid(beta (s - z))) where it is
-    desirable, w (1 - sigmoid(beta (z - s))) where not, each with its weight w. z, which has no
-    gradient, is max(0, mean of s) over prompts with the responses to others (sec. 4.1), all of the
-    step's; the paper takes those of a micro-batch.
+    With s = logp - reference_logp, the loss of a response is w (1 - sigmoid(beta (s - z))) if it is
+    desirable and w (1 - sigmoid(beta (z - s))) if not; each kind has its weight w. The reference
+    point z has no gradient. It is max(0, mean of s) over unrelated samples, prompts with responses
+    to other prompts (sec. 4.1), of the whole step; the paper takes those of a micro-batch.
     """
 
     name = "kto"
@@ -155,16 +155,16 @@ class Kto:
     def __init__(self, config: KtoConfig) -> None:
         self.config = config
 
-    @cached_property  # a subclass may have a class attribute in its place
+    @property
     def needs(self) -> Needs:
-        """What the section says that it needs."""
+        """Needs that the section states."""
         return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Fills the advantages and leaves out the unrelated samples, which nothing learns from.
+        """Computes the advantages and removes the unrelated samples.
 
         Raises:
-            BatchError: there is no unrelated sample, or no other.
+            BatchError: No sample or every sample is unrelated.
         """
         none_B = torch.zeros(batch.num_samples)
         is_unrelated_B = batch.reward_parts.get(UNRELATED, none_B) > 0
@@ -199,10 +199,11 @@ class Kto:
 
 
 def pairs(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Returns which samples are the better and which the worse ones, in the same order of groups.
+    """Returns the indices of the better and of the worse samples, both in the order of their
+    groups.
 
     Raises:
-        BatchError: a group is not two samples of which one has the higher reward.
+        BatchError: A group is not two samples with different rewards.
     """
     groups, counts = batch.group_B.unique(return_counts=True)
     order_B = torch.from_numpy(np.lexsort((batch.reward_B.numpy(), batch.group_B.numpy())))
@@ -211,8 +212,9 @@ def pairs(batch: TrainBatch) -> tuple[Tensor, Tensor]:
         worse_P, better_P = order_B.view(-1, 2).unbind(1)
         wrong = groups[batch.reward_B[better_P] <= batch.reward_B[worse_P]]
     if len(wrong):
-        got = f"returned groups {wrong.tolist()[:8]} of other samples"
-        raise BatchError(batch.producer, "group_B", got, "one better and one worse sample a group")
+        got = f"returned the groups {wrong.tolist()[:8]}, which are no such pairs"
+        allowed = "one better and one worse sample in each group"
+        raise BatchError(batch.producer, "group_B", got, allowed)
     return better_P, worse_P
 
 
@@ -227,17 +229,18 @@ def reference_sums(batch: TrainBatch, needed_by: str) -> Tensor:
 
 
 def log_odds(logp: Tensor) -> Tensor:
-    """Returns log(p / (1 - p)) of log p; p is taken as at most exp(-1e-7), so that it is finite."""
+    """Returns log(p / (1 - p)) of log p; p is at most exp(-1e-7), so that the result is finite."""
     logp = logp.clamp(max=-1e-7)
     return logp - (-logp.expm1()).log()
 
 
 def feedback_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Returns what a step says of feedback, before its update; nothing for other batches.
+    """Returns the metrics of a step on pairs or labels, before its update; {} for other batches.
 
-    `preference/accuracy` is the share of pairs (better, worse) whose implicit rewards stand in
-    that order, an equal one counting half: the pairs of the data, or, with labels, all of the step
-    (the area under the ROC curve). A class that the step lacks has no metrics.
+    `preference/accuracy` is the share of (better, worse) pairs that the implicit rewards order
+    correctly; a tie counts half. With labels the pairs are all desirable with all undesirable
+    responses of the step, so it is the area under the ROC curve. A class without samples has no
+    metrics.
     """
     parts = batch.reward_parts
     if IMPLICIT not in parts:

@@ -1,7 +1,7 @@
-"""REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): PPO's loss, without a critic.
+"""REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): PPO's loss without a critic.
 
-The advantage of a token is the reward to come, its KL penalties included, whitened over all
-response tokens of the batch. The form with a baseline is a preset of grpo.py.
+A token's advantage is the discounted sum of the rewards from this token on, KL penalties included,
+whitened over all response tokens of the batch. The variant with a baseline is a preset of grpo.py.
 """
 
 from __future__ import annotations
@@ -21,20 +21,16 @@ from hybridrl.config.algorithm import ReinforceConfig
 from hybridrl.contracts.batch import Producer, TrainBatch
 
 
-class ReinforcePlusPlus(PolicyGradient):
-    """Compares each sample with the whole batch; one sample a prompt is enough."""
-
-    def __init__(self, config: ReinforceConfig) -> None:
-        super().__init__(config)
-        self.config = config
+class ReinforcePlusPlus(PolicyGradient[ReinforceConfig]):
+    """Compares each sample with the whole batch; one sample per prompt is enough."""
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Fills the advantages: whitened discounted sums of the rewards to come."""
+        """Computes the advantages: whitened discounted sums of rewards."""
         lengths_H = batch.response_lengths_H
         rewards_R = last_token_rewards(batch.of_held(self.rewards(batch)), lengths_H)
         if (penalty_T := self.kl_penalty(batch)) is not None:
             rewards_R = rewards_R - response_values(penalty_T, batch)
-        # GAE with lambda 1 and without values is the sum of the rewards to come.
+        # GAE with lambda 1 and without values is the discounted sum of rewards.
         returns_R, _ = gae(
             rewards_R, torch.zeros_like(rewards_R), lengths_H, self.config.gamma, lam=1.0
         )

@@ -1,14 +1,12 @@
-"""Reward-model training on preference pairs: a value model whose value at the last token of a
-response, the end token included, is its score, as in transformers' sequence classifiers.
+"""Reward-model training on preference pairs.
 
-The pairs' loss couples two samples, so that it is differentiated once over the whole step, as in
-preference.py: `advantages` gives the last token of response i the column -dL/ds_i, and the loss of
-a micro-batch is linear in the values. No policy is trained.
+The score of a response is the value at its last token, the end token included, as in transformers'
+sequence classifiers. The loss L of a pair couples two samples, so it is differentiated once over
+the whole step, as in preference.py: `advantages` puts -dL/ds_i on the last token of response i, and
+the loss of a micro-batch is linear in the values. No policy is trained.
 """
 
 from __future__ import annotations
-
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,13 +20,12 @@ from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
 
 
 class RewardModel:
-    """The Bradley-Terry likelihood of preferences (Ouyang et al. 2022, arXiv 2203.02155, eq. 1):
+    """Bradley-Terry likelihood of preferences (Ouyang et al. 2022, arXiv 2203.02155, eq. 1).
 
-    -log sigmoid(s_chosen - s_rejected - m), mean over pairs,
-
-    with the margin m of Llama 2 (Touvron et al. 2023, arXiv 2307.09288, eq. 2): `margin` plus that
-    of the row (`data.margin_key`); plus center_coef times (s_chosen + s_rejected)^2, which keeps
-    scores around 0 (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
+    -log sigmoid(s_chosen - s_rejected - m) + center_coef (s_chosen + s_rejected)^2, mean over
+    pairs. m is the margin of Llama 2 (Touvron et al. 2023, arXiv 2307.09288, eq. 2): `margin` plus
+    the row's own (`data.margin_key`). The second term keeps scores around 0 (Eisenstein et al.
+    2023, arXiv 2312.09244, eq. 2).
     """
 
     name = "reward_model"
@@ -36,13 +33,13 @@ class RewardModel:
     def __init__(self, config: RewardModelConfig) -> None:
         self.config = config
 
-    @cached_property  # a subclass may have a class attribute in its place
+    @property
     def needs(self) -> Needs:
-        """What the section says that it needs."""
+        """Needs that the section states."""
         return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Fills the advantages, minus the loss's derivative by each score, at last tokens."""
+        """Puts minus the derivative of the loss by each score on the response's last token."""
         last_H = batch.offsets[1:] - 1
         values_T = batch.require("values_T", self.name)
         with torch.enable_grad():
@@ -57,7 +54,7 @@ class RewardModel:
         )
 
     def losses(self, score_B: Tensor, batch: TrainBatch) -> Tensor:
-        """Returns what each side adds to the loss, half of its pair's: (B,)."""
+        """Returns half of its pair's loss for each sample: (B,)."""
         chosen_P, rejected_P = pairs(batch)
         rows = [batch.prompts[i].columns for i in chosen_P.tolist()]
         margins = [float(str(row.get(PAIR_MARGIN, 0))) for row in rows]
@@ -74,12 +71,12 @@ class RewardModel:
     def loss(
         self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
     ) -> LossOutput:
-        """Returns zero: there is no policy to train."""
+        """Returns zero, because no policy is trained."""
         return LossOutput(logp_S.masked_fill(~micro.loss_mask_S, 0.0).sum() * 0.0)
 
     def value_loss(self, values_S: Tensor, micro: MicroBatch, denominator: float) -> LossOutput:
-        """Returns the loss whose gradient the advantages are; its value, the change to the first
-        order, is 0 at the step's first weights.
+        """Returns the loss whose gradient is minus the advantages. Its value is the first-order
+        change of L, which is 0 at the start of the step.
         """
         old_S, slope_S = (
             micro.require(f"{name}_S", self.name) for name in ("values", "advantages")

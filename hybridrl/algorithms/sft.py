@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 from torch import Tensor
 
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
@@ -13,20 +11,20 @@ from hybridrl.contracts.batch import MicroBatch, TrainBatch
 
 
 class Sft:
-    """Learns the response column of the data; needs no rollouts, no rewards and no other model."""
+    """Learns the data's responses, without rollouts, rewards or another model."""
 
     name = "sft"
 
     def __init__(self, config: SftConfig) -> None:
         self.config = config
 
-    @cached_property  # a subclass may have a class attribute in its place
+    @property
     def needs(self) -> Needs:
-        """What the section says that it needs."""
+        """Needs that the section states."""
         return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the batch as it is: demonstrations have no advantages."""
+        """Returns the batch unchanged: demonstrations have no advantages."""
         return batch
 
     def denominator(self, batch: TrainBatch) -> float:

@@ -1,7 +1,7 @@
-"""What an environment is: it begins with a prompt and answers each turn of the policy. No torch.
+"""Interface of environments, which observe a prompt and answer each turn of the policy. No torch.
 
-Owns the protocol and the border with users' code: whatever an environment returns becomes a checked
-`Turn`, or a ScorerFailure that says what is wrong with it.
+Owns the protocol and the checks of what users' environments return. Every return value becomes a
+valid `Turn`, or a ScorerFailure that says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from hybridrl.rewards.outcome import LARGEST, WHERE, ScorerFailure, failed
 
 Message = Mapping[str, str]
 Observation = str | Sequence[int] | Sequence[Message] | None
-"""What the policy reads next: a text, token ids, chat messages (each with `role` and `content`, put
-into the form of the tokenizer's chat template), or nothing."""
+"""Input of the policy's next turn: a text, token ids, chat messages (each with `role` and
+`content`, formatted by the tokenizer's chat template), or nothing."""
 EXPECTED = "(observation, reward, done), a Turn"
 MESSAGE = ("role", "content")
 NOTE = re.compile("[a-z][a-z0-9_]*")
 
 
 class Turn(NamedTuple):
-    """What an environment answers to a turn of the policy; a plain tuple of the first three does.
+    """Answer of an environment to a turn of the policy. A plain tuple of the first three is
+    accepted too.
 
     Args:
-        observation: what the policy reads before its next turn; of no use once `done`.
-        reward: of this turn; those of all turns are added up.
-        done: whether the response ends here.
-        notes: words to count, each becomes the metric `environment/WORD`.
+        observation: Text, tokens or messages that the policy reads before its next turn. Ignored if
+            `done`.
+        reward: Reward of this turn. A response's reward is the sum over its turns.
+        done: Whether the response ends here.
+        notes: Words to count; each becomes the metric `environment/WORD`.
     """
 
     observation: Observation = None
@@ -42,43 +44,47 @@ class Turn(NamedTuple):
 
 
 class Environment(Protocol):
-    """Answers the turns of one response; one is made for each.
+    """Answers the turns of one response; every response has its own instance.
 
-    It is a function of prompt, columns and turns so far. Another one is made and given the same
-    turns again after its process was killed, when a run resumes, and with `steps.max_policy_lag`
-    above 0 in every step, for each response that goes on from the step before.
+    Its answers must depend only on the prompt, the columns and the turns so far. A new instance
+    gets the same turns again in three cases: its process was killed, the run resumed, or
+    `steps.max_policy_lag` is above 0 and the response continues from the step before.
     """
 
     def reset(self, prompt: Any, columns: Mapping[str, object]) -> Observation:
-        """Begins; returns what the policy is to read after the prompt, if anything: a text or token
-        ids, since the prompt has opened the policy's turn.
+        """Starts an episode and returns what the policy reads after the prompt, if anything.
+
+        The observation must be a text or token ids, because the prompt has already opened the
+        policy's turn.
 
         Args:
-            prompt: what the row has, a text or the messages of a chat.
-            columns: the rest of its row, with the text that the policy was given as
+            prompt: The row's prompt, a text or the messages of a chat.
+            columns: Other columns of the row, and the text that the policy read as
                 `rendered_prompt`.
         """
         ...
 
     def step(self, tokens: Sequence[int], text: str) -> Turn | tuple[Observation, float, bool]:
-        """Answers a turn that the policy has ended by a stop token.
+        """Answers a turn that the policy ended with a stop token.
 
         Args:
-            tokens: that it sampled, with the stop token.
-            text: the same without the stop token, if that is a special one; other special tokens,
-                which may be those of calls, are in it.
+            tokens: Sampled tokens, including the stop token.
+            text: The same as text, without the stop token if that is a special token. Other special
+                tokens are kept, because some models use them to mark tool calls.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Play:
-    """One call of an environment: `reset` if there is no action, else `step` with the last one.
+    """A call of an environment: `reset` if there are no actions, else `step` with the last action.
 
     Args:
-        key: of the response, unique among those under way; None ends all environments there are.
-        prompt, columns: of the response.
-        actions: tokens and text of every turn so far.
+        key: Identity of the response, unique among unfinished responses. None ends all
+            environments.
+        prompt: Prompt of the response.
+        columns: Columns of the response's row.
+        actions: Tokens and text of every turn so far.
     """
 
     key: tuple[int, int] | None
@@ -91,7 +97,7 @@ Answer = Turn | ScorerFailure
 
 
 def checked(answer: object) -> Answer:
-    """Returns what `step` returned as a Turn of plain values, or what is wrong with it."""
+    """Returns a value of `step` as a valid Turn of plain values, or its failure."""
     if not isinstance(answer, tuple) or not 3 <= len(answer) <= 4:
         return ScorerFailure(f"returned a {type(answer).__name__} for {WHERE}", EXPECTED)
     observation, reward, done, notes = Turn(*answer)
@@ -108,7 +114,7 @@ def checked(answer: object) -> Answer:
 
 
 def checked_observation(observation: object) -> Observation | ScorerFailure:
-    """Returns an observation of plain values, or what is wrong with it."""
+    """Returns an observation of plain values, or its failure."""
     if observation is None or isinstance(observation, str):
         return observation
     if hasattr(observation, "tolist"):  # an array
@@ -123,13 +129,11 @@ def checked_observation(observation: object) -> Observation | ScorerFailure:
 
 
 def checked_start(observation: object) -> Observation | ScorerFailure:
-    """Returns what `reset` returned, or what is wrong with it: the prompt has opened the policy's
-    turn already, so no message can come.
-    """
+    """Returns a value of `reset` as a valid observation without messages, or its failure."""
     seen = checked_observation(observation)
     if isinstance(seen, list) and any(isinstance(part, Mapping) for part in seen):
         got = f"returned messages at the start of {WHERE}"
-        return ScorerFailure(got, "a text or token ids there: messages belong to the prompt")
+        return ScorerFailure(got, "a text or token ids, since messages belong in the prompt")
     return seen
 
 
@@ -140,12 +144,12 @@ def _is_message(message: object) -> bool:
 
 
 def encoded(answer: Answer) -> dict[str, Any]:
-    """Returns an answer as JSON, which `decoded` reads: a process sends back no objects."""
+    """Returns an answer as JSON for `decoded`, because processes exchange no objects."""
     if isinstance(answer, ScorerFailure):
         return answer.as_json()
     return answer._asdict()
 
 
 def decoded(entry: Mapping[str, Any]) -> Answer:
-    """Returns what was encoded."""
+    """Returns an answer from its JSON."""
     return failed(entry) if "got" in entry else checked(Turn(**entry))

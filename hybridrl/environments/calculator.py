@@ -1,7 +1,7 @@
-"""A calculator as a tool: arithmetic by a walk over the syntax tree, bounded in size and time.
+"""Calculator as a tool: evaluates arithmetic by walking the syntax tree, bounded in size and time.
 
-Knows numbers, + - * / // % **, signs and brackets. Nothing else can be said in it, so nothing is
-run; and no number gets longer than MAX_BITS, so nothing takes long. No torch.
+Supports numbers, + - * / // % **, signs and parentheses. It runs no other code, and no number
+exceeds MAX_BITS, so no expression takes long. No torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from hybridrl.environments.parsers import ToolParser
 from hybridrl.environments.tools import ToolEnvironment
 
-MAX_CHARACTERS = 200  # so that a tree of it is not deep either
+MAX_CHARACTERS = 200  # also bounds the depth of the syntax tree
 MAX_BITS = 512
 
 Number = int | float
@@ -34,7 +34,7 @@ SIGNS: dict[type[ast.unaryop], Callable[[Number], Number]] = {
 
 
 class Calculator(ToolEnvironment):
-    """An environment with the tool `calculate(expression)`; arguments as of ToolEnvironment."""
+    """Environment with the tool `calculate(expression)`; arguments as in ToolEnvironment."""
 
     runs = "here"  # it cannot hang
 
@@ -50,8 +50,8 @@ def calculate(expression: str) -> str:
     """Returns the value of an arithmetic expression, floats with ten significant digits.
 
     Raises:
-        ValueError: it is none, or too long or large.
-        ArithmeticError: a division by zero.
+        ValueError: The text is no such expression, is too long, or has a value that is too large.
+        ArithmeticError: Division by zero.
     """
     if not isinstance(expression, str) or len(expression) > MAX_CHARACTERS:
         raise ValueError(f"not an expression of at most {MAX_CHARACTERS} characters")
@@ -65,19 +65,20 @@ def calculate(expression: str) -> str:
 
 def _value(node: ast.expr) -> Number:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float):
-        return _bounded(node.value + 0)  # of a bool a number
+        return _bounded(node.value + 0)  # converts a bool to an int
     if isinstance(node, ast.UnaryOp) and type(node.op) in SIGNS:
         return SIGNS[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):
-            # Before it is computed: the result has this many bits or more, and at most twice them.
+            # A lower bound of the result's bits, checked before the power is computed. The result
+            # has at most twice as many.
             if not abs(right) * max(_bits(left) - 1, 0) <= MAX_BITS:
                 raise ValueError("too large")
             if left < 0 and not isinstance(right, int):
                 raise ValueError("a root of a negative number")
         return _bounded(BINARY[type(node.op)](left, right))
-    raise ValueError("only numbers, + - * / // % ** and brackets")
+    raise ValueError("only numbers, + - * / // % ** and parentheses")
 
 
 def _bounded(value: Number) -> Number:

@@ -1,7 +1,7 @@
-"""From turns to text, and from observations to tokens: each is tokenised once, by itself. No torch.
+"""Converts turns to text and observations to tokens. No torch.
 
-What the policy sampled is never decoded and encoded again, so that it is trained on the tokens that
-the engine was fed.
+Invariant: every turn and observation is tokenised once and separately. Sampled tokens are never
+decoded and encoded again, so training sees exactly the tokens that the engine processed.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ TURN = "the turn of the policy"
 
 
 def text_of_turn(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Returns what a turn says, special tokens too: of some models the tags of calls are such. Left
-    out is the stop token at its end, if it is one.
+    """Returns the text of a turn without its stop token, if that is a special token.
+
+    Other special tokens are kept, because some models use them to mark tool calls.
     """
     is_special = not tokenizer.decode(list(tokens[-1:]), skip_special_tokens=True)
-    said = tokens[:-1] if is_special else tokens
-    return str(tokenizer.decode(list(said), skip_special_tokens=False))
+    kept = tokens[:-1] if is_special else tokens
+    return str(tokenizer.decode(list(kept), skip_special_tokens=False))
 
 
 class ObservationEncoder:
-    """Makes tokens of observations.
+    """Converts observations to tokens.
 
     Args:
-        tokenizer: of transformers.
-        vocab_size: of the model; token ids are below it.
-        stop_token_ids: one of them ends every turn of the policy.
-        template_arguments: of the chat template.
+        tokenizer: Tokenizer of transformers.
+        vocab_size: Vocabulary size of the model, which bounds token ids.
+        stop_token_ids: Tokens that can end a turn of the policy.
+        template_arguments: Keyword arguments of the chat template.
     """
 
     def __init__(
@@ -52,10 +53,11 @@ class ObservationEncoder:
         self._stop_texts = [str(tokenizer.decode([token])) for token in stop_token_ids]
 
     def __call__(self, observation: Observation) -> list[int] | ScorerFailure:
-        """Returns the tokens, no special ones added.
+        """Returns the tokens without adding special ones.
 
         Raises:
-            UserError: there are messages, and the tokenizer has no chat template that takes them.
+            UserError: The observation has messages, but the tokenizer has no chat template that
+                accepts them.
         """
         if not observation:
             return []
@@ -73,46 +75,47 @@ class ObservationEncoder:
     def _tokens(self, text: str) -> list[int] | ScorerFailure:
         try:
             return list(self._encoder.continued([text])[0])
-        except Exception as error:  # tokenizers raise no class of their own, of unknown words
-            got = (
-                f"returned the observation {text[:80]!r} for {WHERE}, which has no tokens: {error}"
-            )
-            return ScorerFailure(got, "a text that the tokenizer knows")
+        except Exception as error:  # tokenizers have no exception class for unknown words
+            got = f"returned the observation {text[:80]!r} for {WHERE}: {error}"
+            return ScorerFailure(got, "a text that the tokenizer can encode")
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """Returns what the chat template puts between a turn's stop token and the next turn."""
+        """Returns the chat template's text from after a turn's stop token to the policy's next
+        turn.
+        """
         chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
-        shown = [{**one, "content": self._harmless(one["content"])} for one in messages]
+        safe = [{**part, "content": self._harmless(part["content"])} for part in messages]
         try:
             text: str = self._tokenizer.apply_chat_template(
-                [*chat, *shown],
+                [*chat, *safe],
                 tokenize=False,
                 add_generation_prompt=True,
                 **self._template_arguments,
             )
-        except Exception as error:  # whatever a template raises, or there is none
+        except Exception as error:  # a template may raise anything, or be missing
             raise _no_template(str(error).splitlines()[0][:160]) from error
         _, found, rest = text.partition(TURN)
         if not found:
-            raise _no_template("It leaves out the turns of the assistant.")
+            raise _no_template("The template drops the assistant's turns.")
         # Llama 2's template puts a space before the stop token.
-        begun = rest.lstrip()
-        stop = next((stop for stop in self._stop_texts if stop and begun.startswith(stop)), "")
-        return begun[len(stop) :] if stop else rest
+        text = rest.lstrip()
+        stop = next((stop for stop in self._stop_texts if stop and text.startswith(stop)), "")
+        return text[len(stop) :] if stop else rest
 
     def _harmless(self, content: str) -> str:
-        """Returns a message's content without control tokens: what a tool shows, or the policy made
-        it show, must not end the message and open one of another role.
+        """Returns a message's content with its control tokens broken up.
+
+        Otherwise the output of a tool could end the message and start one with another role.
         """
         for token in self._control:
             content = content.replace(token, f"{token[:1]} {token[1:]}")
         return content
 
 
-def _no_template(why: str) -> UserError:
+def _no_template(reason: str) -> UserError:
     return UserError(
         "environment.name",
         "an environment that observes messages",
-        "one that observes texts, with a tokenizer whose chat template does not take its messages",
-        f"Choose a parser of text (environment.options.parser=tag), or another model. {why}",
+        "an environment that observes texts, since the chat template rejects its messages",
+        f"Set environment.options.parser=tag, or choose another model. {reason}",
     )

@@ -1,4 +1,4 @@
-"""How a model writes tool calls, and how it reads their results: one class a form. No torch."""
+"""Parsers of tool calls in the formats of several models, one class per format. No torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hybridrl.errors import said
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A call that a turn asks for; with `error` it cannot be read, and that says why."""
+    """A tool call of a turn. `error` says why it cannot be parsed, else it is None."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -22,38 +22,40 @@ class ToolCall:
 
 
 class ToolParser(Protocol):
-    """Reads calls from a turn's text, and gives their results the form of an observation."""
+    """Parses tool calls from a turn's text and formats their results."""
 
     def calls(self, text: str) -> Sequence[ToolCall]:
-        """Returns the calls of a turn, in order; none where it is an answer."""
+        """Returns the calls of a turn in order, or nothing if the turn is an answer."""
         ...
 
     def observation(self, results: Sequence[str]) -> Observation:
-        """Returns what the policy is to read of the results, one a call."""
+        """Returns the observation with the results, one for each call."""
         ...
 
 
 class Hermes:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen models write;
-    results are messages of the role `tool`, which their chat templates know.
+    """Parser of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen
+    models write.
+
+    Results are messages of the role `tool`, which the chat templates of these models accept.
     """
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Returns the calls; one that is no JSON object, or not closed, has an error."""
+        """Returns the calls; a call that is no JSON object or is not closed has an error."""
         return [_json_call(body) for body in _between(text, "<tool_call>", "</tool_call>")]
 
     def observation(self, results: Sequence[str]) -> Observation:
-        """Returns a message a result."""
+        """Returns one message for each result."""
         return [{"role": "tool", "content": result} for result in results]
 
 
 class Tag:
-    """One tool with one argument between two texts: `<calc>2*3</calc>`.
+    """Parser of calls of one tool with one argument, between two tags: `<calc>2*3</calc>`.
 
     Args:
-        tool, argument: their names.
-        open, close: around the argument.
-        before, after: around the results.
+        tool, argument: Names of the tool and of its argument.
+        open, close: Text before and after the argument.
+        before, after: Text before and after each result.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Tag:
         self._open, self._close, self._before, self._after = open, close, before, after
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Returns the calls; one that is not closed has an error."""
+        """Returns the calls; a call that is not closed has an error."""
         return [
             ToolCall(self._tool, {self._argument: body})
             if body is not None
@@ -78,7 +80,7 @@ class Tag:
         ]
 
     def observation(self, results: Sequence[str]) -> Observation:
-        """Returns a text of all results."""
+        """Returns one text with all results."""
         return "".join(f"{self._before}{result}{self._after}" for result in results)
 
 
@@ -86,7 +88,7 @@ PARSERS: dict[str, type[ToolParser]] = {"hermes": Hermes, "tag": Tag}
 
 
 def _between(text: str, start: str, end: str) -> list[str | None]:
-    """Returns what stands between each start and its end; None for a start without one."""
+    """Returns the text from each start to its end; None for a start without an end."""
     parts = re.split(re.escape(start), text)[1:]
     return [part.partition(end)[0] if end in part else None for part in parts]
 
@@ -97,11 +99,11 @@ def _json_call(body: str | None) -> ToolCall:
     try:
         call = parse_json(body)
         arguments = call.get("arguments", {})
-        if isinstance(arguments, str):  # some models write them as JSON in a text
+        if isinstance(arguments, str):  # some models write a string of JSON
             arguments = parse_json(arguments)
     except (ValueError, AttributeError) as error:
-        return ToolCall("", error=f"no JSON object with name and arguments: {said(error)}")
+        return ToolCall("", error=f"not a JSON object with name and arguments: {said(error)}")
     name = call.get("name")
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCall("", error="no text under name, or no object under arguments")
+        return ToolCall("", error="name must be a text and arguments an object")
     return ToolCall(name, arguments)

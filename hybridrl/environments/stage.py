@@ -1,9 +1,9 @@
-"""Where environments live while their responses are under way: in this process, or in some that
-can be killed. No torch.
+"""Runs the environments of unfinished responses, in this process or in processes that can be
+killed.
 
-A stage holds an environment a response. A play names all turns so far, so whichever stage gets it
-can make the environment anew and bring it to where it was: a killed process loses nothing, and a
-run resumes anywhere.
+A stage holds one environment for each response. Every call contains all turns so far, so a stage
+can create an environment again and repeat its turns. A killed process loses nothing, and a run can
+resume anywhere. No torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Stage:
     """Environments in this process.
 
     Args:
-        make: makes one.
+        make: Function that creates an environment.
     """
 
     def __init__(self, make: Callable[[], Environment]) -> None:
@@ -45,10 +45,10 @@ class Stage:
         self._open: dict[tuple[int, int], tuple[Environment, int]] = {}
 
     def __call__(self, job: Job) -> list[Answer]:
-        """Returns the answers to these plays.
+        """Returns the answers to these calls.
 
         Raises:
-            UserError: from an environment, which says itself what is wrong.
+            UserError: Raised by an environment; passed on unchanged.
         """
         return [self._play(play) for play in job[0]]
 
@@ -81,7 +81,7 @@ class Stage:
 
 
 def _close(environment: Any) -> None:
-    """Ends an environment that has something to end; what goes wrong then is of no more use."""
+    """Calls `close` if the environment has it, and ignores its errors."""
     if hasattr(environment, "close"):
         try:
             environment.close()
@@ -92,42 +92,42 @@ def _close(environment: Any) -> None:
 
 
 class StageProcess(Worker[EnvironmentConfig, Answer]):
-    """A stage in a process that is killed when it takes too long."""
+    """A stage in a process that is killed after a timeout."""
 
     module, key = "hybridrl.environments.worker", "environment.name"
 
     def __init__(self, config: EnvironmentConfig) -> None:
         super().__init__(config)
-        self._num_done: dict[tuple[int, int], int] = {}  # turns of the environments in the process
+        self._num_done: dict[tuple[int, int], int] = {}  # turns of each environment
 
     def allowed_s(self, job: Job) -> float:
-        """Returns the time of a turn, or, where an environment has to be made anew, of all."""
+        """Returns the timeout of a turn, or of all turns if they have to be repeated."""
         (play,) = job[0]
         if play.key is None:
             self._num_done = {}
             return self._config.timeout_s
-        is_there = self._num_done.get(play.key, -1) == len(play.actions) - 1
+        is_current = self._num_done.get(play.key, -1) == len(play.actions) - 1
         self._num_done[play.key] = len(play.actions)
-        return self._config.timeout_s * (1 if is_there else len(play.actions) + 1)
+        return self._config.timeout_s * (1 if is_current else len(play.actions) + 1)
 
     def kill(self) -> str:
-        """Ends the process, as `Worker.kill`, and all its environments."""
+        """Kills the process and with it all its environments, as `Worker.kill`."""
         self._num_done = {}
         return super().kill()
 
     def decoded(self, entry: dict[str, Any]) -> Answer:
-        """Returns an answer as it was in the process."""
+        """Returns an answer from its JSON."""
         return decoded(entry)
 
 
 class Stages:
-    """All stages of a rank; a response keeps to one.
+    """All stages of a rank. All turns of a response go to the same stage.
 
     Args:
-        config: names the environment.
+        config: Section with the name of the environment.
 
     Raises:
-        UserError: there is none of this name.
+        UserError: There is no environment with this name.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
@@ -138,14 +138,14 @@ class Stages:
             name = str(config.name)
             make_stage = partial(StageProcess, config)
             self._pools = [Pool(make_stage, 1, name) for _ in range(config.workers)]
-        self._used: set[int] = set()  # pools with environments in them
+        self._used: set[int] = set()  # indices of pools with environments
 
     def play(self, play: Play, number: int) -> Future[list[Answer]]:
-        """Returns the answer to come to a play of the response of this number."""
+        """Submits a call of the response with this number; returns a future of its answer."""
         if self._here is None:
-            place = number % len(self._pools)
-            self._used.add(place)
-            return self._pools[place].submit(([play],))
+            index = number % len(self._pools)
+            self._used.add(index)
+            return self._pools[index].submit(([play],))
         done: Future[list[Answer]] = Future()
         try:
             done.set_result(self._here(([play],)))
@@ -154,9 +154,9 @@ class Stages:
         return done
 
     def clear(self) -> None:
-        """Ends the environments of responses that ended otherwise."""
-        for place in [0] if self._here is not None else list(self._used):
-            self.play(Play(None), place)
+        """Ends the environments of responses that stopped before their environment was done."""
+        for index in [0] if self._here is not None else list(self._used):
+            self.play(Play(None), index)
         self._used = set()
 
     def close(self) -> None:

@@ -1,6 +1,7 @@
-"""Environments by name, and how a user's own is found. No torch: a run is checked early.
+"""Table of environments by name, and import of users' classes. No torch.
 
-A class says by `runs` where it is called: "process" (it may hang), the default, or "here".
+The class attribute `runs` says where an environment is called: "process" (the default, for code
+that may hang) or "here".
 """
 
 from __future__ import annotations
@@ -24,55 +25,56 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
 
 
 def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """Returns what makes the environment that the section names.
+    """Returns a function that creates the section's environment.
 
     Raises:
-        UserError: there is no such class, or it does not take these options.
+        UserError: There is no such class, or it does not accept these options.
     """
-    made, options = _class_of(config), dict(config.options)
+    factory, options = _class_of(config), dict(config.options)
     try:
-        inspect.signature(made).bind(**options)
+        inspect.signature(factory).bind(**options)
     except TypeError as error:
         raise UserError(
             "environment.options",
             options,
-            f"{inspect.signature(made)} with environment {config.name}",
-            f"It says: {error}.",
+            f"{inspect.signature(factory)} with environment {config.name}",
+            f"Change the options: {error}.",
         ) from error
     except ValueError:  # a class without a signature
         pass
-    return partial(made, **options)
+    return partial(factory, **options)
 
 
 def check_environment(config: EnvironmentConfig) -> list[UserError]:
-    """Returns what is wrong with the section, by making one; nothing where it names none."""
+    """Returns the errors of the section, found by creating an environment."""
     if config.name is None:
         return []
     try:
-        made = find_environment(config)
-        if where(config) == "here":
-            made()
+        make = find_environment(config)
+        if where(config) != "here":
+            return []
+        make()
     except UserError as error:
         return [error]
-    return list(_unread(config)) if where(config) == "here" else []
+    return list(_unused_knobs(config))
 
 
-def _unread(config: EnvironmentConfig) -> Iterator[UserError]:
-    """Yields the knobs of processes that were set, for an environment that has none."""
+def _unused_knobs(config: EnvironmentConfig) -> Iterator[UserError]:
+    """Yields errors for knobs of processes that are set for an environment without one."""
     for knob in ("timeout_s", "workers"):
         value = getattr(config, knob)
         if value != EnvironmentConfig.model_fields[knob].get_default():
             yield UserError(
                 f"environment.{knob}",
                 value,
-                f"nothing with environment {config.name}, which is called in place",
+                f"no value with environment {config.name}, which runs in the rank's own process",
                 "Remove it, or set environment.isolated=true.",
             )
 
 
 def observes_messages(config: EnvironmentConfig) -> bool:
-    """Whether what the section names shows results as messages, which a chat template has to take;
-    of a user's own class it is not known.
+    """Whether the section's environment observes messages, which need a chat template. False for
+    users' classes, where it is unknown.
     """
     return config.name in ENVIRONMENTS and config.options.get("parser", "hermes") == "hermes"
 
@@ -81,7 +83,7 @@ def where(config: EnvironmentConfig) -> str:
     """Returns where environments are called: "here" or "process"."""
     if config.isolated is not None:
         return "process" if config.isolated else "here"
-    return str(getattr(_class_of(config), "runs", "process"))  # a user's class need not have it
+    return str(getattr(_class_of(config), "runs", "process"))  # optional in a user's class
 
 
 def _class_of(config: EnvironmentConfig) -> Callable[..., Any]:

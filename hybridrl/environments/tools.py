@@ -1,8 +1,8 @@
-"""An environment whose answers are results of tools: Python functions that a turn calls. No torch.
+"""Environment that runs tools: Python functions that the policy's turns call. No torch.
 
-A turn without a call is the answer and ends the response; what it is worth the section `reward`
-says. What a policy gets wrong (a call that cannot be read, an unknown tool, arguments that the tool
-refuses) is told to it, and counted in `environment/tool_errors`: it is no failure of the
+A turn without a call is the final answer and ends the response; the section `reward` scores it. The
+policy reads its own errors as results: a call that cannot be parsed, an unknown tool, arguments
+that the tool refuses. They are counted in `environment/tool_errors` and are no failure of the
 environment.
 """
 
@@ -20,17 +20,17 @@ Tool = Callable[..., object]
 
 
 class ToolEnvironment:
-    """Runs the tools that a turn calls and shows their results.
+    """Runs the tools that a turn calls and returns their results.
 
     Args:
-        tools: by the name that the policy uses; or dotted paths `package.module:function`, called
-            by the function's name.
-        parser: of PARSERS, `package.module:Class`, or an object.
-        parser_options: keyword arguments of the parser.
-        max_characters: of one result; what is longer is cut off, with a word that says so.
+        tools: Functions by the name that the policy uses, or dotted paths
+            `package.module:function`, whose functions are called by their own names.
+        parser: Name in PARSERS, dotted path `package.module:Class`, or parser object.
+        parser_options: Keyword arguments of the parser.
+        max_characters: Maximum length of one result; the rest is cut off and marked.
 
     Raises:
-        UserError: a tool or the parser cannot be found.
+        UserError: A tool or the parser cannot be found.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class ToolEnvironment:
         self._max_characters = max_characters
 
     def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
-        """Begins; the prompt has to say which tools there are."""
+        """Returns no observation; the prompt has to describe the tools."""
         return None
 
     def step(self, tokens: Sequence[int], text: str) -> Turn:
-        """Runs the turn's calls; without any the response is done."""
+        """Runs the turn's calls; a turn without calls ends the response."""
         calls = self._parser.calls(text)
         if not calls:
             return Turn(done=True)
@@ -67,7 +67,7 @@ class ToolEnvironment:
         return Turn(self._parser.observation(results), notes=notes)
 
     def _run(self, call: ToolCall) -> tuple[str, bool]:
-        """Returns what the policy reads of a call, and whether that is an error."""
+        """Returns the result of a call, and whether it is an error."""
         if call.error is not None:
             return f"error: {call.error}", True
         if call.name not in self._tools:
@@ -78,7 +78,7 @@ class ToolEnvironment:
             raise
         except SystemExit as error:
             return f"error: it {did(error)}", True
-        except BaseException as error:  # any error of the tool's own code, for these arguments
+        except BaseException as error:  # the tool's code may raise anything
             return f"error: {said(error, self._max_characters)}", True
         if len(result) > self._max_characters:
             return result[: self._max_characters] + " (cut off)", False
@@ -86,10 +86,10 @@ class ToolEnvironment:
 
 
 def find(path: str, key: str) -> Any:
-    """Returns what a dotted path `package.module:name` names.
+    """Returns the object of a dotted path `package.module:name`.
 
     Raises:
-        UserError: there is no such thing that can be called; names the key.
+        UserError: There is no such object, or it cannot be called. The error names the key.
     """
     try:
         found = imported(path)

@@ -1,4 +1,4 @@
-"""The process of a stage: reads plays, writes what environments answer. No torch."""
+"""Process of a stage: reads calls and writes the environments' answers as JSON. No torch."""
 
 from __future__ import annotations
 

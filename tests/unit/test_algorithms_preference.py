@@ -182,9 +182,9 @@ def test_what_is_not_pairs_is_refused() -> None:
     batch = feedback_batch("pairs", 2, 0)
     for rewards in ([1.0, 1.0, 1.0, 0.0], [0.0] * 4):
         wrong = replace(batch, reward_B=torch.tensor(rewards))
-        with pytest.raises(BatchError, match="one better and one worse sample a group"):
+        with pytest.raises(BatchError, match="one better and one worse sample in each group"):
             make_algorithm(DpoConfig()).advantages(wrong)
-    with pytest.raises(BatchError, match="one better and one worse sample a group"):
+    with pytest.raises(BatchError, match="one better and one worse sample in each group"):
         make_algorithm(DpoConfig()).advantages(
             replace(batch, group_B=torch.zeros(4, dtype=torch.int64))
         )

@@ -109,7 +109,7 @@ def test_hermes_calls_are_read_as_qwen_writes_them() -> None:
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("<tool_call>{}</tool_call>", "no text under name"),
+        ("<tool_call>{}</tool_call>", "name must be a text"),
         ("<tool_call>[1]</tool_call>", "no JSON object"),
         ("<tool_call>{'a'}</tool_call>", "no JSON object"),
         ('<tool_call>{"name": "add"', "</tool_call> is missing"),
