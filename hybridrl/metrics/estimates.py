@@ -1,7 +1,6 @@
 """Estimates from scored samples: means with standard errors, pass@k, majority vote. No torch.
 
-The unit is the prompt: samples of one prompt are not independent of each other, so that every
-standard error is that of a mean over prompts.
+Standard errors are of means over prompts, because samples of one prompt are not independent.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import NamedTuple
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts, and its standard error; None where there are fewer than 2 prompts."""
+    """A mean over prompts and its standard error, None with fewer than 2 prompts."""
 
     value: float
     stderr: float | None
@@ -22,14 +21,14 @@ class Estimate(NamedTuple):
         return self.shown(4)
 
     def shown(self, digits: int) -> str:
-        """Returns it as text, with so many digits."""
+        """Returns the estimate as text with this number of digits."""
         error = "" if self.stderr is None else f" ± {self.stderr:.{digits}f}"
         return f"{self.value:.{digits}f}{error}"
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """Returns the mean of one value a prompt, with its standard error: the values' standard
-    deviation, with one degree of freedom less, over the root of their number.
+    """Returns the mean of one value per prompt and its standard error: the standard deviation (n -
+    1) divided by sqrt(n).
     """
     num = len(values)
     mean = math.fsum(values) / num
@@ -40,33 +39,32 @@ def mean_of(values: Sequence[float]) -> Estimate:
 
 
 def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
-    """Returns the unbiased estimate of the probability that one of k samples is right:
-    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
+    """Returns an unbiased estimate of the probability that at least one of k samples is right: 1 -
+    C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, eq. 1).
 
     Args:
-        num_samples: n, samples of one prompt.
-        num_right: c, those of them that are right.
-        k: 1 to n.
+        num_samples: n, the number of samples of one prompt.
+        num_right: c, the number of right samples among them.
+        k: Number from 1 to n.
     """
     if not 1 <= k <= num_samples or not 0 <= num_right <= num_samples:
-        raise ValueError(f"pass@{k} of {num_right} right ones among {num_samples} samples")
+        raise ValueError(f"pass@{k} with {num_right} right of {num_samples} samples")
     subsets = math.comb(num_samples, k)
     return (subsets - math.comb(num_samples - num_right, k)) / subsets
 
 
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
-    """Returns what the answer that most samples of one prompt give scores.
+    """Returns the score of the most frequent answer to one prompt.
 
-    Of several answers that are given equally often each counts alike, as if one were drawn. Equal
-    answers have equal scores; where a scorer disagrees, the mean counts.
+    Ties are averaged. If a scorer gives equal answers different scores, their mean counts.
 
     Args:
-        answers: of each sample, in a form in which equal ones are equal texts; None: it gives none,
-            and does not vote.
-        scores: of each sample, from 0 to 1.
+        answers: Normalised answer of each sample, so that equal answers are equal texts. None if a
+            sample gives no answer; it does not vote.
+        scores: Score of each sample, from 0 to 1.
 
     Returns:
-        A score from 0 to 1; 0 where no sample gives an answer.
+        A score from 0 to 1; 0 if no sample gives an answer.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
@@ -76,5 +74,5 @@ def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> fl
     for answer, count in votes.items():
         if count == most:
             pairs = zip(answers, scores, strict=True)
-            found.append(math.fsum(score for one, score in pairs if one == answer) / count)
+            found.append(math.fsum(score for other, score in pairs if other == answer) / count)
     return math.fsum(found) / len(found)

@@ -1,14 +1,14 @@
-"""How many floating-point operations a model's passes need, and a GPU's peak rate. No torch.
+"""Counts floating-point operations of a model's passes, and lists GPUs' peak rates. No torch.
 
-Model FLOPs: what the mathematics asks for, a multiplication and an addition counting two.
-Recomputed activations, padding and the masked half of attention scores do not count, so that a
-rate is comparable between ways of computing the same (Chowdhery et al. 2022, "PaLM", appendix B),
-nor do output heads where nothing is predicted. What samples share counts once where it is computed
-once: their rate is that of the hardware, and what sharing saves is a number of its own.
-The backward pass of a matrix product is two products of the same size: the gradient of its input,
-if something before it is trained, and that of its weight, if the weight is trained. The backward
-pass of attention is twice its forward pass.
-Matrix products and attention only; norms, rotary positions, softmax and the optimizer are left out.
+Model FLOPs are those of the mathematics; a multiplication and an addition count two. Recomputed
+activations, padding, the masked half of attention scores, and output heads without a prediction do
+not count. So rates are comparable between implementations (Chowdhery et al. 2022, "PaLM", appendix
+B). A prompt that several samples share counts once if it is computed once.
+
+The backward pass of a matrix product is two products of the same size: one for the gradient of its
+input, if something before it is trained, and one for its weight, if the weight is trained. The
+backward pass of attention is twice its forward pass. Only matrix products and attention count;
+norms, rotary positions, softmax and the optimizer do not.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import NamedTuple
 from hybridrl.models.family import ModelShape
 from hybridrl.models.trainable import ALL, BackwardShares
 
-# Dense bf16 tensor-core FLOP/s by the words of the device's name, the special before the general;
-# NVIDIA's data sheets of each product, whose numbers with sparsity are twice these.
+# Dense bf16 tensor-core FLOP/s by words of the device's name; the first match counts. Source:
+# NVIDIA's data sheets, whose numbers with sparsity are twice these.
 PEAK_FLOPS_PER_S = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -36,8 +36,8 @@ PEAK_FLOPS_PER_S = {
 
 
 def matmul_params(shape: ModelShape) -> int:
-    """Returns the weights of the decoder layers that a token is multiplied with: of a mixture of
-    experts the router's and those of the experts that compute with the token.
+    """Returns the number of decoder weights that multiply each token. In a mixture of experts these
+    include the router and the experts that compute the token, not the others.
     """
     attention = _attention_params(shape)
     dense = 3 * shape.hidden_size * shape.ffn_size
@@ -63,30 +63,31 @@ def _attention_params(shape: ModelShape) -> int:
 
 def attention_length(shape: ModelShape) -> int:
     """Returns the sequence length at which causal attention costs as much as all products with
-    weights, the output head's included.
+    weights, including the output head.
 
-    Half the pairs of L positions, of which each costs 2 FLOPs a head for each element of its key
-    and its value, are L * (key + value) * heads a token and layer; products are 2 FLOPs a weight.
+    The L positions of a sequence have L / 2 pairs per token. Each costs 2 FLOPs per head for each
+    element of a key and a value, in all L * (key + value) * heads per token and layer. Products
+    cost 2 FLOPs per weight.
     """
     weights = matmul_params(shape) + shape.hidden_size * shape.vocab_size
     return 2 * weights // (shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim))
 
 
 def attended_pairs(shape: ModelShape, length: int) -> int:
-    """Returns the pairs of positions that attend one to the other in a sequence, over all layers:
-    those that the causal mask and the layers' windows leave.
+    """Returns the number of query-key pairs of a sequence, summed over all layers. The causal mask
+    and the layers' windows exclude the others.
     """
     whole = length * (length + 1) // 2
     if shape.window is None:
         return shape.num_layers * whole
-    outside = max(0, length - shape.window)  # of the last query's positions
+    outside = max(0, length - shape.window)  # positions that the last query does not attend to
     windowed = whole - outside * (outside + 1) // 2
     num_whole = shape.num_whole_layers
     return num_whole * whole + (shape.num_layers - num_whole) * windowed
 
 
 class Flops(NamedTuple):
-    """FLOPs of a forward pass: of products with the layers' weights, of attention, of the head."""
+    """FLOPs of a forward pass: products with the layers' weights, attention, output head."""
 
     weights: int
     attention: int
@@ -120,19 +121,19 @@ def forward_flops(
     head_size: int | None = None,
     prefixes: Iterable[int] | None = None,
 ) -> int:
-    """Returns the FLOPs of one forward pass over sequences, of all ranks together.
+    """Returns the FLOPs of one forward pass over sequences, summed over ranks.
 
-    A token costs two FLOPs for each weight; attention, two products, of 2 FLOPs for each element of
-    a key and of a value, for each head and each of the L (L + 1) / 2 pairs of positions that the
-    causal mask leaves, fewer in layers with windows.
+    A token costs two FLOPs for each weight. Attention has two products, with 2 FLOPs for each
+    element of a key and of a value, each head and each attended pair of positions.
 
     Args:
-        shape: sizes of the model.
-        lengths: tokens of each sequence, prompt and response together.
-        head_tokens: positions that the output head is computed for: of the trainer, the response
-            tokens.
-        head_size: outputs of the head; None: the vocabulary, 1 for a value head.
-        prefixes: Leading tokens of each sequence that are computed with another; None: no token is.
+        shape: Sizes of the model.
+        lengths: Number of tokens of each sequence, prompt and response together.
+        head_tokens: Number of positions for which the output head is computed; in training the
+            response tokens.
+        head_size: Number of outputs of the head, 1 for a value head; None takes the vocabulary.
+        prefixes: Number of leading tokens of each sequence that another sequence computes; None if
+            there are none.
     """
     return sum(_forward(shape, lengths, head_tokens, head_size, prefixes))
 
@@ -145,11 +146,11 @@ def train_flops(
     prefixes: Iterable[int] | None = None,
     backward: BackwardShares = ALL,
 ) -> int:
-    """Returns the FLOPs of one forward and backward pass.
+    """Returns the FLOPs of one forward and backward pass, summed over ranks.
 
     Args:
-        shape, lengths, head_tokens, head_size, prefixes: as of `forward_flops`.
-        backward: What the backward pass computes.
+        shape, lengths, head_tokens, head_size, prefixes: See `forward_flops`.
+        backward: Shares of the backward pass that are computed.
     """
     found = _forward(shape, lengths, head_tokens, head_size, prefixes)
     return round(
@@ -160,37 +161,35 @@ def train_flops(
 
 
 GeneratedLengths = dict[int, tuple[int, list[tuple[int, int]]]]
-"""Of each group its prompt's tokens, and of each of its samples those of prompt and response
-together, and how many of them were sampled: what an environment gives is only read.
+"""By group: the number of prompt tokens and, for each sample, the number of all its tokens and of
+those that were sampled. Observations of environments are not sampled.
 """
 
 
 def num_generated(generated: GeneratedLengths) -> int:
-    """Returns the tokens of prompts and responses, a prompt counted for each of its samples, and
-    observations with the responses.
+    """Returns the number of tokens of prompts, responses and observations. A prompt counts once for
+    each of its samples.
     """
     return sum(length for _, samples in generated.values() for length, _ in samples)
 
 
 def generate_flops(shape: ModelShape, generated: GeneratedLengths) -> int:
-    """Returns the FLOPs of generating: each prompt computed once, each response token once, also
-    those of earlier turns, logits of the sampled tokens only.
+    """Returns the FLOPs of generation, summed over ranks.
 
-    Args:
-        shape: sizes of the model.
-        generated: what there is of each prompt.
+    Each prompt and each response token is computed once, including earlier turns. Logits are
+    computed for sampled tokens only.
     """
     shared = [prompt for prompt, _ in generated.values()]
     prompts = [prompt for prompt, samples in generated.values() for _ in samples]
     lengths = [sample for _, samples in generated.values() for sample in samples]
-    again = forward_flops(shape, prompts, 0) - forward_flops(shape, shared, 0)
+    repeated = forward_flops(shape, prompts, 0) - forward_flops(shape, shared, 0)
     wholes, sampled = [whole for whole, _ in lengths], sum(num for _, num in lengths)
-    return forward_flops(shape, wholes, sampled) - again
+    return forward_flops(shape, wholes, sampled) - repeated
 
 
 def peak_flops_per_s(device_name: str) -> float | None:
-    """Returns the dense bf16 peak of a GPU by its name, e.g. 'NVIDIA H100 80GB HBM3'; None if it is
-    not in the table.
+    """Returns the dense bf16 peak of a GPU by its name, such as 'NVIDIA H100 80GB HBM3', or None if
+    the table does not list it.
     """
     words = set(re.split(r"[\s-]+", device_name))
     found = (peak for name, peak in PEAK_FLOPS_PER_S.items() if words.issuperset(name.split()))

@@ -1,7 +1,7 @@
-"""Where the numbers and samples of a run go: metrics.jsonl, TensorBoard, the console, rollouts/.
+"""Outputs for a run's metrics and samples: metrics.jsonl, TensorBoard, console, log, rollouts/.
 
-One rank writes; the others have no sinks. A run that continues from step N first forgets what its
-files say of later steps, so every step stands in them once.
+Only one rank has sinks. A run that continues from step N first removes later steps from its files,
+so every step occurs once.
 """
 
 from __future__ import annotations
@@ -30,47 +30,47 @@ from hybridrl.metrics.tables import (
 )
 from hybridrl.metrics.values import ACCURACY, PHASES, Record
 
-DAMAGED = ".damaged"  # ending of the file of lines that are no records
+DAMAGED = ".damaged"  # suffix of the file with damaged lines
 
 
 class MetricSink(Protocol):
-    """Takes the metrics of each step, in order."""
+    """Output for the metrics of each step, in order."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records a step."""
         ...
 
     def close(self) -> None:
-        """Writes what is still held back and lets go of files."""
+        """Writes buffered records and closes files."""
         ...
 
 
 class SampleSink(Protocol):
-    """Takes samples of some steps."""
+    """Output for the samples of some steps."""
 
     def samples(self, step: int, file: Path) -> None:
-        """Records the first samples of a dump.
+        """Records the first samples of a step.
 
         Args:
-            step: whose they are.
-            file: that RolloutDump wrote.
+            step: Step of the samples.
+            file: File of all samples that RolloutDump wrote.
         """
         ...
 
 
 class JsonlSink:
-    """Appends one JSON object a step; a reader sees each step as soon as it is over.
+    """Appends one JSON object per step, which readers see immediately.
 
     Args:
-        path: usually `runs/NAME/metrics.jsonl`.
-        last_step: the step that the run continues from; later lines are removed, and lines that are
-            no records go to a file beside it. 0 for a new run.
+        path: File, usually `runs/NAME/metrics.jsonl`.
+        last_step: Step that the run continues from, 0 for a new run. Later records are removed.
+            Damaged lines move to a file next to it, with the ending DAMAGED.
 
     Attributes:
-        num_damaged: lines that were no records, but for one that a crash had cut short.
+        num_damaged: Number of damaged lines, except for a last line that a crash cut short.
 
     Raises:
-        UserError: something else than a file has this path.
+        UserError: The path is not a file.
     """
 
     def __init__(self, path: Path, last_step: int = 0) -> None:
@@ -94,9 +94,10 @@ class JsonlSink:
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends `{"step": step, ...}`; non-finite numbers, which JSON lacks, become null. Metrics
-        of the step that was written last join its line: what a stop came before, as an evaluation,
-        is measured as the run goes on.
+        """Appends `{"step": step, ...}`; NaN and infinity, which JSON lacks, become null.
+
+        Metrics of the last written step are merged into its line: a run that was stopped before an
+        evaluation evaluates when it continues.
         """
         is_same = self._last.get("step") == step
         record: Record = dict(self._last) if is_same else {"step": step}
@@ -116,23 +117,23 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes events for TensorBoard: metrics as scalars, samples and knobs as tables of text.
+    """Writes TensorBoard events: metrics as scalars, samples and knobs as tables.
 
-    Knobs are no hyper-parameters of TensorBoard: `add_hparams` writes a second run folder, and of
-    a run that continues with other knobs the first ones are shown alone. A text is kept for each
-    start. TensorBoard cannot hold a page like the report: a text says which command writes it.
+    Knobs are not TensorBoard's hyper-parameters: `add_hparams` writes a second run folder, and a
+    run that continues with other knobs would show only its first ones. Each start writes a text
+    instead. TensorBoard cannot show the report's page, so a text names the command that writes it.
 
     Args:
-        folder: the run folder, with its config.yaml; events go to `tensorboard/` there.
-        last_step: the step that the run continues from; TensorBoard hides later ones.
+        folder: Run folder, with its config.yaml; events go to `tensorboard/` in it.
+        last_step: Step that the run continues from; TensorBoard hides later ones.
     """
 
     def __init__(self, folder: Path, last_step: int = 0) -> None:
         # Imported here: it takes a second, and only the rank that writes needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        # At the first start too: TensorBoard 2.21 takes the first such mark that it finds for the
-        # beginning of the run, and hides nothing there.
+        # Also set at the first start: TensorBoard 2.21 takes the first such mark as the beginning
+        # of the run and hides nothing for it.
         events = str(folder / "tensorboard")
         self._writer = SummaryWriter(events, purge_step=last_step + 1, flush_secs=10)
         table = markdown_table(("knob", "value"), flat(written_config(folder)).items())
@@ -147,9 +148,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
 
     def samples(self, step: int, file: Path) -> None:
-        """Records the first samples of a dump as a table, without what has a value for each token;
-        arguments as of SampleSink.
-        """
+        """Records samples as a table, without per-token lists; arguments as in SampleSink."""
         rows = [
             {name: value for name, value in row.items() if not isinstance(value, list)}
             for row in first_samples(file, MAX_MARKDOWN_SAMPLES)
@@ -159,17 +158,17 @@ class TensorBoardSink:
         self._writer.add_text("samples", table, step)
 
     def close(self) -> None:
-        """Writes what is still held back."""
+        """Writes buffered events."""
         self._writer.close()
 
 
 class ConsoleSink:
-    """Prints a line a step, with a progress bar below on a terminal and none elsewhere.
+    """Prints one line per step, above a progress bar if the output is a terminal.
 
     Args:
-        num_steps: the last step of the run.
-        last_step: the step that the run continues from.
-        console: where to print; None: stdout.
+        num_steps: Last step of the run.
+        last_step: Step that the run continues from.
+        console: Console to print on; None takes stdout.
     """
 
     def __init__(self, num_steps: int, last_step: int = 0, console: Console | None = None) -> None:
@@ -193,29 +192,29 @@ class ConsoleSink:
         self._progress.update(self._task, completed=step)
 
     def message(self, text: str) -> None:
-        """Prints a line as it is: no markup (phases stand in brackets), no wrapping."""
+        """Prints a line literally: no markup, because phases are in brackets, and no wrapping."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def compare(
         self, title: str, rows: Mapping[str, tuple[Estimate | None, Estimate | None]]
     ) -> None:
-        """Prints a table of names with their values before and after, and standard errors."""
+        """Prints a table of values before and after, with standard errors."""
         table = Table("", "before", "after", title=title)
         for name, values in rows.items():
             table.add_row(name, *("-" if value is None else value.shown(3) for value in values))
         self._console.print(table)
 
     def close(self) -> None:
-        """Takes the progress bar away."""
+        """Removes the progress bar."""
         self._progress.stop()
 
 
 class LogSink:
-    """Writes a line a step, and what the run says besides, to a rank's log.
+    """Writes one line per step, and the run's messages, to a rank's log.
 
     Args:
-        path: usually `runs/NAME/logs/rank_0.log`; lines are appended.
-        num_steps: the last step of the run.
+        path: File, usually `runs/NAME/logs/rank_0.log`; lines are appended.
+        num_steps: Last step of the run.
     """
 
     def __init__(self, path: Path, num_steps: int) -> None:
@@ -229,7 +228,7 @@ class LogSink:
     def message(self, text: str) -> None:
         """Writes a line."""
         self._file.write(text + "\n")
-        self._file.flush()  # at once, since what crashes may write there too
+        self._file.flush()  # immediately, because a crash may write to the same file
 
     def close(self) -> None:
         """Closes the file."""
@@ -237,30 +236,30 @@ class LogSink:
 
 
 class RolloutDump:
-    """Writes samples to read: one JSONL file for every step that is due.
+    """Writes samples for people to read, one JSONL file per due step.
 
     Args:
-        directory: usually `runs/NAME/rollouts`.
-        every: steps between dumps; 0 for none. The first step is always dumped.
+        directory: Folder, usually `runs/NAME/rollouts`.
+        every: Number of steps between files, 0 for no files. The first step always has a file.
     """
 
     def __init__(self, directory: Path, every: int) -> None:
         self._directory, self._every = directory, every
 
     def is_due(self, step: int) -> bool:
-        """Whether the samples of `step` (from 1) are wanted."""
+        """Whether to write the samples of `step` (from 1)."""
         return self._every > 0 and (step == 1 or step % self._every == 0)
 
     def file(self, step: int) -> Path:
-        """Returns where the samples of a step are written."""
+        """Returns the file for the samples of a step."""
         return self._directory / f"step_{step:06d}.jsonl"
 
     def write(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:
-        """Writes the samples of a step, each as a JSON object, as they come."""
+        """Writes the samples of a step, each as a JSON object."""
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self.file(step)
         partial = path.with_name(path.name + ".partial")
-        # Half of a surrogate pair, which has no UTF-8, becomes the escape that JSON has for it.
+        # Half of a surrogate pair cannot be encoded in UTF-8 and is written as JSON's escape.
         with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for sample in samples:
                 file.write(json.dumps(dict(sample), ensure_ascii=False) + "\n")
@@ -268,8 +267,8 @@ class RolloutDump:
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """Returns the console's line about a step: phase times, then what was learned."""
-    times = [  # of phases that ran
+    """Returns the console's line for a step: phase times, then metrics."""
+    times = [
         f"[{label}] {seconds:.2f}s"
         for phase, label in PHASES.items()
         if (seconds := metrics.get(f"time_s/{phase}"))
@@ -290,24 +289,24 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Returns the records of a metrics.jsonl; lines that are none are left out.
+    """Returns the records of a metrics.jsonl without damaged lines.
 
     Raises:
-        UserError: there is something else than a file.
+        UserError: The path is not a file.
     """
     return read_lines(path)[0]
 
 
 def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
-    """Returns the records of a metrics.jsonl, and lines that are none; the last line is neither if
-    a crash has cut it short.
+    """Returns the records and the damaged lines of a metrics.jsonl. A last line that a crash cut
+    short is in neither list.
 
     Raises:
-        UserError: there is something else than a file.
+        UserError: The path is not a file.
     """
     if not path.is_file():
         found = "a folder" if path.is_dir() else "not a file"
-        raise UserError(str(path), found, "a file of metrics", f"Move {path} away.")
+        raise UserError(str(path), found, "a file of metrics", f"Move or delete {path}.")
     lines = path.read_bytes().split(b"\n")
     records, damaged = [], []
     for number, line in enumerate(lines):
@@ -319,7 +318,7 @@ def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
 
 
 def _record(line: bytes) -> Record | None:
-    """Returns the numbers of a line by name, if it has a step."""
+    """Returns the numbers of a line by name, or None if it is no record of a step."""
     try:
         found = parse_json(line)
     except ValueError:

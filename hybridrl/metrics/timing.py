@@ -1,7 +1,7 @@
-"""Where the time of a step goes, and what a rank is doing right now.
+"""Times the phases of a step and records the phase that a rank is in.
 
-A rank writes its current phase into a small file beside its log. When the rank dies, the launcher
-reads there what it was doing: the file is written before the phase begins and never needs closing.
+A rank writes its current phase into a small file next to its log, before the phase begins. If the
+rank dies, the launcher reads there what it was doing. The file need not be closed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 IDLE = "between phases"
-# One write of a fixed size: a reader sees the old line or the new, never half of one.
+# One write of a fixed size, so that a reader sees either the old line or the new.
 LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Span:
-    """One run of a phase, by this process's `time.perf_counter`."""
+    """One run of a phase, in seconds of this process's `time.perf_counter`."""
 
     name: str
     began: float
@@ -28,17 +28,19 @@ class Span:
 
 
 class PhaseTimer:
-    """Collects the seconds of each phase of a step and the most memory in it, and tells the current
+    """Collects the seconds and the peak memory of each phase of a step, and records the current
     phase.
 
-    A phase inside another counts for both. Times of one name within a step add up. `around` is
-    called with the name of each phase for what is to surround it.
+    A phase inside another counts for both. Times of the same name within a step add up.
 
     Args:
-        phase_file: gets the current phase, e.g. `logs/rank_3.phase`; None: kept in memory only.
-        synchronize: called at both ends of each phase, so that an accelerator's queued work counts
-            for the phase that queued it; None: nothing to wait for (CPU).
-        take_peak: returns the most bytes in use since it was called last; None: not known by phase.
+        phase_file: File for the current phase, such as `logs/rank_3.phase`; None writes no file.
+        synchronize: Called at both ends of each phase, so that queued work of an accelerator counts
+            for the phase that queued it. None on CPUs.
+        take_peak: Returns the largest number of bytes in use since its last call; None if unknown.
+
+    Attributes:
+        around: Called with the name of each phase; returns a context manager that surrounds it.
     """
 
     def __init__(
@@ -61,54 +63,51 @@ class PhaseTimer:
         if phase_file is not None:
             phase_file.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(phase_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._tell()
+        self._write_phase()
 
     @property
     def current(self) -> str:
-        """The innermost phase that is running, and the step, if one is known."""
-        innermost = self._open[-1:]  # at once: another thread may ask
+        """The innermost running phase, and the step if it is known."""
+        innermost = self._open[-1:]  # one read, because another thread may call this
         phase = innermost[0] if innermost else IDLE
         return phase if self._step is None else f"{phase}, step {self._step}"
 
     def start_step(self, step: int | None = None) -> None:
-        """Forgets the times collected so far and starts the clock of the whole step."""
+        """Discards the collected times and starts the clock of the whole step."""
         self._step = step
         self._seconds.clear()
         self._spans.clear()
         self.note_peak()
         self._peaks.clear()
-        self._tell()
+        self._write_phase()
         self._step_began = time.perf_counter()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time of the block for phase `name`, also when it raises.
+        """Counts the block's time for the phase `name`, also if the block raises.
 
-        After an exception the phase stays the current one, it is where the rank died, and so does
-        its peak, for who explains an out-of-memory error.
+        After an exception the file keeps this phase, in which the rank died, and its peak memory is
+        kept for the explanation of an out-of-memory error.
         """
         with self.around(name):
-            yield from self._counted(name)
-
-    def _counted(self, name: str) -> Iterator[None]:
-        self.note_peak()
-        self._open.append(name)
-        self._tell()
-        self._wait()
-        began = time.perf_counter()
-        try:
-            yield
-            self._wait()
             self.note_peak()
-        finally:
-            ended = time.perf_counter()
-            self._seconds[name] = self._seconds.get(name, 0.0) + ended - began
-            self._spans.append(Span(name, began, ended))
-            self._open.pop()
-        self._tell()
+            self._open.append(name)
+            self._write_phase()
+            self._wait()
+            began = time.perf_counter()
+            try:
+                yield
+                self._wait()
+                self.note_peak()
+            finally:
+                ended = time.perf_counter()
+                self._seconds[name] = self._seconds.get(name, 0.0) + ended - began
+                self._spans.append(Span(name, began, ended))
+                self._open.pop()
+            self._write_phase()
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of each phase since `start_step`, and all of them as "step"."""
+        """Returns the seconds of each phase since `start_step`, and of the whole step as "step"."""
         return {**self._seconds, "step": time.perf_counter() - self._step_began}
 
     def spans(self) -> list[Span]:
@@ -116,8 +115,8 @@ class PhaseTimer:
         return list(self._spans)
 
     def peak_bytes(self) -> dict[str, int]:
-        """Returns the most bytes in use in each phase since `start_step`, as "step" in all of it,
-        and as "run" since this timer began; empty where that is not known.
+        """Returns the peak memory in bytes of each phase since `start_step`, of the whole step as
+        "step", and of this timer's lifetime as "run". Returns {} if it is unknown.
         """
         if self._take_peak is None:
             return {}
@@ -125,7 +124,7 @@ class PhaseTimer:
         return {**self._peaks, "run": self._most}
 
     def note_peak(self) -> None:
-        """Counts the memory that has been in use until now for the phases that are running."""
+        """Counts the peak memory since the last call for all running phases."""
         if self._take_peak is None:
             return
         most = self._take_peak()
@@ -140,19 +139,19 @@ class PhaseTimer:
             self._file = None
 
     def _wait(self) -> None:
-        # A sync point: without it a phase would be charged only for queueing its kernels.
+        # Sync point: otherwise only the time to queue a phase's kernels would count.
         if self._synchronize is not None:
             self._synchronize()
 
-    def _tell(self) -> None:
+    def _write_phase(self) -> None:
         if self._file is not None:
             line = self.current.encode()[: LINE_BYTES - 1].ljust(LINE_BYTES - 1) + b"\n"
             os.pwrite(self._file, line, 0)
 
 
 def read_phase(phase_file: Path) -> str | None:
-    """Returns what `PhaseTimer` last wrote there, or None if it never began."""
+    """Returns the last phase that `PhaseTimer` wrote, or None if there is none."""
     try:
         return phase_file.read_text(encoding="utf-8", errors="replace").strip() or None
-    except OSError:  # there is none, or the file system does not answer
+    except OSError:  # the file is missing or cannot be read
         return None

@@ -1,9 +1,10 @@
-"""Services that keep a run's metrics, samples, knobs and report: Weights & Biases, MLflow.
+"""Tracking services that store a run's metrics, samples, knobs and report: Weights & Biases,
+MLflow.
 
-Only rank 0 has trackers. Each works in a thread of its own with a bounded queue: the loop never
-waits for a service, except for CLOSE_S at the end of the run, for all services together. What a
-service does not take in time or refuses is dropped, counted and said; the run's own files have
-everything. Nothing here raises.
+Only rank 0 has trackers. Each runs in its own thread with a bounded queue. The training loop waits
+for services only at the end of the run, for CLOSE_S seconds over all of them. Records that a
+service refuses or does not take in time are dropped, counted and reported; the run's own files have
+all of them. Nothing here raises.
 """
 
 from __future__ import annotations
@@ -18,43 +19,44 @@ from typing import Any, Protocol
 
 from hybridrl.metrics.tables import Row, column_names, first_samples, flat, written_config
 
-MAX_WAITING = 1000  # steps and samples that wait for a service
-RETRY_S = 30.0  # between attempts to begin
-CLOSE_S = 30.0  # for what waits at the end of the run
-WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files of the run folder: which run it is there
+MAX_WAITING = 1000  # records in the queue of a service
+RETRY_S = 30.0  # seconds between attempts to begin
+CLOSE_S = 30.0  # seconds for queued records at the end of the run
+WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files with the run's identity in the service
 
 
 class Tracker(Protocol):
-    """A service; its methods raise whatever the service's package does, and may block for long."""
+    """A service. Its methods raise whatever the service's package raises, and may block."""
 
     name: str
 
     def begin(self) -> None:
-        """Begins the run there, or goes on with it."""
+        """Starts or continues the run in the service."""
         ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Records a step's metrics."""
+        """Records the metrics of a step."""
         ...
 
     def samples(self, step: int, rows: list[Row]) -> None:
-        """Records some samples of a step as a table."""
+        """Records samples of a step as a table."""
         ...
 
     def end(self, report: Path, is_done: bool) -> None:
-        """Keeps the report page and ends the run; whether it was trained to its last step."""
+        """Stores the report page and ends the run; `is_done` after the last step."""
         ...
 
 
 class Wandb:
-    """Weights & Biases; where to and as whom say its own variables (WANDB_ENTITY, WANDB_MODE ...).
+    """Weights & Biases; its own variables (WANDB_ENTITY, WANDB_MODE ...) set the account and
+    server.
 
-    Steps are a metric of their own (`step`): a run that continues from an older checkpoint records
-    some again, and wandb's own counter never goes back.
+    Steps are a separate metric (`step`), because wandb's own counter never goes back, and a run
+    that continues from an older checkpoint records some steps again.
 
     Args:
-        project: that the run belongs to.
-        folder: the run folder, with its config.yaml.
+        project: Project of the run.
+        folder: Run folder, with its config.yaml.
     """
 
     name = "wandb"
@@ -64,7 +66,7 @@ class Wandb:
         self._run: Any = None
 
     def begin(self) -> None:
-        """Begins the run there, or goes on with it."""
+        """Starts or continues the run in the service."""
         import wandb
 
         file = self._folder / WANDB_ID
@@ -76,18 +78,18 @@ class Wandb:
             resume="allow",
             dir=str(self._folder),
             config=written_config(self._folder),
-            # Neither rank 0's output nor its program is asked for.
+            # Uploads neither rank 0's output nor its program.
             settings=wandb.Settings(console="off", save_code=False),
         )
         file.write_text(f"{self._run.id}\n", encoding="utf-8")
         self._run.define_metric("*", step_metric="step")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Records a step's metrics."""
+        """Records the metrics of a step."""
         self._run.log({**values, "step": step})
 
     def samples(self, step: int, rows: list[Row]) -> None:
-        """Records some samples of a step as a table."""
+        """Records samples of a step as a table."""
         import wandb
 
         columns = column_names(rows)
@@ -95,7 +97,7 @@ class Wandb:
         self._run.log({"samples": wandb.Table(columns=columns, data=data), "step": step})
 
     def end(self, report: Path, is_done: bool) -> None:
-        """Keeps the report page and ends the run; whether it was trained to its last step."""
+        """Stores the report page and ends the run; `is_done` after the last step."""
         import wandb
 
         artifact = wandb.Artifact(f"report-{self._run.id}", type="report")
@@ -105,11 +107,11 @@ class Wandb:
 
 
 class Mlflow:
-    """MLflow; where to and as whom say its own variables (MLFLOW_TRACKING_URI ...).
+    """MLflow; its own variables (MLFLOW_TRACKING_URI ...) set the account and server.
 
     Args:
-        experiment: that the run belongs to.
-        folder: the run folder, with its config.yaml.
+        experiment: Experiment of the run.
+        folder: Run folder, with its config.yaml.
     """
 
     name = "mlflow"
@@ -117,40 +119,40 @@ class Mlflow:
     def __init__(self, experiment: str, folder: Path) -> None:
         self._experiment, self._folder = experiment, folder
         self._run: Any = None
-        self._is_new = False  # it has no parameters yet
+        self._is_new = False  # the run has no parameters yet
 
     def begin(self) -> None:
-        """Begins the run there, or goes on with it."""
+        """Starts or continues the run in the service."""
         import mlflow
 
         file = self._folder / MLFLOW_ID
-        if self._run is None:  # else an attempt before has failed below, and the run is active
+        if self._run is None:  # else an earlier attempt failed below, and the run is active
             known = file.read_text(encoding="utf-8").strip() if file.exists() else None
             mlflow.set_experiment(self._experiment)
             name = None if known else self._folder.name
             self._run = mlflow.start_run(run_id=known, run_name=name)
             self._is_new = known is None
         file.write_text(f"{self._run.info.run_id}\n", encoding="utf-8")
-        if self._is_new:  # a parameter keeps its first value there
+        if self._is_new:  # MLflow's parameters cannot be changed
             mlflow.log_params(flat(written_config(self._folder)))
         mlflow.log_artifact(str(self._folder / "config.yaml"))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Records a step's metrics."""
+        """Records the metrics of a step."""
         import mlflow
 
         named = {re.sub(r"[^\w\-. /:]", "_", name): value for name, value in values.items()}
         mlflow.log_metrics(named, step=step)
 
     def samples(self, step: int, rows: list[Row]) -> None:
-        """Records some samples of a step as a table."""
+        """Records samples of a step as a table."""
         import mlflow
 
         table = {column: [row.get(column) for row in rows] for column in column_names(rows)}
         mlflow.log_table(table, artifact_file=f"samples/step_{step:06d}.json")
 
     def end(self, report: Path, is_done: bool) -> None:
-        """Keeps the report page and ends the run; whether it was trained to its last step."""
+        """Stores the report page and ends the run; `is_done` after the last step."""
         import mlflow
 
         mlflow.log_artifact(str(report))
@@ -158,18 +160,18 @@ class Mlflow:
 
 
 class TrackerSink:
-    """Hands what a run records to a tracker, in a thread.
+    """Passes a run's records to a tracker in a thread.
 
     Args:
-        tracker: the service.
-        folder: the run folder, whose report page is kept at the end.
-        say: tells the user something; called in the thread that calls the methods.
-        max_waiting: records that wait for the service at most.
-        close_s: seconds that `close` waits at most, from `begin_close` on.
+        tracker: Service.
+        folder: Run folder, whose report page is stored at the end.
+        say: Prints a message for the user; called only in the thread that calls the methods.
+        max_waiting: Maximum number of records in the queue.
+        close_s: Maximum number of seconds that `close` waits, counted from `begin_close`.
 
     Attributes:
-        is_done: whether the run was trained to its last step; set before `close`.
-        num_dropped: records that the service did not get.
+        is_done: Whether the run reached its last step; set before `close`.
+        num_dropped: Number of records that the service did not get.
     """
 
     def __init__(
@@ -183,8 +185,8 @@ class TrackerSink:
         self._tracker, self._folder, self._say = tracker, folder, say
         self._close_s = close_s
         self.is_done, self.num_dropped = False, 0
-        self._errors: list[str] = []  # that are to be said
-        self._known: set[str] = set()  # kinds of errors that were said
+        self._errors: list[str] = []  # not reported yet
+        self._known: set[str] = set()  # kinds of errors that were reported
         self._num_taken = self._num_given = 0
         self._waiting: queue.Queue[Callable[[], None]] = queue.Queue(max_waiting)
         self._closing, self._closes_at, self._is_closed = threading.Event(), 0.0, False
@@ -197,33 +199,27 @@ class TrackerSink:
         self._put(lambda: self._tracker.metrics(step, values))
 
     def samples(self, step: int, file: Path) -> None:
-        """Records the first samples of a dump.
-
-        Args:
-            step: whose they are.
-            file: that RolloutDump wrote.
-        """
+        """Records the first samples of a step; arguments as in `SampleSink`."""
         self._put(lambda: self._tracker.samples(step, first_samples(file)))
 
     def begin_close(self) -> None:
-        """Lets the service end the run, while others do the same."""
+        """Lets the service end the run; call it for all trackers before `close`."""
         if not self._closing.is_set():
             self._closes_at = time.monotonic() + self._close_s
             self._closing.set()
 
     def close(self) -> None:
-        """Waits until the service has everything, but not for long, and says what it lacks."""
+        """Waits until the service has all records or time is up, and reports dropped records."""
         if self._is_closed:
             return
         self._is_closed = True
         self.begin_close()
         self._thread.join(max(0.0, self._closes_at - time.monotonic()))
         self._say_errors()
-        lost = self._num_given - self._num_taken
-        if lost:
-            self.num_dropped = lost
+        if dropped := self._num_given - self._num_taken:
+            self.num_dropped = dropped
             self._say(
-                f"{self._tracker.name}: {lost} of {self._num_given} records were dropped; "
+                f"{self._tracker.name}: {dropped} of {self._num_given} records were dropped; "
                 f"{self._folder} has all of them"
             )
 
@@ -242,7 +238,7 @@ class TrackerSink:
             self._say(self._errors.pop(0))
 
     def _work(self) -> None:
-        """Begins, takes records until the run closes, and ends."""
+        """Starts the run, passes on records until the run closes, and ends it."""
         while not self._try("cannot begin", self._tracker.begin):
             if self._closing.wait(RETRY_S):
                 return
@@ -260,15 +256,15 @@ class TrackerSink:
         self._tracker.end(write_report(self._folder), self.is_done)
 
     def _try(self, what: str, act: Callable[[], None]) -> bool:
-        """Whether it could be done; the first error of a kind is said."""
+        """Whether the call succeeded; only the first error of each kind is reported."""
         try:
             act()
-        # Whatever the package raises: the network's errors, its own, sys.exit without a key.
+        # The package may raise anything; without an API key it calls sys.exit.
         except (Exception, SystemExit) as error:
-            said = str(error).strip().splitlines()
+            lines = str(error).strip().splitlines()
             text = f"{self._tracker.name}: {what}: {type(error).__name__}"
             if what not in self._known:
                 self._known.add(what)
-                self._errors.append(f"{text}: {said[0]}" if said else text)
+                self._errors.append(f"{text}: {lines[0]}" if lines else text)
             return False
         return True

@@ -1,6 +1,6 @@
-"""The numbers of a step: their names in metrics.jsonl, how parts combine, and the record of a step.
+"""Names of a step's metrics in metrics.jsonl, rules to combine them, and the record of a step.
 
-Torch-free and without communication: what comes in is already the same on every rank.
+No torch and no communication: arguments are already equal on all ranks.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 Record = dict[str, float | int | None]
-"""One line of metrics.jsonl: `step` and the metrics by name; None is a non-finite number."""
+"""One line of metrics.jsonl: `step` and the metrics by name; None stands for NaN and infinity."""
 
-# Phases of a step, in order, with what the console calls them.
+# Phases of a step in order, with their names on the console.
 PHASES = {
     "generate": "gen",
     "reward": "reward",
@@ -19,7 +19,7 @@ PHASES = {
     "update": "update",
     "reshard": "reshard",
 }
-# What every record of a step with rollouts has; algorithms and evaluations add more.
+# Metrics of every step with rollouts; algorithms and evaluations add more.
 STEP_KEYS = (
     "reward/mean",
     "reward/std",
@@ -44,50 +44,46 @@ STEP_KEYS = (
     "memory/peak_gib",
 )
 ACCURACY = "eval/accuracy"
-VALIDATION = "validation/"  # begins what a run keeps of held-out rows with responses, by step
-STDERR = "_stderr"  # ending of the name of a metric's standard error
-GENERATED_TOKENS = (
-    "generate/tokens"  # prompts, responses, observations; also of samples not trained on
-)
-SKIPPED = "train/skipped_steps"  # optimizer steps, not taken for a loss or gradient not finite
+VALIDATION = "validation/"  # prefix of a run's results on held-out rows with responses
+STDERR = "_stderr"  # suffix of the name of a metric's standard error
+# Tokens of prompts, responses and observations, including samples that are not trained on.
+GENERATED_TOKENS = "generate/tokens"
+# Optimizer steps skipped because the loss or gradient was not finite.
+SKIPPED = "train/skipped_steps"
 
 
 def is_maximum(name: str) -> bool:
-    """Whether parts of the metric combine by their largest; all others are means."""
+    """Whether parts of the metric combine by their maximum; all others combine by their mean."""
     return name.endswith("_max")
 
 
 def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combines the metrics of equal parts of a step (its updates) or of several steps: counts add
-    up.
+    """Combines the metrics of equal parts of a step (its updates) or of several steps.
 
-    A metric that some parts lack is combined over the parts that have it.
+    `train/skipped_steps` is added up. A metric that some parts lack is combined over the others.
     """
     found: dict[str, list[float]] = {}
     for part in parts:
         for name, value in part.items():
             found.setdefault(name, []).append(value)
-    return {
-        name: max(values) if is_maximum(name) else sum(values) / _share(name, values)
-        for name, values in found.items()
-    }
-
-
-def _share(name: str, values: Sequence[float]) -> int:
-    return 1 if name == SKIPPED else len(values)
+    combined = {}
+    for name, values in found.items():
+        divisor = 1 if name == SKIPPED else len(values)
+        combined[name] = max(values) if is_maximum(name) else sum(values) / divisor
+    return combined
 
 
 def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the largest of each value over ranks, all of which have it."""
+    """Returns the maximum of each value over ranks; all ranks have the same values."""
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def rank_spread(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the seconds of the fastest of several ranks in each phase, `time_min_s/PHASE`, and
-    the number of the slowest, `slowest_rank/PHASE`; nothing of a single rank.
+    """Returns the seconds of the fastest rank in each phase, `time_min_s/PHASE`, and the number of
+    the slowest, `slowest_rank/PHASE`. Returns {} for a single rank.
 
     Args:
-        seconds: of each rank by phase, all the same phases.
+        seconds: Seconds by phase for each rank; all have the same phases.
     """
     found: dict[str, float] = {}
     for phase in seconds[0] if len(seconds) > 1 else ():
@@ -112,19 +108,19 @@ def step_metrics(
     flops: Mapping[str, int],
     peak_flops_per_s: float | None = None,
 ) -> dict[str, float]:
-    """Returns the metrics of a step: `values` and what follows from its times and sizes.
+    """Returns the metrics of a step: `values`, and those that follow from its times and sizes.
 
     Args:
-        values: by name, as in STEP_KEYS.
-        seconds: of each phase and, as "step", of the whole step; a phase that did not run counts 0.
-        num_tokens: prompt and response tokens that the whole step took in or generated, all ranks
-            together.
-        world_size: number of ranks, each a GPU (or a process on CPU).
-        peak_bytes: largest memory in use on any rank, as "run" in all of the run and, where that is
-            known, in each phase.
-        flops: model FLOPs of each phase that has any, all ranks together (flops.py).
-        peak_flops_per_s: of a rank's GPU in dense bf16, whatever the run computes in; None: not
-            known, and then there is no `mfu/*`, the share of it that model FLOPs make up.
+        values: Metrics by name, as in STEP_KEYS.
+        seconds: Seconds of each phase and, as "step", of the whole step; a missing phase counts 0.
+        num_tokens: Number of prompt and response tokens that the step read or generated, on all
+            ranks.
+        world_size: Number of ranks, each a GPU (or a process on CPU).
+        peak_bytes: Largest memory in use on any rank: "run" for the whole run and, if known, for
+            each phase.
+        flops: Model FLOPs by phase, summed over ranks (flops.py).
+        peak_flops_per_s: Dense bf16 peak of a rank's GPU, in whatever type the run computes. None
+            if unknown; then there is no `mfu/*`, the share of model FLOPs in this peak.
     """
     times = {**dict.fromkeys(PHASES, 0.0), **seconds}
     counts = {"generate": 0, "logprobs": 0, "update": 0, **flops}

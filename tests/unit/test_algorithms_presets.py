@@ -400,7 +400,7 @@ def test_gdpo_names_the_parts_there_are_and_compares_all_of_them_by_default():
     with pytest.raises(BatchError, match=r"no part 'lenght', expected part"):
         make_algorithm(GrpoConfig(name="gdpo", part_weights={"lenght": 1.0})).advantages(batch)
     for parts in ({}, {GREEDY: torch.ones(12)}):  # the greedy response's is no part to compare
-        with pytest.raises(BatchError, match=r"no parts, expected one part or more"):
+        with pytest.raises(BatchError, match=r"no parts, expected at least one part"):
             make_algorithm(GrpoConfig(name="gdpo")).advantages(replace(batch, reward_parts=parts))
     batches = (batch, batch.with_parts({"part": batch.reward_parts["part"] * 70 - 5}))
     found = [make_algorithm(GrpoConfig(name="gdpo")).advantages(b).advantages_T for b in batches]
