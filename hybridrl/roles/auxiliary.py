@@ -1,4 +1,4 @@
-"""Auxiliary losses: further terms of the policy's loss, as the section `mix` names them."""
+"""Auxiliary losses: additional terms of the policy's loss, from the section `mix`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hybridrl.errors import UserError
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """What a term is, without its rows.
+    """A term of the loss, without its rows.
 
     Args:
-        algorithm: gives its loss.
-        weight: of it.
+        algorithm: Algorithm that computes its loss.
+        weight: Factor of the loss.
     """
 
     algorithm: Algorithm
@@ -27,10 +27,10 @@ class AuxiliaryLoss:
 
 
 def make_auxiliary_losses(config: Config) -> dict[str, AuxiliaryLoss]:
-    """Makes the terms of the section `mix` that have a weight, by name.
+    """Creates the terms of the section `mix` with a weight above 0, by name.
 
     Raises:
-        UserError: a user's own algorithm cannot be a term.
+        UserError: A user's algorithm cannot be a term.
     """
     terms = {}
     for name, section in config.terms().items():
@@ -44,7 +44,7 @@ def make_auxiliary_losses(config: Config) -> dict[str, AuxiliaryLoss]:
 
 @contextmanager
 def errors_of_term(name: str) -> Iterator[None]:
-    """Makes errors of the sections `data` and `algorithm`, and of rows, those of a term's."""
+    """Changes the keys in errors of a term's data and algorithm to those of `mix.NAME`."""
     try:
         yield
     except UserError as error:

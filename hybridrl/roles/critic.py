@@ -1,6 +1,7 @@
-"""The critic: a value for the state before each response token, and its regression. A reward model
-that is trained is one too: its values are scores, read at each response token. Collective like the
-policy.
+"""The critic: values of the states before response tokens, and their regression.
+
+Collective like the policy. A reward model in training is a critic too; its values are scores at
+response tokens.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from hybridrl.algorithms.base import CriticAlgorithm, LossOutput
 from hybridrl.contracts.batch import TrainBatch
 from hybridrl.contracts.micro_batch import MicroBatch
 from hybridrl.training.model import ParallelModel
-from hybridrl.training.update import Gradients, LossPart, detached, optimizer_step
+from hybridrl.training.update import Gradients, LossPart, detached
 
 
 class Critic:
-    """A value model that is trained beside the policy.
+    """A value model that is trained.
 
     Args:
-        model: the parallel model with a value head, weights in place.
-        algorithm: gives the value loss and its global denominator.
-        num_updates_in_run: optimizer steps of this model in the whole run.
+        model: Parallel model with a value head and its weights.
+        algorithm: Algorithm that computes the value loss and its global denominator.
+        num_updates_in_run: Number of optimizer steps of this model in the whole run.
     """
 
     def __init__(
@@ -30,16 +31,16 @@ class Critic:
         self.num_updates_in_run = num_updates_in_run
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
-        """Returns the value of the state that each response token was sampled from, or of a reward
-        model the score at each response token: (T,) fp32, zero on prompts.
+        """Returns the value of the state in which each response token was sampled, or a reward
+        model's score at the token: (T,) fp32, zero on prompts.
         """
         plan = self.model.plan(batch)
         values_T = plan.column(self.model.forward_all(plan.inputs))
         return values_T * batch.response_mask_T
 
     def gradients(self, batch: TrainBatch, denominator: float | None = None) -> Gradients:
-        """Accumulates the gradients towards `returns_T`, with `critic/*` metrics of all ranks;
-        arguments as of `Policy.gradients`.
+        """Accumulates the gradients of the value loss, with `critic/*` metrics over all ranks;
+        arguments as in `Policy.gradients`.
         """
         if denominator is None:
             denominator = self.algorithm.denominator(batch)
@@ -52,7 +53,3 @@ class Critic:
         results: list[LossOutput] = self.model.accumulate(inputs, loss)
         share = LossPart.of("critic", self.model, batch, inputs, results)
         return Gradients.of("critic", self.model, [share], self.num_updates_in_run)
-
-    def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes one optimizer step, or none if loss or gradient is not finite; returns metrics."""
-        return optimizer_step([self.gradients(batch)])

@@ -1,11 +1,11 @@
-"""Further terms of the policy's loss, each with prompts of its own: which rows come when, and the
-columns that their algorithms read.
+"""Additional terms of the policy's loss, each with its own prompts: the order of their rows, and
+the columns that their algorithms need.
 
-The loss of an optimizer step is the main one plus the sum over terms of weight times loss, each
-divided by its own global denominator; the passes of all add to one gradient, of one norm, which is
-applied or skipped as one (update.py). An optimizer step takes its part of a term's rows, and looks
-them up with the weights that it begins with, so that also a preference loss, which is linear in
-them, has its exact gradient in every one. Collective; every rank takes the same rows.
+Collective; every rank takes the same rows. The loss of an optimizer step is the main loss plus the
+sum over terms of weight times loss, each divided by its own global denominator. All passes add to
+one gradient with one norm, which is applied or skipped as a whole (update.py). Each optimizer step
+takes its share of a term's rows and computes their columns with its initial weights. So a
+preference loss, which is linear in the log-probabilities, has its exact gradient in every step.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from hybridrl.roles.roles import Roles
 
 
 class Mix:
-    """The rows of all terms.
-
-    Attributes:
-        terms: what they are, by name.
-        taken: the batches of the step's optimizer steps so far, with their columns.
+    """Rows of all terms.
 
     Args:
-        config: of the run.
-        store: loads the rows.
-        notify: tells the user, once.
-        given: rows in place of a term's `data.prompts`, by its name.
+        config: Configuration of the run.
+        store: Loader of rows.
+        notify: Shows a notice to the user.
+        given: Rows from Python by the term's name, which replace `data.prompts`.
+
+    Attributes:
+        terms: Terms by name.
+        taken: Batches of the step's optimizer steps so far, with their columns.
 
     Raises:
-        UserError: a term has no rows, or there is no term of a name in `given`.
+        UserError: A term has no rows, or `given` has a name without a term.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Mix:
         self._sources = {}
         _check_given(config, given)
         for name, term in self.terms.items():
-            # Another order than that of other sources with as many rows.
+            # The seed depends on the name, so that sources of equal length have different orders.
             data, seed = config.mix[name].data, config.run.seed + zlib.crc32(name.encode())
             with errors_of_term(name):
                 needs, rows = term.algorithm.needs, given.get(name)
@@ -65,13 +65,13 @@ class Mix:
     def batches(
         self, roles: Roles, num_updates: int, trains_policy: bool
     ) -> Iterator[dict[str, TrainBatch]]:
-        """Yields the batches of each optimizer step of a step, by name, with their columns as of
-        the weights when they are asked for.
+        """Yields each optimizer step's batches by name. The columns are computed with the weights
+        at the time of the iteration.
 
         Args:
-            roles: compute the columns.
-            num_updates: optimizer steps of the step.
-            trains_policy: without it nothing is taken.
+            roles: Models that compute the columns.
+            num_updates: Number of optimizer steps in this step.
+            trains_policy: Whether the policy is trained; if not, no rows are taken.
         """
         self.taken = []
         rows = {
@@ -83,7 +83,7 @@ class Mix:
             found = {}
             for name, taken in rows.items():
                 algorithm = self.terms[name].algorithm
-                # Nearly equal parts: dropped responses may leave a step fewer updates than usual.
+                # Parts may differ by a row: dropped responses can reduce the number of updates.
                 ends = [len(taken) * end // num_updates for end in (number, number + 1)]
                 part = taken[slice(*ends)]
                 batch = supervised_batch(part, algorithm.needs.feedback)
@@ -94,14 +94,14 @@ class Mix:
             yield found
 
     def state(self) -> dict[str, Any]:
-        """Returns what `load_state` needs, for JSON."""
+        """Returns the state for `load_state`, as values that JSON can hold."""
         return {name: source.state() for name, source in self._sources.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on where the terms stood.
+        """Continues from a state.
 
         Raises:
-            DataError: they were of other rows, or others.
+            DataError: The state is of other rows or other terms.
         """
         for name, source in self._sources.items():
             with errors_of_term(name):
@@ -109,11 +109,11 @@ class Mix:
 
 
 def _check_given(config: Config, given: Mapping[str, Rows]) -> None:
-    """Raises a UserError where rows have no term, or a term no rows."""
+    """Raises a UserError if rows have no term, or a term has no rows."""
     for name in given:
         if name not in config.mix:
-            names = ", ".join(config.mix) or "none: the section mix is empty"
-            raise UserError("mix", name, f"rows of the run's terms ({names})", f"Add mix.{name}.")
+            names = ", ".join(config.mix) or "none, since the section mix is empty"
+            raise UserError("mix", name, f"names of terms ({names})", f"Add mix.{name}.")
     for name, term in config.terms().items():
         key = f"mix.{name}.data.prompts"
         if term.data.prompts is None and name not in given:

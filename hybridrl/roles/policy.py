@@ -1,8 +1,7 @@
-"""The policy: per-token log-probabilities of a batch, and the update that an algorithm's loss asks
-for.
+"""The policy: log-probabilities of a batch's tokens, and updates with an algorithm's loss.
 
-Collective: every rank calls with the same samples, wherever their tokens are, and gets the same
-metrics, and columns of the tokens that it has (contracts/holders.py).
+Collective: every rank calls with the same samples, whichever ranks have their tokens. All ranks get
+the same metrics; each gets the columns of the tokens that it holds (contracts/holders.py).
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from hybridrl.training.model import Loss, ParallelModel
 from hybridrl.training.update import Gradients, LossPart, detached, optimizer_step
 
 TERM_TEMPERATURE = 1.0
-"""The temperature of what is not sampled: a term's likelihood is the model's own."""
+"""Temperature of the terms' responses, which are not sampled."""
 
 
 @dataclass(frozen=True)
 class LossTerm:
-    """A further term of the policy's loss, on responses of its own.
+    """An additional term of the policy's loss, with its own responses.
 
     Args:
-        name: first part of its metrics' names.
-        algorithm: gives its loss and the global denominator.
-        weight: of that loss.
-        batch: all its samples, with the columns that the algorithm reads, log-probabilities at the
-            temperature TERM_TEMPERATURE.
+        name: Prefix of its metrics.
+        algorithm: Algorithm that computes its loss and global denominator.
+        weight: Factor of the loss.
+        batch: All its samples, with the columns that the algorithm needs; log-probabilities at
+            TERM_TEMPERATURE.
     """
 
     name: str
@@ -44,14 +43,13 @@ class LossTerm:
 
 
 class Policy:
-    """A language model that is trained, or frozen as a reference.
+    """A language model that is trained, or frozen as the reference.
 
     Args:
-        model: the parallel language model, weights in place.
-        algorithm: gives the loss and its global denominator.
-        num_updates_in_run: optimizer steps of this model in the whole run.
-        temperature: divides the logits, so that log-probabilities are of the distribution that was
-            sampled from.
+        model: Parallel language model with its weights.
+        algorithm: Algorithm that computes the loss and its global denominator.
+        num_updates_in_run: Number of optimizer steps of this model in the whole run.
+        temperature: Divisor of the logits, equal to the sampling temperature.
     """
 
     def __init__(
@@ -66,8 +64,11 @@ class Policy:
         self._start_logp_T: torch.Tensor | None = None
 
     def logprobs(self, batch: TrainBatch, temperature: float | None = None) -> torch.Tensor:
-        """Returns the log-probability of each response token, nats, (T,) fp32, zero on prompt
-        tokens; at the policy's own temperature, or at this one.
+        """Returns the log-probability of each response token in nats: (T,) fp32, zero on prompt
+        tokens.
+
+        Args:
+            temperature: Divisor of the logits; None takes the policy's.
         """
         self._check_blobs(batch)
         plan = self.model.plan(batch, self.temperature if temperature is None else temperature)
@@ -76,14 +77,14 @@ class Policy:
         return logp_T * batch.response_mask_T
 
     def take_start_logps(self) -> torch.Tensor | None:
-        """Returns the log-probabilities, nats, (T,) fp32, at the start of the step of the tokens
-        that `gradients` saw last, where the batch did not bring them; once, then None.
+        """Returns the log-probabilities at the start of the step, computed by the last `gradients`:
+        (T,) fp32, nats. None if the batch had them already. A second call returns None.
         """
         found, self._start_logp_T = self._start_logp_T, None
         return found
 
     def _check_blobs(self, batch: TrainBatch) -> None:
-        """Raises BatchError if the blobs that the model reads are not there; terms need none."""
+        """Raises BatchError if the batch lacks blobs that the model reads. Terms need none."""
         for extra in self.model.planner.extra_inputs:
             for name in extra.blobs:
                 batch.require_blob(name, extra.needed_by)
@@ -92,13 +93,13 @@ class Policy:
         """Takes one optimizer step on a mini-batch, or none if its loss or gradient is not finite.
 
         Args:
-            batch: all samples of the mini-batch, with the columns that the algorithm reads.
-            terms: what is added to the loss.
+            batch: All samples of the mini-batch, with the columns that the algorithm needs.
+            terms: Additional terms of the loss.
 
         Returns:
             `policy/loss`, `policy/grad_norm`, `policy/learning_rate`, `train/skipped_steps`,
-            `mismatch/*` (of sampled responses) and the algorithm's own metrics, over all ranks;
-            those of terms, `NAME/loss` among them.
+            `mismatch/*` (for sampled responses), the algorithm's own metrics and those of terms,
+            such as `NAME/loss`, over all ranks.
         """
         return optimizer_step([self.gradients(batch, terms=terms)])
 
@@ -108,11 +109,12 @@ class Policy:
         denominator: float | None = None,
         terms: Sequence[LossTerm] = (),
     ) -> Gradients:
-        """Accumulates the gradients of a mini-batch, and of weighted terms in the same passes.
+        """Accumulates the gradients of a mini-batch and of weighted terms, in the same passes.
 
         Args:
-            batch, terms: as of `update`.
-            denominator: of the mini-batch's loss; None: as the algorithm has it for this batch.
+            batch, terms: See `update`.
+            denominator: Denominator of the mini-batch's loss; None takes the algorithm's for this
+                batch.
         """
         if denominator is None:
             denominator = self.algorithm.denominator(batch)
@@ -120,17 +122,18 @@ class Policy:
         logps: list[torch.Tensor] = []
         plan = self.model.plan(batch, self.temperature)
         plans = [self.model.plan(term.batch, TERM_TEMPERATURE) for term in terms]
-        more = [(of.inputs, _loss_of_term(term)) for of, term in zip(plans, terms, strict=True)]
+        more = [(p.inputs, _loss_of_term(term)) for p, term in zip(plans, terms, strict=True)]
         main = _loss(self.algorithm, denominator, logps)
         results: list[LossOutput] = self.model.accumulate(plan.inputs, main, *more)
         done = len(plan.inputs)
         loss_parts = [LossPart.of("policy", self.model, batch, plan.inputs, results[:done])]
-        for term, of in zip(terms, plans, strict=True):
-            found_here, done = results[done : done + len(of.inputs)], done + len(of.inputs)
-            loss_parts.append(LossPart.of(term.name, self.model, term.batch, of.inputs, found_here))
+        for term, term_plan in zip(terms, plans, strict=True):
+            inputs, begin, done = term_plan.inputs, done, done + len(term_plan.inputs)
+            own = results[begin:done]
+            loss_parts.append(LossPart.of(term.name, self.model, term.batch, inputs, own))
         found = Gradients.of("policy", self.model, loss_parts, self.num_updates_in_run)
         if self.algorithm.needs.rollouts:
-            # Without the column this forward's log-probabilities are those of the step's start.
+            # If the batch lacks the column, this is the step's first forward pass.
             old_T = batch.old_logp_T
             if old_T is None:
                 old_T = self._start_logp_T = plan.column(logps)
@@ -146,7 +149,7 @@ def _loss(
     logps: list[torch.Tensor] | None = None,
     weight: float = 1.0,
 ) -> Loss:
-    """Returns the loss of a micro-batch; it keeps the log-probabilities in `logps`."""
+    """Returns the loss function for micro-batches. It appends the log-probabilities to `logps`."""
 
     def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
         chosen = output.chosen_logp_SK
@@ -164,10 +167,10 @@ def _loss_of_term(term: LossTerm) -> Loss:
 
 
 def _term_metrics(term: LossTerm, part: LossPart) -> dict[str, float]:
-    """Returns a term's metrics under its own name: `policy/kl` becomes `NAME/kl`."""
+    """Returns a term's metrics with its name as prefix: `policy/kl` becomes `NAME/kl`."""
     found = {**part.metrics}
     if term.algorithm.needs.feedback is not None:
-        found |= {  # the loss itself, where `loss` is its change
+        found |= {  # the loss itself; `loss` returns only its change
             name.replace("policy/", f"{term.name}/"): value
             for name, value in feedback_metrics(term.batch).items()
         }

@@ -1,9 +1,9 @@
-"""A reward model served in the same world: its scores become a part of the reward.
+"""Reward models that run on the training ranks; their scores become parts of the reward.
 
-The model is cut over the ranks of its role, by default as the policy is, frozen, and sees the
-policy's own tokens. Its score of a response is read at the last token, end token included, or where
-its config.json says otherwise (models/score_token.py). Collective; every rank gets the same batch
-back.
+Collective; every rank gets the same batch. A reward model is frozen, split over the ranks of its
+role (by default as the policy is), and reads the policy's own tokens. The score of a response is
+its value at the last token, the end token included, unless config.json names another token
+(models/score_token.py).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hybridrl.training.model import ModelSource, ParallelModel
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A scorer of the reward's sum that is a model.
+    """A model that scores responses for the reward's sum.
 
     Args:
         name: Name in metrics.
         weight: Factor of its score in the sum.
         model: Frozen model with a value head.
-        padding: Token that is passed over at the end of a response; None if there is none.
+        padding: Token that is skipped at the end of a response; None if there is none.
     """
 
     name: str
@@ -41,7 +41,7 @@ class RewardModel:
     padding: int | None = None
 
     def __call__(self, batch: ScoredBatch) -> ScoredBatch:
-        """Returns the batch with the score added to its rewards and among their parts."""
+        """Returns the batch with the score added to its rewards and stored as a part."""
         producer = Producer.here(f"reward {self.name!r}")
         plan = self.model.plan(batch.to_train(producer))
         values_T = plan.column(self.model.forward_all(plan.inputs))
@@ -52,33 +52,33 @@ class RewardModel:
 
 
 def _last_tokens(batch: RolloutBatch, padding: int | None) -> Tensor:
-    """Returns where the last token of each response is that is no padding, (H,) int64; where all
-    are, its first sampled one.
+    """Returns the position of each response's last token that is not padding: (H,) int64. If all
+    are padding, returns its first sampled token.
     """
     last_H = batch.offsets[1:] - 1
     if padding is None:
         return last_H
     is_sampled_T, is_padding_T = batch.response_mask_T, batch.tokens_T == padding
-    while True:  # as often as the longest run of padding; end tokens come once
-        is_passed_H = is_padding_T[last_H] & is_sampled_T[last_H - 1]
-        if not bool(is_passed_H.any()):
+    while True:  # repeats for the longest run of padding; end tokens occur once
+        is_skipped_H = is_padding_T[last_H] & is_sampled_T[last_H - 1]
+        if not bool(is_skipped_H.any()):
             return last_H
-        last_H = last_H - is_passed_H.long()
+        last_H = last_H - is_skipped_H.long()
 
 
 def served_model(
     name: str, weight: float, source: ModelSource, mesh: Mesh, train: TrainConfig
 ) -> RewardModel:
-    """Builds a reward model; its weights are to be loaded.
+    """Builds a reward model without loading its weights.
 
     Args:
-        name, weight: As for `RewardModel`.
-        source: Which model.
-        mesh: Ranks that it is cut over.
+        name, weight: See `RewardModel`.
+        source: Source of the model.
+        mesh: Ranks that the model is split over.
         train: Micro-batch budget and number format.
 
     Raises:
-        ModelError: config.json names no token that is known.
+        ModelError: config.json names an unknown token.
     """
     token = score_token(source.hf_config)
     model = ParallelModel(mesh, source, "value", train)
@@ -96,18 +96,20 @@ def make_reward_models(
     needs_greedy: bool,
     notify: Callable[[str], None],
 ) -> Sequence[RewardModel]:
-    """Builds the reward models.
+    """Builds the reward models and loads their weights.
 
     Args:
-        meshes: that they are cut over, by role.
-        policy: whose tokens they are to read.
-        models: gets each by name, for the table of an out-of-memory error.
-        served: which models they are, by the names of their scorers.
-        needs_greedy: whether greedy responses, which no model scores, are compared with.
-        notify: tells the user, once.
+        meshes: Meshes of the roles.
+        policy: Source of the policy, whose tokens they read.
+        models: Dict that receives each model by name, for the table of an out-of-memory error.
+        served: Sections of the models, by the names of their scorers.
+        needs_greedy: Whether the algorithm compares samples with greedy responses, which no model
+            scores.
+        notify: Shows a notice to the user.
 
     Raises:
-        UserError: one has another vocabulary, or the algorithm's baseline would lack its score.
+        UserError: A model has another vocabulary than the policy, or the algorithm needs greedy
+            responses.
     """
     reward_models = []
     for name, section in served.items():
@@ -115,8 +117,9 @@ def make_reward_models(
             raise UserError(
                 "reward.function",
                 SERVED,
-                f"another with algorithm {config.algorithm.name}, whose baseline lacks its score",
-                "Use grpo or rloo.",
+                f"another reward with algorithm {config.algorithm.name}, whose greedy baseline no "
+                "reward model scores",
+                "Set algorithm.name to grpo or rloo.",
             )
         mesh = meshes.of(REWARD + name)
         source = model_source(section, mesh.platform, policy.longest)
@@ -124,12 +127,12 @@ def make_reward_models(
         for notice in score_notices(source.hf_config, str(section.path)):
             notify(f"reward {name}: {notice}")
         weight = config.reward.scorers()[name].weight
-        one = served_model(name, weight, source, mesh, config.train)
-        models[f"reward {name}"] = one.model
+        scorer = served_model(name, weight, source, mesh, config.train)
+        models[f"reward {name}"] = scorer.model
         with mesh.world.all_agree("loading the reward model"):
-            load_weights(one.model, section)
-        one.model.freeze()
-        reward_models.append(one)
+            load_weights(scorer.model, section)
+        scorer.model.freeze()
+        reward_models.append(scorer)
     return reward_models
 
 
@@ -138,6 +141,6 @@ def _check_vocabulary(path: str, own: Mapping[str, object], policy: Mapping[str,
         raise UserError(
             "reward.options.path",
             f"{path}, with {own['vocab_size']} tokens",
-            f"a reward model with the policy's {policy['vocab_size']} tokens, which it reads",
+            f"a reward model with the policy's {policy['vocab_size']} tokens",
             "Train one from a model of the policy's family (algorithm.name=reward_model).",
         )

@@ -1,7 +1,8 @@
-"""The models of a run: the policy, and what its algorithm needs beside it.
+"""Models of a run: the policy and the other models that its algorithm needs.
 
-Owns who is trained and whose gradients make one optimizer step. Every model is cut over the ranks
-of its role (`placement`), by default all; collective like them.
+Collective: all ranks call every function together. Owns which models are trained, and which
+gradients make one optimizer step. Every model is split over the ranks of its role (`placement`), by
+default over all ranks.
 """
 
 from __future__ import annotations
@@ -47,16 +48,16 @@ from hybridrl.training.update import Gradients
 
 @dataclass(frozen=True)
 class Roles:
-    """The models that an algorithm needs.
+    """Models that an algorithm needs.
 
     Args:
-        source: which model they all are.
-        policy, reference, critic: None where the algorithm has no such role.
-        trained: the trained models by name.
-        num_critic_warmup_steps: steps in which only the critic is trained.
-        reward_models: reward models that score what is sampled.
-        terms: further terms of the policy's loss, by name.
-        teacher: that a distillation learns from.
+        source: Source of the policy, the reference and the critic.
+        policy, reference, critic: Models by role; None if the algorithm does not need the role.
+        trained: Trained models by name.
+        num_critic_warmup_steps: Number of first steps that train only the critic.
+        reward_models: Reward models that score samples.
+        terms: Additional terms of the policy's loss, by name.
+        teacher: Teacher of a distillation.
     """
 
     source: ModelSource
@@ -70,7 +71,7 @@ class Roles:
     teacher: Teacher | None = None
 
     def trains_policy(self, num_steps_done: int) -> bool:
-        """Whether the policy is trained in the step after so many."""
+        """Whether the step after `num_steps_done` steps trains the policy."""
         return "policy" in self.trained and num_steps_done >= self.num_critic_warmup_steps
 
     def gradients(
@@ -79,8 +80,12 @@ class Roles:
         num_steps_done: int,
         terms: Mapping[str, TrainBatch] = MappingProxyType({}),
     ) -> list[Gradients]:
-        """Accumulates the gradients of every model that learns from this mini-batch, and of the
-        policy from those of further terms, by name.
+        """Accumulates the gradients of every model that is trained on this mini-batch.
+
+        Args:
+            part: Mini-batch.
+            num_steps_done: Number of steps before this one.
+            terms: Batches of the additional terms of the policy's loss, by name.
         """
         found = [self.critic.gradients(part)] if self.critic is not None else []
         if self.trains_policy(num_steps_done):
@@ -99,14 +104,18 @@ class Roles:
         temperature: float | None = None,
         num_updates: int = 1,
     ) -> TrainBatch:
-        """Selects the samples that an algorithm learns from, moves their tokens to the ranks that
-        train on them, and adds the columns that its `needs` name: log-probabilities of policy,
-        reference and teacher, and values. Collective.
+        """Prepares a batch for training; collective.
+
+        Selects the samples that the algorithm learns from, moves their tokens to the ranks that
+        train on them, and adds the columns in its `needs`: log-probabilities of policy, reference
+        and teacher, and values.
 
         Args:
-            needs_old_logps: adds those of the policy even if the algorithm does not ask.
-            temperature: of log-probabilities; None: that of the main algorithm's samples.
-            num_updates: mini-batches that the samples are cut into.
+            needs_old_logps: Whether to add the policy's log-probabilities even if the algorithm
+                does not need them.
+            temperature: Temperature of the log-probabilities; None takes that of the main
+                algorithm's samples.
+            num_updates: Number of mini-batches that the samples will be split into.
         """
         if isinstance(algorithm, SelectiveAlgorithm):
             scored = scored.select(algorithm.selected(scored))
@@ -123,7 +132,7 @@ class Roles:
             columns |= self.teacher.columns(batch)
         if not columns:
             return batch
-        # What all_agree gives up after, a lookup may take longer on another rank.
+        # A lookup may take longer on another rank than all_agree waits.
         self.world.arrive("looking up log-probabilities")
         try:
             with self.world.all_agree("looking up log-probabilities"):
@@ -134,9 +143,11 @@ class Roles:
             raise reason from error
 
     def learned(self, batch: TrainBatch) -> ScoredBatch | None:
-        """Returns the samples that a step has learned from with the policy's log-probabilities at
-        its start in place of the engine's, UNKNOWN_LOGP where one is not finite; None where they
-        are not known, since the policy was not trained.
+        """Returns the samples of a step with the policy's log-probabilities at its start instead of
+        the engine's.
+
+        Log-probabilities that are not finite become UNKNOWN_LOGP. Returns None if they are unknown,
+        because the policy was not trained.
         """
         start_T = self.policy.take_start_logps()
         old_T = start_T if batch.old_logp_T is None else batch.old_logp_T
@@ -153,8 +164,8 @@ class Roles:
         return self.policy.model.world
 
     def with_tokens_where_trained(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
-        """Returns the batch with the tokens on the ranks that train on them, so that the update
-        moves none.
+        """Returns the batch with its tokens on the ranks that train on them, so that updates move
+        none.
         """
         models = list(self.trained.values()) or [self.policy.model]
         wanted = [model.planner.training_ranks(batch, num_updates) for model in models]
@@ -170,15 +181,16 @@ class Roles:
         generated: GeneratedLengths,
         terms: Sequence[TrainBatch] = (),
     ) -> dict[str, int]:
-        """Returns the model FLOPs of a step's phases that were computed, all ranks together: a
-        prompt that samples share in a micro-batch once. Output heads count for response tokens
-        only, which alone have a loss.
+        """Returns the model FLOPs of a step's phases, summed over ranks.
+
+        A prompt that samples share in a micro-batch counts once. Output heads count for response
+        tokens only, because other tokens have no loss.
 
         Args:
-            batch: of the step, with all its columns.
-            num_steps_done: before it.
-            generated: all that was generated for it.
-            terms: batches of further terms, whose columns are made in the update too.
+            batch: The step's batch, with all its columns.
+            num_steps_done: Number of steps before this one.
+            generated: Lengths of everything that was generated for the step.
+            terms: Batches of additional terms, whose columns are computed in the update.
         """
         shape, policy = self.source.shape, self.policy.model
         trains_policy = self.trains_policy(num_steps_done)
@@ -186,11 +198,10 @@ class Roles:
         value = value_update = 0
         if self.critic is not None:
             critic = self.critic.model
-            seen, learned = (
-                critic.planner.shared_tokens(batch, is_lookup) for is_lookup in (True, False)
-            )
-            value = forward_flops(shape, lengths, responses, 1, seen)
-            value_update = train_flops(shape, lengths, responses, 1, learned, critic.backward)
+            shared = critic.planner.shared_tokens(batch, is_lookup=True)
+            value = forward_flops(shape, lengths, responses, 1, shared)
+            shared = critic.planner.shared_tokens(batch)
+            value_update = train_flops(shape, lengths, responses, 1, shared, critic.backward)
         lookups, update = _lm_flops(policy, batch)
         if self.teacher is not None:
             teacher = self.teacher.model
@@ -205,8 +216,8 @@ class Roles:
         }
 
     def sharing(self, batch: TrainBatch) -> dict[str, float]:
-        """Returns by what factor shared prompts lower the model FLOPs of the policy's update;
-        nothing where samples do not share prompts.
+        """Returns the factor by which shared prompts reduce the model FLOPs of the policy's update,
+        or {} if samples do not share prompts.
         """
         policy = self.policy.model
         if not policy.planner.shares_prompts or "policy" not in self.trained:
@@ -216,18 +227,20 @@ class Roles:
 
 
 def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
-    """Returns what a batch's columns of log-probabilities took, and its update of the policy."""
+    """Returns the FLOPs of a batch's columns of log-probabilities, and of the policy's update."""
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     num = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
-    seen = policy.planner.shared_tokens(batch, is_lookup=True)
-    forward = forward_flops(policy.source.shape, lengths, responses, prefixes=seen)
+    shared = policy.planner.shared_tokens(batch, is_lookup=True)
+    forward = forward_flops(policy.source.shape, lengths, responses, prefixes=shared)
     return num * forward, _update_flops(policy, batch, policy.planner.shared_tokens(batch))
 
 
 def _update_flops(
     policy: ParallelModel, batch: TrainBatch, shared: Sequence[int] | None = None
 ) -> int:
-    """Returns what an update takes; `shared` tokens of each sample are computed with another."""
+    """Returns the FLOPs of the policy's update, without the `shared` tokens of each sample, which
+    another sample computes.
+    """
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     backward = policy.backward
     return train_flops(policy.source.shape, lengths, responses, None, shared, backward)
@@ -244,66 +257,65 @@ def make_roles(
     has_reward_models: bool = True,
     terms: Mapping[str, AuxiliaryLoss] | None = None,
 ) -> Roles:
-    """Builds the models and fills in their first weights.
+    """Builds the models and loads their initial weights.
 
     Args:
-        config: of the run.
-        meshes: that they are cut over, by role.
-        algorithm: says which are needed.
-        models: gets each as soon as it is there, by name, for the table of an out-of-memory error.
-        notify: tells the user, once.
-        has_reference, has_teacher: False leaves the reference or the teacher out, where its columns
-            are known already, or nothing reads them.
-        has_reward_models: False leaves out reward models.
-        terms: further ones of the policy's loss; None: made as the section `mix` says.
+        config: Configuration of the run.
+        meshes: Meshes of the roles.
+        algorithm: Algorithm, whose needs decide which models are built.
+        models: Dict that receives each model by name when it is built, for the table of an
+            out-of-memory error.
+        notify: Shows a notice to the user.
+        has_reference, has_teacher: Whether to build the reference and the teacher, if the algorithm
+            needs them. False if their columns are already known or unused.
+        has_reward_models: Whether to build reward models.
+        terms: Additional terms of the policy's loss; None takes those of the section `mix`.
 
     Raises:
-        UserError: there are terms, and no policy is trained.
+        UserError: There are terms, but no policy is trained.
     """
     world, needs = meshes.world, algorithm.needs
     terms = make_auxiliary_losses(config) if terms is None else terms
     _check_terms(terms, algorithm)
-    held = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
+    roles = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
     source = model_source(config.model, world.platform, config.longest_sequence())
-    chosen = config.algorithm
-    warmup = chosen.critic_warmup_steps if isinstance(chosen, PpoConfig) else 0
-    # The length of each model's learning-rate schedule: the updates that it takes itself.
+    section = config.algorithm
+    warmup = section.critic_warmup_steps if isinstance(section, PpoConfig) else 0
+    # The length of each model's learning-rate schedule is the number of updates of that model.
     num_updates = config.steps.num_steps * config.steps.updates_per_step
     num_policy_updates = max(num_updates - warmup * config.steps.updates_per_step, 0)
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0
     models["policy"] = model = _build(meshes, "policy", source, config)
-    _tell(model, config.longest_sequence(), notify)
-    if held.trains_policy:
+    notify(model.layers.said)
+    if said := positions_summary(source.hf_config, config.longest_sequence()):
+        notify(f"positions: {said}")
+    if roles.trains_policy:
         if said := trained_summary(config.train.freeze, source.family, source.shape):
             notify(f"trained: {said}")
         model.make_trainable(config.train.learning_rate, peer_weights(config, world, notify))
     else:
         model.freeze()
     policy = Policy(model, algorithm, num_policy_updates, temperature)
-    trained: dict[str, ParallelModel] = {"policy": model} if held.trains_policy else {}
+    trained: dict[str, ParallelModel] = {"policy": model} if roles.trains_policy else {}
     reference = None
-    if held.has_reference and has_reference:
+    if roles.has_reference and has_reference:
         models["reference"] = frozen = _build(meshes, "reference", source, config)
         frozen.freeze()
         reference = Policy(frozen, algorithm, num_policy_updates, temperature)
     critic = None
-    if held.has_critic and isinstance(algorithm, CriticAlgorithm):
+    if roles.has_critic and isinstance(algorithm, CriticAlgorithm):
         models["critic"] = trained["critic"] = _build(meshes, "critic", source, config)
         if not needs.policy:
             trained["critic"].read_scores(LAST if needs.scores else BEFORE_LAST)
-        critic = _make_critic(config, trained["critic"], algorithm, num_updates)
-    served = held.reward_models if has_reward_models else {}
+        rate = config.train.critic_learning_rate
+        trained["critic"].make_trainable(config.train.learning_rate if rate is None else rate)
+        critic = Critic(trained["critic"], algorithm, num_updates)
+    served = roles.reward_models if has_reward_models else {}
     reward_models = make_reward_models(config, meshes, source, models, served, needs.greedy, notify)
     teacher = None
-    if held.has_teacher and has_teacher:
+    if roles.has_teacher and has_teacher:
         teacher = make_teacher(config, meshes.of("teacher"), source, models, needs, temperature)
     return Roles(source, policy, reference, critic, trained, warmup, reward_models, terms, teacher)
-
-
-def _tell(model: ParallelModel, longest: int, notify: Callable[[str], None]) -> None:
-    notify(model.layers.said)
-    if said := positions_summary(model.source.hf_config, longest):
-        notify(f"positions: {said}")
 
 
 def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> ParallelModel:
@@ -314,19 +326,11 @@ def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> Pa
     return model
 
 
-def _make_critic(
-    config: Config, model: ParallelModel, algorithm: CriticAlgorithm, num_updates: int
-) -> Critic:
-    rate = config.train.critic_learning_rate
-    model.make_trainable(config.train.learning_rate if rate is None else rate)
-    return Critic(model, algorithm, num_updates)
-
-
 def _check_terms(terms: Collection[str], algorithm: Algorithm) -> None:
     if terms and not algorithm.needs.policy:
         raise UserError(
             "mix",
             f"terms {', '.join(terms)}",
-            f"nothing with algorithm {algorithm.name}, which trains no policy",
-            "Remove mix.",
+            f"no terms with algorithm {algorithm.name}, which trains no policy",
+            "Remove the section mix.",
         )

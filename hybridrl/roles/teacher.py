@@ -1,7 +1,6 @@
-"""The teacher of a distillation: a frozen model of its own sizes, cut over all ranks like the
-policy, that says how likely tokens are.
+"""The teacher of a distillation: a frozen model of any size that computes log-probabilities.
 
-Collective; every rank gets the same columns.
+Collective; every rank gets the same columns. The model is split over all ranks like the policy.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from hybridrl.training.model import ModelSource, ParallelModel
 
 
 class Teacher:
-    """Adds the columns that an algorithm learns from.
+    """Computes the columns that an algorithm needs from a teacher.
 
     Args:
-        model: a parallel language model, frozen.
-        needs: which columns.
-        num_tokens: the policy's vocabulary, to which the teacher's is cut.
-        temperature: that the policy samples with.
+        model: Parallel language model, frozen.
+        needs: Needs of the algorithm, which choose the columns.
+        num_tokens: Size of the policy's vocabulary, to which the teacher's is cut.
+        temperature: Sampling temperature of the policy.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class Teacher:
             logp_T = plan.column([output.logp_S for output in outputs])
             found["teacher_logp_T"] = logp_T * mask_T
         if width := self.needs.teacher_top:
-            logps = [one.chosen_logp_SK for one in outputs if one.chosen_logp_SK is not None]
+            logps = [out.chosen_logp_SK for out in outputs if out.chosen_logp_SK is not None]
             logp_TK = plan.column(logps, width)
             found["teacher_logp_TK"] = logp_TK * mask_T[:, None]
-            # Through fp32, which holds the numbers of 2^24 tokens.
-            tokens = [one.chosen_SK for one in outputs if one.chosen_SK is not None]
+            # The column is fp32, which is exact for token ids below 2^24.
+            tokens = [out.chosen_SK for out in outputs if out.chosen_SK is not None]
             tokens_TK = plan.column(tokens, width)
             found["teacher_tokens_TK"] = tokens_TK.int() * mask_T[:, None]
         return found
@@ -67,22 +66,22 @@ def make_teacher(
     """Builds the teacher and loads its weights.
 
     Args:
-        mesh: that it is cut over.
-        policy: whose tokens it is asked about.
-        models: gets it by name, for the table of an out-of-memory error.
-        needs: what the algorithm asks of it.
-        temperature: that the policy samples with.
+        mesh: Ranks that the teacher is split over.
+        policy: Source of the policy, whose vocabulary is used.
+        models: Dict that receives the model by name, for the table of an out-of-memory error.
+        needs: Needs of the algorithm.
+        temperature: Sampling temperature of the policy.
 
     Raises:
-        UserError: the section `algorithm` names none.
+        UserError: The section `algorithm` has no teacher.
     """
     section = teacher_model(config)
     if section is None:
         raise UserError(
             "algorithm.name",
             config.algorithm.name,
-            "an algorithm whose section names the teacher that it needs",
-            "Use on_policy_distillation, distillation or gkd.",
+            "an algorithm whose section has a teacher",
+            "Set algorithm.name to on_policy_distillation, distillation or gkd.",
         )
     source = model_source(section, mesh.platform, config.longest_sequence())
     models["teacher"] = model = ParallelModel(mesh, source, "lm", config.train)
