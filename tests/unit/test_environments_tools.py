@@ -110,12 +110,12 @@ def test_hermes_calls_are_read_as_qwen_writes_them() -> None:
     ("body", "said"),
     [
         ("<tool_call>{}</tool_call>", "name must be a text"),
-        ("<tool_call>[1]</tool_call>", "no JSON object"),
-        ("<tool_call>{'a'}</tool_call>", "no JSON object"),
+        ("<tool_call>[1]</tool_call>", "not a JSON object"),
+        ("<tool_call>{'a'}</tool_call>", "not a JSON object"),
         ('<tool_call>{"name": "add"', "</tool_call> is missing"),
-        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "no object under arguments"),
-        ('<tool_call>{"name": "add", "arguments": "x"}</tool_call>', "no JSON object"),
-        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "no JSON object"),
+        ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "arguments an object"),
+        ('<tool_call>{"name": "add", "arguments": "x"}</tool_call>', "not a JSON object"),
+        ("<tool_call>" + "[" * 100_000 + "</tool_call>", "not a JSON object"),
     ],
 )
 def test_a_call_that_cannot_be_read_says_why(body: str, said: str) -> None:
