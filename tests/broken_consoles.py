@@ -35,7 +35,6 @@ KNOBS = (
     "log.rollouts_every=1",
     f"steps.num_steps={NUM_STEPS}",
     "reward.function=broken_consoles:noisy",
-    "reward.isolated=false",
 )
 END_S = 60.0
 

@@ -38,14 +38,32 @@ MAX_DESCRIPTORS = 16  # in one request
 _Popen = subprocess.Popen
 COLD = "HYBRIDRL_COLD_STARTS"
 SERVER = Path(__file__).with_name("fork_server.py")
-RANKS = (
-    "torch",
-    "transformers",
-    "hybridrl.loop.preflight",
-    "hybridrl.services.planner.plan_report",
-    "hybridrl.loop.trainer",
-    "hybridrl.loop.setup",
+# Packages whose modules need a GPU or an engine.
+ENGINES = ("hybridrl.kernels", "hybridrl.rollout.sglang", "hybridrl.rollout.vllm")
+# Modules that libraries import only when a run uses them.
+LAZY = (
+    "cloudpickle",
+    "numpy.ctypeslib",
+    "pandas",
+    "pyarrow.compute",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.tokenization_utils_tokenizers",
+    "rich.live",
+    "rich.progress",
 )
+
+
+def _modules(package: Path) -> tuple[str, ...]:
+    """Returns all modules of a package except ENGINES."""
+    files = sorted(package.rglob("*.py"))
+    names = [".".join(file.relative_to(package.parent).with_suffix("").parts) for file in files]
+    return tuple(name.removesuffix(".__init__") for name in names if not name.startswith(ENGINES))
+
+
+RANKS = ("torch", "transformers", *_modules(Path(__file__).parents[1] / "hybridrl"), *LAZY)
 # vLLM is imported only where it is used: its import changes what other libraries do.
 HAS_VLLM = find_spec("vllm") is not None
 RANKS_WITH_VLLM = (
@@ -157,6 +175,7 @@ class _Starts:
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         address = os.path.join(folder, "starts")
         environment = {k: v for k, v in self.environment.items() if k != "PYTHONPATH"}
+        environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's allocator
         log = Path(folder, "log")
         with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as errors:
             listener.bind(address)

@@ -26,6 +26,7 @@ SMALL = (
     "rollout.engine=scripted",
     "reward.function=scripted_reward:digits",
     "reward.extract=null",
+    "reward.isolated=false",
     "log.tensorboard=false",
     "log.console=false",
     "checkpoint.every=0",

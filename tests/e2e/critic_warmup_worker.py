@@ -36,6 +36,7 @@ OVERRIDES = (
     "steps.updates_per_step=2",
     "steps.num_steps=4",
     "reward.function=scripted_reward:digits",
+    "reward.isolated=false",
     "reward.extract=null",
     "log.tensorboard=false",
     "checkpoint.export_hf=true",

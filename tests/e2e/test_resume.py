@@ -39,6 +39,7 @@ GRPO = (
     "steps.samples_per_prompt=4",
     "steps.num_steps=20",
     "reward.function=scripted_reward:digits",
+    "reward.isolated=false",
     "reward.extract=null",
     "train.learning_rate=1e-3",
     *SMALL,

@@ -22,6 +22,7 @@ OVERRIDES = (
     "data.eval_prompts=null",
     "steps.eval_every=0",
     "reward.function=scripted_reward:digits",
+    "reward.isolated=false",
     "reward.extract=null",
     "log.tensorboard=false",
 )
