@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridrl.rollout.registry import named
+from hybridrl.rollout.registry import load_symbol
 
 CLASSES = {
     "vllm": "hybridrl.rollout.vllm.adapter:VllmEngine",
@@ -35,6 +35,7 @@ def needs(engine: str) -> tuple[Any, Any]:
     return pytest.mark.engine, skip
 
 
+FUSED_LAYOUT = "hybridrl.rollout.common.packaged_engine.fused_layout"
 PACKAGED = [pytest.param(name, marks=needs(name)) for name in CLASSES]
 INSTALLED = [name for name in CLASSES if not needs(name)[1].args[0]]
 NEEDS_ANY = (
@@ -45,9 +46,4 @@ NEEDS_ANY = (
 
 def engine_class(name: str) -> Any:
     """Returns the adapter's class."""
-    return named(CLASSES[name])
-
-
-def engine_module(name: str) -> str:
-    """Returns the full name of the adapter's module."""
-    return CLASSES[name].partition(":")[0]
+    return load_symbol(CLASSES[name])

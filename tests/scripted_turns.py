@@ -47,7 +47,7 @@ class Recorded(ScriptedEngine):
             self.fed.setdefault(request.request_id, []).append(request)
 
     def step(self) -> None:
-        for row in (scripted.row for scripted in list(self._unfinished)[: self._max_batch]):
+        for row in list(self._rows.values())[: self._max_batch]:
             read, known = len(row.request.prompt) + len(row.tokens), row.num_recorded()
             row.record(known, np.full((read - known, 2), expert_of(row.request.seed), np.uint8))
         super().step()

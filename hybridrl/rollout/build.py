@@ -1,6 +1,6 @@
-"""What every rollout engine is built from, and the one place that builds it by its name.
+"""Inputs of rollout engines, and the one function that builds an engine by its name.
 
-Owns the inputs that all adapters get. An adapter's `build` takes what it needs of them.
+Every adapter's `build` takes `EngineInputs` and uses the fields that it needs.
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from hybridrl.models.family import Family
 from hybridrl.models.sources import TrainingShard
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import RolloutEngine
-from hybridrl.rollout.registry import ENGINES, named
+from hybridrl.rollout.registry import ENGINES, load_symbol
 
 
 @dataclass(frozen=True)
 class EngineInputs:
-    """What one rank's part of an engine is built from.
+    """Inputs for one rank's part of an engine.
 
-    `reserved_bytes` of the device are what the trainer will hold during rollout beyond what it
-    holds when the engine starts. `shard` is the trainer's parameters on this rank, which stay where
-    they are; None: the engine has its own memory. `timeout_s` bounds collectives inside the engine.
+    Args:
+        max_tokens: Maximum number of tokens in a prompt and its response.
+        reserved_bytes: Device memory that the trainer will hold during rollout in addition to what
+            it holds when the engine starts.
+        timeout_s: Time limit of collectives inside the engine.
+        shard: The trainer's parameters on this rank, which keep their addresses; None if the engine
+            must use its own memory.
     """
 
     rollout: RolloutConfig
@@ -44,33 +48,34 @@ class EngineInputs:
 
     @property
     def dtype_name(self) -> str:
-        """The dtype as libraries other than torch call it, e.g. "float32"."""
+        """The dtype's name in libraries other than torch, e.g. "float32"."""
         return str(self.dtype).removeprefix("torch.")
 
 
 class EngineAdapter(RolloutEngine, WeightTarget, Protocol):
-    """An engine of the table: it generates, and the hybrid engine writes its weights."""
+    """An engine of the table: it generates responses, and the hybrid engine writes its weights."""
 
 
 @runtime_checkable
 class ComputingEngine(EngineAdapter, Protocol):
-    """An engine whose tokens come from its weights, the trait `computes`."""
+    """An engine with the trait `computes`: its tokens come from its weights."""
 
     @property
     def model(self) -> torch.nn.Module:
-        """This rank's module, for those who look into it; not to be changed."""
+        """This rank's module, for inspection only."""
         ...
 
 
 @runtime_checkable
 class SharingEngine(EngineAdapter, Protocol):
-    """An engine whose parameters may be the trainer's, the trait `shares_memory`."""
+    """An engine with the trait `shares_memory`: its parameters may be the trainer's."""
 
     shared: frozenset[str]
-    """Names of its tensors that are the trainer's memory."""
+    """Names of the engine's tensors that are the trainer's memory."""
 
 
 def build(inputs: EngineInputs) -> EngineAdapter:
     """Builds this rank's part of the engine that `rollout.engine` names."""
-    builder: Callable[[EngineInputs], EngineAdapter] = named(ENGINES[inputs.rollout.engine].builder)
+    path = ENGINES[inputs.rollout.engine].builder
+    builder: Callable[[EngineInputs], EngineAdapter] = load_symbol(path)
     return builder(inputs)

@@ -1,16 +1,16 @@
-"""What every rollout engine offers: submit, step, collect, and `generate` on top.
+"""The interface of every rollout engine: `submit`, `step`, `collect`, and `generate` over them.
 
-Owns the request and completion types, the protocol `RolloutEngine` and the seeds of requests; owns
-no model and imports no torch. The invariant: the response to a request depends on its prompt, its
-seed, its sampling parameters and the weights, and not on what else is in the batch (beyond float
-rounding). So an unfinished request, saved with the tokens it has, continues anywhere.
+Owns the request and completion types, the protocol `RolloutEngine` and the seeds of requests. Owns
+no model and imports no torch. Invariant: the response to a request depends on its prompt, its seed,
+its sampling parameters and the weights, and not on the other requests of a batch (apart from float
+rounding). An unfinished request that is saved with its tokens can therefore continue in any engine.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -22,24 +22,26 @@ from hybridrl.rollout.common.stops import TokenTexts
 
 FinishReason = Literal["stop", "length"]
 Versions = tuple[tuple[int, int], ...]
-"""Runs of tokens of one version of the weights, in order: (version, number of tokens)."""
+"""(version, number of tokens) of consecutive tokens with the same weight version, in order."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is drawn, and when a response ends.
+    """Parameters that determine how tokens are drawn and when a response ends.
 
     Args:
-        temperature: logits are divided by it; 0 takes the most probable token.
-        top_p: the fewest most probable tokens whose probability reaches this are kept; 1 keeps all.
-        top_k: this many most probable tokens are kept, before `top_p`; 0 keeps all.
-        max_new_tokens: longest response, the stop token included.
-        stop_token_ids: a response ends after one of these, which stays its last token.
-        stop_strings: a response also ends after the token with which its text has one of these.
-        min_new_tokens: none of `stop_token_ids` is drawn before a response has as many.
-        repetition_penalty: logits of tokens of prompt and response are divided by it where they are
-            positive, else multiplied (Keskar et al. 2019, arXiv 1909.05858, section 4.1); 1: off.
-        presence_penalty: is taken from the logits of tokens of the response; 0: off.
+        temperature: Divisor of the logits; 0 takes the most probable token.
+        top_p: Probability that the kept tokens must reach, most probable ones first; 1 keeps all.
+        top_k: Number of most probable tokens that are kept, before `top_p`; 0 keeps all.
+        max_new_tokens: Maximum length of the response, including the stop token.
+        stop_token_ids: Tokens that end a response; the stop token stays its last token.
+        stop_strings: Strings that end a response with the token that completes one of them.
+        min_new_tokens: Length of a response before which none of `stop_token_ids` is drawn.
+        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens that
+            occur in prompt or response (Keskar et al. 2019, arXiv 1909.05858, section 4.1); 1
+            disables it.
+        presence_penalty: Amount subtracted from the logits of tokens that occur in the response; 0
+            disables it.
     """
 
     temperature: float = 1.0
@@ -54,13 +56,13 @@ class SamplingParams:
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> SamplingParams:
-        """Rebuilds sampling parameters from `dataclasses.asdict` after a trip through JSON."""
+        """Rebuilds parameters from `dataclasses.asdict` after a round trip through JSON."""
         lists = {name: tuple(fields.get(name, ())) for name in ("stop_token_ids", "stop_strings")}
         return SamplingParams(**{**fields, **lists})
 
     @property
-    def looks_back(self) -> bool:
-        """Whether the next token's distribution depends on more than the model's logits for it."""
+    def needs_history(self) -> bool:
+        """Whether logits depend on the request's earlier tokens: penalties, or a minimum length."""
         are_penalties = self.repetition_penalty != 1 or self.presence_penalty != 0
         return are_penalties or self.min_new_tokens > 0
 
@@ -82,14 +84,14 @@ class Request:
     """One response to generate, or to continue.
 
     Args:
-        request_id: unique among the requests that an engine holds.
-        prompt: the token ids of the prompt, one at least.
-        seed: drives the sampling of this request alone; see `request_seed`.
-        tokens, logps: the response so far, empty for a new request.
-        version: the weights that made the first of `tokens`; None while there is none.
-        blobs: What was recorded for prompt and response so far, by name; it stays as it is.
-        versions: which weights made which of `tokens`, where more than one made them; empty: all
-            are of `version`.
+        request_id: Number that is unique among the requests of an engine.
+        prompt: Token ids of the prompt; at least one.
+        seed: Seed of this request's sampling, see `request_seed`.
+        tokens, logps: Response so far; empty for a new request.
+        version: Weight version that generated the first of `tokens`; None if there are no tokens.
+        blobs: Records of prompt and response so far, by name; never modified.
+        versions: Weight versions of `tokens` if several generated them; empty if all tokens have
+            `version`.
     """
 
     request_id: int
@@ -120,20 +122,20 @@ class Request:
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Request:
-        """Rebuilds a request from what `saved_fields` made of it, after a trip through JSON."""
+        """Rebuilds a request from the result of `saved_fields` after a round trip through JSON."""
         sequences = {name: tuple(fields[name]) for name in ("prompt", "tokens", "logps")}
-        made: dict[str, Any] = {
+        rebuilt: dict[str, Any] = {
             **sequences,
             "sampling": SamplingParams.from_dict(fields["sampling"]),
             "blobs": blobs_from_json(fields),
             "versions": versions_from_json(fields),
         }
-        given = {name: value for name, value in fields.items() if name != "experts"}
-        return Request(**{**given, **made})
+        others = {name: value for name, value in fields.items() if name != "experts"}
+        return Request(**{**others, **rebuilt})
 
     @property
     def runs(self) -> Versions:
-        """Which weights made which of `tokens`, in every case."""
+        """Weight versions of `tokens`, also if all tokens have the same one."""
         return version_runs(self)
 
 
@@ -142,15 +144,15 @@ class Completion:
     """A finished response.
 
     Args:
-        tokens: the response, the stop token included when there is one.
-        logps: of each token, its log-probability under the distribution that it was really drawn
-            from (after temperature, top-k and top-p); at temperature 0, under the model's own
-            distribution (temperature 1). Penalties and least lengths are a part of both.
-        finish_reason: "stop" (ended by a stop token) or "length" (`max_new_tokens` reached).
-        version: the weights that made the first token, so the oldest that took part.
-        blobs: Of prompt and response, by name, as contracts/blobs.py declares them.
-        versions: which weights made which of `tokens`, where more than one made them; empty: all
-            are of `version`.
+        tokens: Response, including the stop token if there is one.
+        logps: Log-probability of each token under the distribution that it was drawn from (after
+            temperature, top-k and top-p). At temperature 0, under the model's own distribution
+            (temperature 1). Both distributions include penalties and minimum lengths.
+        finish_reason: "stop" after a stop token or stop string, "length" at `max_new_tokens`.
+        version: Weight version that generated the first token, the oldest of the response.
+        blobs: Records of prompt and response by name, as contracts/blobs.py declares them.
+        versions: Weight versions of `tokens` if several generated them; empty if all tokens have
+            `version`.
     """
 
     request_id: int
@@ -166,12 +168,17 @@ class Completion:
 
     @property
     def runs(self) -> Versions:
-        """Which weights made which of `tokens`, in every case."""
+        """Weight versions of `tokens`, also if all tokens have the same one."""
         return version_runs(self)
 
 
 class Holding(NamedTuple):
-    """Bytes of an engine on this rank's device; `stays`: also while the policy trains."""
+    """Memory that an engine holds on this rank's device.
+
+    Args:
+        stays: Whether the engine also holds it while the policy trains.
+        is_shared: Whether it is the trainer's memory.
+    """
 
     num_bytes: int
     stays: bool = False
@@ -179,19 +186,20 @@ class Holding(NamedTuple):
 
 
 class RolloutEngine(Protocol):
-    """Generates responses to requests, a step at a time.
+    """Generates responses to requests, one step at a time.
 
-    Every tensor-parallel rank of one replica makes the same calls; replicas are independent.
+    All tensor-parallel ranks of a replica make the same calls; replicas are independent.
 
     Attributes:
-        token_texts: finds stop strings; to be set before requests that have some are submitted.
+        token_texts: Finder of stop strings; must be set before a request with stop strings is
+            submitted.
     """
 
     token_texts: TokenTexts | None
 
     @property
     def version(self) -> int:
-        """The version given by the last `finish_update` of the weights; -1 before the first."""
+        """The version given to the last `finish_update`; -1 before the first."""
         ...
 
     @property
@@ -200,15 +208,15 @@ class RolloutEngine(Protocol):
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests; costs no computation. Raises ValueError if an id is held already."""
+        """Queues requests without any computation. Raises ValueError if an id is held already."""
         ...
 
     def step(self) -> None:
-        """Takes in queued requests where there is room and advances every running one."""
+        """Starts queued requests if there is room, and advances every running request."""
         ...
 
     def collect(self) -> list[Completion]:
-        """Returns, once, what finished since the last call, in the order in which it finished."""
+        """Returns the responses that finished since the last call, in the order they finished."""
         ...
 
     def pending(self) -> list[Request]:
@@ -216,21 +224,21 @@ class RolloutEngine(Protocol):
         ...
 
     def clear(self) -> None:
-        """Drops all requests, and responses that were not collected; not during a step."""
+        """Drops all requests and uncollected responses; must not be called during a step."""
         ...
 
     def memory(self) -> Mapping[str, Holding]:
-        """Returns what the engine holds of this rank's device during rollout, by what it is for."""
+        """Returns the engine's memory on this rank's device during rollout, by purpose."""
         ...
 
     def close(self) -> None:
-        """Gives memory and process groups back; the engine is not used any more."""
+        """Releases memory and process groups; the engine cannot be used afterwards."""
         ...
 
 
 def check_versions(name: str, num: int, first: int | None, versions: Versions) -> None:
-    """Raises ValueError unless `versions` is empty, or says of each of `num` tokens, from the
-    version `first` on, which one made it.
+    """Raises ValueError unless `versions` is empty or covers exactly `num` tokens, ascends, and
+    begins with the version `first`.
     """
     if not versions:
         return
@@ -241,28 +249,26 @@ def check_versions(name: str, num: int, first: int | None, versions: Versions) -
 
 
 def version_runs(response: Request | Completion) -> Versions:
-    """Returns which weights made which tokens of a response, also where it was one version."""
+    """Returns the (version, number of tokens) runs of a response, also if there is only one."""
     if response.versions or response.version is None:
         return response.versions
     return ((response.version, len(response.tokens)),)
 
 
 def versions_from_json(fields: Mapping[str, Any]) -> Versions:
-    """Returns `versions` of saved fields; those of older checkpoints have none."""
+    """Returns the `versions` of saved fields; older checkpoints have none."""
     return tuple((version, count) for version, count in fields.get("versions", ()))
 
 
 def finish_reason(tokens: Sequence[int], sampling: SamplingParams) -> FinishReason | None:
-    """Returns why the response `tokens` ends after its last token, or None if it goes on."""
+    """Returns why a response ends after the last of `tokens`, or None if it continues."""
     if tokens[-1] in sampling.stop_token_ids:
         return "stop"
     return "length" if len(tokens) >= sampling.max_new_tokens else None
 
 
 def request_seed(run_seed: int, step: int, sample_id: int, turn: int = 0) -> int:
-    """Returns the seed of a turn of a sample, 63 bits: the same in every process and after every
-    restart.
-    """
+    """Returns the 63-bit seed of a turn of a sample, equal in all processes and after restarts."""
     named = f"{run_seed}/{step}/{sample_id}" + (f"/{turn}" if turn else "")
     digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -273,8 +279,8 @@ def generate(
     requests: Sequence[Request],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
-    """Runs requests to their end on an idle engine, and returns their completions in order.
-    `on_progress` is called with (finished, all) whenever requests finish.
+    """Runs requests on an idle engine until all are finished, and returns their completions in
+    order. Calls `on_progress` with (finished, total) whenever requests finish.
     """
     if engine.has_unfinished or engine.collect():
         raise RuntimeError("generate() needs an idle engine; collect what was submitted earlier")
@@ -290,34 +296,36 @@ def generate(
 
 
 class RunningRequest:
-    """A request inside an engine that decodes token by token, with the tokens it has so far."""
+    """A request and its tokens so far, inside an engine that decodes token by token."""
 
     __slots__ = ("_num_recorded", "_recorded", "_runs", "_texts", "logps", "request", "tokens")
 
     def __init__(self, request: Request, texts: TokenTexts | None = None) -> None:
         if request.sampling.stop_strings and texts is None:
-            raise ValueError(f"request {request.request_id} has stop strings, and no texts to look")
+            raise ValueError(
+                f"request {request.request_id} has stop strings, but the engine has no token_texts"
+            )
         self.request, self._texts = request, texts
         self.tokens = list(request.tokens)
         self.logps = list(request.logps)
         self._runs = [[version, count] for version, count in request.runs]
-        # By name the parts of what is recorded, each of further positions.
+        # Recorded rows by blob name, as arrays of consecutive positions.
         self._recorded: dict[str, list[Array]] = {n: [one] for n, one in request.blobs.items()}
         self._num_recorded = {name: len(one) for name, one in request.blobs.items()}
 
     def num_recorded(self, name: str = ROUTED_EXPERTS) -> int:
-        """Returns how many positions have a row of a blob."""
+        """Returns the number of positions that a blob has rows for."""
         return self._num_recorded.get(name, 0)
 
     def record(self, start: int, rows: Array, name: str = ROUTED_EXPERTS) -> None:
-        """Keeps a blob's rows of positions from `start` on that have none yet; `start` is at most
-        `num_recorded`.
+        """Appends rows of a blob for the positions from `start` on. Rows of positions that already
+        have one are ignored; `start` is at most `num_recorded`.
         """
         num = self.num_recorded(name)
         if start > num:
             raise ValueError(
-                f"request {self.request.request_id} has {name} of {num} positions, and gets those "
-                f"from {start} on"
+                f"request {self.request.request_id} has {name} of {num} positions; the next rows "
+                f"begin at position {start}"
             )
         if len(kept := rows[num - start :]):
             self._recorded.setdefault(name, []).append(kept.copy())
@@ -325,32 +333,31 @@ class RunningRequest:
 
     @property
     def blobs(self) -> dict[str, Array]:
-        """What is recorded up to the token before the last one, by name.
+        """The recorded rows up to the position before the last token, by name.
 
-        An engine may have recorded more: of tokens that are under way.
+        An engine may have recorded more: the rows of tokens that were not reported yet.
         """
         drawn = len(self.request.prompt) + len(self.tokens) - 1 if self.tokens else 0
         found = {}
         for name, parts in self._recorded.items():
             if len(parts) > 1:
                 parts[:] = [np.concatenate(parts)]
-            # These stay whatever weights continue: a token was drawn after them, or the request
-            # came with them.
+            # Kept under new weights: these rows came with the request, or precede a drawn token.
             given = len(self.request.blobs.get(name, ()))
             if num := max(given, drawn):
                 found[name] = parts[0][:num]
         return found
 
     def drop_unsettled(self) -> None:
-        """Forgets the rows of positions after which no token was drawn: the weights change, and
-        those positions are computed again.
+        """Drops the recorded rows of positions after which no token was drawn. New weights compute
+        these positions again.
         """
         settled = self.blobs
         self._recorded = {name: [rows] for name, rows in settled.items()}
         self._num_recorded = {name: len(rows) for name, rows in settled.items()}
 
     def append(self, token: int, logp: float, version: int) -> Completion | None:
-        """Adds a token made by the weights `version`; returns the completion if it is the last."""
+        """Adds a token generated by weights `version`; returns the completion if it is the last."""
         if self._runs and self._runs[-1][0] == version:
             self._runs[-1][1] += 1
         else:
@@ -376,7 +383,7 @@ class RunningRequest:
     def extend(
         self, tokens: Sequence[int], logps: Sequence[float], version: int
     ) -> Completion | None:
-        """Adds tokens made by the weights `version`, one at least; returns the completion if the
+        """Adds one or more tokens that weights `version` generated; returns the completion if the
         last of them ends the response. Raises RuntimeError if an earlier one does.
         """
         sampling, length = self.request.sampling, len(self.tokens) + len(tokens)
@@ -392,8 +399,8 @@ class RunningRequest:
             self.logps += logps[1:-1]
         return self.append(tokens[-1], logps[-1], version)
 
-    def so_far(self) -> Request:
-        """Returns the request with the tokens it has, ready to be saved or submitted again."""
+    def to_request(self) -> Request:
+        """Returns the request with its tokens so far, which can be saved or submitted again."""
         return replace(
             self.request,
             tokens=tuple(self.tokens),
@@ -407,15 +414,3 @@ class RunningRequest:
     def _versions(self) -> Versions:
         is_one = len(self._runs) < 2
         return () if is_one else tuple((version, count) for version, count in self._runs)
-
-
-def new_rows(
-    held: Iterable[RunningRequest], requests: Sequence[Request], texts: TokenTexts | None = None
-) -> list[RunningRequest]:
-    """Returns rows for `requests`. Raises ValueError if one has the id of another, held or new."""
-    ids = {row.request.request_id for row in held}
-    for request in requests:
-        if request.request_id in ids:
-            raise ValueError(f"request id {request.request_id} is held already")
-        ids.add(request.request_id)
-    return [RunningRequest(request, texts) for request in requests]

@@ -1,8 +1,8 @@
-"""The one table of rollout engines: their names, and what other code may know of each. No torch.
+"""Table of rollout engines: their names and the traits that other code may know. No torch.
 
-Owns the names and traits, and the refusal of other names. Code outside this table and
-the adapters reads traits; it never asks for an engine's name or class. An adapter is imported when
-its engine is started (rollout/build.py), and its package is judged before any rank starts.
+Owns names and traits, and refuses other names. Code outside this table and the adapters reads
+traits and never compares an engine's name or class. rollout/build.py imports an adapter when its
+engine starts; the engine's package is checked before any rank starts.
 """
 
 from __future__ import annotations
@@ -19,35 +19,38 @@ from hybridrl.errors import UserError
 
 @dataclass(frozen=True, kw_only=True)
 class EngineTraits:
-    """Facts about an engine.
+    """Traits of an engine.
 
     Args:
-        builder: `module:function` that builds it from rollout/build.py's EngineInputs.
-        package: `module:name` of its EnginePackage; None: hybridrl's own dependencies are enough.
-        computes: its tokens and log-probabilities come from the weights that it receives. It then
-            has a `model` with HF's module names.
-        is_tensor_parallel: a replica may be cut over `rollout.tp` ranks; else it is one rank.
-        is_expert_parallel: a replica's experts may lie whole on its ranks (`rollout.ep`).
-        has_fused_parameters: its parameters are laid out as `models/weights.py:fused_layout` says;
-            else they are the HF checkpoint's tensors, whole.
-        takes_experts: it runs mixtures of experts, and can be written with them.
-        takes_expert_maps: a replica's whole experts may lie on its ranks in any order, so that they
-            stay where they are trained; else in theirs.
-        records_experts: it can tell which experts it chose for each token.
-        sleeps: it gives weights and KV cache back while the policy trains, on GPUs; where csrc/ was
-            compiled gradients lie in that memory meanwhile, so that both phases fit on a GPU that
-            has no room for gradients beside an engine.
-        shares_memory: its parameters can be the trainer's own memory where both cut a tensor alike.
-        has_fixed_kv_cache: the KV cache is made at the start, for `rollout.max_batch` requests, and
-            requests for which there is no room wait; else the cache grows with the requests.
-        captures_graphs: it holds CUDA graphs and a workspace in both phases.
-        bounds_positions: it refuses requests longer than the model's max_position_embeddings.
-        lowest_temperature: the lowest that it samples at, but for 0.
-        ends_by_text: it ends a response once its text has a stop string.
-        penalizes: it can keep end tokens back and penalize tokens that were said.
-        runs_on_gpus: `hybridrl plan` takes GPUs for granted, also on a host without any.
-        has_fitted_times: constants of predicted times were fitted to measured steps with it; the
-            generation of other engines is predicted with the same ones.
+        builder: `module:function` that builds the engine from rollout/build.py's EngineInputs.
+        package: `module:name` of its EnginePackage; None if hybridrl's own dependencies are enough.
+        computes: Whether tokens and log-probabilities come from the received weights. Such an
+            engine has a `model` with HF's module names.
+        is_tensor_parallel: Whether a replica may be split over `rollout.tp` ranks; else it is one
+            rank.
+        is_expert_parallel: Whether ranks of a replica may hold whole experts (`rollout.ep`).
+        has_fused_parameters: Whether its parameters have the layout of
+            `models/weights.py:fused_layout`; else they are the whole tensors of the HF checkpoint.
+        takes_experts: Whether it supports mixtures of experts.
+        takes_expert_maps: Whether a replica's ranks may hold whole experts in any order, so that
+            experts stay where they are trained; else experts are in the engine's order.
+        records_experts: Whether it can record the experts chosen for each token.
+        sleeps: Whether it releases weights and KV cache on GPUs while the policy trains. If csrc/
+            was compiled, gradients use that memory meanwhile, so that both phases fit on a GPU
+            without room for gradients next to an engine.
+        shares_memory: Whether its parameters can be the trainer's own memory if both split a tensor
+            alike.
+        has_fixed_kv_cache: Whether the KV cache is allocated at the start, for `rollout.max_batch`
+            requests, and further requests wait; else the cache grows with the requests.
+        captures_graphs: Whether it holds CUDA graphs and a workspace in both phases.
+        bounds_positions: Whether it refuses requests longer than the model's
+            max_position_embeddings.
+        lowest_temperature: Lowest temperature that it supports, apart from 0.
+        ends_by_text: Whether it ends responses at stop strings.
+        penalizes: Whether it supports minimum lengths and penalties.
+        runs_on_gpus: Whether `hybridrl plan` assumes GPUs for it, also on a host without any.
+        has_fitted_times: Whether the constants of predicted times were fitted to its measured
+            steps. Predictions for other engines use the same constants.
     """
 
     builder: str
@@ -73,16 +76,15 @@ class EngineTraits:
 
 @dataclass(frozen=True)
 class EnginePackage:
-    """A package that an engine needs and that is installed beside hybridrl.
+    """A package that an engine needs in addition to hybridrl's dependencies.
 
     Args:
-        is_installed: whether any build of it is there.
-        installed_version: given whether the host is without GPUs, returns build and version; raises
-            UserError where the package is missing or does not fit.
-        model_rules: given a model's `ModelShape` and whether the host is without GPUs, the
-            violations of models that it cannot run there.
-        tested: builds and versions with which tests have run, as `installed_version` returns them,
-            and where.
+        is_installed: Returns whether any build of it is installed.
+        installed_version: Takes whether the host has no GPUs; returns build and version. Raises
+            UserError if the package is missing or does not fit.
+        model_rules: Takes a `ModelShape` and whether the host has no GPUs; returns the reasons why
+            the package cannot run the model.
+        tested: Devices that tests ran on, by build and version as `installed_version` returns them.
     """
 
     is_installed: Callable[[], bool]
@@ -145,23 +147,19 @@ ENGINES = {
 
 
 def usual_engine(has_gpus: bool) -> str:
-    """Returns the engine that a starter configuration names: the first that runs on GPUs where
-    there are any, else the first, which runs everywhere.
-    """
+    """Returns the engine of a starter configuration: the first of the table that suits the host."""
     return next(name for name, traits in ENGINES.items() if traits.runs_on_gpus or not has_gpus)
 
 
 def offered_engines() -> list[str]:
-    """Returns the engines that users are offered: those that compute. `scripted`, which answers
-    what a test tells it to, is accepted and never named.
+    """Returns the engines that messages and help texts list: those that compute. `scripted`, which
+    replays a test's responses, is accepted but never listed.
     """
     return [name for name, traits in ENGINES.items() if traits.computes]
 
 
 def known_engine(name: object) -> str:
-    """Passes on the name of an engine in the table; raises PydanticKnownError if there is no such
-    engine.
-    """
+    """Returns the name if the table has it; raises PydanticKnownError otherwise."""
     if isinstance(name, str) and name in ENGINES:
         return name
     *others, last = (repr(known) for known in offered_engines())
@@ -169,12 +167,12 @@ def known_engine(name: object) -> str:
 
 
 def engine_package(name: str) -> EnginePackage | None:
-    """Returns the package that an engine needs, None where it needs none; imports no engine."""
+    """Returns the package that an engine needs, if any, without importing the engine."""
     path = ENGINES[name].package
-    return None if path is None else named(path)
+    return None if path is None else load_symbol(path)
 
 
-def named(path: str) -> Any:
-    """Returns what a path `module:name` of the table names; imports the module."""
+def load_symbol(path: str) -> Any:
+    """Imports and returns the object of a path `module:name`."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -26,7 +26,7 @@ from engine_cases import (
     start_packaged,
     write_weights,
 )
-from packaged import CLASSES, engine_module, named, needs
+from packaged import CLASSES, FUSED_LAYOUT, load_symbol, needs
 from tiny_models import chosen_by
 
 from hybridrl.errors import ModelError
@@ -239,7 +239,7 @@ def test_packaged_engine_refuses_a_table_with_experts_elsewhere(
     def faulty(*arguments: Any) -> RankLayout:
         return renamed(fused_layout(*arguments), change)
 
-    monkeypatch.setattr(f"{engine_module(model.partition('-')[0])}.fused_layout", faulty)
+    monkeypatch.setattr(FUSED_LAYOUT, faulty)
     with pytest.raises(ModelError, match=named):
         start_packaged(model)
 
@@ -250,7 +250,7 @@ def test_latent_attention_computes_with_copies_of_the_newest_projection_up(name:
     are memory of their own, as on GPUs.
     """
     config = PACKAGED_EXPERT_MODELS[name]
-    copies = named(CLASSES[name.partition("-")[0]].partition(":")[0] + ":COPIES")
+    copies = load_symbol(CLASSES[name.partition("-")[0]].partition(":")[0] + ":COPIES")
     family = resolve_family(None, config)
     layout = megatron_layout(family, family.shape(config), TrainLayout(1), 0)
     shard = TrainingShard(layout, allocate(layout, torch.float32))
@@ -284,7 +284,7 @@ def test_packaged_engine_refuses_a_table_without_a_routers_bias(
         regions = tuple(region for region in layout.regions if region.local != name)
         return dataclasses.replace(layout, shapes=shapes, regions=regions)
 
-    monkeypatch.setattr(f"{engine_module(model.partition('-')[0])}.fused_layout", faulty)
+    monkeypatch.setattr(FUSED_LAYOUT, faulty)
     with pytest.raises(ModelError, match=name):
         start_packaged(model)
 

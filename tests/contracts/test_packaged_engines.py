@@ -22,7 +22,7 @@ from engine_cases import (
     start_packaged,
     write_weights,
 )
-from packaged import PACKAGED, engine_module
+from packaged import FUSED_LAYOUT, PACKAGED
 
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.weights import RankLayout, Region, fused_layout
@@ -164,7 +164,7 @@ def test_packaged_engine_refuses_a_wrong_weight_table_by_the_parameter(
     def faulty(*arguments: Any) -> RankLayout:
         return fault(fused_layout(*arguments))
 
-    monkeypatch.setattr(f"{engine_module(engine)}.fused_layout", faulty)
+    monkeypatch.setattr(FUSED_LAYOUT, faulty)
     with pytest.raises(ModelError, match=named) as caught:
         start_packaged(f"{engine}-qwen2-tied")
     assert f"{engine}" in str(caught.value)

@@ -341,7 +341,7 @@ def test_generate_needs_an_idle_engine(name: str) -> None:
     ("version", "named", "reason"),
     [
         (4, "train.learning_rate", "the weights grew until lm_head.weight is not finite after"),
-        (0, "model", "first weights of which lm_head.weight is not finite"),
+        (0, "model", "initial weights of which lm_head.weight is not finite"),
     ],
 )
 def test_engine_names_the_request_of_a_non_finite_logp_and_the_weights_that_explain_it(

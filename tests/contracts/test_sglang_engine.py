@@ -458,7 +458,9 @@ def test_sglang_engines_of_one_process_record_apart(request: pytest.FixtureReque
     write_weights(other, make_reference(EXPERTS, 1), 0)
     assert all(not done.blobs for done in generate(other, requests))
     write_weights(recording, make_reference(EXPERTS), 1)
-    with pytest.raises(RuntimeError, match="told no experts"):  # those of older weights are gone
+    with pytest.raises(
+        RuntimeError, match="recorded no experts"
+    ):  # those of older weights are gone
         recording._experts.get_topk(1, 2, recording._scheduler.req_to_token_pool)
     for one, two in zip(generate(recording, requests), expected, strict=True):
         assert close(one, two) and np.array_equal(

@@ -51,7 +51,7 @@ def check_request_too_long(trainer: Trainer) -> None:
         is_own = isinstance(error, ValueError)
         # The longer prompt is the larger group, so the first replica has it.
         assert is_own == (rank == 0), (rank, error)
-        text = "has 7 prompt tokens and max_new_tokens=60, together more than 66"
+        text = "has 7 prompt tokens and max_new_tokens=60; the engine allows at most 66"
         assert text in str(error) and (is_own or "rank 0 failed in generation" in str(error)), error
     else:
         raise AssertionError("a request that is too long was taken")

@@ -10,12 +10,10 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from packaged import engine_module
 
 from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.transports.packed import PackedTransport
@@ -24,6 +22,7 @@ from hybridrl.loop import rollout_setup
 from hybridrl.loop.probe import EngineDiffersError
 from hybridrl.loop.trainer import Trainer
 from hybridrl.models.weights import RankLayout, fused_layout
+from hybridrl.rollout.common import packaged_engine
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -140,7 +139,7 @@ def main() -> None:
     assert "replica 0" in message and "position" in message, message
     trainer.engine.close()
 
-    with replaced(import_module(engine_module(engine)), "fused_layout", forget_biases):
+    with replaced(packaged_engine, "fused_layout", forget_biases):
         try:
             make_trainer(engine, model, folder, "table-wrong")
         except ModelError as error:

@@ -34,7 +34,7 @@ from hybridrl.parallel.layout import RolloutLayout, TrainLayout
 from hybridrl.parallel.mesh import Mesh
 from hybridrl.platform import Platform
 from hybridrl.rollout.common.agreement import TokensDifferError
-from hybridrl.rollout.common.penalties import Said, penalized
+from hybridrl.rollout.common.penalties import TokenHistory, penalized
 from hybridrl.rollout.common.sampling import log_distribution
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
@@ -107,7 +107,7 @@ def check_penalized(oracle: torch.nn.Module, asked: list[Request], done: list[Co
         tokens = torch.tensor(request.prompt + completion.tokens)
         logits = oracle(as_long(oracle, tokens)[None]).logits[0, : len(tokens)].float()
         for place, token in enumerate(completion.tokens):
-            said = Said(request.prompt, completion.tokens[:place])
+            said = TokenHistory(request.prompt, completion.tokens[:place])
             row = logits[len(request.prompt) + place - 1][None]
             wanted = log_distribution(penalized(row, [PENALIZED], [said]), [PENALIZED])[0, token]
             assert abs(float(wanted) - completion.logps[place]) < LOGP_TOLERANCE, request.request_id

@@ -145,7 +145,7 @@ def finished(world: World) -> list[Completion]:
         row.append(tokens[0], -1.0, 0)
         done = Completion(sample, tokens, (-1.0,) * len(tokens), "stop", 0, blobs=blobs_of(sample))
         digests = dict.fromkeys((sample, sample + 50), digest_of(prompt.tokens))
-        state = rollout_state([done], [row.so_far()], [], digests)
+        state = rollout_state([done], [row.to_request()], [], digests)
         state |= {"step": STEP, "sampling": asdict(SAMPLING)}
         saved = SavedRollouts(json.loads(json.dumps(state)))
         again = saved.find(STEP, sample + 50, prompt, SAMPLING).request

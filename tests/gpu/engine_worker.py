@@ -131,7 +131,7 @@ def requests(count: int, seed: int = 0) -> list[Request]:
 
 def logps(model: Any, request: Request, done: Completion) -> torch.Tensor:
     """The reference's log-probabilities of a response by the request's own distribution."""
-    from hybridrl.rollout.common.penalties import Said, penalized
+    from hybridrl.rollout.common.penalties import TokenHistory, penalized
     from hybridrl.rollout.common.sampling import log_distribution
 
     ids = torch.tensor([request.prompt + done.tokens], device=model.device)
@@ -139,7 +139,7 @@ def logps(model: Any, request: Request, done: Completion) -> torch.Tensor:
         logits_TV = model(ids).logits[0, len(request.prompt) - 1 : -1].float()
     # Sampled by another computation of bf16, a token may lie just outside of top-k or top-p.
     sampling = [replace(request.sampling, top_k=0, top_p=1.0)] * len(done.tokens)
-    said = [Said(request.prompt, done.tokens[:place]) for place in range(len(done.tokens))]
+    said = [TokenHistory(request.prompt, done.tokens[:place]) for place in range(len(done.tokens))]
     found_TV = log_distribution(penalized(logits_TV, sampling, said), sampling)
     return found_TV.gather(-1, torch.tensor(done.tokens, device=model.device)[:, None])[:, 0].cpu()
 

@@ -35,7 +35,7 @@ def test_choices_are_read_by_slot_until_they_are_forgotten(
     held = ExpertsBySlot("vllm", shape_of(num_experts=num_experts), 9, CPU, LAYERS)
     assert held.layers == (0, 2, 3) and held.dtype == kept
     held.write(torch.tensor([7, 1]), 1, torch.tensor([[num_experts - 1, 3], [4, 5]]))
-    with pytest.raises(RuntimeError, match="vllm told no experts for a part of 1 tokens"):
+    with pytest.raises(RuntimeError, match="vllm recorded no experts for some of 1 tokens"):
         held.read(torch.tensor([1]))
     for index in (0, 2):
         held.write(torch.tensor([1, 7]), index, torch.tensor([[index, 6], [index, 7]]))
@@ -45,7 +45,7 @@ def test_choices_are_read_by_slot_until_they_are_forgotten(
     held.write_all(torch.tensor([2]), torch.ones(1, 3, 2, dtype=kept))
     assert held.read(torch.tensor([2])).tolist() == [[1] * 6]
     held.forget()
-    with pytest.raises(RuntimeError, match="told no experts"):
+    with pytest.raises(RuntimeError, match="recorded no experts"):
         held.read(torch.tensor([2]))
 
 
@@ -77,7 +77,7 @@ def test_sglangs_recorder_keeps_a_pass_and_tells_it_by_request(
         {"routed_experts": expected[:1]},
     ]
     recorder.forget()
-    with pytest.raises(RuntimeError, match="sglang told no experts"):
+    with pytest.raises(RuntimeError, match="sglang recorded no experts"):
         recorder.get_topk(1, 4, pool)
 
 

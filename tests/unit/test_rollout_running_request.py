@@ -25,7 +25,9 @@ def test_tokens_are_kept_together_as_one_after_another(
     one, other = row(begun), row(begun)
     expected = [other.append(*pair, version) for pair in zip(tokens, logps, strict=True)]
     assert one.extend(tokens, logps, version) == expected[-1]
-    assert one.so_far() == other.so_far() if expected[-1] is None else not any(expected[:-1])
+    assert (
+        one.to_request() == other.to_request() if expected[-1] is None else not any(expected[:-1])
+    )
     assert (one.tokens, one.logps) == (other.tokens, other.logps)
 
 

@@ -41,7 +41,7 @@ from hybridrl.rollout.sglang.arguments import (
     server_arguments,
 )
 from hybridrl.rollout.sglang.longrope import settle_longrope
-from hybridrl.rollout.sglang.penalties import SaidTokens
+from hybridrl.rollout.sglang.penalties import TokenTable
 from hybridrl.rollout.sglang.sampling import IS_GREEDY, SeededSampler
 from hybridrl.rollout.sglang.scheduler import drawn_logps
 from hybridrl.rollout.sglang.version import (
@@ -291,7 +291,7 @@ def test_sampler_in_sglangs_place_draws_as_the_hf_engine_does(
     generator = torch.Generator().manual_seed(1)
     logits_BV = 3 * torch.randn(len(sampling), 50, generator=generator)
     output, positions = SimpleNamespace(next_token_logits=logits_BV), torch.tensor([7, 9])
-    found = SeededSampler(SaidTokens())(output, batch_info(sampling), True, None, None, positions)
+    found = SeededSampler(TokenTable())(output, batch_info(sampling), True, None, None, positions)
     expected, logps = sample(logits_BV, sampling, uniforms([0, 1], [7, 9]))
     assert found.dtype == torch.int32 and torch.equal(found.long(), expected)
     torch.testing.assert_close(output.next_token_logprobs, logps)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hybridrl.rollout.engine import Request, SamplingParams
-from hybridrl.rollout.sglang.penalties import SaidTokens
+from hybridrl.rollout.sglang.penalties import TokenTable
 
 VOCAB = 19
 KINDS = [
@@ -46,7 +46,7 @@ class Turns:
     requests taken back and whole prompts in parts. The host gets tokens a pass late.
     """
 
-    def __init__(self, said: SaidTokens, seed: int) -> None:
+    def __init__(self, said: TokenTable, seed: int) -> None:
         self.said, self.rng = said, np.random.default_rng(seed)
         self.waiting: list[Any] = []
         self.running: list[Any] = []
@@ -59,7 +59,7 @@ class Turns:
         prompt = rng.integers(0, VOCAB, rng.integers(1, 6)).tolist()
         earlier = rng.integers(0, VOCAB, 3).tolist() if number % 3 == 0 else []
         name = f"r{number}"
-        if sampling.looks_back:
+        if sampling.needs_history:
             self.said.add(name, Request(number, tuple(prompt), 7, sampling))
         one = SimpleNamespace(rid=name, origin_input_ids=prompt + earlier, output_ids=[])
         one.sampling, one.prompt, one.response, one.length = sampling, prompt, earlier, 24
@@ -79,7 +79,7 @@ class Turns:
             # float32 rounds a product and a difference.
             exact_V = torch.tensor(wanted, dtype=torch.float64)
             torch.testing.assert_close(found_V.double(), exact_V, rtol=1e-5, atol=1e-5)
-            assert one.sampling.looks_back or torch.equal(given_V, found_V)
+            assert one.sampling.needs_history or torch.equal(given_V, found_V)
             self.num_compared += 1
         token_B = torch.from_numpy(self.rng.integers(0, VOCAB, rows))
         self.said.note(token_B)
@@ -119,7 +119,7 @@ class Turns:
 
 
 def test_logits_are_those_of_the_definition_whatever_comes_and_goes() -> None:
-    said = SaidTokens()
+    said = TokenTable()
     turns = Turns(said, 3)
     for number in range(40):
         turns.add(number)
@@ -132,7 +132,7 @@ def test_logits_are_those_of_the_definition_whatever_comes_and_goes() -> None:
 
 
 def test_without_such_requests_nothing_is_held_or_computed() -> None:
-    said, logits_BV = SaidTokens(), torch.randn(2, VOCAB)
+    said, logits_BV = TokenTable(), torch.randn(2, VOCAB)
     said.look([SimpleNamespace(rid="a"), SimpleNamespace(rid="b")], True)
     assert said.penalized(logits_BV, torch.tensor([3, 4])) is logits_BV
     said.note(torch.tensor([1, 2]))

@@ -74,8 +74,8 @@ def test_a_sum_stays_until_the_slowest_peer_has_read_it() -> None:
     # With a step ahead a rank writes a step's sum once its peers have settled four steps before.
     def run(rank: int, sums: Any) -> list[list[int]]:
         for step in range(1, 5):
-            sums.tell(step, 10 * step + rank)
-        return [sums.of(step) for step in range(1, 5)]
+            sums.publish(step, 10 * step + rank)
+        return [sums.wait(step) for step in range(1, 5)]
 
     expected = [[10 * step, 10 * step + 1] for step in range(1, 5)]
     assert on_threads(2, run, timeout_s=1.0) == [expected, expected]
@@ -107,7 +107,7 @@ def test_a_rank_that_is_done_waits_for_its_peers_last_tokens() -> None:
 
 
 def test_a_rank_says_which_peer_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "LOOKS_AT_PEERS_EVERY_S", 0.05)
+    monkeypatch.setattr(agreement, "PEER_CHECK_S", 0.05)
 
     def run(rank: int, sums: Any) -> None:
         one = TokenAgreement([10, 11], sums)
@@ -116,12 +116,12 @@ def test_a_rank_says_which_peer_it_waits_for(monkeypatch: pytest.MonkeyPatch) ->
             one.settle()
 
     late, _ = on_threads(2, run, timeout_s=0.3)
-    said = "rank 11 has not taken engine step 1 after 0.3 s, as the others of its replica [10, 11]"
+    said = "rank 11 of replica [10, 11] has not finished engine step 1 within 0.3 s"
     assert said in str(late)
 
 
 def test_a_peer_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agreement, "LOOKS_AT_PEERS_EVERY_S", 0.05)
+    monkeypatch.setattr(agreement, "PEER_CHECK_S", 0.05)
     peer = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     began = time.monotonic()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -140,7 +140,7 @@ def test_a_peer_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) 
     for descriptor in many:
         os.close(descriptor)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert "rank 11 ended before its engine had taken step 1" in str(gone)
+    assert "rank 11 ended before its engine finished step 1" in str(gone)
     assert time.monotonic() - began < 10
     peer.wait()  # a process that nobody has waited for has ended all the same
 

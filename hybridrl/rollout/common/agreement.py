@@ -1,13 +1,13 @@
-"""The check that all tensor-parallel ranks of a replica draw the same tokens.
+"""Check that all tensor-parallel ranks of a replica draw the same tokens.
 
-Who waits for whom: every rank calls `report` after each step and `settle` before the next; `settle`
-waits until all ranks have reported a step, the one that `steps_ahead` says. So no rank ends on
-tokens that its peers do not have. With `steps_ahead` ranks may have started different steps when
-they hear of a difference: nobody waits for the device then.
+Every rank calls `report` after each step and `settle` before the next. `settle` waits until all
+ranks have reported an earlier step: the last one, or with `steps_ahead` the one before it. No rank
+therefore continues with tokens that its peers do not have. With `steps_ahead`, ranks may have
+started different steps when they learn of a difference, but nobody waits for the device.
 
-On one host the sums lie in memory that all ranks map, which takes microseconds. A message took 0.3
-ms of a step to send and up to 1 ms to arrive. Between hosts, and where memory cannot be shared,
-there are messages.
+On one host the checksums are in memory that all ranks map, which takes microseconds. Sending a
+message took 0.3 ms of a step, and it arrived up to 1 ms later. Messages are used between hosts, and
+where memory cannot be shared.
 """
 
 from __future__ import annotations
@@ -29,39 +29,39 @@ import torch.distributed as dist
 from hybridrl.parallel import peer_memory
 
 CPU = torch.device("cpu")
-# A rank writes a step's sum while a peer may have yet to read that of three steps before.
+# A rank may write a step's checksum before a peer has read that of three steps earlier.
 KEPT_STEPS = 4
 SUM_BITS = 32
 SUM = (1 << SUM_BITS) - 1
 STEP = (1 << 31) - 1
-SPIN_S, LOOK_S = 0.001, 0.0002
-LOOKS_AT_PEERS_EVERY_S = 0.5
-NO_LIMIT_S = 1800.0  # where the engine's own limit counts, which is gloo's
+SPIN_S, POLL_S = 0.001, 0.0002
+PEER_CHECK_S = 0.5
+DEFAULT_TIMEOUT_S = 1800.0  # gloo's default
 
 
 class TokensDifferError(RuntimeError):
-    """The ranks of one replica drew different tokens, so their caches no longer fit together."""
+    """Raised if ranks of a replica drew different tokens, so that their caches no longer match."""
 
 
 class _Sums(Protocol):
-    """One number of every rank for each step."""
+    """Exchange of one checksum per rank and step."""
 
-    def tell(self, step: int, own: int) -> None:
-        """Tells all ranks this one's number of a step."""
+    def publish(self, step: int, own: int) -> None:
+        """Publishes this rank's checksum of a step."""
 
-    def of(self, step: int) -> list[int]:
-        """Waits for the numbers of all ranks; each step is asked for once, in order."""
+    def wait(self, step: int) -> list[int]:
+        """Waits for the checksums of all ranks; called once for each step, in order."""
 
 
 class TokenAgreement:
-    """Compares what the ranks of one replica drew.
+    """Compares the tokens that the ranks of a replica drew.
 
     Args:
         ranks: Global ranks of the replica.
-        sums: Their exchange of sums; None: a rank is alone.
-        steps_ahead: Steps that a rank may start before it knows whether its peers drew the same
-            tokens: 1 for an engine that starts a batch and then waits for the one before; 0 for one
-            that waits for the batch that it starts, or for room for its launches.
+        sums: Exchange of checksums; None for a replica of one rank.
+        steps_ahead: Number of steps that a rank may start before it knows whether its peers drew
+            the same tokens: 1 for an engine that starts a batch and then waits for the previous
+            one; 0 for an engine that waits for the batch that it starts.
     """
 
     def __init__(self, ranks: Sequence[int], sums: _Sums | None, steps_ahead: int = 0) -> None:
@@ -74,14 +74,14 @@ class TokenAgreement:
     def over(
         cls, group: dist.ProcessGroup, timeout_s: float | None = None, steps_ahead: int = 0
     ) -> TokenAgreement:
-        """Returns the agreement of a gloo group's ranks; collective over it. `timeout_s` bounds the
-        wait for a peer; None: half an hour.
+        """Returns the agreement of a gloo group's ranks; collective over it. `timeout_s` limits the
+        wait for a peer; None means half an hour.
         """
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
             return cls(ranks, None, steps_ahead)
         members = _Members(group, group.rank(), group.size())
-        limit_s = NO_LIMIT_S if timeout_s is None else timeout_s
+        limit_s = DEFAULT_TIMEOUT_S if timeout_s is None else timeout_s
         hosts = members.gather_objects(peer_memory.host_id())
         is_out_of_reach = peer_memory.why_unreachable(CPU, hosts)
         if is_out_of_reach or peer_memory.why_unusable(CPU, limit_s, members):
@@ -89,27 +89,28 @@ class TokenAgreement:
         return cls(ranks, _SharedSums(members, ranks, limit_s), steps_ahead)
 
     def report(self, names: Sequence[str], tokens: Sequence[int]) -> None:
-        """Tells the other ranks what this one drew: names of requests, and a token of each."""
+        """Publishes the tokens that this rank drew: request names, and one token for each."""
         if self._sums is None or self._difference is not None:
             return
         self._step += 1
         own = zlib.crc32(array("q", tokens), zlib.crc32("\n".join(names).encode()))
-        self._sums.tell(self._step, own)
+        self._sums.publish(self._step, own)
         self._unsettled.append(self._step)
 
     def settle(self, is_last: bool = False) -> None:
-        """Waits for the reports of all ranks, but for the last `steps_ahead` unless no step
+        """Waits for the reports of all ranks, except of the last `steps_ahead` steps unless no step
         follows.
 
         Raises:
-            TokensDifferError: On all ranks, naming those that differ; again before each step.
+            TokensDifferError: On all ranks, naming those that differ; repeated before each later
+                step.
         """
         if self._difference is not None and not is_last:
             raise self._difference
         while len(self._unsettled) > (0 if is_last else self._steps_ahead):
             assert self._sums is not None
             step = self._unsettled.popleft()
-            sums = self._sums.of(step)
+            sums = self._sums.wait(step)
             differing = [
                 rank for rank, one in zip(self._ranks, sums, strict=True) if one != sums[0]
             ]
@@ -117,15 +118,15 @@ class TokenAgreement:
                 self._unsettled.clear()
                 self._difference = TokensDifferError(
                     f"in engine step {step} ranks {differing} drew other tokens than rank "
-                    f"{self._ranks[0]} of the same replica {self._ranks}: their weights, seeds or "
-                    "requests differ"
+                    f"{self._ranks[0]} of replica {self._ranks}: their weights, seeds or requests "
+                    "differ"
                 )
                 raise self._difference
 
 
 @dataclass(frozen=True)
 class _Members:
-    """The ranks of a group, numbered by their places in it, as `peer_memory` asks them."""
+    """Ranks of a group, numbered by their position, as `peer_memory` expects them."""
 
     group: dist.ProcessGroup
     rank: int
@@ -139,25 +140,25 @@ class _Members:
 
 
 class _GatheredSums:
-    """Numbers that are sent, eight bytes a rank and step."""
+    """Checksums sent as messages, eight bytes per rank and step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, group.size()
         self._sent: deque[tuple[dist.Work, list[torch.Tensor]]] = deque()
 
-    def tell(self, step: int, own: int) -> None:
+    def publish(self, step: int, own: int) -> None:
         mine = torch.tensor([own])
         sums = [torch.empty_like(mine) for _ in range(self._size)]
         self._sent.append((dist.all_gather(sums, mine, group=self._group, async_op=True), sums))
 
-    def of(self, step: int) -> list[int]:
+    def wait(self, step: int) -> list[int]:
         work, sums = self._sent.popleft()
         work.wait()
         return [int(one) for one in sums]
 
 
 class _SharedSums:
-    """Numbers in memory that the ranks of a host have mapped; a word has a step and its number."""
+    """Checksums in memory that the ranks of a host map; a word holds a step and its checksum."""
 
     def __init__(self, members: _Members, ranks: Sequence[int], timeout_s: float) -> None:
         memory = peer_memory.allocate(KEPT_STEPS * 8, CPU, timeout_s, members)
@@ -167,46 +168,41 @@ class _SharedSums:
         self._peers = [_process(pid) for pid in members.gather_objects(os.getpid())]
         weakref.finalize(self, _close, self._peers)
 
-    def tell(self, step: int, own: int) -> None:
-        # One write of eight bytes: a peer never sees a step with another step's number.
+    def publish(self, step: int, own: int) -> None:
+        # One write of eight bytes, so a peer never sees a step with another step's checksum.
         self._own[step % KEPT_STEPS] = (step & STEP) << SUM_BITS | own
 
-    def of(self, step: int) -> list[int]:
+    def wait(self, step: int) -> list[int]:
         return [self._word(place, step) & SUM for place in range(len(self._words))]
 
     def _word(self, place: int, step: int) -> int:
         words, slot, wanted = self._words[place], step % KEPT_STEPS, step & STEP
-        word = int(words[slot])
-        if word >> SUM_BITS == wanted:
-            return word
-        began = looked = time.monotonic()
-        while True:
-            word = int(words[slot])
-            if word >> SUM_BITS == wanted:
-                return word
+        began = checked = time.monotonic()
+        while (word := int(words[slot])) >> SUM_BITS != wanted:
             now = time.monotonic()
             if now - began < SPIN_S:
-                os.sched_yield()  # to a peer, where ranks are more than cores
+                os.sched_yield()  # to a peer, if there are more ranks than cores
                 continue
-            time.sleep(LOOK_S)
-            if now - looked > LOOKS_AT_PEERS_EVERY_S:
-                looked = now
-                self._look_at(place, step, now - began)
+            time.sleep(POLL_S)
+            if now - checked > PEER_CHECK_S:
+                checked = now
+                self._check_peer(place, step, now - began)
+        return word
 
-    def _look_at(self, place: int, step: int, waited_s: float) -> None:
-        """Raises where a peer is gone, or late."""
+    def _check_peer(self, place: int, step: int, waited_s: float) -> None:
+        """Raises RuntimeError if a peer has ended or is late."""
         rank, peer = self._ranks[place], self._peers[place]
         if peer is not None and _has_ended(peer):
-            raise RuntimeError(f"rank {rank} ended before its engine had taken step {step}")
+            raise RuntimeError(f"rank {rank} ended before its engine finished step {step}")
         if waited_s > self._timeout_s:
             raise RuntimeError(
-                f"rank {rank} has not taken engine step {step} after {self._timeout_s:g} s, as the "
-                f"others of its replica {list(self._ranks)} have"
+                f"rank {rank} of replica {list(self._ranks)} has not finished engine step {step} "
+                f"within {self._timeout_s:g} s"
             )
 
 
 def _has_ended(process: int) -> bool:
-    poll = select.poll()  # takes descriptors above 1,023 too
+    poll = select.poll()  # unlike select, it supports descriptors above 1,023
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))
 
@@ -218,8 +214,8 @@ def _close(descriptors: Sequence[int | None]) -> None:
 
 
 def _process(pid: int) -> int | None:
-    """Returns a descriptor that can be read from once a process has ended; None: none is given."""
+    """Returns a descriptor that becomes readable when a process ends; None if unsupported."""
     try:
         return os.pidfd_open(pid)
-    except (OSError, AttributeError):  # Python may have been built without it
+    except (OSError, AttributeError):  # some builds of Python do not have it
         return None

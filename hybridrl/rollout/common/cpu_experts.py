@@ -1,6 +1,6 @@
-"""Mixtures of experts on CPUs, for engines whose kernels pack weights or deal no experts to ranks.
+"""Mixtures of experts on CPUs, for engines whose own CPU computation is wrong or unsupported.
 
-Used by engines whose own way there would compute wrongly or not at all; each says why.
+vllm/experts.py and sglang/start.py give the reason for each engine.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def experts_forward(
         gate_up_EID: (local experts, 2 * width, D), the gate's rows first.
         down_EDI: (local experts, D, width).
         weights_TK, experts_TK: Weights and global numbers of each token's K experts.
-        local_of_expert: Local number of each expert, -1 where it is on another rank; None: all are
-            here.
+        local_of_expert: Local number of each expert, -1 for an expert on another rank; None if all
+            experts are local.
     """
     if local_of_expert is not None:
         experts_TK = local_of_expert[experts_TK.long()]

@@ -1,12 +1,12 @@
-"""The memory that an engine gives back while the policy trains: its weights and its KV cache.
+"""The memory that an engine releases while the policy trains: its weights and its KV cache.
 
-Both lie in pieces of physical memory whose addresses stay reserved, so parameters, caches and CUDA
-graphs are valid again once memory is mapped there. Owns when pieces are made, mapped and given
-back, in place of the engines' own sleep, which cannot leave out pieces that are lent to training
-(lending.py).
+Both consist of pieces of physical memory whose addresses stay reserved. Parameters, caches and CUDA
+graphs are therefore valid again once memory is mapped there. Owns when pieces are created, mapped
+and released. It replaces the engines' own sleep, which cannot exclude pieces that are lent to
+training (lending.py).
 
-Invariants: a lent piece stays mapped at the engine's address. What lies beside weights and caches
-in their pieces (tables of addresses) keeps its content whenever the engine is awake.
+Invariants: a lent piece stays mapped at the engine's address. Other data in the same pieces (tables
+of addresses) keeps its content whenever the engine is awake.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from hybridrl.errors import UserError
 from hybridrl.hybrid_engine.memory.lending import Mapping, Piece, choose
 from hybridrl.parallel.device_mapping import DeviceMapping
 
-WEIGHTS, KV_CACHE = "weights", "kv_cache"  # tags, by the engines' own names
-Span: TypeAlias = tuple[int, int]  # the first address, and the one after the last
+WEIGHTS, KV_CACHE = "weights", "kv_cache"  # tags that both engines use
+Span: TypeAlias = tuple[int, int]  # first address, and end address (exclusive)
 
 
 class EnginePiece(Protocol):
-    """A piece as the engine's allocator keeps it: where the engine has it, bytes (a multiple of the
-    driver's granularity), what it is for, and the driver's handle. Its memory is released when the
-    engine ends.
+    """A piece of memory in the engine's allocator: address, size (a multiple of the driver's
+    granularity), tag, and the driver's handle. The allocator releases the memory when the engine
+    ends.
     """
 
     @property
@@ -42,16 +42,16 @@ class EnginePiece(Protocol):
     def handle(self) -> int: ...
 
     def gone(self) -> None:
-        """Tells the allocator that there is no memory."""
+        """Tells the allocator that the piece has no memory."""
         ...
 
     def set_handle(self, handle: int) -> None:
-        """Lets the allocator keep the handle of other memory, which is mapped now."""
+        """Gives the allocator the handle of the memory that is mapped now."""
         ...
 
 
 class SleepingMemory(Protocol):
-    """Weights and KV cache of one rank's engine, as `EngineMemory`, whose docstrings hold."""
+    """Weights and KV cache of one rank's engine; `EngineMemory` documents the methods."""
 
     @property
     def pieces(self) -> Sequence[EnginePiece]: ...
@@ -68,7 +68,7 @@ class SleepingMemory(Protocol):
 
 
 def blocks_in_use() -> list[Span]:
-    """Returns where tensors lie on this device, as torch's allocator knows."""
+    """Returns the spans of live tensors on this device, from torch's allocator."""
     return [
         (block["address"], block["address"] + block["requested_size"])
         for segment in torch.cuda.memory_snapshot(include_traces=False)
@@ -79,13 +79,13 @@ def blocks_in_use() -> list[Span]:
 
 
 def blocks_of(piece: EnginePiece, blocks: Iterable[Span]) -> list[Span]:
-    """Returns those of the blocks that lie in a piece."""
+    """Returns the blocks that are inside a piece."""
     end = piece.address + piece.num_bytes
     return [one for one in blocks if piece.address <= one[0] < end]
 
 
 def give_back(piece: EnginePiece, mapping: Mapping) -> None:
-    """Unmaps and releases a piece's memory, which nothing may use any more."""
+    """Unmaps and releases a piece's memory, which must be unused."""
     mapping.unmap(piece.address, piece.num_bytes)
     mapping.release(piece.handle)
     piece.gone()
@@ -98,10 +98,11 @@ def check_caches(
     key: str,
     version: str,
 ) -> None:
-    """Refuses an engine whose KV cache is not in its pieces: it would stay while the policy trains.
+    """Refuses an engine whose KV cache is outside its pieces: it could not be released for
+    training.
 
     Args:
-        caches, num_bytes: Caches that were found, and the bytes that they should have together.
+        caches, num_bytes: Caches that were found, and the total size that they should have.
         pieces: Pieces of the engine's allocator.
         key, version: Configuration key that chose the engine, and its version, for the message.
     """
@@ -114,8 +115,8 @@ def check_caches(
     if found < num_bytes:
         raise UserError(
             key,
-            f"{found} of {num_bytes} bytes of KV cache are where {version} should have them",
-            "all, since what lies elsewhere stays while the policy trains",
+            f"{found} of {num_bytes} bytes of KV cache in the memory pool of {version}",
+            "all bytes in the pool: other memory cannot be released while the policy trains",
             "Install a version that the tests cover, or set rollout.engine=hf.",
         )
 
@@ -135,8 +136,8 @@ class EngineMemory:
 
     Args:
         blocks: Result of `blocks_in_use`.
-        renewed: Caches, and parameters that every update writes as a whole.
-        padded: Parameters of which an update writes a part; the rest is of no use.
+        renewed: Caches, and parameters that every update writes completely.
+        padded: Parameters that an update writes in part; the rest is unused.
     """
 
     def __init__(
@@ -152,17 +153,17 @@ class EngineMemory:
         unneeded = _spans([*renewed, *padded])
         self._lendable: set[int] = set()
         self._pieces: list[EnginePiece] = []
-        self._used_bytes: dict[int, int] = {}  # of tensors, by a piece's address
+        self._used_bytes: dict[int, int] = {}  # bytes of tensors, by a piece's address
         others: list[Span] = []
-        mapping.wait()  # a sync point: what is given back here may have been used until now
+        mapping.wait()  # a sync point: kernels may still use memory that is released here
         for piece in pieces:
             used = blocks_of(piece, blocks)
             if not used:
-                give_back(piece, mapping)  # for good: the engine allocates no more
+                give_back(piece, mapping)  # permanently: the engine allocates no more
                 continue
             found = list(_uncovered(used, unneeded))
             if sum(stop - start for start, stop in found) > piece.num_bytes // 2:
-                continue  # it stays: a copy would take as much
+                continue  # not released: saving its other data would need as much memory
             self._pieces.append(piece)
             self._used_bytes[piece.address] = sum(stop - start for start, stop in used)
             others += found
@@ -171,35 +172,35 @@ class EngineMemory:
         self._others = [(start, stop - start) for start, stop in others]
         self._asleep: set[int] = set()
         self._lent: set[int] = set()
-        self._has_others = True  # they have memory
+        self._has_others = True  # whether the other data is in place
         with torch.inference_mode():
             self._saved = [mapping.tensor(*one).clone() for one in self._others]
 
     @property
     def pieces(self) -> Sequence[EnginePiece]:
-        """What is given back."""
+        """The pieces that are released in a sleep."""
         return self._pieces
 
     @property
     def is_asleep(self) -> bool:
-        """Whether something has no memory, or none of its content yet."""
+        """Whether some piece has no memory, or has not regained its content yet."""
         return not self._has_others
 
     @property
     def lent_bytes(self) -> int:
-        """Size of what is lent."""
+        """Size of the lent pieces."""
         return sum(one.num_bytes for one in self._pieces if one.address in self._lent)
 
     @property
     def released_bytes(self) -> int:
-        """Size of the tensors that have no memory now; torch's allocator counts them still."""
+        """Size of the tensors without memory, which torch's allocator still counts."""
         return sum(self._used_bytes[address] for address in self._asleep)
 
     def sleep(self) -> None:
-        """Gives back what is not lent and not given back yet; of the content only that of others
-        than weights and caches is kept.
+        """Releases all pieces that are neither lent nor released yet. Saves only data other than
+        weights and caches.
         """
-        self._mapping.wait()  # a sync point: nothing may use what is unmapped
+        self._mapping.wait()  # a sync point: no kernel may use memory that is unmapped
         if self._has_others and self._others:
             _copy(self._in_place(), self._saved)
             self._mapping.wait()
@@ -210,7 +211,7 @@ class EngineMemory:
                 self._asleep.add(piece.address)
 
     def wake_up(self, tag: str) -> None:
-        """Brings memory back for what has this tag and sleeps; raises torch.OutOfMemoryError."""
+        """Maps new memory for released pieces with this tag; raises torch.OutOfMemoryError."""
         for piece in self._pieces:
             if piece.tag == tag:
                 self._bring_back(piece)
@@ -219,22 +220,22 @@ class EngineMemory:
             self._has_others = True
 
     def clear_lent(self) -> None:
-        """Clears what lent pieces of the KV cache hold of gradients, before generation.
+        """Clears the gradients in lent pieces of the KV cache, before generation.
 
-        New memory is cleared by the driver. Attention multiplies what it masks by 0, and a gradient
-        read as 16-bit numbers may be NaN.
+        The driver clears new memory. Attention multiplies masked values by 0, and a gradient read
+        as 16-bit numbers may be NaN.
         """
         for piece in self._pieces:
             if piece.tag == KV_CACHE and piece.address in self._lent:
                 self._mapping.tensor(piece.address, piece.num_bytes).zero_()
 
     def lend(self, num_bytes: int) -> list[Piece]:
-        """Lends sleeping pieces, as `lending.MemoryLender`: weights first, whose clearing is free.
-        Raises RuntimeError if the engine is awake, whose content would be overwritten.
+        """Lends released pieces, see `lending.MemoryLender`. Weights come first, since they need no
+        clearing. Raises RuntimeError if the engine is awake, whose content would be overwritten.
         """
         free = [one for one in self._pieces if one.address not in self._lent]
         if any(one.address not in self._asleep for one in free):
-            raise RuntimeError("an engine lends memory only while it sleeps")
+            raise RuntimeError("an engine can lend memory only while it sleeps")
         chosen: list[EnginePiece] = []
         for tag in (WEIGHTS, KV_CACHE):
             some = [one for one in free if one.tag == tag and one.address in self._lendable]
@@ -259,7 +260,7 @@ class EngineMemory:
 
 
 def _spans(tensors: Iterable[Tensor]) -> list[Span]:
-    """Returns the addresses that tensors lie at, ascending, those in a row as one."""
+    """Returns the ascending address ranges of tensors, with adjacent ranges joined."""
     joined: list[Span] = []
     for start, stop in sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors):
         if joined and start <= joined[-1][1]:
@@ -270,8 +271,8 @@ def _spans(tensors: Iterable[Tensor]) -> list[Span]:
 
 
 def _uncovered(used: Iterable[Span], spans: Sequence[Span]) -> Iterator[Span]:
-    """Yields the parts of what is in use that lie in none of the spans, which are ascending and do
-    not overlap.
+    """Yields the parts of used blocks that are in none of the spans. Spans ascend and do not
+    overlap.
     """
     for begin, end in used:
         place = begin

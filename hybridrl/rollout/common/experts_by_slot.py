@@ -1,9 +1,9 @@
-"""The experts that an engine's routers chose, kept by the places of the KV cache.
+"""Stores the experts that an engine's routers chose, by slot of the KV cache.
 
-A choice is written where the token's keys lie, so what holds for keys holds for choices: prompts in
-pieces or found in the prefix cache, preempted requests. Choices are read before a request loses its
-place and before the weights change. The buffer has a row for each token of the KV cache, a byte a
-choice (two from 256 experts on).
+A choice is stored at the slot of the token's keys. It is therefore valid as long as the keys are,
+also for prompts that are computed in pieces or found in the prefix cache, and for preempted
+requests. Choices are read before a request loses its slots and before the weights change. The
+buffer has one row for each slot, with one byte per choice (two from 256 experts on).
 """
 
 from __future__ import annotations
@@ -21,17 +21,20 @@ from hybridrl.errors import ModelError
 from hybridrl.models.family import ModelShape
 from hybridrl.rollout.engine import RunningRequest
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # in names of modules
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # layer number in names of modules
 
 
 class ExpertsBySlot:
-    """Holds the experts of each slot, a token's place in the KV cache of one live engine.
+    """Stores the experts of each slot of a live engine's KV cache.
 
-    Made before graphs are captured: it lies at a fixed address. `found` are the layers whose
-    routers can be listened to; slots of tokens that pad a batch count in `num_slots`.
+    It is created before graphs are captured, because the buffer's address must not change.
+
+    Args:
+        num_slots: Number of slots, including those of padding tokens.
+        found: Layers whose routers can be observed.
 
     Raises:
-        ModelError: `found` are not the layers with experts.
+        ModelError: If `found` differs from the layers with experts.
     """
 
     def __init__(
@@ -50,7 +53,7 @@ class ExpertsBySlot:
             raise unfit(
                 engine,
                 f"routers in layers {', '.join(map(str, sorted(found))) or 'none'}",
-                "a model whose routers can be listened to, one in each layer with experts: "
+                "a model with an observable router in each layer with experts: "
                 f"{', '.join(map(str, self.layers))}",
             )
         self.dtype = torch.uint8 if self._num_experts < ONE_BYTE else torch.int16
@@ -59,26 +62,28 @@ class ExpertsBySlot:
         self._by_slot = torch.full(size, self._nothing, dtype=self.dtype, device=device)
 
     def write(self, slots_T: Tensor, index: int, experts_TK: Tensor) -> None:
-        """Keeps what the layer `layers[index]` chose for the tokens of these slots."""
+        """Stores the experts that the layer `layers[index]` chose for the tokens at these slots."""
         self._by_slot[slots_T, index] = experts_TK.to(self.dtype)
 
     def write_all(self, slots_T: Tensor, experts_TLK: Tensor) -> None:
-        """Keeps what all `layers` chose for the tokens of these slots."""
+        """Stores the experts that all `layers` chose for the tokens at these slots."""
         self._by_slot[slots_T] = experts_TLK
 
     def read(self, slots_T: Tensor) -> Array:
-        """Returns the experts of these slots, (T, layers * experts a token); raises RuntimeError if
-        one has none.
+        """Returns the experts at these slots, (T, layers * experts per token). Raises RuntimeError
+        if a slot has none.
         """
-        # A sync point: once for a request that ends, once for all that are taken out together.
+        # A sync point: once for each finished request, once for all requests removed together.
         found = self._by_slot[slots_T.to(self._by_slot.device)].flatten(1).cpu()
         if bool((found == self._nothing).any()):
-            raise RuntimeError(f"{self._engine} told no experts for a part of {len(found)} tokens")
+            raise RuntimeError(
+                f"{self._engine} recorded no experts for some of {len(found)} tokens"
+            )
         experts: Array = found.numpy().astype(experts_dtype(self._num_experts))
         return experts
 
     def record(self, rows: Sequence[RunningRequest], slots: Sequence[Tensor]) -> None:
-        """Records the experts of further positions of requests, which lie in these slots."""
+        """Records the experts of the next positions of requests, which are at these slots."""
         if not rows:
             return
         experts = self.read(torch.cat(list(slots)))
@@ -87,7 +92,7 @@ class ExpertsBySlot:
             row.record(row.num_recorded(), part)
 
     def forget(self) -> None:
-        """Forgets all: the weights change."""
+        """Clears all slots, because the weights change."""
         self._by_slot.fill_(self._nothing)
 
 

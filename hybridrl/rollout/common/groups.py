@@ -1,4 +1,4 @@
-"""Process groups of packages' engines: built over the ranks that a layout gives a replica."""
+"""Process groups of packages' engines, built over the ranks that a layout assigns to a replica."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
     """Returns the global ranks of this rank's replica, in tensor-parallel order.
 
     Raises:
-        ValueError: They do not ascend. torch sorts the ranks of a group and engines do not: they
-            would generate wrong tokens, silently.
+        ValueError: If they do not ascend. torch sorts the ranks of a group and engines do not, so
+            an engine would silently generate wrong tokens.
     """
     replica, _ = layout.place(rank)
     places = {other: layout.place(other) for other in layout.ranks}
@@ -26,13 +26,13 @@ def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
     if members != sorted(members):
         raise ValueError(
             f"rollout assignment: replica {replica} has ranks {members} in tensor-parallel order; "
-            "they must ascend. Change the order of the training axes instead (train layout)."
+            "they must ascend. Change the order of the training axes (train layout)."
         )
     return members
 
 
 def ranks_by_place(layout: RolloutLayout) -> list[int]:
-    """Returns the rank at each place of the grid (replicas, tensor parallel)."""
+    """Returns the rank at each position of the grid (replicas, tensor parallel)."""
     rank_of = {layout.place(rank): rank for rank in layout.ranks}
     return [rank_of[place] for place in product(range(layout.replicas), range(layout.tp))]
 
@@ -40,9 +40,9 @@ def ranks_by_place(layout: RolloutLayout) -> list[int]:
 def over_layout(
     layout: RolloutLayout, build: Callable[..., Any], knows_replicas: bool
 ) -> Callable[..., Any]:
-    """Returns a function that makes an engine's process groups over the ranks of a layout. `build`
-    takes lists of ranks as if they were numbered by their places: of all replicas if it
-    `knows_replicas`, else of one.
+    """Returns a function that builds an engine's process groups over the ranks of a layout. It
+    passes global ranks to `build` for given positions: positions of all replicas if
+    `knows_replicas`, else of one replica.
     """
     ranks, tp = ranks_by_place(layout), layout.tp
     starts = [0] if knows_replicas else range(0, len(ranks), tp)
@@ -57,17 +57,18 @@ def over_layout(
 def check_groups(
     package: str, parallel_state: Any, open_engines: list[Any], rank: int, members: list[int]
 ) -> None:
-    """Refuses groups of a package that are not the layout's; forgets those of an ended world.
+    """Refuses a package's existing groups if they are not the layout's; removes those of an ended
+    world.
 
-    A package keeps its groups, in `parallel_state`, for the life of the process. `open_engines`,
-    those that are not stopped, is emptied with an ended world.
+    A package keeps its groups in `parallel_state` for the life of the process. `open_engines`, the
+    engines that were not stopped, is cleared with an ended world.
     """
     world = parallel_state._WORLD
     if world is None:
         return
     try:
         dist.get_process_group_ranks(world.cpu_group)
-    except KeyError:  # destroyed together with the default group that it was made in
+    except KeyError:  # it was destroyed together with the default group
         for name, value in vars(parallel_state).items():
             if isinstance(value, parallel_state.GroupCoordinator):
                 setattr(parallel_state, name, None)
@@ -77,13 +78,15 @@ def check_groups(
     found = list(parallel_state.get_tp_group().ranks)
     if found != members:
         raise RuntimeError(
-            f"rank {rank}: {package} has the replica {found} open in this process, and the layout "
-            f"asks for {members}: close the first engine"
+            f"rank {rank}: this process has an open {package} engine for ranks {found}; the layout "
+            f"needs ranks {members}. Close the first engine."
         )
 
 
 def end_groups(parallel_state: Any) -> None:
-    """Ends a package's groups; its own shutdown destroys the default group too, the trainer's."""
+    """Ends a package's groups. The package's own shutdown would also destroy the default group,
+    which belongs to the trainer.
+    """
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
@@ -91,7 +94,7 @@ def end_groups(parallel_state: Any) -> None:
 
 
 def least_free_memory(layout: RolloutLayout) -> tuple[int, int]:
-    """Returns the bytes that every engine's GPU has free at least, and those of this GPU."""
+    """Returns the minimum free bytes over all engines' GPUs, and the total bytes of this GPU."""
     free, total = torch.cuda.mem_get_info()
     found: list[int] = [0] * len(layout.ranks)
     group = dist.new_group(list(layout.ranks), backend="gloo")

@@ -1,6 +1,6 @@
-"""Installed packages of engines: versions, the torch and transformers they need, their refusals.
+"""Checks of engines' installed packages: versions, and the torch and transformers that they need.
 
-Reads package metadata only, so that a configuration is judged before a rank imports an engine.
+Reads package metadata only, so that a configuration is checked before a rank imports an engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ FALLBACK = "Or set rollout.engine=hf."
 
 
 def version_of(distribution: str) -> str | None:
-    """Returns the installed version of a distribution; None if there is none."""
+    """Returns the installed version of a distribution; None if it is not installed."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -24,13 +24,12 @@ def version_of(distribution: str) -> str | None:
 
 
 def check_pins(key: str, distribution: str, number: str, package: str, install: str) -> None:
-    """Raises UserError unless the installed torch and transformers are what an engine's wheel
-    names.
+    """Raises UserError unless the installed torch and transformers match an engine's requirements.
 
     Args:
         key: Configuration key that chose the engine.
         distribution, number: Installed distribution of the engine, and its version.
-        package, install: Its name in messages, and how to install it.
+        package, install: Name of the engine in messages, and instructions to install it.
     """
     for line in requires(distribution) or ():
         wanted = Requirement(line)
@@ -38,7 +37,7 @@ def check_pins(key: str, distribution: str, number: str, package: str, install: 
         if wanted.name not in ("torch", "transformers") or is_other:
             continue
         found = version_of(wanted.name)
-        # A wheel is built for one torch; builds of that torch for other devices fit.
+        # A wheel is built for one torch version; builds of it for other devices also fit.
         pins = {Version(pin.version).public for pin in wanted.specifier if pin.operator == "=="}
         public = None if found is None else Version(found).public
         fits = public is not None and (
@@ -54,21 +53,23 @@ def check_pins(key: str, distribution: str, number: str, package: str, install: 
             )
 
 
-def refused_start(key: str, package: str, said: str, version: str) -> UserError:
-    """Returns what a package's message at its start means in the user's terms."""
-    told = " ".join(said.strip().splitlines()[:3])
-    return UserError(key, told, f"a model and sizes that {package} accepts", f"With {version}.")
+def refused_start(key: str, package: str, message: str, version: str) -> UserError:
+    """Returns a UserError with the first lines of the message of a package that failed to start."""
+    first_lines = " ".join(message.strip().splitlines()[:3])
+    return UserError(
+        key, first_lines, f"a model and sizes that {package} accepts", f"With {version}."
+    )
 
 
-def too_small_cache(longest: int, fits: int | None) -> UserError:
-    """Returns the refusal of a KV cache that holds `fits` tokens (None: unknown) and not the
-    longest request.
+def too_small_cache(longest: int, capacity: int | None) -> UserError:
+    """Returns the refusal of a KV cache that holds `capacity` tokens (None if unknown) and
+    therefore not the longest request.
     """
-    at_most = "less" if fits is None or fits <= 0 else f"at most {fits}"
+    at_most = "less" if capacity is None or capacity <= 0 else f"at most {capacity}"
     return UserError(
         "data.max_prompt_tokens + rollout.max_new_tokens",
         f"{longest} tokens",
-        f"{at_most}: the engine's KV cache, in the memory that is left, has to hold such a request",
+        f"{at_most}: the KV cache must hold the longest request, in the memory that is left",
         "Lower one of the two, raise rollout.tp, or leave the engine more memory: more ranks (a "
         "smaller part of model and optimizer on each) or train.offload_optimizer=true.",
     )

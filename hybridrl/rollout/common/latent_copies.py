@@ -1,8 +1,8 @@
-"""Latent attention in engines of packages: copies of the projection up, and norms.
+"""Copies of projection weights, and norms, in engines of packages with latent attention.
 
-For decoding an engine multiplies queries and outputs with the projection up of keys and values, cut
-and turned into two tensors, which it makes once after loading. After every write of `kv_b_proj`
-they are made again here, in place, since CUDA graphs keep their addresses.
+For decoding, an engine multiplies queries and outputs by the up-projection of keys and values.
+After loading it splits and transposes that weight into two further tensors. This module updates
+them in place after every write of `kv_b_proj`, since CUDA graphs keep their addresses.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 
 @dataclass(frozen=True)
 class LatentCopies:
-    """Names of attributes of a package's attention layers: the two copies, and the number N of this
-    rank's heads.
+    """Attribute names in a package's attention layers: the two copies, and the number N of heads on
+    this rank.
 
     `keys` is (N, P, L) and `values` (N, L, V). The layer's `kv_b_proj.weight` is (N * (P + V), L):
-    of each head P rows of its key, then V rows of its value; `qk_nope_head_dim` is P.
+    for each head P rows of its key, then V rows of its value. `qk_nope_head_dim` is P.
     """
 
     keys: str
@@ -38,7 +38,7 @@ class LatentCopies:
         self, model: torch.nn.Module, latent: LatentShape, num_layers: int, version: str
     ) -> None:
         """Raises ModelError unless every layer has its copies and norms of latents: `absorb` and
-        `set_epsilon` pass over what has other names.
+        `set_epsilon` silently skip tensors with other names.
         """
         copies, norms = len(list(self._copies(model))), len(list(_norms(model)))
         per_layer = 1 + (latent.query_rank > 0)
@@ -55,25 +55,25 @@ class LatentCopies:
                 )
 
     def is_copy(self, name: str) -> bool:
-        """Whether a parameter of this name is such a copy: some versions have them as parameters,
-        others as plain attributes.
+        """Whether a parameter name is that of a copy. Copies are parameters in some versions and
+        plain attributes in others.
         """
         return name.rpartition(".")[2] in (self.keys, self.values)
 
     @torch.no_grad()
     def absorb(self, model: torch.nn.Module) -> None:
-        """Makes every layer's copies again; nothing where there are none."""
+        """Updates every layer's copies; does nothing in a model without copies."""
         for _, copy, source in self._copies(model):
             copy.copy_(source)
 
     @torch.no_grad()
     def stale(self, model: torch.nn.Module) -> str | None:
-        """Returns the name of the first copy that is not what `absorb` makes; None: all are."""
+        """Returns the name of the first copy that differs from its source, if any."""
         made = self._copies(model)
         return next((name for name, copy, source in made if not copy.equal(source)), None)
 
     def _copies(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yields the name of each copy, the copy, and the view of the weight that it is of."""
+        """Yields the name of each copy, the copy, and the view of its source weight."""
         for name, layer in model.named_modules():
             found = getattr(layer, self.keys, None), getattr(layer, self.values, None)
             if not all(isinstance(copy, Tensor) for copy in found):
@@ -88,8 +88,8 @@ class LatentCopies:
 
 
 def set_epsilon(model: torch.nn.Module) -> None:
-    """Gives norms of latents the epsilon that the model was made with: vLLM and SGLang take the
-    other norms', which in Moonlight is another. Before graphs are captured.
+    """Sets the epsilon of latent norms to the models' value: vLLM and SGLang use that of the other
+    norms, which differs in Moonlight. Must run before graphs are captured.
     """
     for norm in _norms(model):
         norm.variance_epsilon = LATENT_EPS

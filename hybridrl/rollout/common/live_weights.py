@@ -1,6 +1,6 @@
-"""An engine's live fused parameters: checked against the weight table, and shared with the trainer.
+"""Checks an engine's live fused parameters against the weight table, and shares the trainer's.
 
-Used by engines of packages that hold their parameters as `fused_layout` says.
+Used by engines of packages whose parameters have the layout of `fused_layout`.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hybridrl.models.weights import RankLayout
 from hybridrl.rollout.common.scheme import check_parameters, check_placement
 from hybridrl.rollout.engine import Holding
 
-STACKS = ("w13_weight", "w2_weight")  # gate over up, and down, of all experts of a rank
+STACKS = ("w13_weight", "w2_weight")  # all experts of a rank: gate over up, and down
 
 
 class Names(Protocol):
-    """Translates a package's name of a parameter into that of `fused_layout`; None: it is a copy of
-    others, of which the layout does not know.
+    """Translates a package's parameter name into that of `fused_layout`; returns None for a copy of
+    other parameters, which the layout does not contain.
     """
 
     def __call__(self, name: str) -> str | None: ...
 
 
 def live_tensors(model: torch.nn.Module, layout_name: Names) -> dict[str, Tensor]:
-    """Returns the live parameters by the names of `fused_layout`: of one that stacks the experts of
-    this rank, (E, rows, columns), each expert's matrix as `<parameter>/<index>`.
+    """Returns the live parameters by the names of `fused_layout`. A parameter that stacks this
+    rank's experts, (E, rows, columns), becomes one matrix `<parameter>/<index>` per expert.
     """
     found: dict[str, Tensor] = {}
     for own_name, parameter in model.named_parameters():
@@ -53,8 +53,8 @@ def check_live(
     version: str,
     layout_name: Names,
 ) -> None:
-    """Raises ModelError unless the layout describes a new module's parameters, whose contents are
-    overwritten.
+    """Raises ModelError unless the layout describes a new module's parameters; overwrites their
+    contents.
     """
     tensors = live_tensors(model, layout_name)
     load: Any = model.load_weights
@@ -68,8 +68,8 @@ def share(
     layout: RankLayout,
     layout_name: Names,
 ) -> dict[str, Tensor]:
-    """Puts the trainer's parameters in the place of the engine's that hold the same; returns the
-    views by the layout's names, a stack of experts as one.
+    """Replaces the engine's parameters by the trainer's where both hold the same content. Returns
+    these views by the layout's names, with one view for a stack of experts.
     """
     if shard is None:
         return {}
@@ -81,8 +81,8 @@ def share(
 
 
 def still_shared(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> frozenset[str]:
-    """Returns the names whose parameter is still the trainer's: a layer that was repacked after
-    loading has memory of its own again.
+    """Returns the names of parameters that are still the trainer's. A layer that is repacked after
+    loading gets its own memory.
     """
     return frozenset(name for name, one in tensors.items() if is_view(name, one, views))
 
@@ -90,8 +90,8 @@ def still_shared(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> frozen
 def written_parameters(
     tensors: dict[str, Tensor], shared: frozenset[str], layout: RankLayout
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the parameters that an update writes as a whole, and those that it writes where the
-    checkpoint has something for them; those that are the trainer's are left out.
+    """Returns the parameters that an update writes completely, and those that it writes in part
+    because they contain padding. Excludes the trainer's parameters.
     """
     padded = {name for name, _ in layout.padding}
     own = [(name, one) for name, one in tensors.items() if name not in shared]
@@ -101,7 +101,7 @@ def written_parameters(
 def weight_holdings(
     tensors: dict[str, Tensor], shared: frozenset[str], stays: bool
 ) -> dict[str, Holding]:
-    """Returns what parameters hold of the device, apart from those that are the trainer's."""
+    """Returns the memory of parameters, with the trainer's parameters as a separate entry."""
     sizes = {name: t.numel() * t.element_size() for name, t in tensors.items()}
     num_shared = sum(sizes[name] for name in shared)
     return {
@@ -111,17 +111,16 @@ def weight_holdings(
 
 
 def layout_bytes(layout: RankLayout, dtype: str) -> int:
-    """Returns the bytes of a rank's parameters of this type, e.g. "bfloat16"."""
+    """Returns the bytes of a rank's parameters in this dtype, e.g. "bfloat16"."""
     itemsize: int = getattr(torch, dtype).itemsize
     return sum(prod(size) for size in layout.shapes.values()) * itemsize
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns what the device has free once nothing unused is held; 0 on CPU, which is not
-    measured.
-    """
+    """Returns the device's free bytes after releasing cached memory; 0 on CPU."""
     if device.type == "cpu":
         return 0
-    gc.collect()  # what an engine's start would free makes the engine look smaller: once by 9 GiB
+    # Garbage that the engine's start would free makes the engine look smaller, once by 9 GiB.
+    gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]

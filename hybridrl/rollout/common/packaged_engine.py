@@ -1,12 +1,11 @@
-"""An installed package's engine inside this process: what the adapters of vLLM and SGLang share.
+"""Shared part of the vLLM and SGLang adapters: an installed package's engine in this process.
 
-Owns the requests, the order of an update (stop, write, forget the cache) and the memory that is
-given back while the policy trains. An adapter owns how its package starts and takes requests.
-
-Who waits for whom: all tensor-parallel ranks of a replica make the same calls of `submit`, `step`,
-`begin_update` and `finish_update`; replicas are independent. Invariant: a request continues from
-its prompt and its tokens whenever the package's own state is dropped, which can happen between any
-two calls: what it draws next depends on its seed and its position alone.
+All tensor-parallel ranks of a replica make the same calls of `submit`, `step`, `begin_update` and
+`finish_update`; replicas are independent. Owns the requests, the order of an update (stop, write,
+drop the cache) and the memory that is released while the policy trains. An adapter owns how its
+package starts and takes requests. Invariant: a request can continue from its prompt and tokens
+alone. The package's own state may be dropped between any two calls, since the next token's
+randomness depends only on the request's seed and the position.
 """
 
 from __future__ import annotations
@@ -23,9 +22,10 @@ from torch import Tensor
 
 from hybridrl.errors import ModelError, UserError
 from hybridrl.hybrid_engine.memory.lending import Piece
-from hybridrl.models.family import Family, ModelShape
+from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_experts
+from hybridrl.models.family import Family
 from hybridrl.models.sources import TrainingShard
-from hybridrl.models.weights import RankLayout, hf_shapes
+from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.common.agreement import TokenAgreement
@@ -39,16 +39,21 @@ from hybridrl.rollout.common.live_weights import (
     still_shared,
     weight_holdings,
 )
+from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob
 from hybridrl.rollout.common.settings import EngineSettings
-from hybridrl.rollout.common.stops import TokenTexts
-from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
+from hybridrl.rollout.engine import Holding, Request
+from hybridrl.rollout.registry import ENGINES, engine_package
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartedPackage:
-    """A started engine of a package: its module on this rank, the gloo group of the replica, and
-    the package's name and version for messages.
+    """A started engine of a package.
+
+    Args:
+        model: The engine's module on this rank.
+        tp_group: Gloo group of the replica's ranks.
+        version: Name and version of the package, for messages.
     """
 
     model: torch.nn.Module
@@ -57,32 +62,31 @@ class StartedPackage:
 
 
 class ExpertRecorder(Protocol):
-    """Records which experts routers chose."""
+    """Records the experts that routers choose."""
 
     def forget(self) -> None:
-        """Forgets all: the weights change."""
+        """Drops all records, because the weights change."""
 
 
 Live = TypeVar("Live", bound=StartedPackage)
 Recorder = TypeVar("Recorder", bound=ExpertRecorder)
 
 
-class PackagedEngine(ABC, Generic[Live, Recorder]):
+class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     """Implements `RolloutEngine` and `WeightTarget` over one rank's part of a package's engine.
 
-    Construction and `close` are collective over the ranks that have an engine. Parameters of
-    `shard`, the trainer's on this rank, that hold what an engine parameter holds become that
-    parameter, and `shared` names them.
+    Construction and `close` are collective over the ranks that have an engine. If a parameter of
+    `shard`, the trainer's parameters on this rank, has the same content as an engine parameter, it
+    becomes that parameter, and `shared` contains its name.
 
     Raises:
-        UserError: The package is missing or does not fit, cannot run this model here, or has other
-            parameters than the weight table (names the first).
+        UserError: If the package is missing or does not fit, or cannot run this model here.
+        ModelError: If a parameter differs from the weight table; names the first.
     """
 
-    name: ClassVar[str]
     copies: ClassVar[LatentCopies]
     _live: Live
-    _runs_ahead: bool  # a step is scheduled before the tokens of the one before it are known
+    _runs_ahead: bool  # whether a step is scheduled before the previous step's tokens are known
     _cache_bytes: int
 
     @classmethod
@@ -106,24 +110,24 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
         device: str | torch.device = "cpu",
         shard: TrainingShard | None = None,
     ) -> None:
+        super().__init__()
         self._device = torch.device(device)
         self._settings, self._family, self._shard = settings, family, shard
         self._shape = family.shape(settings.hf_config)
-        for violation in self._model_rules(self._shape, self._device.type == "cpu"):
+        package = engine_package(self.name)
+        assert package is not None
+        for violation in package.model_rules(self._shape, self._device.type == "cpu"):
             raise violation
-        self._layout = self._layout_of(layout, rank)
-        self._rows: dict[int, RunningRequest] = {}  # unfinished requests in order of arrival
-        self._finished: list[Completion] = []
+        self._placement, self._rank = layout, rank
+        self._layout = self._weight_layout()
         self._experts: Recorder | None = None
-        self._version, self._is_updating, self._keeps_memory = -1, True, False
-        self.token_texts: TokenTexts | None = None
+        self._keeps_memory = False
         self._memory: SleepingMemory | None = None
-        # A refusal is raised once the package has started, on all ranks alike: only then can it be
-        # stopped.
+        # Raised once the package has started on all ranks: it cannot be stopped earlier.
         self._refusals: list[ModelError] = []
         self._views: dict[str, Tensor] = {}
         before = free_bytes(self._device)
-        self._start(layout, rank)
+        self._start()
         if self._refusals:
             self.close()
             raise self._refusals[0]
@@ -137,35 +141,22 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
             except UserError:
                 self.close()
                 raise
-        self.sleep()  # a run begins in the training phase
+        self.sleep()  # a run begins with the training phase
         self._kept_bytes = before - free_bytes(self._device)
 
-    # What an adapter does
-
-    @staticmethod
-    @abstractmethod
-    def _model_rules(shape: ModelShape, is_cpu: bool) -> Iterable[UserError]:
-        """Yields why the package cannot run a model here."""
-
-    @abstractmethod
-    def _layout_of(self, layout: RolloutLayout, rank: int) -> RankLayout:
-        """Returns what this rank's part of a replica holds."""
+    # Implemented by adapters
 
     @staticmethod
     @abstractmethod
     def _layout_name(name: str) -> str | None:
-        """Returns the layout's name of a parameter of the package; None if it is a copy."""
+        """Returns the layout's name of a package's parameter; None for a copy of others."""
 
     @abstractmethod
-    def _start(self, layout: RolloutLayout, rank: int) -> None:
-        """Starts the package: sets `_live`, `_runs_ahead` and `_cache_bytes`, and has `_prepare`
-        called.
-        """
+    def _start(self) -> None:
+        """Starts the package, with `_prepare`; sets `_live`, `_runs_ahead` and `_cache_bytes`."""
 
     @abstractmethod
-    def _settle(
-        self, model: torch.nn.Module, version: str, layout: RolloutLayout, rank: int
-    ) -> None:
+    def _settle(self, model: torch.nn.Module, version: str) -> None:
         """Repairs a new module before its parameters are compared. Raises ModelError."""
 
     @abstractmethod
@@ -174,32 +165,28 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
 
     @abstractmethod
     def _request_rules(self, request: Request) -> Iterable[ValueError]:
-        """Yields why the package cannot generate what a request asks for."""
+        """Yields the reasons why the package cannot generate a response to a request."""
 
     @abstractmethod
     def _decode(self) -> tuple[list[str], list[int]]:
-        """Hands queued requests to the package and lets it take one step.
+        """Hands queued requests to the package and runs one step of it.
 
         Returns:
-            What was drawn, for the agreement of ranks: names of requests, and a token of each.
+            Names of the requests for which tokens were drawn, and one token for each name. The
+            ranks of a replica compare them.
         """
 
     @abstractmethod
     def _take_drawn(self) -> None:
-        """Puts all tokens that were drawn into `_rows`."""
+        """Copies all drawn tokens into `_rows`."""
 
     @abstractmethod
     def _record_running(self) -> None:
-        """Records the experts of what was computed so far: other weights may compute the rest."""
+        """Records the experts computed so far, since other weights may compute the rest."""
 
     @abstractmethod
     def _drop_running(self) -> None:
-        """Takes all requests from the package; `_rows` keeps them."""
-
-    @property
-    @abstractmethod
-    def _is_generating(self) -> bool:
-        """Whether the package has requests."""
+        """Removes all requests from the package; `_rows` keeps them."""
 
     @abstractmethod
     def _forget_cache(self) -> None:
@@ -209,17 +196,26 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
     def close(self) -> None:
         """Ends the engine; collective over the ranks that have one."""
 
-    # What adapters use
+    # Used by adapters
 
-    def _prepare(
-        self, model: torch.nn.Module, version: str, layout: RolloutLayout, rank: int
-    ) -> None:
-        """Compares and shares the parameters of a new module, before the package measures memory
-        and captures graphs.
+    def _weight_layout(self) -> RankLayout:
+        """Returns the layout of this rank's part of a replica."""
+        _, tp_rank = self._placement.place(self._rank)
+        tp, ep = self._placement.tp, self._settings.ep
+        layout = fused_layout(self._family, self._shape, tp, tp_rank, ep)
+        experts = self._placement.experts_of(self._rank)
+        if experts is None:
+            return layout
+        assert ENGINES[self.name].takes_expert_maps
+        return with_experts(layout, ExpertTensors(self._family, self._shape), experts)
+
+    def _prepare(self, model: torch.nn.Module, version: str) -> None:
+        """Checks and shares the parameters of a new module, before the package measures memory and
+        captures graphs.
         """
         latent, shapes = self._shape.latent, hf_shapes(self._family, self._shape)
         try:
-            self._settle(model, version, layout, rank)
+            self._settle(model, version)
             check_live(model, self._layout, shapes, version, self._layout_name)
             if latent is not None:
                 self.copies.check(model, latent, self._shape.num_layers, version)
@@ -230,7 +226,7 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
             self._views = share(model, self._shard, self._layout, self._layout_name)
 
     def _record_with(self, make: Callable[[], Recorder]) -> Recorder | None:
-        """Makes what records experts, where they are recorded."""
+        """Creates the recorder of experts if experts are recorded; returns it."""
         if self._settings.records_experts and not self._refusals:
             try:
                 self._experts = make()
@@ -239,10 +235,10 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
         return self._experts
 
     def _check_logps(self, logps: Sequence[float], number_of: Callable[[int], int | None]) -> None:
-        """Raises `no_logprob` where a value is no log-probability, unless `number_of` finds no
-        request at its place.
+        """Raises the error of `no_logprob` if a value is not a log-probability. Ignores values for
+        which `number_of`, given the index, returns no request id.
         """
-        if math.isfinite(sum(logps)) and max(logps) <= 0:  # the sum is finite if all of them are
+        if math.isfinite(sum(logps)) and max(logps) <= 0:
             return
         for place, logp in enumerate(logps):
             if not -math.inf < logp <= 0 and (number := number_of(place)) is not None:
@@ -251,22 +247,22 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
     # WeightTarget
 
     def layout(self) -> RankLayout:
-        """Returns what of the HF checkpoint each of this rank's fused parameters holds."""
+        """Returns which part of the HF checkpoint each of this rank's fused parameters holds."""
         return self._layout
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the live parameters, which generation reads; written in place, never replaced."""
+        """Returns the live parameters, which updates write in place and never replace."""
         return self._tensors
 
     def stale_copy(self) -> str | None:
-        """Returns the first copy of a parameter that is not of its present weights, if any."""
+        """Returns the first copied parameter that differs from its source weights, if any."""
         return self.copies.stale(self._live.model)
 
     def sleep(self, keeps_memory: bool = False) -> None:
-        """Stops generation and gives weights and KV cache back; running requests keep their tokens.
+        """Stops generation and releases weights and KV cache; running requests keep their tokens.
 
         The addresses stay reserved, so parameters and CUDA graphs are valid again after the next
-        update. Lent memory stays. On CPU nothing is given back.
+        update. Memory lent to training stays mapped. On CPU no memory is released.
         """
         self._stop_generation()
         self._keeps_memory = keeps_memory
@@ -274,18 +270,18 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
             self._memory.sleep()
 
     def lend(self, num_bytes: int) -> list[Piece]:
-        """Lends memory to training, as `lending.MemoryLender`."""
+        """Lends memory to training, see `lending.MemoryLender`."""
         return [] if self._memory is None else self._memory.lend(num_bytes)
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
-        """Returns whether weights lose their content in such a sleep, as `ForgettingTarget`: what
-        is lent is overwritten even where memory stays.
+        """Returns whether weights lose their content in such a sleep, see `ForgettingTarget`.
+        Training overwrites lent memory even if the engine keeps its memory.
         """
         memory = self._memory
         return memory is not None and (not keeps_memory or memory.lent_bytes > 0)
 
     def released_bytes(self) -> int:
-        """Returns what has no memory now, as `lending.MemoryLender`."""
+        """Returns the bytes of tensors without memory, see `lending.MemoryLender`."""
         return 0 if self._memory is None else self._memory.released_bytes
 
     def begin_update(self) -> None:
@@ -298,14 +294,13 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
         """Maps the KV cache and allows generation with the weights `version`."""
         if self._memory is not None:
             self._memory.wake_up(KV_CACHE)
-            self._memory.clear_lent()  # training has used it, be the engine asleep or only stopped
+            self._memory.clear_lent()  # training used it, even if the engine kept its memory
         self._forget_cache()
         if self._experts is not None:
             self._experts.forget()
-        if self._shape.latent is not None:  # in other models it would look for copies in vain
+        if self._shape.latent is not None:
             self.copies.absorb(self._live.model)
-        self._version = version
-        self._is_updating = False
+        super().finish_update(version)
 
     def _stop_generation(self) -> None:
         self._agreement.settle(is_last=True)
@@ -319,8 +314,8 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
     # RolloutEngine
 
     def memory(self) -> dict[str, Holding]:
-        """Returns bytes on this rank by what they are for. On GPUs, what the engine keeps while it
-        sleeps is measured.
+        """Returns bytes on this rank by purpose. On GPUs, "graphs and workspace" is measured while
+        the engine sleeps.
         """
         never_sleeps = self._device.type == "cpu" or self._keeps_memory
         return weight_holdings(self._tensors, self.shared, never_sleeps) | {
@@ -329,38 +324,24 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
         }
 
     @property
-    def version(self) -> int:
-        """The version of the weights; -1 before the first update."""
-        return self._version
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a submitted request is not finished yet."""
-        return bool(self._rows)
-
-    @property
     def model(self) -> torch.nn.Module:
-        """This rank's live module, to be looked at and not to be changed."""
+        """This rank's live module, for inspection only."""
         return self._live.model
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises ValueError if an id is held, or the package cannot generate such
-        a response.
+        """Queues requests. Raises ValueError if an id is held, or if the package cannot generate
+        such a response.
         """
         for request in requests:
             for violation in self._request_rules(request):
                 raise violation
-        rows = new_rows(self._rows.values(), requests, self.token_texts)
-        self._rows.update((row.request.request_id, row) for row in rows)
+        super().submit(requests)
 
     def step(self) -> None:
-        """Hands queued requests to the package and lets it take one step. Raises TokensDifferError
-        if the ranks of this replica drew different tokens in an earlier step.
+        """Hands queued requests to the package and runs one step of it. Raises TokensDifferError if
+        the ranks of this replica drew different tokens in an earlier step.
         """
-        if self._is_updating:
-            raise RuntimeError(
-                f"the {self.name} engine has no complete weights: finish_update() first"
-            )
+        self._check_weights()
         self._agreement.settle()
         if not self._rows:
             return
@@ -368,21 +349,15 @@ class PackagedEngine(ABC, Generic[Live, Recorder]):
         if not self._rows:
             self._agreement.settle(is_last=True)
 
-    def collect(self) -> list[Completion]:
-        """Returns, once, what finished since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
-
     def pending(self) -> list[Request]:
-        """Returns the unfinished requests with the tokens they have."""
+        """Returns the unfinished requests with their tokens so far."""
         self._take_drawn()
         self._record_running()
-        return [row.so_far() for row in self._rows.values()]
+        return super().pending()
 
     def clear(self) -> None:
         """Drops all requests, and responses that were not collected."""
         self._agreement.settle(is_last=True)
-        if self._is_generating:
+        if self._rows:
             self._drop_running()
-        self._rows.clear()
-        self._finished.clear()
+        super().clear()

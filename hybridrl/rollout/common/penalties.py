@@ -1,7 +1,7 @@
-"""Least lengths and penalties: logits that depend on what a request has said before.
+"""Minimum lengths and penalties: changes of logits that depend on a request's earlier tokens.
 
-Owns their definition, for all rows of a batch at once where the logits are. Which tokens were said
-is given; an engine that keeps them on the device has its own way (sglang/penalties.py).
+Owns their definition, for all rows of a batch on the logits' device. Callers pass the earlier
+tokens; SGLang's engine keeps them on the device (sglang/penalties.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 from hybridrl.rollout.engine import SamplingParams
 
-# What a row has of each token of the vocabulary, uint8; 0: nothing.
+# Where a row's tokens occur, uint8 for each token of the vocabulary; 0 is nowhere.
 IN_PROMPT = 1  # and not in the response
 IN_RESPONSE = 2
 
 
-class Said(NamedTuple):
+class TokenHistory(NamedTuple):
     """The tokens of a request so far."""
 
     prompt: Sequence[int]
@@ -30,10 +30,11 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class PenaltyRows:
-    """What each row of a batch asks for, on the device of its logits.
+    """Penalty parameters of a batch, on the device of its logits.
 
-    `end_row_E` and `end_token_E` are the rows with a least length and their end tokens; `least_E`
-    is the number of tokens of prompt and response before which that token is not drawn.
+    Args:
+        end_row_E, end_token_E: Rows with a minimum length, and their stop tokens.
+        least_E: Number of prompt and response tokens before which the stop token is not drawn.
     """
 
     repetition_B1: Tensor
@@ -46,7 +47,7 @@ class PenaltyRows:
     def of(
         sampling: Sequence[SamplingParams], prompt_lengths: Sequence[int], device: torch.device
     ) -> PenaltyRows:
-        """Returns the rows of these requests; the host waits for no device."""
+        """Returns the parameters of these requests without a synchronization."""
         ends = [
             (place, token, length + row.min_new_tokens)
             for place, (row, length) in enumerate(zip(sampling, prompt_lengths, strict=True))
@@ -59,32 +60,31 @@ class PenaltyRows:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor of the host on a device, for which the host does not wait."""
+    """Copies a host tensor to a device without a synchronization."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
-def mark(table_SV: Tensor, slots: Sequence[int], said: Sequence[Said]) -> None:
-    """Writes these rows of a (slots, vocabulary) uint8 table of IN_PROMPT and IN_RESPONSE."""
+def mark(table_SV: Tensor, slots: Sequence[int], histories: Sequence[TokenHistory]) -> None:
+    """Writes rows of a (slots, vocabulary) uint8 table of IN_PROMPT and IN_RESPONSE."""
     vocab, device = table_SV.size(1), table_SV.device
     table_SV.index_fill_(0, on_device(torch.tensor(slots), device), 0)
     for part, value in ((0, IN_PROMPT), (1, IN_RESPONSE)):
         places = [
-            slot * vocab + np.asarray(one[part], dtype=np.int64)
-            for slot, one in zip(slots, said, strict=True)
+            slot * vocab + np.asarray(history[part], dtype=np.int64)
+            for slot, history in zip(slots, histories, strict=True)
         ]
         place_N = torch.from_numpy(np.concatenate(places))
         table_SV.view(-1).index_fill_(0, on_device(place_N, device), value)
 
 
 def penalize(
-    logits_BV: Tensor, rows: PenaltyRows, said_BV: Tensor | None, length_B: Tensor
+    logits_BV: Tensor, rows: PenaltyRows, seen_BV: Tensor | None, length_B: Tensor
 ) -> Tensor:
-    """Returns float32 logits without end tokens that come too early and with penalties of tokens
-    that were said, in vLLM's order: end tokens, repetition, presence. A row that asks for nothing
-    keeps its logits to the bit.
+    """Returns float32 logits with early stop tokens removed and penalties applied, in vLLM's order:
+    stop tokens, repetition, presence. Rows without penalties keep their exact logits.
 
     Args:
-        said_BV: uint8, 0, IN_PROMPT or IN_RESPONSE; None: no row asks for penalties.
+        seen_BV: uint8, 0, IN_PROMPT or IN_RESPONSE; None if no row has penalties.
         length_B: int64, tokens of prompt and response so far.
     """
     logits_BV = logits_BV.to(torch.float32, copy=True)
@@ -92,30 +92,28 @@ def penalize(
     is_early_E = length_B[rows.end_row_E] < rows.least_E
     ends_E = ends_E.masked_fill(is_early_E, -torch.inf)
     logits_BV[rows.end_row_E, rows.end_token_E] = ends_E
-    if said_BV is None:
+    if seen_BV is None:
         return logits_BV
     penalty_B1 = rows.repetition_B1
     repeated_BV = torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1)
-    logits_BV = torch.where(said_BV > 0, repeated_BV, logits_BV)
-    return logits_BV.sub_(rows.presence_B1 * (said_BV == IN_RESPONSE))
+    logits_BV = torch.where(seen_BV > 0, repeated_BV, logits_BV)
+    return logits_BV.sub_(rows.presence_B1 * (seen_BV == IN_RESPONSE))
 
 
 def penalized(
-    logits_BV: Tensor, sampling: Sequence[SamplingParams], said: Sequence[Said]
+    logits_BV: Tensor, sampling: Sequence[SamplingParams], histories: Sequence[TokenHistory]
 ) -> Tensor:
-    """Returns logits with `penalize` applied to the rows that ask for it."""
-    rows = [row for row, one in enumerate(sampling) if one.looks_back]
+    """Returns logits after `penalize` for the rows that need it."""
+    rows = [row for row, params in enumerate(sampling) if params.needs_history]
     if not rows:
         return logits_BV
-    asked, tokens = [sampling[row] for row in rows], [said[row] for row in rows]
-    device, said_KV = logits_BV.device, None
-    if any(one.repetition_penalty != 1 or one.presence_penalty != 0 for one in asked):
-        said_KV = torch.zeros(
-            (len(rows), logits_BV.size(1)), dtype=torch.uint8, device=logits_BV.device
-        )
-        mark(said_KV, range(len(rows)), tokens)
-    penalties = PenaltyRows.of(asked, [len(one.prompt) for one in tokens], device)
-    lengths = torch.tensor([len(one.prompt) + len(one.response) for one in tokens])
+    sampling, histories = [sampling[row] for row in rows], [histories[row] for row in rows]
+    device, seen_KV = logits_BV.device, None
+    if any(row.repetition_penalty != 1 or row.presence_penalty != 0 for row in sampling):
+        seen_KV = torch.zeros((len(rows), logits_BV.size(1)), dtype=torch.uint8, device=device)
+        mark(seen_KV, range(len(rows)), histories)
+    penalties = PenaltyRows.of(sampling, [len(history.prompt) for history in histories], device)
+    lengths = torch.tensor([len(prompt) + len(response) for prompt, response in histories])
     row_K, length_K = on_device(torch.tensor(rows), device), on_device(lengths, device)
-    part_KV = penalize(logits_BV[row_K], penalties, said_KV, length_K)
+    part_KV = penalize(logits_BV[row_K], penalties, seen_KV, length_K)
     return logits_BV.float().index_copy(0, row_K, part_KV)

@@ -1,5 +1,5 @@
-"""What an engine inside the trainer's process may change only for a while: random generators, the
-environment, attributes of its own modules.
+"""Context managers for process state that an engine may change only temporarily: random generators,
+the environment, attributes of the engine's modules.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[None]:
-    """Leaves torch's global generators as they were; with `everywhere` numpy's and Python's too.
+    """Restores torch's global generators; with `everywhere` numpy's and Python's too.
 
-    Engines seed all of them at their start, and draw from torch's in every step, whatever the
-    requests say. The trainer's dropout and data order must not depend on that.
+    Engines seed all of them at their start and draw from torch's in every step. The trainer's
+    dropout and data order must not depend on that.
     """
     python, numpy = (random.getstate(), np.random.get_state()) if everywhere else (None, None)
     try:
@@ -36,10 +36,11 @@ def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[
 
 @contextlib.contextmanager
 def ranks_in_environment() -> Iterator[None]:
-    """Sets what vLLM's worker reads at its start, where torchrun did not start this process.
+    """Sets the rank variables that vLLM's worker reads at its start, if torchrun did not start this
+    process.
 
-    Taken back afterwards: a command that this process starts must not believe to be a rank, and
-    vLLM on CPU counts the ranks of a node as if each had an engine.
+    They are removed afterwards. Otherwise a command started by this process would take itself for a
+    rank, and vLLM on CPU would assume that every rank of a node has an engine.
     """
     names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
     before = {name: os.environ.get(name) for name in names}
@@ -56,7 +57,7 @@ def ranks_in_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_variables(names: Iterable[str]) -> Iterator[None]:
-    """Takes variables out of the environment for as long as the context lasts."""
+    """Removes variables from the environment temporarily."""
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         yield
@@ -66,8 +67,8 @@ def without_variables(names: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any, if_there: bool = False) -> Iterator[None]:
-    """Sets an attribute of a module or class for as long as the engine starts; with `if_there`
-    nothing where there is none, as in some versions.
+    """Replaces an attribute of a module or class temporarily. With `if_there`, does nothing if it
+    does not exist, as in some versions.
     """
     if if_there and name not in owner.__dict__:
         yield
@@ -82,7 +83,7 @@ def replaced(owner: Any, name: str, value: Any, if_there: bool = False) -> Itera
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Lets packages tell errors only: what an engine lacks for other models is of no use here."""
+    """Restricts packages to error messages; their warnings concern other uses."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:

@@ -1,8 +1,8 @@
-"""Drawing tokens with randomness that belongs to the request, not to the batch.
+"""Draws tokens with randomness that depends on the request and not on the batch.
 
-Token number t of a request is drawn by inverting the cumulative distribution at a uniform number
-that is a hash of (seed, t). So it does not matter which requests share a batch, in which order they
-came, or whether a request was interrupted in between; no generator state exists, global or own.
+Token number t of a request is drawn by inverting the cumulative distribution at a uniform number,
+which is a hash of (seed, t). The result does not depend on which requests share a batch, their
+order, or interruptions. There is no generator state, global or local.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ KEEPS_ALL = 1 << 30  # a top-k above any vocabulary
 
 
 def draw_seeds(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.uint64]:
-    """Returns, for each (seed, count), 64 random bits.
+    """Returns 64 random bits for each (seed, count).
 
     The output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
     generators, OOPSLA 2014, figure 17) at position `count` of the stream that starts at the mixed
-    seed; neighbouring seeds so give unrelated streams.
+    seed. Neighbouring seeds therefore give unrelated streams.
     """
     start = _mix(np.asarray(seeds, dtype=np.uint64))
     return _mix(start + (np.asarray(counts, dtype=np.uint64) + np.uint64(1)) * GOLDEN)
 
 
 def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Returns, for each (seed, count), a uniform number in [0, 1) of 48 bits."""
+    """Returns a uniform number in [0, 1) of 48 bits for each (seed, count)."""
     return (draw_seeds(seeds, counts) >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
 @dataclass(frozen=True)
 class RowSampling:
-    """How each row of a batch is sampled, on the device of its logits.
+    """Sampling parameters of each row of a batch, on the device of its logits.
 
-    `top_k_B` keeps all from the vocabulary's size on; `top_p_B` (float64) keeps all above 1, which
-    no sum of probabilities reaches. A greedy row has temperature 1 and keeps all. `has_filter`:
-    some row does not keep all.
+    Args:
+        top_k_B: Number of tokens to keep; at least the vocabulary size for all tokens.
+        top_p_B: float64; above 1, which no sum of probabilities reaches, for all tokens.
+        is_greedy_B: Rows that take the most probable token; they have temperature 1 and no filter.
+        has_filter: Whether some row does not keep all tokens.
     """
 
     temperature_B: Tensor
@@ -59,7 +61,7 @@ class RowSampling:
 
     @staticmethod
     def of(sampling: Sequence[SamplingParams], device: torch.device) -> RowSampling:
-        """Returns the rows of these requests."""
+        """Returns the parameters of these requests."""
         is_greedy = [row.temperature == 0 for row in sampling]
         filters = [row for row in sampling if row.temperature > 0]
         top_k = [row.top_k if row.top_k and row.temperature else KEEPS_ALL for row in sampling]
@@ -82,14 +84,14 @@ def sample(
 
     Returns:
         tokens_B int64, and logp_B float32: the log-probability under the distribution drawn from
-            (after temperature, top-k and top-p; temperature 0: under the model's own).
+            (after temperature, top-k and top-p; at temperature 0, under the model's own).
     """
     rows = RowSampling.of(sampling, logits_BV.device)
     return sample_rows(logits_BV, rows, torch.from_numpy(uniform_B).to(logits_BV.device))
 
 
 def sample_rows(logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws as `sample`, with `uniform_B` float64 in [0, 1); makes the host wait for nothing."""
+    """Draws as `sample`, with `uniform_B` float64 in [0, 1) and without a synchronization."""
     logits_BV = logits_BV.float()
     if rows.are_all_greedy:
         tokens_B = logits_BV.argmax(-1)
@@ -104,10 +106,11 @@ def sample_rows(logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor) -> tupl
 def draw_rows(
     logits_BV: Tensor, rows: RowSampling, seed_B: Tensor, count_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draws the next token of every row by the randomness of (seed, count), int64 with the bits of
-    unsigned numbers.
+    """Draws the next token of every row with the randomness of (seed, count), int64 with the bits
+    of unsigned numbers.
 
-    A row without a filter is computed alike whether or not another row of the batch has one.
+    A row without a filter gets the same result whether or not another row of the batch has a
+    filter.
     """
     tokens_B, logp_B = ops.draw_rows(
         logits_BV, rows.temperature_B, rows.is_greedy_B, seed_B, count_B
@@ -123,9 +126,8 @@ def draw_rows(
 
 
 def log_distribution(logits_BV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
-    """Returns the log-probabilities that each row's token is drawn by; -inf for what is cut off.
-
-    Args: as of `sample`; a greedy row gives the model's own distribution.
+    """Returns the log-probabilities from which each row's token is drawn; -inf for excluded tokens.
+    A greedy row has the model's own distribution.
     """
     return _log_distribution(logits_BV.float(), RowSampling.of(sampling, logits_BV.device))
 
@@ -138,7 +140,7 @@ def _log_distribution(logits_BV: Tensor, rows: RowSampling) -> Tensor:
 
 
 def _filter(scaled_BV: Tensor, rows: RowSampling) -> Tensor:
-    """Sets to -inf what top-k, then top-p over the rest, leave out; greedy rows stay whole."""
+    """Sets the tokens excluded by top-k, then by top-p of the rest, to -inf; not in greedy rows."""
     vocab, device = scaled_BV.shape[-1], scaled_BV.device
     sorted_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocab, device=device)
@@ -156,7 +158,7 @@ def _gather(values_BV: Tensor, index_B: Tensor) -> Tensor:
 
 
 def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64: every input bit moves every output bit; arrays wrap silently."""
+    """The finalizer of SplitMix64: every input bit affects every output bit. Overflow wraps."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
@@ -165,8 +167,8 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def no_logprob(
     engine: str, logp: float, request_id: int, version: int, tensors: Mapping[str, Tensor]
 ) -> Exception:
-    """Returns the error of an engine that computed a log-probability which is none, mostly NaN; a
-    UserError if the engine's weights, after `version` steps of training, have exploded.
+    """Returns the error for an invalid log-probability, usually NaN. It is a UserError if the
+    engine's weights have exploded, after `version` steps of training or in the initial weights.
     """
     text = f"the {engine} engine computed log-probability {logp} for request {request_id} "
     text += f"(weights version {version})"
@@ -177,7 +179,7 @@ def no_logprob(
         return explosion(found, f"step {version}", text)
     return UserError(
         "model",
-        f"first weights of which {found}: {text}",
-        "weights that a model can compute with",
-        "Look at the files that model.path or model.init names.",
+        f"initial weights of which {found}: {text}",
+        "weights with finite outputs",
+        "Check the files of model.path or model.init.",
     )

@@ -1,9 +1,9 @@
-"""The self-test of an engine's weight layout, before the first weights arrive.
+"""Self-test of an engine's weight layout, before the first weights arrive.
 
-Names, shapes and dtypes are those of the layout; and the engine's own loader, given HF tensors
-whose every element says where it belongs, puts them where the layout has them. A table that swaps
-gate and up, or orders q, k and v otherwise than this version of the engine, is refused. Messages
-name the parameter.
+Compares names, shapes and dtypes with the layout. Then passes HF tensors whose elements encode
+their position to the engine's own loader and checks that it puts them where the layout expects
+them. This refuses a weight table that swaps gate and up, or orders q, k and v differently from this
+version of the engine. Messages name the parameter.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from hybridrl.models.boxes import Shape, show
 from hybridrl.models.weights import RankLayout
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
-"""Takes (HF name, whole HF tensor) pairs and writes this rank's parts into its parameters."""
+"""Writes this rank's parts of (HF name, whole HF tensor) pairs into its parameters."""
 
-# Codes of two dims are joined to 16 * row + column: exact in bfloat16, whose integers end at 256.
+# Codes of two dims are combined to 16 * row + column, which bfloat16 represents exactly (< 256).
 CODES = 16
 
 
 def check_parameters(layout: RankLayout, live: Mapping[str, Tensor], engine: str) -> None:
-    """Raises ModelError unless the engine's parameters are just those of the layout, of one dtype
-    but for those that are kept in fp32. `engine` is its name and version.
+    """Raises ModelError unless the engine's parameters are exactly those of the layout, with one
+    dtype except for parameters kept in fp32. `engine` is its name and version.
     """
     for name in sorted(layout.shapes.keys() | live.keys()):
         expected = layout.shapes.get(name)
@@ -38,12 +38,12 @@ def check_parameters(layout: RankLayout, live: Mapping[str, Tensor], engine: str
     kept = kept_tensors(layout)
     for name in sorted(kept):
         if live[name].dtype != torch.float32:
-            raise _refusal(name, live[name].dtype, "float32, whatever the others are", engine)
+            raise _refusal(name, live[name].dtype, "float32", engine)
     dtypes = {name: tensor.dtype for name, tensor in live.items() if name not in kept}
     wanted = dtypes[next(iter(layout.shapes))]
     for name, dtype in dtypes.items():
         if dtype != wanted:
-            raise _refusal(name, dtype, f"{wanted}, as the others", engine)
+            raise _refusal(name, dtype, f"{wanted}, as for the other parameters", engine)
 
 
 def check_placement(
@@ -53,11 +53,10 @@ def check_placement(
     load: Loader,
     engine: str,
 ) -> None:
-    """Lets the engine load coded HF tensors and checks that each region holds its part of them.
+    """Loads coded HF tensors with the engine's loader and checks that each region holds its part.
 
-    Overwrites the parameters. Looks at the first and the last layer and outside of layers: those
-    between are made alike. Raises ModelError that names the first parameter whose content lies
-    elsewhere.
+    Overwrites the parameters. Checks the first and the last layer and the parameters outside of
+    layers. Raises ModelError, naming the first parameter with other content.
     """
     looked_at = _first_and_last_layer(hf_shapes)
     like = live[next(iter(layout.shapes))]
@@ -70,16 +69,14 @@ def check_placement(
         if not torch.equal(part, expected.to(part.dtype)):
             raise _refusal(
                 f"{region.local}{show(region.local_box)}",
-                "something else, by the engine's own loader",
+                "other elements, by the engine's own loader",
                 f"{region.hf}{show(region.hf_box)}, by the weight table",
                 engine,
             )
 
 
 def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
-    """Returns a tensor like `like` whose elements depend on the name and on their own row and
-    column.
-    """
+    """Returns a tensor like `like` whose elements encode the name and their own row and column."""
     code = torch.zeros((), dtype=like.dtype, device=like.device)
     for dim, size in enumerate(shape):
         # A multiplicative hash; its top bits depend on all of index, dim and name.
@@ -90,7 +87,7 @@ def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
 
 
 def _first_and_last_layer(hf_shapes: Mapping[str, Shape]) -> dict[str, None]:
-    """Returns the names outside of layers and those of the first and the last layer, in order."""
+    """Returns the names outside of layers and those of the first and last layer, in order."""
     layers = {name: _layer(name) for name in hf_shapes}
     numbers = [layer for layer in layers.values() if layer is not None]
     kept = {None, min(numbers), max(numbers)} if numbers else {None}

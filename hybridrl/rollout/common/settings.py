@@ -1,7 +1,4 @@
-"""What an engine of an installed package is started with, whichever package it is.
-
-Owns the size that a KV cache should have. No engine and no torch here.
-"""
+"""Settings of a package's engine, and the size of its KV cache. No engine and no torch here."""
 
 from __future__ import annotations
 
@@ -17,29 +14,28 @@ if TYPE_CHECKING:
     from hybridrl.rollout.build import EngineInputs
 
 CPU_MAX_KV_CACHE_BYTES = 1 << 30
-# Share of a GPU's memory that stays free: NCCL's buffers, and what torch's allocator cannot use of
-# its own blocks.
+# Share of a GPU's memory that stays free, for NCCL's buffers and torch's fragmentation.
 GPU_SLACK = 0.03
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What one engine is started with.
+    """Settings with which an engine starts.
 
     Args:
-        hf_config, architectures: Content of config.json, and what it says where it names no
-            architectures.
-        max_batch: Most requests decoded together.
-        max_tokens: Longest prompt with its response.
-        kv_cache_bytes: KV cache of this rank; None: what `max_batch` longest requests need, at most
-            1 GiB on CPU and what the engine finds free on GPUs.
-        reserved_bytes: Bytes that the trainer will hold during rollout beyond what it holds at the
-            start.
-        timeout_s: Bound of collectives inside the engine; None: the engine's own.
-        eager: Whether it runs without torch.compile and CUDA graphs (on CPU always).
-        ep: Parts into which a layer's whole experts are dealt; 1: every rank has a part of each
-            expert.
-        gpu_memory_share: Most of a GPU's memory for weights and KV cache; None: no bound.
+        hf_config: Content of config.json.
+        architectures: Architectures for a config.json without any.
+        max_batch: Maximum number of requests decoded together.
+        max_tokens: Maximum length of a prompt with its response.
+        kv_cache_bytes: Size of the KV cache on this rank. If None, it holds `max_batch` requests of
+            maximum length, limited to 1 GiB on CPU and to free memory on GPUs.
+        reserved_bytes: Memory that the trainer will hold during rollout in addition to what it
+            holds at the start.
+        timeout_s: Time limit of collectives inside the engine; None for the engine's default.
+        eager: Whether to disable torch.compile and CUDA graphs (always disabled on CPU).
+        ep: Number of parts into which the experts of a layer are divided; 1 if every rank has a
+            part of each expert.
+        gpu_memory_share: Maximum share of a GPU's memory for weights and KV cache, if any.
     """
 
     hf_config: Mapping[str, Any]
@@ -57,7 +53,7 @@ class EngineSettings:
 
     @staticmethod
     def of(inputs: EngineInputs) -> EngineSettings:
-        """Returns the settings of an engine that is built from these inputs."""
+        """Returns the settings for these inputs."""
         return EngineSettings(
             inputs.family.for_engines(inputs.hf_config),
             inputs.family.architectures,
@@ -73,13 +69,13 @@ class EngineSettings:
         )
 
     def config_json(self) -> dict[str, Any]:
-        """Returns the config.json that the engine reads."""
+        """Returns the config.json for the engine."""
         return {"architectures": list(self.architectures), **self.hf_config}
 
 
 def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) -> int:
-    """Returns what weights and KV cache may take of a GPU. Raises UserError if it is no more than
-    `least`.
+    """Returns the bytes of a GPU available for weights and KV cache. Raises UserError if they are
+    no more than `least`.
     """
     usable = free - settings.reserved_bytes - int(GPU_SLACK * total)
     if settings.gpu_memory_share is not None:
@@ -87,10 +83,10 @@ def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) ->
     if usable <= least:
         raise UserError(
             "free memory of the GPU",
-            f"{free / 2**30:.1f} GiB, of which {settings.reserved_bytes / 2**30:.1f} GiB are for "
-            "optimizer state to come",
+            f"{free / 2**30:.1f} GiB, of which {settings.reserved_bytes / 2**30:.1f} GiB are "
+            "reserved for optimizer state",
             "room for the rollout engine",
-            "Set train.offload_optimizer=true if it is not, or cut the model over more GPUs.",
+            "Set train.offload_optimizer=true, or split the model over more GPUs.",
         )
     return usable
 
@@ -103,8 +99,8 @@ def token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:
 def kv_cache_blocks(
     settings: EngineSettings, block_bytes: int, block_size: int, most: int | None = None
 ) -> int:
-    """Returns the blocks that `max_batch` longest requests need, at most `most` bytes of them, but
-    those of one such request.
+    """Returns the blocks for `max_batch` requests of maximum length. They are limited to `most`
+    bytes, but always suffice for one such request.
     """
     per_request = -(-settings.max_tokens // block_size)
     wanted = settings.max_batch * per_request
@@ -112,11 +108,10 @@ def kv_cache_blocks(
 
 
 def too_long(request: Request, settings: EngineSettings) -> Iterator[ValueError]:
-    """Yields the refusal of a request that is longer than the engine was started for."""
+    """Yields the refusal of a request that is longer than the engine's limit."""
     most_new = request.sampling.max_new_tokens
     if len(request.prompt) + most_new > settings.max_tokens:
         yield ValueError(
             f"request {request.request_id} has {len(request.prompt)} prompt tokens and "
-            f"max_new_tokens={most_new}, together more than {settings.max_tokens}, "
-            "the longest that the engine was started for"
+            f"max_new_tokens={most_new}; the engine allows at most {settings.max_tokens} together"
         )

@@ -1,9 +1,9 @@
-"""The `hf` engine: a transformers model with its own batched decoding, for one device and TP 1.
+"""The `hf` engine: a transformers model with its own batched decoding, on one device without TP.
 
-Needs no GPU and no extra package. Owns the model's parameters (the target of the hybrid engine),
-the KV cache and the running rows. Not owned: who sends weights, and what responses are used for.
-The invariant: running row i lies in cache slot i, at its own positions from 0 on; nothing that a
-row reads depends on another row.
+It needs no GPU and no further package. Owns the model's parameters (the target of the hybrid
+engine), the KV cache and the running rows. Does not own the source of weights or the use of
+responses. Invariant: running row i uses cache slot i, with positions from 0 on, and reads nothing
+that depends on another row.
 """
 
 from __future__ import annotations
@@ -24,37 +24,44 @@ from hybridrl.models.hf.transformers_model import transformers_model
 from hybridrl.models.hf.transformers_weights import checkpoint_tensors
 from hybridrl.models.weights import RankLayout, hf_layout
 from hybridrl.rollout.build import EngineInputs
-from hybridrl.rollout.common.penalties import Said, penalized
+from hybridrl.rollout.common.penalties import TokenHistory, penalized
+from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
-from hybridrl.rollout.common.stops import TokenTexts
-from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest, new_rows
+from hybridrl.rollout.engine import Holding, Request, RunningRequest
 from hybridrl.rollout.hf.experts import ChosenExperts
 
-# One prefill forward takes at most this many padded tokens, and computes logits of at most this
-# many (prompt, position) pairs: both bound its memory, and are large enough to hide its overhead.
+# Maximum padded tokens of a prefill forward, and (prompt, position) pairs that it computes logits
+# for. Both bound its memory, and are large enough to hide its overhead.
 PREFILL_TOKENS = 8192
 PREFILL_LOGITS = 1024
-# The cache grows by this many positions at a time.
+# Positions by which the cache grows.
 CACHE_BLOCK = 64
-# transformers' names of kinds of layers.
+# transformers' names of layer types.
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 def build(inputs: EngineInputs) -> HfEngine:
-    """Builds the engine of this rank, which is a replica by itself."""
-    model_config, max_batch = dict(inputs.hf_config), inputs.rollout.max_batch
-    parts = inputs.dtype_name, inputs.device, max_batch, inputs.family
-    return HfEngine(model_config, *parts, records_experts=inputs.records_experts)
+    """Builds this rank's engine, which is a whole replica."""
+    return HfEngine(
+        dict(inputs.hf_config),
+        inputs.dtype_name,
+        inputs.device,
+        inputs.rollout.max_batch,
+        inputs.family,
+        inputs.records_experts,
+    )
 
 
-class HfEngine:
+class HfEngine(QueuedEngine):
     """Implements `RolloutEngine` and `WeightTarget` over a transformers causal language model.
 
     Args:
         model_config: HF directory, or the contents of a config.json.
-        max_batch: Most requests decoded together.
-        family: Family of the model; None: found from config.json, where it has experts.
+        max_batch: Maximum number of requests decoded together.
+        family: Family of the model; if None, it is found from config.json for models with experts.
     """
+
+    name = "hf"
 
     def __init__(
         self,
@@ -65,15 +72,14 @@ class HfEngine:
         family: Family | None = None,
         records_experts: bool = False,
     ) -> None:
-        if max_batch < 1:
-            raise ValueError(f"max_batch={max_batch} must be 1 or more")
+        super().__init__()
         self._device = torch.device(device)
         if not isinstance(model_config, Mapping):
             model_config = read_config(model_config)
         self._model = transformers_model(model_config, dtype, self._device, "sdpa")
         _refuse_undecodable(self._model.config)
         if getattr(self._model.config, "attn_logit_softcapping", None) is not None:
-            self._model.set_attn_implementation("eager")  # its sdpa leaves the cap out (5.19)
+            self._model.set_attn_implementation("eager")  # transformers 5.19: sdpa ignores the cap
         self._masks = _Masks(self._model.config)
         self._max_batch = max_batch
         self._chosen = ChosenExperts(self._model) if records_experts else None
@@ -81,67 +87,36 @@ class HfEngine:
         self._cache = _SlotCache(self._model.config.num_hidden_layers)
         self._waiting: deque[RunningRequest] = deque()
         self._running: list[RunningRequest] = []
-        self._finished: list[Completion] = []
-        self._version = -1
-        self._is_updating = True
-        self.token_texts: TokenTexts | None = None
 
     # WeightTarget
 
     def layout(self) -> RankLayout:
-        """Returns where each HF tensor lies: whole, under its own name (a tied head has none)."""
+        """Returns the layout of whole HF tensors under their own names (a tied head has none)."""
         return hf_layout({name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the engine's own parameters by local name, to be written in place."""
+        """Returns the engine's parameters by HF name, which updates write in place."""
         return self._tensors
 
     def begin_update(self) -> None:
-        """Frees the KV cache and stops generation; running requests go back to the queue."""
-        self._is_updating = True
+        """Frees the KV cache and stops generation; running requests return to the queue."""
+        super().begin_update()
         self._waiting.extendleft(reversed(self._running))
         self._running.clear()
         self._cache.free()
 
-    def sleep(self, keeps_memory: bool = False) -> None:
-        """Frees the KV cache, which is soon made again; the weights stay for the next update."""
-        self.begin_update()
-
-    def finish_update(self, version: int) -> None:
-        """Allows generation with the weights `version`; interrupted requests keep their tokens."""
-        self._version = version
-        self._is_updating = False
-
     # RolloutEngine
 
-    @property
-    def version(self) -> int:
-        """The version of the weights; -1 before the first update."""
-        return self._version
-
-    @property
-    def has_unfinished(self) -> bool:
-        """Whether a submitted request is not finished yet."""
-        return bool(self._waiting or self._running)
-
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises ValueError if an id is held already."""
-        self._waiting.extend(new_rows((*self._waiting, *self._running), requests, self.token_texts))
-
-    def collect(self) -> list[Completion]:
-        """Returns, once, what finished since the last call."""
-        finished, self._finished = self._finished, []
-        return finished
-
-    def pending(self) -> list[Request]:
-        """Returns the unfinished requests with the tokens they have."""
-        return [held.so_far() for held in (*self._running, *self._waiting)]
+        """Queues requests. Raises ValueError if another unfinished request has the same id."""
+        super().submit(requests)
+        self._waiting.extend(self._rows[request.request_id] for request in requests)
 
     def clear(self) -> None:
         """Drops all requests, and responses that were not collected."""
+        super().clear()
         self._waiting.clear()
         self._running.clear()
-        self._finished.clear()
 
     def memory(self) -> dict[str, Holding]:
         """Returns the bytes of the weights; the KV cache grows and shrinks with the requests."""
@@ -154,17 +129,16 @@ class HfEngine:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The module that generates, for those who look into it; not to be changed."""
+        """The module that generates, for inspection only."""
         model: torch.nn.Module = self._model
         return model
 
     @torch.inference_mode()
     def step(self) -> None:
         """Prefills queued requests if enough rows are free, then decodes a token for every row."""
-        if self._is_updating:
-            raise RuntimeError("the hf engine has no complete weights: finish_update() comes first")
+        self._check_weights()
         free = self._max_batch - len(self._running)
-        # A forward costs much the same for few rows as for many: wait until a quarter is free.
+        # A forward costs nearly the same for few rows as for many: wait until a quarter is free.
         if self._waiting and free >= min(len(self._waiting), max(1, self._max_batch // 4)):
             self._prefill([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
         if self._running:
@@ -178,7 +152,7 @@ class HfEngine:
         for contexts in _prefill_chunks(sorted(by_context, key=len)):
             lengths = torch.tensor([len(context) for context in contexts], device=self._device)
             max_length = len(contexts[-1])
-            # Right padding: causal attention alone keeps it from every real position.
+            # Causal attention alone hides right padding from all real positions.
             tokens_BL = torch.tensor(
                 [context + (0,) * (max_length - len(context)) for context in contexts],
                 device=self._device,
@@ -209,7 +183,7 @@ class HfEngine:
             self._append(start, logits_BV)
 
     def _decode(self) -> None:
-        """Feeds the last token of every row and draws the next."""
+        """Computes the logits after every row's last token and draws the next token."""
         last = [row.tokens[-1] for row in self._running]
         position = [len(row.request.prompt) + len(row.tokens) - 1 for row in self._running]
         position_B = torch.tensor(position, device=self._device)
@@ -229,14 +203,14 @@ class HfEngine:
         self._append(0, logits_BLV[:, -1])
 
     def _append(self, start: int, logits_BV: Tensor) -> None:
-        """Draws a token for the rows from `start` on, and takes finished rows out."""
+        """Draws a token for the rows from `start` on, and removes finished rows."""
         rows = self._running[start:]
         uniform_B = uniforms([r.request.seed for r in rows], [len(r.tokens) for r in rows])
-        said = [Said(r.request.prompt, r.tokens) for r in rows]
+        histories = [TokenHistory(r.request.prompt, r.tokens) for r in rows]
         sampling = [row.request.sampling for row in rows]
-        logits_BV = penalized(logits_BV, sampling, said)
+        logits_BV = penalized(logits_BV, sampling, histories)
         tokens_B, logp_B = sample(logits_BV, sampling, uniform_B)
-        # The one synchronisation of a step: what to feed next depends on what was drawn.
+        # The only sync point of a step: the next input depends on the drawn tokens.
         drawn = zip(rows, tokens_B.tolist(), logp_B.tolist(), strict=True)
         is_done = [False] * start
         for row, token, logp in drawn:
@@ -246,12 +220,12 @@ class HfEngine:
             completion = row.append(token, logp, self._version)
             is_done.append(completion is not None)
             if completion is not None:
-                self._finished.append(completion)
+                self._finish(completion)
         if any(is_done):
             self._compact(is_done)
 
     def _compact(self, is_done: list[bool]) -> None:
-        """Removes finished rows; surviving rows from the end move into the slots they leave."""
+        """Removes finished rows; surviving rows at the end move into the freed slots."""
         num_left = is_done.count(False)
         holes = [slot for slot in range(num_left) if is_done[slot]]
         movers = [slot for slot in range(num_left, len(is_done)) if not is_done[slot]]
@@ -263,17 +237,17 @@ class HfEngine:
 
 
 class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
-    """Preallocated keys and values, one slot a running row, written at each row's own positions.
+    """Preallocated keys and values, with one slot for each running row.
 
-    `start_prefill` or `start_decode` says where the next forward writes; the model's attention then
-    calls `update` once a layer.
+    `start_prefill` or `start_decode` sets the slots and positions that the next forward writes. The
+    model's attention then calls `update` once in each layer.
     """
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[])
         self._num_layers = num_layers
-        # Keys, and values: layer, slot, KV head, position, head size (latents and rotary keys,
-        # which models with latent attention cache, differ in it). No memory before the first use.
+        # Keys and values: layer, slot, KV head, position, head size. Models with latent attention
+        # cache latents and rotary keys, whose sizes differ. Allocated at the first use.
         self._kv: tuple[Tensor, Tensor] | None = None
         self._slots = slice(0, 0)
         self._source_B: Tensor | None = None
@@ -281,19 +255,21 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
         self._num_keys = 0
 
     def start_prefill(self, start: int, source_B: Tensor, num_keys: int) -> None:
-        """The next forward fills slots from `start` on; slot start + i gets its row source_B[i]."""
+        """Prepares a forward that fills the slots from `start` on; slot start + i receives the
+        forward's row source_B[i].
+        """
         self._slots = slice(start, start + len(source_B))
         self._source_B, self._position_B, self._num_keys = source_B, None, num_keys
 
     def start_decode(self, position_B: Tensor, num_keys: int) -> None:
-        """The next forward adds one key to each slot, at position_B, and reads `num_keys` keys."""
+        """Prepares a forward that writes each slot at position_B and reads `num_keys` keys."""
         self._slots = slice(0, len(position_B))
         self._source_B, self._position_B, self._num_keys = None, position_B, num_keys
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Stores new keys and values (B, N, L, H); returns those to attend to."""
+        """Stores new keys and values (B, N, L, H); returns the keys and values to attend to."""
         keys, values = (
             cached[layer_idx, self._slots] for cached in self._reserved(key_states, value_states)
         )
@@ -317,15 +293,15 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
                 cached[:, targets] = cached[:, sources]
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self._kv = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns 0: positions and masks are given to the model, never derived from the cache."""
+        """Returns 0, because the engine passes positions and masks to the model explicitly."""
         return 0
 
     def _reserved(self, *like: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the storages, grown to hold the current slots and keys."""
+        """Returns the storages, enlarged if the current slots and keys need it."""
         num_slots, length = 0, 0
         if self._kv is not None:
             num_slots, length = self._kv[0].shape[1], self._kv[0].shape[3]
@@ -333,7 +309,7 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
                 return self._kv
         num_slots_needed = max(num_slots, self._slots.stop)
         length_needed = max(length, -(-self._num_keys // CACHE_BLOCK) * CACHE_BLOCK)
-        # zeros: a masked position weighs 0 in attention, and 0 times an uninitialised NaN is NaN.
+        # Zeros: attention multiplies masked positions by 0, and 0 times a stale NaN is NaN.
         keys, values = (
             one.new_zeros(
                 self._num_layers, num_slots_needed, one.shape[1], length_needed, one.shape[3]
@@ -350,7 +326,7 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
 def _prefill_chunks(
     contexts: Sequence[tuple[int, ...]],
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Cuts contexts, shortest first, into runs that one forward takes (one context at least)."""
+    """Splits contexts, shortest first, into chunks for one forward each (at least one context)."""
     chunk: list[tuple[int, ...]] = []
     lengths: set[int] = set()
     for context in contexts:
@@ -365,9 +341,8 @@ def _prefill_chunks(
 
 
 class _Masks:
-    """Which keys a query attends to, as each kind of layer of the model needs it; made here, since
-    transformers takes given masks as they are. Raises ModelError for a kind of layer that attends
-    otherwise.
+    """Attention masks for each layer type of a model. transformers uses given masks unchanged.
+    Raises ModelError for other layer types.
     """
 
     def __init__(self, config: Any) -> None:
@@ -382,14 +357,14 @@ class _Masks:
                 "Use another rollout engine, or another model.",
             )
         self._is_mixed = WINDOWED in kinds
-        # transformers' eager attention adds its mask to the products.
+        # transformers' eager attention adds its mask to the scores.
         self._is_added = config._attn_implementation == "eager"
         self._dtype: torch.dtype = config.dtype
         self._window: int | None = window if self._is_mixed or not kinds else None
 
     def of(self, position_BQ: Tensor, num_keys: int) -> Tensor | dict[str, Tensor]:
-        """Returns masks (B, 1, Q, K), by kind where there are two: true or 0 where a key is
-        attended to, else false or the least number.
+        """Returns masks (B, 1, Q, K), by layer type if the model has two. A key that is attended to
+        has true or 0; other keys have false or the type's lowest number.
         """
         query_BQ1 = position_BQ[:, :, None]
         key_K = torch.arange(num_keys, device=position_BQ.device)
@@ -400,7 +375,7 @@ class _Masks:
         return {FULL: self._mask(full_B1QK), WINDOWED: near_B1QK} if self._is_mixed else near_B1QK
 
     def _mask(self, is_seen_B1QK: Tensor) -> Tensor:
-        """Returns the mask in the form that the attention takes."""
+        """Returns the mask in the form that the attention implementation expects."""
         if not self._is_added:
             return is_seen_B1QK
         added = torch.zeros_like(is_seen_B1QK, dtype=self._dtype)
@@ -410,7 +385,7 @@ class _Masks:
 def _refuse_undecodable(config: Any) -> None:
     """Raises ModelError, naming the key, for models that this engine would decode wrongly."""
     ropes = getattr(config, "rope_parameters", None) or {}
-    # Other angles for longer sequences: rows of one batch, whose lengths differ, would share them.
+    # These scalings depend on the sequence's length, but rows of one batch share their angles.
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         is_settled = rope.get("short_factor", ()) == rope.get("long_factor")
         if rope.get("rope_type") in ("dynamic", "longrope") and not is_settled:

@@ -1,13 +1,14 @@
-"""The experts that a transformers model chooses, layer after layer, while it computes.
+"""Records the experts that a transformers model chooses in a forward pass.
 
-transformers 5 has a router module in each layer with experts, whose output ends with the numbers of
-the chosen experts, (tokens, experts of a token). Owns the hooks on them. Routers of DeepseekV3 gave
-logits alone before, and the layer around them chose.
+transformers 5 has a router module in each layer with experts; its output ends with the numbers of
+the chosen experts, (tokens, experts per token). Owns forward hooks on the routers. Before
+transformers 5.19, DeepseekV3 routers returned logits only, and the layer around them chose.
 """
 
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from hybridrl.contracts.blobs import Array
 from hybridrl.contracts.routed_experts import experts_dtype
 from hybridrl.errors import ModelError
 
-# Of Qwen3-MoE and Mixtral.
+# Name of the routers in Qwen3-MoE and Mixtral.
 ROUTER = re.compile(r"layers\.(\d+)\.mlp\.gate$")
 
 
 class ChosenExperts:
-    """Keeps what the routers of a model chose in its last forward pass. Raises ModelError without
-    routers that choose.
+    """Keeps the experts chosen in a model's last forward pass. Raises ModelError if the model has
+    no routers that choose experts.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -42,29 +43,22 @@ class ChosenExperts:
             )
         self._chosen: dict[int, Tensor] = {}
         self._num_layers = len(found)
-        self._dtype = experts_dtype(max(_num_experts(part) for _, part in found))
+        weights: list[Any] = [part.weight for _, part in found]
+        self._dtype = experts_dtype(max(len(weight) for weight in weights))
         for layer, router in found:
-            router.register_forward_hook(self._keeper(layer))
+            router.register_forward_hook(partial(self._keep, layer))
 
-    def _keeper(self, layer: int) -> Any:
-        def keep(_: torch.nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
-            self._chosen[layer] = output[-1]
-
-        return keep
+    def _keep(self, layer: int, _: torch.nn.Module, __: Any, output: tuple[Tensor, ...]) -> None:
+        self._chosen[layer] = output[-1]
 
     def take(self, num_rows: int, length: int) -> Array:
-        """Returns, once, the experts of the last forward pass, (B, L, K), on the host."""
+        """Returns the experts of the last forward pass on the host, (B, L, K), and drops them."""
         if len(self._chosen) != self._num_layers:
             raise RuntimeError(
-                f"{len(self._chosen)} of {self._num_layers} routers told what they chose"
+                f"{len(self._chosen)} of {self._num_layers} routers reported their experts"
             )
         layers = [self._chosen[layer] for layer in sorted(self._chosen)]
         self._chosen.clear()
-        # A sync point, once a pass, as that of the tokens that are drawn.
+        # A sync point, once in a pass, as for the drawn tokens.
         experts = torch.cat(layers, 1).cpu().numpy().astype(self._dtype)
         return experts.reshape(num_rows, length, -1)
-
-
-def _num_experts(router: torch.nn.Module) -> int:
-    weight: Any = router.weight
-    return int(weight.shape[0])

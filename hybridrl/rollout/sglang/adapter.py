@@ -15,10 +15,6 @@ from typing import Any
 
 import torch
 
-from hybridrl.errors import UserError
-from hybridrl.models.family import ModelShape
-from hybridrl.models.weights import RankLayout, fused_layout
-from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.common.engine_memory import SleepingMemory
 from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.live_weights import layout_bytes, written_parameters
@@ -32,7 +28,6 @@ from hybridrl.rollout.sglang.sampling import request_sampling
 from hybridrl.rollout.sglang.scheduler import drawn_logps, end_soon, synchronize, token_ids
 from hybridrl.rollout.sglang.shared_prompts import SharedPrompts
 from hybridrl.rollout.sglang.start import LiveEngine, start, stop
-from hybridrl.rollout.sglang.version import model_rules
 
 # Turns of SGLang's loop without a batch after which it is taken to be stuck. One may pass where the
 # tokens of the batch before have to be known first.
@@ -56,21 +51,12 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
     copies = COPIES
 
     @staticmethod
-    def _model_rules(shape: ModelShape, is_cpu: bool) -> Iterable[UserError]:
-        return model_rules(shape, is_cpu)
-
-    def _layout_of(self, layout: RolloutLayout, rank: int) -> RankLayout:
-        if layout.experts is not None:
-            raise ValueError("this engine takes experts in order")
-        _, tp_rank = layout.place(rank)
-        return fused_layout(self._family, self._shape, layout.tp, tp_rank, self._settings.ep)
-
-    @staticmethod
     def _layout_name(name: str) -> str:
         name = name.replace(".fused_qkv_a_proj_with_mqa.", ".fused_qkv_a_proj.")
         return name.replace(".experts.w", ".experts.routed_experts.w")
 
-    def _start(self, layout: RolloutLayout, rank: int) -> None:
+    def _start(self) -> None:
+        layout = self._placement
         self._running: dict[int, _Running] = {}  # by request id
         self._shared_prompts = SharedPrompts()
         # Requests whose text is looked at, and those that a text has ended and SGLang has yet.
@@ -81,10 +67,10 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             settings=self._settings,
             shape=self._shape,
             layout=layout,
-            rank=rank,
+            rank=self._rank,
             device=self._device,
             weight_bytes=layout_bytes(self._layout, self._settings.dtype),
-            prepare=lambda model, version: self._prepare(model, version, layout, rank),
+            prepare=self._prepare,
             listen=lambda model, slots, longest: self._record_with(
                 lambda: RecordedExperts(model, self._shape, slots, longest, self._device)
             ),
@@ -98,9 +84,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._cache_bytes = per_token * self._scheduler.max_total_num_tokens
         self._runs_ahead = self._scheduler.is_overlapped
 
-    def _settle(
-        self, model: torch.nn.Module, version: str, layout: RolloutLayout, rank: int
-    ) -> None:
+    def _settle(self, model: torch.nn.Module, version: str) -> None:
         settle_longrope(model, version)
 
     def _own_memory(self) -> SleepingMemory:
@@ -132,10 +116,6 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 every = len(request.origin_input_ids) + len(request.output_ids)
                 rows.append((request, running.row, num_tokens or every))
         self._experts.record(rows, self._scheduler.req_to_token_pool)
-
-    @property
-    def _is_generating(self) -> bool:
-        return bool(self._running or self._leaving)
 
     def _drop_running(self) -> None:
         for ids in (self._running, self._by_text, self._leaving):
@@ -217,7 +197,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             return_routed_experts=self._experts is not None,
             stream=False,
         )
-        if row.request.sampling.looks_back:
+        if row.request.sampling.needs_history:
             self._scheduler.said.add(asked.rid, row.request)
         self._running[request_id] = _Running(row, self._scheduler.add(asked))
         if row.request.sampling.stop_strings:
@@ -234,8 +214,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             completion = self._take(running)
             if completion is None:
                 continue
-            self._finished.append(completion)
-            del self._rows[request_id], self._running[request_id]
+            self._finish(completion)
+            del self._running[request_id]
             self._by_text.remove(request_id)
             self._leaving.add(request_id)
             end_soon(running.request)
@@ -268,8 +248,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 f"after {len(running.row.tokens)} of "
                 f"{running.row.request.sampling.max_new_tokens} tokens"
             )
-        self._finished.append(completion)
-        del self._rows[request_id], self._running[request_id]
+        self._finish(completion)
+        del self._running[request_id]
 
     def _take_drawn(self) -> None:
         for request_id, running in self._running.items():

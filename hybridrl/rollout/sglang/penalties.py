@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridrl.rollout.common.penalties import (
     IN_RESPONSE,
     PenaltyRows,
-    Said,
+    TokenHistory,
     mark,
     on_device,
     penalize,
@@ -47,7 +47,7 @@ class _Batch(NamedTuple):
     penalties: PenaltyRows
 
 
-class SaidTokens:
+class TokenTable:
     """The tokens of requests that look back, and what they make of logits.
 
     Costs nothing while there is no such request. Names are SGLang's for its requests; passes are
@@ -140,7 +140,8 @@ class SaidTokens:
         said = []
         for request, name in zip(requests, names, strict=True):
             given, num_prompt = request.origin_input_ids, self._asked[name].num_prompt
-            said.append(Said(given[:num_prompt], [*given[num_prompt:], *request.output_ids]))
+            prompt, response = given[:num_prompt], given[num_prompt:]
+            said.append(TokenHistory(prompt, [*response, *request.output_ids]))
         mark(table, [self._slots[name] for name in names], said)
 
     def _with_room(self, num_slots: int, logits_BV: Tensor) -> Tensor:

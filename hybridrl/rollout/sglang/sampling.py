@@ -25,7 +25,7 @@ from hybridrl.rollout.common.sampling import (
     draw_seeds,
 )
 from hybridrl.rollout.engine import SamplingParams
-from hybridrl.rollout.sglang.penalties import SaidTokens
+from hybridrl.rollout.sglang.penalties import TokenTable
 
 IS_GREEDY = 1.0  # of `min_p`: keep the most probable token
 
@@ -77,7 +77,7 @@ class SeededSampler(torch.nn.Module):
     is made of them is made once.
     """
 
-    def __init__(self, said: SaidTokens) -> None:
+    def __init__(self, said: TokenTable) -> None:
         super().__init__()
         self._said = said
         self._of: tuple[Any, ...] = ()

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hybridrl.rollout.common.process_state import replaced
-from hybridrl.rollout.sglang.penalties import SaidTokens
+from hybridrl.rollout.sglang.penalties import TokenTable
 from hybridrl.rollout.sglang.routing import RecordedExperts, make_current
 
 
@@ -47,7 +47,7 @@ def make_scheduler(server_args: Any, tp_rank: int, ep_rank: int, gpu_id: int) ->
     """Returns a new scheduler with its model, cache and graphs; the process has SGLang's groups."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    driven = type("DrivenScheduler", (_Driven, Scheduler), {"said": SaidTokens()})
+    driven = type("DrivenScheduler", (_Driven, Scheduler), {"said": TokenTable()})
     # Only a port that nobody opens is read of the ports: the process group is there already.
     ports = SimpleNamespace(nccl_port=0)
     others = 0, 0, 0, None  # pipeline, attention's context, experts' data, data parallel
@@ -62,7 +62,7 @@ class _Driven:
     running_batch: Any
     recorder: RecordedExperts | None = None
     before_release: Callable[[Any], None]
-    said: SaidTokens  # of requests that look back
+    said: TokenTable  # of requests that look back
     # Since the owner has looked: requests that ended, in order; names of requests and the token
     # that each drew, where it wants to know; and whether a value is no log-probability.
     ended: list[Any]

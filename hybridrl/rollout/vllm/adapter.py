@@ -13,11 +13,7 @@ from typing import Any
 
 import torch
 
-from hybridrl.errors import ModelError, UserError
-from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_experts
-from hybridrl.models.family import ModelShape
-from hybridrl.models.weights import RankLayout, fused_layout
-from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.errors import ModelError
 from hybridrl.rollout.common.engine_memory import SleepingMemory, check_caches, own_memory
 from hybridrl.rollout.common.latent_copies import LatentCopies
 from hybridrl.rollout.common.live_weights import layout_bytes, written_parameters
@@ -31,7 +27,7 @@ from hybridrl.rollout.vllm.memory import allocations
 from hybridrl.rollout.vllm.requests import request_rules, sampling_params
 from hybridrl.rollout.vllm.routing import RecordedExperts
 from hybridrl.rollout.vllm.start import LiveEngine, caches_of, runner_of, start, stop
-from hybridrl.rollout.vllm.version import NAME, is_scheduler_known, model_rules
+from hybridrl.rollout.vllm.version import NAME, is_scheduler_known
 
 COPIES = LatentCopies("W_UK_T", "W_UV", "num_heads")
 
@@ -43,22 +39,10 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
     copies = COPIES
 
     @staticmethod
-    def _model_rules(shape: ModelShape, is_cpu: bool) -> Iterable[UserError]:
-        return model_rules(shape, is_cpu)
-
-    def _layout_of(self, layout: RolloutLayout, rank: int) -> RankLayout:
-        _, tp_rank = layout.place(rank)
-        found = fused_layout(self._family, self._shape, layout.tp, tp_rank, self._settings.ep)
-        experts = layout.experts_of(rank)
-        if experts is None:
-            return found
-        return with_experts(found, ExpertTensors(self._family, self._shape), experts)
-
-    @staticmethod
     def _layout_name(name: str) -> str | None:
         return None if COPIES.is_copy(name) else name
 
-    def _start(self, layout: RolloutLayout, rank: int) -> None:
+    def _start(self) -> None:
         # Requests that vLLM has, by its names. A name is given once: a token of an aborted request
         # may still be under way.
         self._running: dict[str, RunningRequest] = {}
@@ -68,11 +52,11 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._live = start(
             settings=self._settings,
             shape=self._shape,
-            layout=layout,
-            rank=rank,
+            layout=self._placement,
+            rank=self._rank,
             device=self._device,
             weight_bytes=layout_bytes(self._layout, self._settings.dtype),
-            prepare=lambda model, version: self._prepare(model, version, layout, rank),
+            prepare=self._prepare,
             listen=lambda model, cache: self._record_with(
                 lambda: RecordedExperts(model, cache, self._shape, self._device)
             ),
@@ -87,10 +71,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
         self._runs_ahead = self._decoding.is_async
 
-    def _settle(
-        self, model: torch.nn.Module, version: str, layout: RolloutLayout, rank: int
-    ) -> None:
-        if (experts := layout.experts_of(rank)) is not None:
+    def _settle(self, model: torch.nn.Module, version: str) -> None:
+        if (experts := self._placement.experts_of(self._rank)) is not None:
             deal_experts(model, experts)
         if self._shape.latent is not None and self._device.type == "cpu":
             rotate_with_torch(model, version)
@@ -109,10 +91,6 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         if self._experts is not None:
             self._decoding.write()
             self._experts.record_running()
-
-    @property
-    def _is_generating(self) -> bool:
-        return bool(self._running)
 
     def _drop_running(self) -> None:
         names = list(self._running)
@@ -209,8 +187,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 f"{len(row.tokens)} of {row.request.sampling.max_new_tokens} tokens"
             )
         if output.finished:
-            del self._rows[row.request.request_id], self._running[name]
-            self._finished.append(completion)
+            del self._running[name]
+            self._finish(completion)
         else:
             self._end_by_text(name, row, completion)
 
@@ -229,9 +207,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         if not row.request.sampling.stop_strings:
             raise RuntimeError(f"vLLM goes on with request {name} after its last token")
         self._live.llm.engine_core.abort_requests([name])
-        del self._rows[row.request.request_id], self._running[name]
-        # Its last blobs were recorded just now.
-        self._finished.append(replace(completion, blobs=row.blobs))
+        del self._running[name]
+        self._finish(replace(completion, blobs=row.blobs))  # the abort recorded its last blobs
 
 
 build = VllmEngine.build

@@ -1,0 +1,92 @@
+"""The requests, finished responses and weight version that every engine keeps. No torch.
+
+An engine derives from `QueuedEngine`, advances the requests of `_rows` in `step` and passes each
+completion to `_finish`. Invariant: a request is in `_rows` until its completion is in `_finished`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from hybridrl.rollout.common.stops import TokenTexts
+from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest
+
+
+class QueuedEngine:
+    """Implements `RolloutEngine` apart from `step`, and the calls of `WeightTarget` that need no
+    tensors.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._rows: dict[int, RunningRequest] = {}  # unfinished requests in order of arrival
+        self._finished: list[Completion] = []
+        self._version, self._is_updating = -1, True
+        self.token_texts: TokenTexts | None = None
+
+    @property
+    def version(self) -> int:
+        """The version of the weights; -1 before the first update."""
+        return self._version
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a submitted request is not finished yet."""
+        return bool(self._rows)
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests. Raises ValueError if another unfinished request has the same id."""
+        rows: dict[int, RunningRequest] = {}
+        for request in requests:
+            number = request.request_id
+            if number in self._rows or number in rows:
+                raise ValueError(f"request id {number} is held already")
+            rows[number] = RunningRequest(request, self.token_texts)
+        self._rows |= rows
+
+    def collect(self) -> list[Completion]:
+        """Returns the responses that finished since the last call, in the order they finished."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def pending(self) -> list[Request]:
+        """Returns the unfinished requests with their tokens so far."""
+        return [row.to_request() for row in self._rows.values()]
+
+    def clear(self) -> None:
+        """Drops all requests, and responses that were not collected."""
+        self._rows.clear()
+        self._finished.clear()
+
+    def memory(self) -> Mapping[str, Holding]:
+        """Returns no entry by default."""
+        return {}
+
+    def close(self) -> None:
+        """Does nothing by default."""
+
+    def begin_update(self) -> None:
+        """Stops generation; unfinished requests keep their tokens."""
+        self._is_updating = True
+
+    def sleep(self, keeps_memory: bool = False) -> None:
+        """Stops generation for the training phase."""
+        self.begin_update()
+
+    def finish_update(self, version: int) -> None:
+        """Allows generation with the weights `version`."""
+        self._version, self._is_updating = version, False
+
+    def _check_weights(self) -> None:
+        """Raises RuntimeError while an update of the weights is not finished."""
+        if self._is_updating:
+            raise RuntimeError(
+                f"the {self.name} engine has no complete weights: call finish_update() first"
+            )
+
+    def _finish(self, completion: Completion) -> None:
+        """Moves a request to the finished responses."""
+        del self._rows[completion.request_id]
+        self._finished.append(completion)
