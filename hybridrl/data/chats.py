@@ -1,13 +1,12 @@
-"""Chats: texts and messages, rendered by the tokenizer's template, and which part of the text is
-learned. No torch.
+"""Renders texts and messages with the tokenizer's chat template, and marks the text to learn. No
+torch.
 
-Owns the marks of what the assistant says. A template with the blocks `{% generation %}` says it
-itself, and is read as transformers reads it. With other templates a turn is what the template makes
-of the messages up to it, after what the model is given to produce it: the messages before it and
-the beginning of the assistant's turn (the generation prompt). Turns that later messages leave as
-they are form one sample. Where a template renders an earlier turn differently once others follow
-(it drops reasoning, say), a new sample begins, rendered as the model sees it when it produces that
-turn.
+Owns the spans of the assistant's text. If a template has `{% generation %}` blocks, these mark the
+spans, read as transformers reads them. With other templates, the text of a turn is the rendering of
+the messages up to it, minus the model's input: the messages before it and the beginning of the
+assistant's turn (the generation prompt). Turns that render the same when later messages follow form
+one sample. If a template renders an earlier turn differently once others follow (for example, it
+drops reasoning), a new sample begins, rendered as the model sees it when it produces that turn.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from hybridrl.data.rows import BadRows, Row
 from hybridrl.errors import DataError, RowError, said, short
 
 MESSAGES = "messages"
-"""The column that keeps the messages of a chat, for rewards that look at them."""
+"""Column that keeps the messages of a chat for rewards that read them."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OPENED = re.compile(r"<(\w+)>\s*\Z")  # a tag that the generation prompt opens, such as <think>
-_REASONING = ("reasoning_content", "reasoning", "thinking")  # what templates call it in messages
-_PROBE = "\x02\x03"  # content that no template changes and no row has
+_OPENED = re.compile(r"<(\w+)>\s*\Z")  # a tag at the end of the generation prompt, such as <think>
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of reasoning in messages
+_PROBE = "\x02\x03"  # content that no template changes and no row contains
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -40,12 +39,12 @@ class Chat:
     """A prompt and a response in one text.
 
     Args:
-        text: as the template renders it.
-        spans: first character of each run that is learned, and the one after its last; ascending.
-        lacks_end: no token ends the last run, so that one has to be added.
-        is_marked: the template marks what is learned: a token belongs to a run if the run's first
-            character is in it. Else tokens never reach across the beginning of a run, where the
-            tokens of the prompt end when the model responds.
+        text: Text that the template rendered.
+        spans: First character and end of each run to learn, ascending.
+        lacks_end: Whether no end token follows the last run, so that one has to be added.
+        is_marked: Whether the template's generation blocks mark the spans. Then a token belongs to
+            a run if it contains the run's first character. Otherwise no token reaches across the
+            beginning of a run, where the prompt's tokens end at generation.
     """
 
     text: str
@@ -56,13 +55,13 @@ class Chat:
 
 @dataclass
 class ChatCounts:
-    """What a reader of the console should know about chats with responses.
+    """Counts that are reported about chats with responses.
 
     Args:
-        num_split: rows that became several samples.
-        num_samples: these samples.
-        num_unclosed: turns that never close the tag that the generation prompt opens.
-        num_unread: turns with reasoning that the template leaves out.
+        num_split: Rows that became several samples.
+        num_samples: Samples of those rows.
+        num_unclosed: Turns that never close the tag that the generation prompt opens.
+        num_unread: Turns with reasoning that the template leaves out.
     """
 
     num_split: int = 0
@@ -71,20 +70,21 @@ class ChatCounts:
     num_unread: int = 0
 
     def report(self) -> str:
-        """Returns what follows the number of prompts in the line for the user."""
+        """Returns text to append to the line that reports the number of prompts."""
         line = ""
         if self.num_split:
             line += f"; {self.num_split} chats became {self.num_samples} samples, because the chat "
-            line += "template changes earlier turns when others follow (data.split_turns)"
+            line += "template renders earlier turns differently when others follow "
+            line += "(data.split_turns)"
         if self.num_unclosed:
-            line += f"; {self.num_unclosed} responses never close the reasoning that the chat "
+            line += f"; {self.num_unclosed} responses do not close the reasoning that the chat "
             line += "template's generation prompt opens"
         if self.num_unread:
             line += f"; {self.num_unread} turns have reasoning that the chat template leaves out"
         return line
 
 
-def as_chats(
+def render_chats(
     rows: Iterable[Row],
     config: DataConfig,
     tokenizer: Any,
@@ -93,22 +93,22 @@ def as_chats(
     bad: BadRows,
     may_split: bool,
 ) -> Iterator[Row]:
-    """Passes rows on with the text that the model is to see, where they are messages or all are to
-    be chats.
+    """Yields rows with the text that the model gets: messages are rendered, and texts too if
+    `data.chat_template` is set.
 
     Args:
-        rows: whose prompt is a text, the user's message, or a list of messages, and whose responses
-            are a text, the assistant's message, or a list of messages.
-        config: names the columns, the system message and the template's arguments.
-        tokenizer: of transformers, with a chat template.
-        responses: columns of the responses, whose content becomes a Chat.
-        counts: is added to.
-        bad: counts rows whose messages the template does not take, which are left out.
-        may_split: whether a row may become several samples. False for rows that say something of
-            the whole response, such as a label.
+        rows: Rows whose prompt is a text (the user's message) or messages, and whose responses are
+            a text (the assistant's message) or messages.
+        config: Names of the columns, system message, and arguments of the template.
+        tokenizer: Tokenizer of transformers with a chat template.
+        responses: Columns of the responses; each value becomes a Chat.
+        counts: Counts to add to.
+        bad: Collects rows whose messages the template rejects; these are left out.
+        may_split: Whether a row may become several samples. False for rows with a value for the
+            whole response, such as a label.
 
     Raises:
-        DataError: the tokenizer has no template, or none that takes a row's tools.
+        DataError: The tokenizer has no template, or its template does not render tools.
     """
     render = None
     for row in rows:
@@ -117,9 +117,9 @@ def as_chats(
             yield row
             continue
         if render is None:
-            render = _Rendering(tokenizer, row, config, counts, may_split)
+            render = _ChatRenderer(tokenizer, row, config, counts, may_split)
         try:
-            yield from render.rendered(row, responses)
+            yield from render.render_row(row, responses)
         except RowError as error:
             bad.add(row.source, error)
 
@@ -129,10 +129,10 @@ class _Turn:
     """A turn of the assistant.
 
     Args:
-        before: the text that the model is given.
-        text: that and what it is to produce.
-        end: characters of `text` up to the end of what is learned.
-        lacks_end: no special token ends it.
+        before: Text that the model gets.
+        text: `before` followed by the text that the model has to produce.
+        end: End of the text to learn, in characters of `text`.
+        lacks_end: Whether no special token ends the turn.
     """
 
     before: str
@@ -141,30 +141,30 @@ class _Turn:
     lacks_end: bool
 
 
-class _Rendering:
-    """A tokenizer's template.
+class _ChatRenderer:
+    """Renders rows with a tokenizer's template.
 
     Args:
-        tokenizer: of the run.
-        row: the first that is a chat.
-        config: of the data.
-        counts: is added to.
-        may_split: as of `as_chats`.
+        tokenizer: The tokenizer.
+        row: First row that is a chat; errors name it.
+        config: The data section.
+        counts: Counts to add to.
+        may_split: Whether a row may become several samples.
     """
 
     def __init__(
         self, tokenizer: Any, row: Row, config: DataConfig, counts: ChatCounts, may_split: bool
     ) -> None:
         if getattr(tokenizer, "chat_template", None) is None:  # not every TextEncoder has one
-            place, got = "data.chat_template", "true, with a tokenizer that has no template"
+            place, got = "data.chat_template", "true, with a tokenizer without chat template"
             if not config.chat_template:
-                place, got = row.place, "messages, with a tokenizer that has no template"
+                place, got = row.place, "messages, with a tokenizer without chat template"
             raise DataError(
                 place,
                 got,
-                "chats only for a model that was trained on them",
-                "Set data.chat_template=false and give texts, or set model.tokenizer to one with "
-                "chat_template.",
+                "texts, or a tokenizer with a chat template",
+                "Set data.chat_template=false and use texts, or set model.tokenizer to a tokenizer "
+                "with chat_template.",
             )
         self._tokenizer, self._config = tokenizer, config
         self._counts, self._may_split = counts, may_split
@@ -174,8 +174,8 @@ class _Rendering:
         self._tails: dict[str, str] = {}
         check_template_arguments(config.template_arguments, tokenizer)
 
-    def rendered(self, row: Row, responses: Sequence[str]) -> Iterator[Row]:
-        """Yields a row with texts and Chats, or several where its turns must be apart."""
+    def render_row(self, row: Row, responses: Sequence[str]) -> Iterator[Row]:
+        """Yields the row with texts and Chats; several rows if its turns need separate samples."""
         config, columns = self._config, dict(row.columns)
         tools: Any = columns.get(config.tools_key)
         messages = _messages(columns[config.prompt_key], config.system_prompt)
@@ -200,35 +200,35 @@ class _Rendering:
             self._counts.num_samples += num
         for chats in zip(*sides, strict=True):
             texts = {config.prompt_key: chats[0].text, **dict(zip(responses, chats, strict=True))}
-            # A further sample of a row begins with turns that the row's prompt has not.
+            # Further samples of a row have more turns in their prompt than the row's prompt.
             own = given if num == 1 else None
             yield replace(row, columns={**columns, **texts}, is_rendered=True, given=own)
 
     def _cannot_split(self, row: Row) -> DataError:
         got = "turns of the assistant that the chat template renders differently when others follow"
         if self._may_split:
-            remedy = "Set data.split_turns=true, which makes a sample of each such turn, or mark "
-            remedy += "in the template what the assistant says by {% generation %}."
-            return DataError(row.place, got, "turns that stay as they are", remedy)
-        allowed = "one turn in each response of such rows, for what they say is of the whole"
-        remedy = "Give each turn a row of its own, with the turns before it in the prompt, or mark "
-        remedy += "in the template what the assistant says by {% generation %}."
+            remedy = "Set data.split_turns=true, which makes each such turn a sample, or mark "
+            remedy += "the assistant's text in the template with {% generation %}."
+            return DataError(row.place, got, "turns that render the same", remedy)
+        allowed = "one turn in each response of a pair or of a labelled row"
+        remedy = "Put each turn in its own row, with the turns before it in the prompt, or mark "
+        remedy += "the assistant's text in the template with {% generation %}."
         return RowError(row.place, got, allowed, remedy)
 
     def _template(self, row: Row, tools: Any) -> str:
         found = self._tokenizer.chat_template
-        if not isinstance(found, str):  # several, by name
+        if not isinstance(found, str):  # several templates, by name
             found = self._tokenizer.get_chat_template(None, tools)
         if tools is not None and "tools" not in found:
-            allowed = "no tools with this tokenizer, whose template does not read them"
-            remedy = "Set model.tokenizer to one of a model that calls tools, or data.tools_key."
+            allowed = "no tools, because the tokenizer's chat template does not render them"
+            remedy = "Set model.tokenizer to that of a model with tool calls, or data.tools_key."
             raise DataError(row.place, f"{self._config.tools_key} of a chat", allowed, remedy)
         return str(found)
 
     def _chats(
         self, row: Row, template: str, prompt: list[Message], response: list[Message], tools: Any
     ) -> list[Chat]:
-        """Returns the samples of a prompt and a response, one unless turns must be apart."""
+        """Returns the samples of a prompt and a response: one, unless turns need their own."""
         messages = [*prompt, *response]
         if _GENERATION.search(template):
             chats = [self._marked(row, template, messages, prompt, tools)]
@@ -236,17 +236,16 @@ class _Rendering:
             chats = self._by_turns(row, template, messages, len(prompt), tools)
         for chat in chats:
             if not chat.spans or chat.spans[0][0] == 0:
-                got = "a chat of which the template marks nothing"
-                got = got if not chat.spans else "a chat without a prompt"
-                allowed = "text of the assistant after some of others"
-                raise RowError(row.place, got, allowed, "Mend that row, or the chat template.")
+                got = "a chat without a prompt" if chat.spans else "no text that the template marks"
+                allowed = "messages of others, then text of the assistant"
+                raise RowError(row.place, got, allowed, "Fix that row, or the chat template.")
         return chats
 
     def _marked(
         self, row: Row, template: str, messages: list[Message], prompt: list[Message], tools: Any
     ) -> Chat:
         text, spans = self._render(row, template, messages, tools, marks=True)
-        # Turns of the assistant in the prompt are not learned.
+        # The assistant's turns in the prompt are not learned.
         has_turns = any(message["role"] == ASSISTANT for message in prompt)
         before = self._render(row, template, prompt, tools, marks=True)[1] if has_turns else ()
         spans = tuple((a, b) for a, b in spans[len(before) :] if b > a)
@@ -255,8 +254,8 @@ class _Rendering:
     def _by_turns(
         self, row: Row, template: str, messages: list[Message], first: int, tools: Any
     ) -> list[Chat]:
-        """Returns the samples of the assistant's messages from `first` on: one for each run of
-        turns that the template leaves as they are when the next follow.
+        """Returns the samples of the assistant's messages from index `first`, one for each run of
+        turns that render the same when the next ones follow.
         """
         chats: list[Chat] = []
         text, spans, lacks_end = "", list[tuple[int, int]](), False
@@ -275,7 +274,7 @@ class _Rendering:
         return chats or [Chat(text, (), False)]
 
     def _turn(self, row: Row, template: str, messages: list[Message], tools: Any) -> _Turn:
-        """Returns the last of these messages, which is the assistant's."""
+        """Returns the turn of the last message, which is the assistant's."""
         *earlier, message = messages
         before = self._render(row, template, earlier, tools, True)[0]
         finished = self._without_tail(template, self._render(row, template, messages, tools)[0])
@@ -301,12 +300,12 @@ class _Rendering:
         before: str,
         finished: str,
     ) -> str:
-        """Returns what the model is to produce where the generation prompt opens the turn with text
-        that the finished turn does not have: `<think>`, as of DeepSeek-R1.
+        """Returns the text that the model has to produce if the finished turn lacks the text with
+        which the generation prompt opens it (`<think>` for DeepSeek-R1).
 
-        That is what the finished turn has where both differ. Where the template cuts off a part of
-        the message (what comes before `</think>`), it is the whole message, without an opening that
-        it repeats, and what the template puts after it.
+        That text is the finished turn from the point where the two differ. If the template cuts off
+        part of the message (all up to `</think>`), it is the whole message, without a repeated
+        opening, and the text that the template puts after it.
         """
         *earlier, message = messages
         closed = self._without_tail(template, self._render(row, template, earlier, tools)[0])
@@ -315,10 +314,10 @@ class _Rendering:
             given, has = (short(text[max(num - 20, 0) : num + 40]) for text in (before, finished))
             raise RowError(
                 row.place,
-                f"message {len(messages)} of a chat: before it the template's generation prompt "
-                f"gives {given}, where the finished turn has {has}",
-                "a template that renders the messages before a turn alike in both",
-                "Mark in the template what the assistant says by {% generation %}.",
+                f"message {len(messages)} of a chat, before which the template's generation prompt "
+                f"renders {given} and the finished turn {has}",
+                "a template that renders the messages before a turn the same in both",
+                "Mark the assistant's text in the template with {% generation %}.",
             )
         opening, produced, content = before[num:], finished[num:], message["content"]
         if content.strip() in finished[len(closed) :]:
@@ -342,13 +341,13 @@ class _Rendering:
                 raise RowError(
                     row.place,
                     f"a call of {short(name)}, which the chat template leaves out",
-                    "calls that the template renders",
-                    "Leave that row out, or set model.tokenizer to one whose template has them.",
+                    "calls that the chat template renders",
+                    "Remove that row, or set model.tokenizer to one whose template renders calls.",
                 )
 
     def _without_tail(self, template: str, text: str) -> str:
-        """Returns a text without the token that the template puts after every chat, of whatever
-        role its last message is: no turn has it (Phi-3 ends chats with <|endoftext|>).
+        """Returns a text without the token that the template puts after every chat, whatever the
+        last message's role; it belongs to no turn (Phi-3 ends chats with <|endoftext|>).
         """
         if template not in self._tails:
             self._tails[template] = self._tail(template)
@@ -377,10 +376,10 @@ class _Rendering:
         is_open: bool = False,
         marks: bool = False,
     ) -> tuple[str, Spans]:
-        """Returns the text of messages, and with `marks` what `{% generation %}` is around.
+        """Returns the text of messages, and with `marks` the spans of `{% generation %}` blocks.
 
         Args:
-            is_open: ends with the beginning of the assistant's turn.
+            is_open: Whether to append the beginning of the assistant's turn.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -395,13 +394,13 @@ class _Rendering:
                 **{**special, **self._config.template_arguments},
             )
         except Exception as error:  # whatever a template raises
-            shown = f"messages that the template refuses: {said(error, 160)}"
-            raise RowError(row.place, shown, "messages that it takes", "Mend that row.") from error
+            got = f"messages that the chat template rejects: {said(error, 160)}"
+            raise RowError(row.place, got, "messages that it renders", "Fix that row.") from error
         return texts[0], tuple(found[0]) if marks else ()
 
 
 def check_template_arguments(arguments: Mapping[str, object], tokenizer: Any) -> None:
-    """Raises DataError where the tokenizer's chat template does not read one of the arguments."""
+    """Raises DataError if the tokenizer's chat template does not read one of the arguments."""
     template = str(tokenizer.chat_template)
     words = set(re.findall(r"[A-Za-z_]\w*", template))
     for name in arguments:
@@ -430,9 +429,9 @@ class Sample:
     """The tokens of a prompt and a response.
 
     Args:
-        prompt: at least one.
-        response: what follows, to the last that is learned.
-        gaps: where in the response runs of tokens begin and end that are not learned, flat.
+        prompt: Tokens of the prompt, 1 or more.
+        response: Tokens that follow, up to the last one to learn.
+        gaps: Begin and end of each run of response tokens that are not learned, flat.
     """
 
     prompt: tuple[int, ...]
@@ -440,13 +439,13 @@ class Sample:
     gaps: tuple[int, ...] = ()
 
 
-def learned(offsets: Sequence[Sequence[int]], spans: Spans) -> list[tuple[int, int]]:
-    """Returns the first token of each span and the one after its last; spans without one are left
-    out. The token that a span's first character is in belongs to it, as in transformers.
+def token_runs(offsets: Sequence[Sequence[int]], spans: Spans) -> list[tuple[int, int]]:
+    """Returns the first token and the end of each span; spans without a token are left out. A token
+    that contains a span's first character belongs to the span, as in transformers.
 
     Args:
-        offsets: of each token its first character and the one after its last, ascending.
-        spans: as of Chat.
+        offsets: First character and end of each token, ascending.
+        spans: Spans of a Chat.
     """
     found: list[tuple[int, int]] = []
     place = 0
@@ -464,12 +463,12 @@ def learned(offsets: Sequence[Sequence[int]], spans: Spans) -> list[tuple[int, i
 def sample(
     tokens: Sequence[int], runs: Sequence[tuple[int, int]], num_prompt: int | None = None
 ) -> Sample:
-    """Cuts a chat's tokens before those that are learned.
+    """Splits a chat's tokens into prompt and response.
 
     Args:
-        tokens: of the whole text.
-        runs: as of `learned`, at least one.
-        num_prompt: tokens of the prompt, where others go before the first that is learned too.
+        tokens: Tokens of the whole text.
+        runs: Result of `token_runs`, 1 run or more.
+        num_prompt: Number of prompt tokens; the default is all before the first one to learn.
     """
     start = runs[0][0] if num_prompt is None else num_prompt
     bounds = [start, *(place for run in runs for place in run)]
@@ -483,8 +482,8 @@ def sample(
 
 
 def shared_prompt(sides: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> int:
-    """Returns how many tokens the chats of a pair have alike, at most those before the first that
-    is learned: the pair's prompt.
+    """Returns the number of tokens of a pair's prompt: those that both chats begin with, up to the
+    first one to learn.
     """
     most = min(runs[0][0] for _, runs in sides)
     for (first, _), (second, _) in pairwise(sides):
@@ -493,6 +492,5 @@ def shared_prompt(sides: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]
 
 
 def chats_of(columns: Mapping[str, object], names: Sequence[str]) -> list[Chat]:
-    """Returns the Chats among a row's columns of responses; none where it has texts."""
-    found = (columns[name] for name in names)
-    return [one for one in found if isinstance(one, Chat)]
+    """Returns the Chats in a row's columns of responses; an empty list if these are texts."""
+    return [chat for name in names if isinstance(chat := columns[name], Chat)]

@@ -1,7 +1,7 @@
-"""Tokens of rows: of texts, with the end token, and of chats, with what of them is learned. No
-torch.
+"""Tokenizes rows: texts with their end token, and chats with the runs of tokens to learn. No torch.
 
-Owns how much of a text is tokenized: one that is far beyond its limit only as far as shows that.
+Owns how much of a text is tokenized: a text far beyond its limit only up to the point that proves
+it too long.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from hybridrl.contracts.samples import in_gaps
-from hybridrl.data.chats import Chat, chats_of, learned, sample, shared_prompt
+from hybridrl.data.chats import Chat, chats_of, sample, shared_prompt, token_runs
 from hybridrl.data.rows import BadRows, Row
 from hybridrl.data.text_tokens import Encode, TextTokens
 from hybridrl.errors import DataError, RowError, said, short
 
-# Rows that are tokenized by one call: so many, and no more than have so many characters.
-_TOKENIZED_TOGETHER, _MOST_CHARACTERS = 1024, 1 << 23
-# Of a text, so many characters a token that it may have, and at least SURELY_READ, are tokenized.
-# Where these give more than twice the tokens, so does the whole: a longer text cannot fit.
-_CHARACTERS_A_TOKEN, _SURELY_READ = 64, 100_000
+# Bounds of the rows that one call tokenizes.
+_MAX_CHUNK_ROWS, _MAX_CHUNK_CHARACTERS = 1024, 1 << 23
+# The first call tokenizes this many characters per allowed token, and at least _MIN_CHARACTERS. If
+# they give more than twice the allowed tokens, the text is too long and the rest is not read.
+_CHARACTERS_PER_TOKEN, _MIN_CHARACTERS = 64, 100_000
 
 Tokens = tuple[int, ...]
 
 
 class TextEncoder(Protocol):
-    """What is used of a tokenizer here; any transformers tokenizer fits, for chats any fast one."""
+    """The part of a tokenizer that is used here. Any transformers tokenizer fits; chats need a fast
+    one.
+    """
 
     eos_token_id: int | None
 
@@ -43,12 +45,12 @@ class Encoded:
     """A row's tokens.
 
     Args:
-        row: the row.
-        text: the prompt's.
-        prompt: its tokens.
-        responses: those of its responses, each to the last token that is learned.
-        gaps: of each response where runs of tokens begin and end that are not, flat.
-        is_in_part: no more was tokenized than shows that it is too long.
+        row: The row.
+        text: Text of the prompt.
+        prompt: Tokens of the prompt.
+        responses: Tokens of each response, up to the last one to learn.
+        gaps: Begin and end of each run of tokens that are not learned, flat, for each response.
+        is_in_part: Whether only the first part was tokenized, because the row is too long.
     """
 
     row: Row
@@ -59,8 +61,8 @@ class Encoded:
     is_in_part: bool
 
     def cut(self, most: int) -> Encoded | None:
-        """Returns the row with responses of at most so many tokens; None where nothing would be
-        learned of one, or both would be the same.
+        """Returns the row with responses of at most `most` tokens; None if nothing in a response
+        would be learned, or both responses would be equal.
         """
         responses, gaps = [], []
         for response, of_response in zip(self.responses, self.gaps, strict=True):
@@ -85,24 +87,24 @@ def encoded_rows(
     adds_special: bool,
     bad: BadRows,
 ) -> Iterator[Encoded]:
-    """Yields the tokens of rows, in their order.
+    """Yields the tokens of rows, in order.
 
     Args:
-        rows: of texts, or with Chats in the place of responses.
-        names: columns of the prompt and of the responses.
-        tokenizer: called with lists of texts.
-        limits: tokens that each may have.
-        ends: the end tokens of responses; one that ends in none of them gets the tokenizer's.
-        adds_special: whether prompts that no template rendered begin with the special tokens that
-            the tokenizer puts in front of a text.
-        bad: counts rows with a text that has no tokens, which are left out.
+        rows: Rows with texts, or with Chats as responses.
+        names: Columns of the prompt and of the responses.
+        tokenizer: Tokenizer, called with lists of texts.
+        limits: Most tokens of each of these columns.
+        ends: End tokens of responses; the tokenizer's end token is added to a response without one.
+        adds_special: Whether to begin prompts that no template rendered with the special tokens
+            that the tokenizer puts before a text.
+        bad: Collects rows with a text that has no tokens; these are left out.
     """
     special, encoder = _special_tokens(tokenizer), TextTokens(tokenizer)
     front = encoder.front if adds_special else ()
 
     def of_texts(rows: Sequence[Row]) -> list[Encoded | None]:
         try:
-            return list(_of_texts(rows, names, tokenizer, encoder, limits, ends, front))
+            return list(_encode_texts(rows, names, tokenizer, encoder, limits, ends, front))
         except RowError as error:
             if len(rows) > 1:
                 return [found for row in rows for found in of_texts([row])]
@@ -111,12 +113,12 @@ def encoded_rows(
 
     for chunk in _chunks(rows, names):
         are_chats = [bool(chats_of(row.columns, names[1:])) for row in chunk]
-        plain = [one for one, is_chat in zip(chunk, are_chats, strict=True) if not is_chat]
+        plain = [row for row, is_chat in zip(chunk, are_chats, strict=True) if not is_chat]
         texts = iter(of_texts(plain) if plain else [])
         for row, is_chat in zip(chunk, are_chats, strict=True):
             try:
                 found = (
-                    _of_chat(row, names, tokenizer, encoder, special, limits, ends)
+                    _encode_chat(row, names, tokenizer, encoder, special, limits, ends)
                     if is_chat
                     else next(texts)
                 )
@@ -130,21 +132,21 @@ def encoded_rows(
 
 
 def _chunks(rows: Iterable[Row], names: Sequence[str]) -> Iterator[list[Row]]:
-    """Yields rows some at a time, as bounded by what is tokenized together."""
+    """Yields rows in chunks that one call tokenizes."""
     chunk: list[Row] = []
     num = 0
     for row in rows:
         parts = (row.columns[name] for name in names)
         num += sum(len(part.text if isinstance(part, Chat) else str(part)) for part in parts)
         chunk.append(row)
-        if len(chunk) == _TOKENIZED_TOGETHER or num >= _MOST_CHARACTERS:
+        if len(chunk) == _MAX_CHUNK_ROWS or num >= _MAX_CHUNK_CHARACTERS:
             yield chunk
             chunk, num = [], 0
     if chunk:
         yield chunk
 
 
-def _of_texts(
+def _encode_texts(
     chunk: Sequence[Row],
     names: Sequence[str],
     tokenizer: TextEncoder,
@@ -156,14 +158,14 @@ def _of_texts(
     """Yields the tokens of rows of texts.
 
     Args:
-        encoder: of the tokenizer; a response continues its prompt.
-        front: the tokens with which a prompt begins that no template rendered.
+        encoder: Encoder of the tokenizer; a response continues its prompt.
+        front: Tokens that begin a prompt that no template rendered.
     """
     encoded: list[list[list[int]]] = []
     encode: Encode = encoder.plain
     for name, limit in zip(names, limits, strict=True):
         texts = [(row.place, str(row.columns[name])) for row in chunk]
-        encoded.append(_encoded(texts, encode, limit))
+        encoded.append(_tokenize(texts, encode, limit))
         encode = encoder.continued
     for i, row in enumerate(chunk):
         tokens = [part[i] for part in encoded]
@@ -172,17 +174,17 @@ def _of_texts(
             for part in tokens[1:]
         )
         is_in_part = any(
-            len(str(row.columns[name])) > _read_at_first(limit) and len(some) > 2 * limit
+            len(str(row.columns[name])) > _first_characters(limit) and len(some) > 2 * limit
             for name, some, limit in zip(names, tokens, limits, strict=True)
         )
         text, gaps, prompt = str(row.columns[names[0]]), ((),) * len(responses), tuple(tokens[0])
-        # A text in which BOS is written already gets no second.
+        # A text that already begins with BOS does not get another one.
         if prompt and not row.is_rendered and prompt[: len(front)] != front:
             prompt = (*front, *prompt)
         yield Encoded(row, text, prompt, responses, gaps, is_in_part)
 
 
-def _of_chat(
+def _encode_chat(
     row: Row,
     names: Sequence[str],
     tokenizer: TextEncoder,
@@ -194,8 +196,8 @@ def _of_chat(
     chats, limit = chats_of(row.columns, names[1:]), sum(limits[:2])
     sides = []
     for chat in chats:
-        tokens, offsets = _of_text(row.place, chat, encoder, special, limit)
-        runs = learned(offsets, chat.spans)
+        tokens, offsets = _chat_tokens(row.place, chat, encoder, special, limit)
+        runs = token_runs(offsets, chat.spans)
         if len(tokens) > 2 * limit and offsets[-1][1] < len(chat.text):
             first = next((a for a, _ in runs), len(tokens))
             parts = tuple(tokens[:first]), (tuple(tokens[first:]),) * len(chats)
@@ -221,9 +223,9 @@ def _to_end(
     offsets: Sequence[Sequence[int]],
     ends: Collection[int],
 ) -> tuple[int, int]:
-    """Returns the tokens of a turn up to its end token, where a rollout would stop: without what a
-    template puts after it (Phi-3 ends a chat with a second one), and with one that follows directly
-    on what a template marks.
+    """Returns a turn's run of tokens, ending at its end token, where a rollout would stop. Tokens
+    that a template puts after the end token are cut off (Phi-3 ends a chat with a second one); an
+    end token directly after the text that a template marks is included.
     """
     first, stop = run
     if tokens[stop - 1] not in ends and stop < len(tokens) and tokens[stop] in ends:
@@ -237,36 +239,36 @@ def _to_end(
     return first, end
 
 
-def _read_at_first(limit: int) -> int:
-    return max(_SURELY_READ, _CHARACTERS_A_TOKEN * limit)
+def _first_characters(limit: int) -> int:
+    return max(_MIN_CHARACTERS, _CHARACTERS_PER_TOKEN * limit)
 
 
-def _of_text(
+def _chat_tokens(
     place: str, chat: Chat, encoder: TextTokens, special: frozenset[int], limit: int
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
-    """Returns the tokens of a chat with the characters of each.
+    """Returns the tokens of a chat, with the characters of each.
 
-    Up to a run that is learned they are the tokens that the model is given when it responds. In
-    the whole text these may be others ("\\n\\n" before a word); then what follows is tokenized
-    separately.
+    Tokens before a run to learn equal those that the model gets at generation. Tokenizing the whole
+    text may give other tokens there ("\\n\\n" before a word); then the text after that point is
+    tokenized separately.
     """
-    tokens, offsets = _with_offsets(place, chat.text, encoder, limit)
+    tokens, offsets = _tokenize_with_offsets(place, chat.text, encoder, limit)
     if chat.is_marked:
         return tokens, offsets
     for begin, _ in chat.spans:
         if not offsets or offsets[-1][1] < begin:  # only a part was tokenized
             break
-        # Tokens before a special one do not depend on what follows it.
+        # Tokens before a special token do not depend on the text after it.
         first = bisect_right(offsets, begin, key=lambda offset: offset[1]) - 1
         while first > 0 and tokens[first] not in special:
             first -= 1
         first = max(first, 0)
         start = offsets[first][0] if first else 0
-        given, of_given = _with_offsets(place, chat.text[start:begin], encoder, limit)
+        given, of_given = _tokenize_with_offsets(place, chat.text[start:begin], encoder, limit)
         num = first + len(given)
         is_alike = tokens[first:num] == given and (num == len(tokens) or offsets[num][0] >= begin)
         if not is_alike:
-            rest, of_rest = _with_offsets(place, chat.text[begin:], encoder, limit, True)
+            rest, of_rest = _tokenize_with_offsets(place, chat.text[begin:], encoder, limit, True)
             tokens = [*tokens[:first], *given, *rest]
             moved = ((start, of_given), (begin, of_rest))
             offsets = [
@@ -277,64 +279,64 @@ def _of_text(
 
 
 def _special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Returns the special tokens, which a tokenizer cuts out of a text before anything else."""
+    """Returns the special tokens, at which a tokenizer splits a text before anything else."""
     added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them
     return frozenset(number for number, token in added.items() if token.special)
 
 
-def _with_offsets(
+def _tokenize_with_offsets(
     place: str, text: str, encoder: TextTokens, limit: int, is_continued: bool = False
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
-    """Returns the tokens of a text with the characters of each; of a text that is far beyond the
-    limit only the first.
+    """Returns the tokens of a text with the characters of each; only the first tokens if the text
+    is far beyond the limit.
 
     Args:
-        is_continued: whether the text continues a sequence.
+        is_continued: Whether the text continues a sequence.
     """
-    most = _read_at_first(limit)
+    most = _first_characters(limit)
     while True:
         try:
             tokens, offsets = encoder.with_offsets(text[:most], is_continued)
-        except NotImplementedError as error:  # of tokenizers in Python
+        except NotImplementedError as error:  # raised by tokenizers written in Python
             raise DataError(
                 "model.tokenizer",
-                f"{encoder.name}, which does not say where its tokens are in a text",
+                f"{encoder.name}, which gives no character offsets of tokens",
                 "a fast tokenizer, for chats with responses",
                 "Set model.tokenizer to a directory with tokenizer.json.",
             ) from error
-        except Exception as error:  # tokenizers raise no class of their own, of unknown words
-            allowed = f"a text that the tokenizer knows ({said(error, 160)})"
+        except Exception as error:  # tokenizers raise various classes on unknown words
+            allowed = f"a text that the tokenizer can encode ({said(error, 160)})"
             raise _without_tokens(place, text, allowed) from error
         if most >= len(text) or len(tokens) > 2 * limit:
             return list(tokens), offsets
         most *= 2
 
 
-def _encoded(texts: Sequence[tuple[str, str]], encode: Encode, limit: int) -> list[list[int]]:
-    """Returns the tokens of texts, given with their places.
+def _tokenize(texts: Sequence[tuple[str, str]], encode: Encode, limit: int) -> list[list[int]]:
+    """Returns the tokens of texts, which are given as pairs of place and text.
 
     Raises:
-        RowError: the tokenizer has none for one of them; names its place.
+        RowError: The tokenizer fails on one of them; names its place.
     """
     try:
-        parts = [text[: _read_at_first(limit)] for _, text in texts]
+        parts = [text[: _first_characters(limit)] for _, text in texts]
         found = encode(parts)
         for number, (_, text) in enumerate(texts):
-            most = _read_at_first(limit)
+            most = _first_characters(limit)
             while most < len(text) and len(found[number]) <= 2 * limit:
-                most *= 2  # few tokens of many characters, or characters that give none
+                most *= 2  # long tokens, or characters without a token
                 (found[number],) = encode([text[:most]])
-    except Exception as error:  # tokenizers raise no class of their own, of unknown words
+    except Exception as error:  # tokenizers raise various classes on unknown words
         if len(texts) > 1:
-            return [_encoded([one], encode, limit)[0] for one in texts]
+            return [_tokenize([text], encode, limit)[0] for text in texts]
         ((place, text),) = texts
-        allowed = f"a text that the tokenizer knows ({said(error, 160)})"
+        allowed = f"a text that the tokenizer can encode ({said(error, 160)})"
         raise _without_tokens(place, text, allowed) from error
     return found
 
 
 def _without_tokens(place: str, text: object, allowed: str) -> RowError:
-    return RowError(place, f"{short(text)}, which has no tokens", allowed, "Mend that row.")
+    return RowError(place, f"{short(text)}, which has no tokens", allowed, "Fix that row.")
 
 
 def _end_token(tokenizer: TextEncoder) -> int:
@@ -342,7 +344,7 @@ def _end_token(tokenizer: TextEncoder) -> int:
         raise DataError(
             "model.tokenizer",
             "a tokenizer without an end token (eos_token)",
-            "a tokenizer with one, which ends every demonstration",
+            "a tokenizer with an end token, which ends every demonstration",
             "Set eos_token in its tokenizer_config.json.",
         )
     return tokenizer.eos_token_id

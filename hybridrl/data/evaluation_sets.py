@@ -1,8 +1,8 @@
-"""Public evaluation sets in the form in which they were published, as rows of prompt and answer. No
+"""Reads public evaluation sets in their published form, as rows with a prompt and an answer. No
 torch.
 
-A form says which columns a row has and what a model is asked. Rows come from the sources that
-`data.prompts` takes. What is made of a row has `prompt` and `answer`, and the row's own columns.
+A form defines the columns of a row and the question to the model. Rows come from the sources that
+`data.prompts` allows. Each becomes `prompt` and `answer`, with the row's other columns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 @dataclass(frozen=True)
 class Form:
-    """How rows of a published set are read.
+    """A published form of rows.
 
     Args:
-        instruction: text after each question, unless the section says another.
-        read: takes a row's columns and gives the question and the answer.
-        columns: that every row must have, for people.
+        instruction: Text after each question, unless the section has another.
+        read: Function that takes a row's columns and returns the question and the answer.
+        columns: Columns that every row needs, for messages.
     """
 
     instruction: str
@@ -53,7 +53,7 @@ def _aime(row: Mapping[str, Any]) -> tuple[str, Any]:
 
 def _choices(row: Mapping[str, Any]) -> tuple[str, Any]:
     choices, answer = row["options"] if "options" in row else row["choices"], row.get("answer")
-    if isinstance(choices, Mapping):  # ARC: texts with labels of their own, letters or digits
+    if isinstance(choices, Mapping):  # ARC: texts and their labels, letters or digits
         labels, choices = list(choices["label"]), choices["text"]
         answer = ascii_uppercase[labels.index(row["answerKey"])]
     elif "answer_index" in row:
@@ -61,14 +61,14 @@ def _choices(row: Mapping[str, Any]) -> tuple[str, Any]:
     elif isinstance(answer, int):
         answer = ascii_uppercase[answer]
     if str(answer) not in ascii_uppercase[: len(choices)] or not str(answer):
-        raise ValueError(f"answer {answer!r} of {len(choices)} choices")
+        raise ValueError(f"answer {answer!r}, with {len(choices)} choices")
     lines = [f"{letter}. {text}" for letter, text in zip(ascii_uppercase, choices, strict=False)]
     return "\n".join([row["question"], *lines]), answer
 
 
 def _ifeval(row: Mapping[str, Any]) -> tuple[str, Any]:
     if not isinstance(row["instruction_id_list"], list):
-        raise TypeError("instruction_id_list is no list")
+        raise TypeError("instruction_id_list is not a list")
     return row["prompt"], None
 
 
@@ -93,11 +93,11 @@ def set_rows(section: EvalSetConfig, data: DataConfig) -> Iterator[dict[str, obj
     """Yields the rows of an evaluation set as `prompt`, `answer` and the rows' other columns.
 
     Args:
-        section: of the set.
-        data: names the columns of the form `prompts`.
+        section: Section of the set.
+        data: Names of the columns, for the form `prompts`.
 
     Raises:
-        DataError: naming the first row that is not of the form.
+        DataError: Names the first row that does not have the form.
     """
     paths, is_own = section.path or (), section.form == "prompts"
     rows = formed_rows(paths, data, "prompts") if is_own else raw_rows(paths)
@@ -105,38 +105,38 @@ def set_rows(section: EvalSetConfig, data: DataConfig) -> Iterator[dict[str, obj
         if is_own:
             columns = dict(row.columns)
             prompt, answer = columns[data.prompt_key], columns.get(data.answer_key)
-            told = section.instruction or ""
+            instruction = section.instruction or ""
         else:
             refuse_images(row)
             form = FORMS[section.form]
-            prompt, answer = _of_form(row, section.form, form)
-            told = form.instruction if section.instruction is None else section.instruction
-        if told and isinstance(prompt, str):
-            prompt = f"{prompt}\n{told}"
-        # A published column of the same name says something else.
+            prompt, answer = _read_form(row, section.form, form)
+            instruction = form.instruction if section.instruction is None else section.instruction
+        if instruction and isinstance(prompt, str):
+            prompt = f"{prompt}\n{instruction}"
+        # Published columns of these names have another meaning.
         others = {k: v for k, v in row.columns.items() if k not in ("prompt", "answer", "label")}
         answers = {} if answer is None else {"answer": answer}
         yield {**others, "prompt": prompt, **answers}
 
 
-def _of_form(row: Row, name: str, form: Form) -> tuple[str, Any]:
+def _read_form(row: Row, name: str, form: Form) -> tuple[str, Any]:
     try:
         question, answer = form.read(row.columns)
         if not isinstance(question, str) or not question:
             raise TypeError(f"question {short(question)}")
         return question, answer
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        said = f"no column {error}" if isinstance(error, KeyError) else str(error)
+        fault = f"no column {error}" if isinstance(error, KeyError) else str(error)
         raise DataError(
             row.place,
-            f"{short(said, 120)} among {short(sorted(map(str, row.columns)), 200)}",
+            f"{short(fault, 120)} among {short(sorted(map(str, row.columns)), 200)}",
             f"a row of form {name}, with {form.columns}",
-            "Mend that row, or set another form.",
+            "Fix that row, or set another form.",
         ) from error
 
 
 def set_data(data: DataConfig, section: EvalSetConfig) -> DataConfig:
-    """Returns how the rows of `set_rows` are read: chats and limits as in training."""
-    # Results compare only where all rows are asked.
+    """Returns a data section that reads the rows of `set_rows` as in training: chats and limits."""
+    # Results are comparable only if every row is evaluated.
     keys: dict[str, object] = {"prompt_key": "prompt", "answer_key": "answer", "on_bad_row": "stop"}
     return data.model_copy(update={**keys, "prompts": section.path})

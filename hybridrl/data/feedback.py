@@ -1,6 +1,6 @@
-"""Rows with responses: demonstrations, preference pairs, labelled responses. No torch.
+"""Checks rows with responses: demonstrations, preference pairs, labelled responses. No torch.
 
-Owns which columns such rows have and what they must say; prompts.py reads and tokenizes them.
+Owns the columns of such rows and their allowed values; prompts.py reads and tokenizes the rows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridrl.errors import DataError, RowError, short
 
 
 def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
-    """Returns the columns that say something of a row's response."""
+    """Returns the column with the margin or label of a row's response, if there is one."""
     if feedback == "pairs" and config.margin_key is not None:
         return [config.margin_key]
     return [config.label_key] if feedback == "labels" else []
@@ -25,11 +25,11 @@ def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
 def checked(
     rows: Iterable[Row], config: DataConfig, feedback: Feedback | None, bad: BadRows
 ) -> Iterator[Row]:
-    """Passes rows on, whose columns are complete, and counts in `bad` those with equal sides, or
-    with a margin or a label that is none.
+    """Yields the rows whose sides differ and whose margin or label is valid; counts the others in
+    `bad`.
 
     Raises:
-        DataError: after the last row, for the label that no row has.
+        DataError: After the last row, if no row has one of the two labels.
     """
     labels: set[bool] = set()
     for row in rows:
@@ -41,7 +41,7 @@ def checked(
         if feedback == "labels":
             labels.add(row.columns[config.label_key] is True)
         yield row
-    if labels and not bad.stops:  # else the bad rows are what is said
+    if labels and not bad.stops:  # otherwise the error about bad rows comes first
         check_classes(labels, config)
 
 
@@ -54,26 +54,26 @@ def _check(row: Row, config: DataConfig, feedback: Feedback | None) -> None:
         is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
         if not is_number or not 0 <= margin <= sys.float_info.max:  # type: ignore[operator]
             got = f"{config.margin_key} = {short(margin)}"
-            raise RowError(row.place, got, "a finite number of at least 0", "Mend that row.")
+            raise RowError(row.place, got, "a finite number of at least 0", "Fix that row.")
     elif feedback == "labels":
         label = row.columns[config.label_key]
         if not isinstance(label, bool):
             got = f"{config.label_key} = {short(label)}"
-            raise RowError(row.place, got, "true or false", "Mend that row.")
+            raise RowError(row.place, got, "true or false", "Fix that row.")
 
 
 def equal_sides(row: Row, config: DataConfig) -> RowError:
-    """Returns the error of a pair that prefers a response to itself."""
+    """Returns the error for a pair of equal responses."""
     return RowError(
         row.place,
-        f"the same in {config.chosen_key!r} and {config.rejected_key!r}",
+        f"equal responses in {config.chosen_key!r} and {config.rejected_key!r}",
         "two different responses, in text and in tokens",
-        "Remove that row: it prefers neither.",
+        "Remove that row, which prefers neither.",
     )
 
 
 def check_classes(labels: set[bool], config: DataConfig) -> None:
-    """Raises DataError unless there are responses of both labels."""
+    """Raises DataError unless there are responses with both labels."""
     for label in (True, False):
         if label not in labels:
             shown = str(label).lower()

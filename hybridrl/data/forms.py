@@ -1,10 +1,9 @@
-"""The forms of rows that data sets are published in, recognised by their keys. No torch.
+"""Recognises, by their keys, the forms in which data sets are published. No torch.
 
-Owns the table of forms. A row is given in the columns that `data.prompt_key`, `response_key`,
-`chosen_key` and `rejected_key` name, or in a form of FORMS; what comes out of here has these
-columns, each a text or a list of messages. The columns by key go before forms, and where one of
-these keys is not its default no form is looked for. What a form has read is gone from the columns;
-others stay.
+Owns the table of forms. A row has the columns that `data.prompt_key`, `response_key`, `chosen_key`
+and `rejected_key` name, or a form of FORMS; the rows returned here have these columns, each a text
+or a list of messages. Columns by key take precedence over forms, and no form is tried if one of
+these keys is not its default. Columns that a form reads are removed; the others stay.
 """
 
 from __future__ import annotations
@@ -16,23 +15,22 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from hybridrl.config.data import DataConfig
-from hybridrl.config.files import has_utf8, plain
+from hybridrl.config.files import plain
 from hybridrl.config.needs import Feedback
 from hybridrl.data.messages import ASSISTANT, Message, chat, tools_of, without_nulls
 from hybridrl.data.rows import (
-    MAX_BAD_AT_FIRST,
+    MAX_LEADING_BAD,
     BadRows,
     Row,
-    half_pair,
     raw_rows,
     refuse_images,
 )
-from hybridrl.data.trees import SAID as TREES
-from hybridrl.data.trees import unfolded
+from hybridrl.data.trees import DESCRIPTION as TREES
+from hybridrl.data.trees import expand_trees
 from hybridrl.errors import DataError, RowError, short
 
 Kind = Literal["prompts", "demonstrations", "pairs", "labels"]
-"""What is asked of rows: prompts to respond to, or responses to learn from."""
+"""Kind of rows: prompts to respond to, or responses to learn from."""
 
 _KEYS: dict[Kind, tuple[str, ...]] = {
     "prompts": ("prompt_key",),
@@ -42,15 +40,14 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
 }
 _CHATS = ("messages", "conversations")
 CheckRow = Callable[[str, Mapping[str, object]], None]
-"""Takes a prompt's text and its row's columns; raises DataError for a row that nothing can be made
-of."""
+"""Takes a prompt's text and its row's columns; raises DataError if no response can be scored."""
 Text = str | list[Message]
 Parts = list[Text]
-"""The prompt, then the response or both sides of a pair; as many as the kind has keys."""
+"""The prompt, then the response or both sides of a pair: one part for each key of the kind."""
 
 
 def kind_of(feedback: Feedback | None, has_responses: bool) -> Kind:
-    """Returns what an algorithm asks of rows."""
+    """Returns the kind of rows that an algorithm needs."""
     if not has_responses:
         return "prompts"
     return "demonstrations" if feedback is None else feedback
@@ -71,30 +68,30 @@ def formed_rows(
     """Reads rows of any form from sources, or from memory, in order.
 
     Args:
-        source: as of `raw_rows`.
-        config: the keys of the columns.
-        kind: what is asked of the rows.
-        required: further columns that every row must have, of any kind but null.
-        bad: counts the rows that cannot be used, which are left out; whoever gave it asks it to
-            check after the last row. None: the rows must all be good.
+        source: Source of `raw_rows`.
+        config: Keys of the columns.
+        kind: Kind of rows.
+        required: Further columns that every row must have, with any value except null.
+        bad: Collects unusable rows, which are left out; the caller calls its `check` after the last
+            row. Without it, all rows must be good.
 
     Raises:
-        DataError: names the file and line of a source that cannot be read, or, without `bad`, of
+        DataError: Names the file and line of a source that cannot be read, or, without `bad`, of
             bad rows.
     """
     counted, good = BadRows("stop") if bad is None else bad, set[int]()
     rows = raw_rows(source)
-    rows = rows if _has_own_keys(config, kind) else unfolded(rows, kind, counted)
+    rows = rows if _has_own_keys(config, kind) else expand_trees(rows, kind, counted)
     for number, row in enumerate(rows):
         try:
-            found = formed(replace(row, number=number), config, kind)
+            found = normalize_row(replace(row, number=number), config, kind)
             for name in required:
                 if found.columns.get(name) is None:
                     raise missing(row, name)
         except RowError as error:
             counted.add(row.source, error)
             if row.source not in good:
-                counted.check(good, MAX_BAD_AT_FIRST)
+                counted.check(good, MAX_LEADING_BAD)
             continue
         good.add(row.source)
         yield found
@@ -109,18 +106,18 @@ def validate_file(
     required: Sequence[str] = (),
     check: CheckRow | None = None,
 ) -> int:
-    """Reads every row of one source and returns the number of those that can be used; arguments as
-    of `formed_rows`.
+    """Reads every row of one source and returns the number of usable ones; see `formed_rows` for
+    the arguments.
 
     Args:
-        check: is asked about each row; with it a row without a required column is refused.
+        check: Function called for each row; with it, a row without a required column is an error.
 
     Raises:
-        DataError: the source cannot be read, or has bad rows and `data.on_bad_row` is 'stop', or no
-            others.
+        DataError: The source cannot be read, or has bad rows and `data.on_bad_row` is 'stop' or no
+            row is good.
     """
     bad, num = BadRows(config.on_bad_row), 0
-    # Without its answer a row is read all the same later, so that it cannot be left out here.
+    # The run does not drop rows without an answer, so they must not be left out here either.
     for row in formed_rows([path], config, kind, required if check is None else (), bad):
         num += 1
         if check is not None:
@@ -135,12 +132,12 @@ def validate_file(
     return num
 
 
-def formed(row: Row, config: DataConfig, kind: Kind) -> Row:
+def normalize_row(row: Row, config: DataConfig, kind: Kind) -> Row:
     """Returns a row with the columns that its kind has, each a text or messages.
 
     Raises:
-        RowError: it has no known form, or is not what its form says.
-        DataError: it has images.
+        RowError: It has no known form, or its values do not fit the form.
+        DataError: It has images.
     """
     refuse_images(row)
     names = text_columns(config, kind)
@@ -153,7 +150,7 @@ def formed(row: Row, config: DataConfig, kind: Kind) -> Row:
     others = {**_answer(config, columns), **columns}
     others |= {key: None for key in row.columns if key not in others}
     if config.chat_template or not all(isinstance(part, str) for part in parts):
-        for key in _CHATS:  # what a chat of the prompt is kept as has the first of these names
+        for key in _CHATS:  # chats.py stores the prompt's messages under the first of these
             others.pop(key, None)
         others.pop(config.tools_key, None)
         tools = tools_of(row.place, config.tools_key, read.get(config.tools_key))
@@ -162,7 +159,9 @@ def formed(row: Row, config: DataConfig, kind: Kind) -> Row:
 
 
 def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the answer of a row that has it in a column of its own, as verl's data sets do."""
+    """Returns the answer of a row that has it as `reward_model.ground_truth`, as in verl's data
+    sets.
+    """
     rule = columns.get("reward_model")
     is_default = config.answer_key == DataConfig.model_fields["answer_key"].default
     if not is_default or not isinstance(rule, Mapping) or rule.get("ground_truth") is None:
@@ -171,13 +170,13 @@ def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing(row: Row, name: str) -> RowError:
-    """Returns the error of a row without a column."""
+    """Returns the error for a row without a column."""
     present = sorted(map(str, row.columns))
     near = get_close_matches(name, [key for key in present if key != name], 1)
     hint = f"Did you mean {short(near[0])}? " if near else ""
     got = "null" if name in row.columns else f"no column {short(name)} among {short(present, 300)}"
     allowed = f"the column {short(name)} in every row"
-    return RowError(row.place, got, allowed, f"{hint}Add it, or set the data.*_key that names it.")
+    return RowError(row.place, got, allowed, f"{hint}Add it, or set its data.*_key.")
 
 
 def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, object]) -> Parts:
@@ -197,7 +196,7 @@ def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, objec
         error = missing(row, absent[0])
         if has_own:
             raise error
-        forms = "; ".join(one.text() for one in FORMS if kind in one.parts)
+        forms = "; ".join(form.text() for form in FORMS if kind in form.parts)
         forms += "" if kind == "labels" else f"; {TREES}"
         raise RowError(row.place, error.value, f"{error.allowed}, or {forms}", error.remedy)
     return form.parts[kind](row, config, columns)
@@ -216,21 +215,16 @@ def _form(columns: Mapping[str, object], kind: Kind) -> Form | None:
 
 
 def _checked(row: Row, name: str, value: Text) -> Text:
-    """Returns a text that is not empty, or messages."""
-    if isinstance(value, str):
-        if not value:
-            got = f"{plain(name)} = {short(value)}"
-            raise RowError(row.place, got, "a text that is not empty", "Mend that row.")
-        if not has_utf8(value):
-            raise half_pair(row, name, value)
-        return value
-    if not isinstance(value, list | tuple):
+    """Returns a value that is a text or messages, and not empty."""
+    if isinstance(value, list | tuple):
+        return chat(row.place, name, value)
+    if not isinstance(value, str) or not value:
         got = f"{plain(name)} = {short(value)}"
-        raise RowError(row.place, got, "a text that is not empty, or messages", "Mend that row.")
-    return chat(row.place, name, value)
+        raise RowError(row.place, got, "a text that is not empty, or messages", "Fix that row.")
+    return value
 
 
-# What the parts of each form are.
+# The functions that read the forms' parts.
 
 
 def _conversation(row: Row, key: str, columns: Mapping[str, Any]) -> list[Message]:
@@ -241,37 +235,37 @@ def _conversation(row: Row, key: str, columns: Mapping[str, Any]) -> list[Messag
 
 
 def _split(row: Row, key: str, columns: Mapping[str, Any], is_last: bool) -> Parts:
-    return _cut(row, key, _conversation(row, key, columns), is_last)
+    return _split_messages(row, key, _conversation(row, key, columns), is_last)
 
 
-def _cut(row: Row, name: str, messages: list[Message], is_last: bool = False) -> Parts:
-    """Returns the messages before the first (or last) of the assistant, and those from there on to
+def _split_messages(row: Row, name: str, messages: list[Message], is_last: bool = False) -> Parts:
+    """Returns the messages before the assistant's first (or last) message, and those from there to
     the assistant's last.
     """
-    turns = [number for number, one in enumerate(messages) if one["role"] == ASSISTANT]
+    turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     first = turns[-1 if is_last else 0] if turns else 0
     if first == 0:
-        what = "no message of the assistant" if not turns else "the assistant's message first"
+        fault = "the assistant's message first" if turns else "no message of the assistant"
         allowed = "a message of the user, then the assistant's"
-        remedy = "Mend that row, or leave it out."
-        raise RowError(row.place, f"{plain(name)} has {what}", allowed, remedy)
+        remedy = "Fix or remove that row."
+        raise RowError(row.place, f"{plain(name)} has {fault}", allowed, remedy)
     return [messages[:first], messages[first : turns[-1] + 1]]
 
 
-def _asked(row: Row, key: str, columns: Mapping[str, Any]) -> Parts:
-    """Returns the messages without the assistant's last turn, which the policy is to make."""
+def _prompt_messages(row: Row, key: str, columns: Mapping[str, Any]) -> Parts:
+    """Returns the messages without the assistant's last turns, which the policy has to generate."""
     messages = _conversation(row, key, columns)
     while messages and messages[-1]["role"] == ASSISTANT:
         messages = messages[:-1]
     if not messages:
-        got = f"{plain(key)} has messages of the assistant alone"
-        raise RowError(row.place, got, "a message of the user", "Mend that row, or leave it out.")
+        got = f"{plain(key)} has only messages of the assistant"
+        raise RowError(row.place, got, "a message of the user", "Fix or remove that row.")
     return [messages]
 
 
 def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
-    """Returns the messages that both sides begin with, and the rest of each. A prompt goes before
-    sides that begin with the assistant.
+    """Returns the messages that both sides begin with, and the rest of each. The row's prompt comes
+    first if a side begins with the assistant.
     """
     name, sides = config.prompt_key, []
     given = columns.get(name)
@@ -281,9 +275,9 @@ def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
         if side[0]["role"] == ASSISTANT:
             side = [*asked, *side]
         elif isinstance(given, list | tuple) and side[: len(asked)] != asked:
-            got = f"{plain(key)} does not begin as {plain(name)} does"
-            allowed = "the messages of the prompt first, or the assistant's alone"
-            raise RowError(row.place, got, allowed, "Mend that row.")
+            got = f"{plain(key)} does not begin with the messages of {plain(name)}"
+            allowed = "the messages of the prompt first, or only the assistant's"
+            raise RowError(row.place, got, allowed, "Fix that row.")
         sides.append(side)
     better, worse = sides
     most = min(len(better), len(worse)) - 1
@@ -291,14 +285,14 @@ def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
     while num and not better[num]["role"] == worse[num]["role"] == ASSISTANT:
         num -= 1
     if num == 0:
-        got = "sides that do not part with a message of the assistant"
-        allowed = "the same messages up to one of the assistant, in both sides"
-        raise RowError(row.place, got, allowed, "Mend that row, or leave it out.")
+        got = "two responses that do not first differ in a message of the assistant"
+        allowed = "the same messages in both, up to a message of the assistant"
+        raise RowError(row.place, got, allowed, "Fix or remove that row.")
     return [better[:num], *(_to_last_turn(side[num:]) for side in sides)]
 
 
 def _to_last_turn(messages: list[Message]) -> list[Message]:
-    last = max(number for number, one in enumerate(messages) if one["role"] == ASSISTANT)
+    last = max(i for i, message in enumerate(messages) if message["role"] == ASSISTANT)
     return messages[: last + 1]
 
 
@@ -312,21 +306,21 @@ _TURN = re.compile(r"(?:\A|\n\n|\n?(?=###))(?:### )?(Human|Assistant):", re.MULT
 _TALKERS = {"Human": "user", "Assistant": ASSISTANT}
 
 
-def _is_dialogue(text: object) -> bool:
-    """Whether a text is turns after "Human:" and "Assistant:", as HH-RLHF and Guanaco have it."""
+def _is_transcript(text: object) -> bool:
+    """Whether a text consists of turns after "Human:" and "Assistant:" (HH-RLHF, Guanaco)."""
     if not isinstance(text, str):
         return False
     first = _TURN.search(text)
     return first is not None and not text[: first.start()].strip() and "Assistant:" in text
 
 
-def _dialogue(row: Row, name: str, value: object) -> list[Message]:
+def _transcript_messages(row: Row, name: str, value: object) -> list[Message]:
     text = str(value)
     turns = list(_TURN.finditer(text))
     ends = [*(turn.start() for turn in turns[1:]), len(text)]
-    if not turns or not _is_dialogue(value):
+    if not turns or not _is_transcript(value):
         got = f"{plain(name)} = {short(value)}"
-        raise RowError(row.place, got, "turns after 'Human:' and 'Assistant:'", "Mend that row.")
+        raise RowError(row.place, got, "turns after 'Human:' and 'Assistant:'", "Fix that row.")
     found = [
         {"role": _TALKERS[turn[1]], "content": text[turn.end() : end].strip()}
         for turn, end in zip(turns, ends, strict=True)
@@ -335,35 +329,35 @@ def _dialogue(row: Row, name: str, value: object) -> list[Message]:
 
 
 def _cut_at_last(row: Row, name: str, value: object) -> tuple[str, str]:
-    """Returns a dialogue up to its last "Assistant:", and what follows."""
-    _dialogue(row, name, value)
+    """Returns a transcript up to its last "Assistant:", and the text after that."""
+    _transcript_messages(row, name, value)
     text, turns = str(value), list(_TURN.finditer(str(value)))
     end = max((turn.end() for turn in turns if turn[1] == "Assistant"), default=0)
     return text[:end], text[end:]
 
 
-def _dialogue_demonstration(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
+def _transcript_demonstration(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
     if config.chat_template:
-        return _cut(row, "text", _dialogue(row, "text", columns["text"]))
+        return _split_messages(row, "text", _transcript_messages(row, "text", columns["text"]))
     return list(_cut_at_last(row, "text", columns["text"]))
 
 
-def _dialogue_pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
+def _transcript_pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
     keys = config.chosen_key, config.rejected_key
     if config.chat_template:
-        sides = {key: _dialogue(row, key, columns[key]) for key in keys}
+        sides = {key: _transcript_messages(row, key, columns[key]) for key in keys}
         return _pair(row, config, sides)
     (asked, better), (other, worse) = (_cut_at_last(row, key, columns[key]) for key in keys)
     if asked != other:
         got = f"{keys[0]} and {keys[1]} that differ before the last turn"
-        remedy = "Set data.chat_template=true, which learns from all turns, or leave that row out."
+        remedy = "Set data.chat_template=true, which learns from all turns, or remove that row."
         raise RowError(row.place, got, "one dialogue up to the last 'Assistant:'", remedy)
     return [asked, better, worse]
 
 
 def _prompt(columns: Mapping[str, Any], key: str) -> Any:
-    """Returns a prompt's text with what Alpaca and Dolly have beside it, or as the messages of
-    system and user where the row has a system's text.
+    """Returns a prompt's text joined with the input or context of Alpaca and Dolly rows; messages
+    of system and user if the row has a system text.
     """
     asked, more = columns[key], columns.get("input") or columns.get("context")
     if key == "instruction" and isinstance(asked, str) and isinstance(more, str) and more.strip():
@@ -379,7 +373,7 @@ def _call_demonstration(row: Row, config: DataConfig, columns: Mapping[str, Any]
     return [[{"role": "user", "content": columns["query"]}], [calls]]
 
 
-Making = Callable[[Row, DataConfig, Mapping[str, Any]], Parts]
+ToParts = Callable[[Row, DataConfig, Mapping[str, Any]], Parts]
 
 
 @dataclass(frozen=True)
@@ -387,43 +381,45 @@ class Form:
     """A form of rows.
 
     Args:
-        said: what it is, for messages.
-        needed: keys that a row of it has.
-        parts: by kind, what gives a row's prompt and responses.
-        fits: whether what stands there is of the form.
+        description: Description for messages.
+        needed: Keys that a row of this form has.
+        parts: Functions by kind that return a row's prompt and responses.
+        fits: Whether the values of these keys have the form.
     """
 
-    said: str
+    description: str
     needed: tuple[str, ...]
-    parts: Mapping[Kind, Making]
+    parts: Mapping[Kind, ToParts]
     fits: Callable[[Mapping[str, Any]], bool] = lambda columns: True
 
     def text(self) -> str:
-        """Returns what the form is, for messages."""
-        return f"{' and '.join(self.needed)} ({self.said})"
+        """Returns the keys and the description, for messages."""
+        return f"{' and '.join(self.needed)} ({self.description})"
 
 
-def _chat_form(said: str, key: str) -> Form:
+def _chat_form(description: str, key: str) -> Form:
     return Form(
-        said,
+        description,
         (key,),
         {
-            "prompts": lambda row, config, columns: _asked(row, key, columns),
+            "prompts": lambda row, config, columns: _prompt_messages(row, key, columns),
             "demonstrations": lambda row, config, columns: _split(row, key, columns, is_last=False),
             "labels": lambda row, config, columns: _split(row, key, columns, is_last=True),
         },
     )
 
 
-def _texts_form(said: str, asked: str, told: str) -> Form:
+def _text_form(description: str, prompt: str, response: str) -> Form:
     def parts(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
-        return [_prompt(columns, asked), columns[told]]
+        return [_prompt(columns, prompt), columns[response]]
 
-    return Form(said, (asked, told), {"demonstrations": parts, "labels": parts})
+    return Form(description, (prompt, response), {"demonstrations": parts, "labels": parts})
 
 
-def _prompt_form(said: str, asked: str) -> Form:
-    return Form(said, (asked,), {"prompts": lambda row, config, columns: [_prompt(columns, asked)]})
+def _prompt_form(description: str, key: str) -> Form:
+    return Form(
+        description, (key,), {"prompts": lambda row, config, columns: [_prompt(columns, key)]}
+    )
 
 
 _SIDES = ("chosen", "rejected")
@@ -433,8 +429,8 @@ FORMS: tuple[Form, ...] = (
     Form(
         "HH-RLHF, turns after 'Human:' and 'Assistant:'",
         _SIDES,
-        {"pairs": _dialogue_pair},
-        fits=lambda columns: all(_is_dialogue(columns[side]) for side in _SIDES),
+        {"pairs": _transcript_pair},
+        fits=lambda columns: all(_is_transcript(columns[side]) for side in _SIDES),
     ),
     Form(
         "Orca pairs",
@@ -451,21 +447,21 @@ FORMS: tuple[Form, ...] = (
         {"pairs": _pair},
         fits=lambda columns: not any(isinstance(columns[side], str) for side in _SIDES),
     ),
-    _texts_form("TRL", "prompt", "completion"),
-    _texts_form("Alpaca", "instruction", "output"),
-    _texts_form("Dolly", "instruction", "response"),
+    _text_form("TRL", "prompt", "completion"),
+    _text_form("Alpaca", "instruction", "output"),
+    _text_form("Dolly", "instruction", "response"),
     Form("xLAM", ("query", "tools", "answers"), {"demonstrations": _call_demonstration}),
-    _texts_form("NuminaMath", "problem", "solution"),
-    _texts_form("OpenOrca", "question", "response"),
-    _texts_form("GSM8K", "question", "answer"),
+    _text_form("NuminaMath", "problem", "solution"),
+    _text_form("OpenOrca", "question", "response"),
+    _text_form("GSM8K", "question", "answer"),
     Form(
         "Guanaco, turns after '### Human:' and '### Assistant:'",
         ("text",),
-        {"demonstrations": _dialogue_demonstration},
-        fits=lambda columns: _is_dialogue(columns["text"]),
+        {"demonstrations": _transcript_demonstration},
+        fits=lambda columns: _is_transcript(columns["text"]),
     ),
     _prompt_form("GSM8K, OpenOrca", "question"),
     _prompt_form("NuminaMath, MATH", "problem"),
     _prompt_form("Alpaca, Dolly", "instruction"),
 )
-"""In the order in which a row is compared with them."""
+"""Forms, in the order in which a row is compared with them."""

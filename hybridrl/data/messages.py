@@ -1,10 +1,8 @@
-"""The messages of a chat: what they may look like, and the one form that templates are given. No
-torch.
+"""Checks the messages of a chat, and brings them into the one form that templates get. No torch.
 
-Owns the checks of messages, of tool calls in them and of schemas of tools. Invariant: a chat that
-comes out of here is a list of dictionaries with `role`, and with `content` unless it has
-`tool_calls`; no message has a null of its own, nulls within arguments and schemas stay, and all
-text has UTF-8.
+Owns the checks of messages, of their tool calls and of tool schemas. Invariant: a chat returned
+here is a list of dictionaries with `role`, and with `content` unless they have `tool_calls`. Nulls
+at the top level of a message are removed; nulls inside arguments and schemas stay.
 """
 
 from __future__ import annotations
@@ -12,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.config.files import has_utf8, parse_json, plain
+from hybridrl.config.files import parse_json, plain
 from hybridrl.errors import DataError, RowError, said, short
 
 Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "observation")
 ASSISTANT = "assistant"
-# What data sets call these otherwise: ShareGPT, OpenAssistant, OpenAI's older interface.
+# Other names of these roles: ShareGPT, OpenAssistant, OpenAI's older interface.
 _OTHER_NAMES = {
     "human": "user",
     "prompter": "user",
@@ -32,7 +30,7 @@ _OTHER_NAMES = {
     "function_response": "tool",
     "function-response": "tool",
 }
-_CALLS = ("function_call", "function-call", "tool_call")  # whose value is a call, or a list of them
+_CALLS = ("function_call", "function-call", "tool_call")  # roles whose content is tool calls
 _MEDIA = frozenset(
     {"image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "audio_url"}
 )  # types of content parts
@@ -40,39 +38,37 @@ _ALLOWED = 'messages {"role": "user", "content": "..."} or {"from": "human", "va
 
 
 def chat(place: str, name: str, value: object) -> list[Message]:
-    """Returns the messages of a row's column.
+    """Returns the messages in a row's column.
 
     Args:
-        place: of the row, for errors.
-        name: of the column.
-        value: its content.
+        place: Place of the row, for errors.
+        name: Name of the column.
+        value: Content of the column.
 
     Raises:
-        RowError: it is no list of messages.
+        RowError: The value is not a list of messages.
     """
     if not isinstance(value, Sequence) or isinstance(value, str) or not value:
         got = f"{plain(name)} = {short(value)}"
-        raise RowError(place, got, f"a text, or {_ALLOWED}", "Mend that row.")
+        raise RowError(place, got, f"a text, or {_ALLOWED}", "Fix that row.")
     return [_message(place, name, message) for message in value]
 
 
 def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | None:
-    """Returns the schemas of the tools of a row's column: a list, or JSON that is one.
+    """Returns the tool schemas in a row's column, which holds a list or its JSON.
 
     Raises:
-        RowError: it is neither.
+        RowError: The value is neither.
     """
     if value is None or value in ("", []):
         return None
     found = _parsed(place, name, value) if isinstance(value, str) else value
     found = [found] if isinstance(found, Mapping) else found
     is_list = isinstance(found, Sequence) and not isinstance(found, str)
-    if not is_list or not all(isinstance(one, Mapping) and one for one in found):  # type: ignore[union-attr]
+    if not is_list or not all(isinstance(schema, Mapping) and schema for schema in found):  # type: ignore[union-attr]
         allowed = 'schemas of tools, [{"type": "function", "function": {"name": "..."}}]'
-        raise RowError(place, f"{plain(name)} = {short(value)}", allowed, "Mend that row.")
-    schemas: list[dict[str, Any]] = [_copied(one) for one in found]  # type: ignore[union-attr]
-    _check_texts(place, name, schemas)
-    return schemas or None
+        raise RowError(place, f"{plain(name)} = {short(value)}", allowed, "Fix that row.")
+    return list(map(dict, found)) or None  # type: ignore[arg-type]
 
 
 def _message(place: str, name: str, given: object) -> Message:
@@ -91,10 +87,10 @@ def _message(place: str, name: str, given: object) -> Message:
     role = _OTHER_NAMES.get(role, role)
     if role not in ROLES:
         got = f"{plain(name)} has the role {short(role)}"
-        raise RowError(place, got, ", ".join((*ROLES, *_OTHER_NAMES)), "Mend that row.")
+        raise RowError(place, got, ", ".join((*ROLES, *_OTHER_NAMES)), "Fix that row.")
     if known.get("weight", 1) != 1:
         got = f"{plain(name)} has a message of weight {short(known['weight'])}"
-        raise RowError(place, got, "1, or no weight", "Leave it out; all assistant turns count.")
+        raise RowError(place, got, "1, or no weight", "Remove weight; all turns count.")
     calls = known.pop("tool_calls", None) or known.pop("function_call", None)
     message: Message = {"role": role}
     if content is not None:
@@ -105,41 +101,36 @@ def _message(place: str, name: str, given: object) -> Message:
     if "content" not in message:
         raise _refused(place, name, given)
     if role == ASSISTANT and not message["content"] and not calls:
-        got = f"{plain(name)} has an assistant's message without text"
-        raise RowError(place, got, "a text that is not empty, or tool_calls", "Mend that row.")
-    message |= {str(key): _copied(value) for key, value in known.items()}
-    _check_texts(place, name, message)
-    return message
+        got = f"{plain(name)} has a message of the assistant without text"
+        raise RowError(place, got, "a text that is not empty, or tool_calls", "Fix that row.")
+    return message | known
 
 
 def _refused(place: str, name: str, message: object) -> RowError:
-    return RowError(place, f"{plain(name)} has {short(message)}", _ALLOWED, "Mend that row.")
+    return RowError(place, f"{plain(name)} has {short(message)}", _ALLOWED, "Fix that row.")
 
 
 def _text(place: str, name: str, content: object, message: object) -> str:
-    """Returns a text, or the texts of OpenAI's parts joined."""
+    """Returns a text, or the joined texts of OpenAI's content parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
         raise _refused(place, name, message)
     kinds = {str(part.get("type")) for part in content if isinstance(part, Mapping)}
     if found := sorted(kinds & _MEDIA):
-        remedy = "Leave out rows with images, or these parts where the text does not need them."
-        got, allowed = (
-            f"{plain(name)} has a part of type {found[0]}",
-            "text, for models see no images yet",
-        )
-        raise DataError(place, got, allowed, remedy)
+        got = f"{plain(name)} has a part of type {found[0]}"
+        remedy = "Remove rows with images, or only these parts if the text does not need them."
+        raise DataError(place, got, "text, because images are not supported yet", remedy)
     texts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
     if not texts or not all(isinstance(text, str) for text in texts):
         got = f"{plain(name)} has the content {short(content)}"
-        raise RowError(place, got, "a text, or parts of type text", "Leave that row out.")
+        raise RowError(place, got, "a text, or parts of type text", "Remove that row.")
     return "".join(map(str, texts))
 
 
 def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:
     """Returns tool calls as templates read them: `{"type": "function", "function": {"name": ...,
-    "arguments": {...}}}`, arguments as an object, not as its JSON.
+    "arguments": {...}}}`, with the arguments as an object.
     """
     value = _parsed(place, name, value) if isinstance(value, str) else value
     calls = [value] if isinstance(value, Mapping) else value
@@ -155,7 +146,7 @@ def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:
             arguments = _parsed(place, name, arguments) if arguments.strip() else {}
         if not isinstance(arguments, Mapping | None):
             raise _no_call(place, name, call)
-        function = {"name": inner["name"], "arguments": _copied(arguments or {})}
+        function = {"name": inner["name"], "arguments": dict(arguments or {})}
         more = {"id": call["id"]} if call.get("id") is not None else {}
         found.append({**more, "type": "function", "function": function})
     return found
@@ -163,7 +154,7 @@ def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:
 
 def _no_call(place: str, name: str, call: object) -> RowError:
     allowed = 'tool calls {"function": {"name": "...", "arguments": {...}}}'
-    return RowError(place, f"{plain(name)} has the call {short(call)}", allowed, "Mend that row.")
+    return RowError(place, f"{plain(name)} has the call {short(call)}", allowed, "Fix that row.")
 
 
 def _parsed(place: str, name: str, text: str) -> Any:
@@ -171,38 +162,16 @@ def _parsed(place: str, name: str, text: str) -> Any:
         return parse_json(text)
     except ValueError as error:
         got = f"{plain(name)} has {short(text)} ({said(error)})"
-        raise RowError(place, got, "JSON in that text", "Mend that row.") from error
+        raise RowError(place, got, "JSON in that text", "Fix that row.") from error
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a value without the null entries of its objects, however deep. Rows of struct columns
-    need it: Arrow fills every key that any row has. JSON in texts stays as it is.
+    """Returns a value without the null entries of its objects, at any depth. Rows with struct
+    columns need this, because Arrow fills in every key that any row has. JSON in texts is not
+    changed.
     """
     if isinstance(value, Mapping):
-        return {key: without_nulls(one) for key, one in value.items() if one is not None}
+        return {key: without_nulls(part) for key, part in value.items() if part is not None}
     if isinstance(value, list | tuple):
-        return [without_nulls(one) for one in value]
+        return list(map(without_nulls, value))
     return value
-
-
-def _copied(value: Any) -> Any:
-    """Returns a copy of a value whose objects have texts as keys."""
-    if isinstance(value, Mapping):
-        return {str(key): _copied(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_copied(one) for one in value]
-    return value
-
-
-def _check_texts(place: str, name: str, value: object) -> None:
-    """Raises RowError where a text, however deep, has half of a surrogate pair."""
-    waiting = [value]
-    while waiting:
-        one = waiting.pop()
-        if isinstance(one, Mapping):
-            waiting += [*one, *one.values()]
-        elif isinstance(one, list | tuple):
-            waiting += one
-        elif isinstance(one, str) and not has_utf8(one):
-            got = f"{plain(name)} = {short(one)}, with half of a surrogate pair"
-            raise RowError(place, got, "text that has UTF-8", "Mend that row.")

@@ -1,6 +1,6 @@
-"""Prompts of several sources in fixed shares, and prompts held out of them. No torch.
+"""Mixes prompts of several sources in fixed shares, and holds prompts out for evaluation. No torch.
 
-Both follow from the prompts alone, so every rank agrees without asking.
+Both depend only on the prompts, so every rank gets the same result without communication.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 
 from hybridrl.config.schema import DataConfig
 from hybridrl.contracts.prompts import Prompt
-from hybridrl.data.prompt_files import chosen, shares
+from hybridrl.data.prompt_files import select_prompts, shares
 from hybridrl.data.prompts import LoadedPrompts, PromptSource, saved_count
 from hybridrl.errors import DataError
 
@@ -22,14 +22,14 @@ from hybridrl.errors import DataError
 class MixedPrompts(PromptSource):
     """Gives prompts of several sources, each in its own epochs.
 
-    Of any number of prompts taken, the share of each source is that of its weight, to less than
-    one prompt either way with two sources: each time the source comes that is furthest behind
-    (Webster's method).
+    Each source's share of the prompts taken so far matches its weight; with two sources, to less
+    than one prompt. The next prompt always comes from the source that is furthest behind (Webster's
+    method).
 
     Args:
-        parts: the prompts of each source; none is empty.
-        weights: of each.
-        seed, shuffle: as of PromptSource, for each.
+        parts: Prompts of each source; none is empty.
+        weights: Weight of each source.
+        seed, shuffle: Arguments of each source's PromptSource.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class MixedPrompts(PromptSource):
 
     @property
     def epoch(self) -> float:
-        """How many times the prompts were gone through on average."""
+        """Average number of passes over the prompts."""
         return sum(self._taken) / len(self)
 
     def take(self, num: int) -> list[Prompt]:
@@ -74,15 +74,15 @@ class MixedPrompts(PromptSource):
         return self._parts[number].take(1)[0]
 
     def state(self) -> dict[str, int | str]:
-        """Returns what `load_state` needs, as plain JSON values."""
+        """Returns the state for `load_state`, as plain JSON values."""
         taken: dict[str, int | str] = {f"taken/{i}": num for i, num in enumerate(self._taken)}
         return {"fingerprint": self._fingerprint, **taken}
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Goes on where the source that returned `state` stood.
+        """Continues where the source that returned `state` stopped.
 
         Raises:
-            DataError: that source had other prompts, other weights or another seed.
+            DataError: That source had other prompts, other weights or another seed.
         """
         self._check(state)
         self._taken = [saved_count(state, f"taken/{i}") for i in range(len(self._parts))]
@@ -95,11 +95,11 @@ def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> Promp
     """Returns the source of a run's prompts.
 
     Raises:
-        DataError: all prompts of a source that has a weight are too long.
+        DataError: All prompts of a source that has a weight are too long.
     """
     if config.weights is None:
         return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle)
-    # Sources ascend, so the prompts of each stand together.
+    # `sources` is ascending, so each source's prompts are contiguous.
     ends = np.searchsorted(loaded.sources, np.arange(len(config.weights) + 1)).tolist()
     parts = [loaded.prompts[start:end] for start, end in pairwise(ends)]
     for part, name in zip(parts, config.prompts or (), strict=True):
@@ -107,23 +107,23 @@ def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> Promp
             raise DataError(
                 name,
                 "no prompt that is short enough",
-                f"at least one, with data.weights; rows of at most {loaded.left_out.limits}",
+                f"1 prompt or more, with data.weights; rows of at most {loaded.left_out.limits}",
                 "Remove the source and its weight.",
             )
     return MixedPrompts(parts, config.weights, seed=seed, shuffle=config.shuffle)
 
 
 def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequence[Prompt]]:
-    """Returns the prompts to train on and those held out.
+    """Returns the prompts to train on and the held-out ones.
 
-    A prompt's side follows from its tokens: equal ones stay together, as do the samples of one
-    chat, and rows added later move no other.
+    The tokens of a prompt decide its side. Equal prompts stay together, as do the samples of one
+    chat, and adding rows moves no other prompt.
 
     Raises:
-        DataError: one of the sides would be empty.
+        DataError: One of the sides would be empty.
     """
     numbers, values = shares(loaded.prompts)
-    # Samples of one chat have one number and stand together; the first decides.
+    # The samples of a chat have the same number and are contiguous; the first decides.
     _, first, samples = np.unique(numbers, return_index=True, return_inverse=True)
     is_held = (values < share)[first][samples]
     kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)
@@ -134,6 +134,6 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequen
             "a share that leaves prompts on both sides",
             "Change it, or set data.eval_prompts.",
         )
-    trained = chosen(loaded.prompts, kept)
+    trained = select_prompts(loaded.prompts, kept)
     sources = loaded.sources[kept]
-    return replace(loaded, prompts=trained, sources=sources), chosen(loaded.prompts, held)
+    return replace(loaded, prompts=trained, sources=sources), select_prompts(loaded.prompts, held)

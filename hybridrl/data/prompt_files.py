@@ -1,10 +1,9 @@
-"""Arrow files of tokenized prompts that processes map. No torch.
+"""Writes and maps Arrow files of tokenized prompts, which processes share. No torch.
 
-A file holds one row for each prompt, in record batches. It is stored under a name that ends in the
-digest of its bytes, so a file that is damaged or was not written to its end is never read. Beside
-the tokens each row has the digest of its prompt (`digest`) and the number that `data.eval_share` is
-compared with (`share`): a run starts without reading the tokens of all prompts. Importing pyarrow
-starts a thread, so that functions import it.
+A file has one row for each prompt, in record batches. Its name ends in a digest of its bytes, so a
+damaged or incomplete file is never read. Besides the tokens, each row has a digest of its prompt
+(`digest`) and the number that is compared with `data.eval_share` (`share`), so a run starts without
+reading all tokens. Functions import pyarrow locally, because its import starts a thread.
 """
 
 from __future__ import annotations
@@ -55,13 +54,13 @@ def _schema() -> pa.Schema:
     )
 
 
-class NotHeldError(Exception):
-    """A prompt that Arrow and JSON cannot store without changing it."""
+class UnstorableError(Exception):
+    """A prompt that Arrow and JSON would change."""
 
 
 def identity(prompt: Prompt) -> bytes:
-    """Returns what tells a prompt from others in the identity of a run's data: its number, tokens,
-    gaps, label and contents. Checkpoints hold digests of it, so it must not change.
+    """Returns the bytes that identify a prompt in a run's data: its number, tokens, gaps, label and
+    contents. Checkpoints store digests of them, so they must not change.
     """
     given = prompt.tokens, prompt.response_tokens
     text = "".join(map(str, (prompt.prompt_id, *given)))
@@ -72,7 +71,7 @@ def identity(prompt: Prompt) -> bytes:
     label = prompt.columns.get("label")
     if isinstance(label, bool) and prompt.response_tokens:
         text += str(label)
-    text += "".join(f"{one.kind} {one.start} {one.num_tokens} {one.key}" for one in prompt.contents)
+    text += "".join(f"{c.kind} {c.start} {c.num_tokens} {c.key}" for c in prompt.contents)
     return text.encode()
 
 
@@ -84,14 +83,14 @@ def digests(prompts: Sequence[Prompt]) -> NDArray[np.uint64]:
 
 
 def shares(prompts: Sequence[Prompt]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Returns each prompt's number, and a value from 0 to 1 that follows from its tokens."""
+    """Returns each prompt's number, and a value from 0 to 1 computed from its tokens."""
     if isinstance(prompts, MappedPrompts):
         return prompts.numbers("prompt_id"), prompts.numbers("share")
     numbers = np.array([prompt.prompt_id for prompt in prompts], np.int64)
     return numbers, np.array([_share(prompt) for prompt in prompts], np.float64)
 
 
-def chosen(prompts: Sequence[Prompt], places: NDArray[np.intp]) -> Sequence[Prompt]:
+def select_prompts(prompts: Sequence[Prompt], places: NDArray[np.intp]) -> Sequence[Prompt]:
     """Returns the prompts at these places."""
     if isinstance(prompts, MappedPrompts):
         return MappedPrompts(prompts.table, prompts.rows[places])
@@ -99,7 +98,7 @@ def chosen(prompts: Sequence[Prompt], places: NDArray[np.intp]) -> Sequence[Prom
 
 
 def largest_token(prompts: Sequence[Prompt]) -> float:
-    """Returns a bound of the tokens of prompts; infinite where finding one takes reading each."""
+    """Returns a bound of the prompts' tokens; infinity if finding one means reading all."""
     return prompts.largest_token if isinstance(prompts, MappedPrompts) else math.inf
 
 
@@ -114,15 +113,15 @@ def _share(prompt: Prompt) -> float:
 def write_prompts(
     path: Path, prompts: Iterable[tuple[Prompt, int]], about: Callable[[], bytes]
 ) -> None:
-    """Writes prompts with the numbers of their sources.
+    """Writes prompts and the numbers of their sources.
 
     Args:
         path: File to write.
-        prompts: Prompts with the numbers of their sources.
-        about: Called after the last prompt for a text that is stored with them.
+        prompts: Pairs of a prompt and its source's number.
+        about: Function called after the last prompt; returns a text to store with them.
 
     Raises:
-        NotHeldError: Arrow or JSON cannot store one of them.
+        UnstorableError: Arrow or JSON cannot store one of them.
         OSError: The file cannot be written.
     """
     import pyarrow as pa
@@ -134,9 +133,9 @@ def write_prompts(
             try:
                 batch = pa.RecordBatch.from_pylist(rows, schema)
             except (pa.ArrowException, OverflowError, TypeError, UnicodeError) as error:
-                raise NotHeldError(f"a value that Arrow cannot store ({error})") from error
+                raise UnstorableError(f"a value that Arrow cannot store ({error})") from error
             writer.write_batch(batch)
-        # The last batch has no rows. Its metadata hold what is known after all rows.
+        # The last batch has no rows; its metadata hold values known only after all rows.
         empty = pa.RecordBatch.from_pylist([], schema)
         writer.write_batch(empty, {"about": about(), "largest_token": str(largest)})
 
@@ -158,7 +157,7 @@ def _batches(prompts: Iterable[tuple[Prompt, int]]) -> Iterator[list[dict[str, A
 def _row(prompt: Prompt, source: int) -> dict[str, Any]:
     columns = dict(prompt.columns)
     if not _is_json(columns) or not _is_json(prompt.given):
-        raise NotHeldError("a column that is not of JSON's types")
+        raise UnstorableError("a column with values that JSON does not have")
     tokens = prompt.tokens, prompt.response_tokens or (), prompt.rejected_tokens or ()
     return {
         "prompt_id": prompt.prompt_id,
@@ -179,7 +178,7 @@ def _row(prompt: Prompt, source: int) -> dict[str, Any]:
 
 
 def _is_json(value: object) -> bool:
-    """Whether JSON gives a value back as it is, types included."""
+    """Whether JSON preserves a value, types included."""
     kind = type(value)
     if kind is dict:
         return all(type(k) is str and _is_json(v) for k, v in value.items())  # type: ignore[attr-defined]
@@ -189,11 +188,11 @@ def _is_json(value: object) -> bool:
 
 
 class MappedPrompts(Sequence[Prompt]):
-    """Prompts of a file, each made when it is asked for.
+    """Prompts of a file, each built on access.
 
     Args:
         table: Table of `read_prompts`.
-        rows: Rows of the table, in their order. None takes all.
+        rows: Rows of the table to use, in order; None for all.
     """
 
     def __init__(self, table: pa.Table, rows: NDArray[np.int64] | None = None) -> None:
@@ -244,7 +243,7 @@ def _numbers(value: Any) -> tuple[int, ...] | None:
 
 
 def read_prompts(path: Path) -> tuple[MappedPrompts, bytes]:
-    """Maps a file of `write_prompts`; returns its prompts and what is stored about them."""
+    """Maps a file of `write_prompts`; returns its prompts and the text stored with them."""
     import pyarrow as pa
 
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -255,15 +254,15 @@ def read_prompts(path: Path) -> tuple[MappedPrompts, bytes]:
     return MappedPrompts(table), metadata[b"about"]
 
 
-def named_by_content(path: Path, key: str, ending: str) -> Path:
-    """Renames a file, so that its name tells the key and the digest of its bytes."""
+def rename_by_content(path: Path, key: str, ending: str) -> Path:
+    """Renames a file to its key and the digest of its bytes; returns the new path."""
     named = path.with_name(f"{key}-{_content_digest(path)}{ending}")
     os.replace(path, named)
     return named
 
 
-def is_whole(path: Path) -> bool:
-    """Whether a file has the bytes that its name tells of."""
+def is_intact(path: Path) -> bool:
+    """Whether a file's bytes match the digest in its name."""
     return path.stem.rpartition("-")[2] == _content_digest(path)
 
 

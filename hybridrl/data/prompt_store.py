@@ -1,16 +1,17 @@
-"""Tokenized prompts that the ranks of a node share, and what is kept for later starts. No torch.
+"""Stores tokenized prompts for the ranks of a node and for later starts. No torch.
 
-One rank of each node builds: it calls `load` for each source, in the order of the run. The others
-wait until it is done, are told the files with `follow`, and call `load` in the same order, which
-maps them. There is no collective here: the trainer brings the files' names to the other ranks.
+One rank of each node calls `load` for each source, in the order of the run, and writes the files.
+The other ranks wait for it, get its list of files through `follow`, and call `load` in the same
+order, which maps them. There is no collective here: the trainer sends the files' names to the other
+ranks.
 
-Files are stored in HYBRIDRL_CACHE, else in the user's cache folder ($XDG_CACHE_HOME or ~/.cache),
-under hybridrl/prompts. A file's name has a digest of everything that decides its content: the
-sources' bytes or commits, the tokenizer, the keys and limits, and the code that reads. A file that
-no run has used for KEPT_DAYS is removed by the next run that writes there. Where that folder cannot
-be written, or what decides is not known (rows from Python), files are stored in a temporary folder
-until all ranks have mapped them. Rows with values that JSON does not have, and rows of an iterator,
-which come once, stay in each rank's memory.
+Files are in HYBRIDRL_CACHE, or else in hybridrl/prompts in the user's cache folder ($XDG_CACHE_HOME
+or ~/.cache). A file's name has a digest of everything that determines its content: the sources'
+bytes or commits, the tokenizer, the keys and limits, and the code that reads. The next run that
+writes there removes files that no run has used for KEPT_DAYS. If the folder cannot be written, or
+the content's origin is unknown (rows from Python), files are in a temporary folder until all ranks
+have mapped them. Each rank keeps the prompts in memory if rows have values that JSON does not have,
+or come from an iterator, which can be read only once.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from hybridrl.config.needs import Needs
 from hybridrl.config.schema import DataConfig, RolloutConfig
 from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.prompt_files import (
-    NotHeldError,
-    is_whole,
-    named_by_content,
+    UnstorableError,
+    is_intact,
     read_prompts,
+    rename_by_content,
     write_prompts,
 )
 from hybridrl.data.prompts import LeftOut, LoadedPrompts, Reading, TextEncoder, in_memory
@@ -47,12 +48,12 @@ from hybridrl.data.sets import source_identity
 from hybridrl.errors import UserError, said
 
 ENDING = ".arrow"
-CHECKED = ".checked"  # files of these names say that nothing is wrong with the rows of a source
+CHECKED = ".checked"  # suffix of files that mark a source whose rows passed all checks
 KEPT_DAYS = 30
-# Keys of the section `data` that choose among prompts that are there.
-_CHOOSES = {
+# Keys of the section `data` that only choose among prompts, and do not change them.
+_SELECTION_KEYS = {
     *("prompts", "weights", "shuffle", "validation", "eval_prompts", "eval_share", "eval_limit"),
-    "max_response_tokens",  # comes with the reading
+    "max_response_tokens",  # part of the reading
 }
 _CODE = [
     *sorted(Path(__file__).parent.glob("*.py")),
@@ -64,7 +65,7 @@ Rows = Iterable[Mapping[str, object]]
 
 
 def prompts_folder() -> Path:
-    """Returns the folder where files of prompts are kept."""
+    """Returns the folder for files of prompts."""
     return cache_folder("prompts")
 
 
@@ -72,12 +73,12 @@ class PromptStore:
     """Loads prompts on one rank.
 
     Args:
-        tokenizer: The run's tokenizer.
-        folder: Folder where files are kept. None takes `prompts_folder()`.
-        end_tokens: End tokens of responses. None takes those of the tokenizer and its template.
+        tokenizer: Tokenizer of the run.
+        folder: Folder for files; the default is `prompts_folder()`.
+        end_tokens: End tokens of responses; the default is those of the tokenizer and its template.
 
     Attributes:
-        files: File of each source that was loaded, in order; None for one that is in memory.
+        files: File of each loaded source, in order; None for a source in memory.
         notes: Lines for the user.
     """
 
@@ -91,21 +92,21 @@ class PromptStore:
         self.notes: list[str] = []
         self._tokenizer, self._folder = tokenizer, folder or prompts_folder()
         self._ends = end_tokens
-        self._to_follow: list[str | None] | None = None
+        self._given_files: list[str | None] | None = None
         self._temporary: Path | None = None
 
     def follow(self, files: Sequence[str | None]) -> None:
-        """Makes `load` map the files that another rank's store has in `files`."""
-        self._to_follow = list(files)
+        """Makes `load` map these files, the `files` of another rank's store."""
+        self._given_files = list(files)
 
     def load(self, reading: Reading) -> LoadedPrompts:
-        """Returns prompts, mapped from a file where that is possible.
+        """Returns prompts, mapped from a file if possible.
 
         Raises:
-            DataError: as of `Reading.prompts`.
+            DataError: See `Reading.prompts`.
         """
-        if self._to_follow is not None:
-            file = self._to_follow[len(self.files)]
+        if self._given_files is not None:
+            file = self._given_files[len(self.files)]
         else:
             found = self._file_of(reading)
             file = None if found is None else str(found)
@@ -117,19 +118,21 @@ class PromptStore:
         return LoadedPrompts(prompts, sources, _LEFT_OUT.validate_json(left_out))
 
     def close(self) -> None:
-        """Removes files that are not kept; all ranks have mapped them."""
+        """Removes temporary files, which all ranks have mapped by now."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
 
     def _file_of(self, reading: Reading) -> Path | None:
-        """Returns the file of what is read, which is written if need be. None if it cannot be."""
+        """Returns the file of the prompts, written if necessary; None if it cannot be written."""
         if not isinstance(reading.source, Sized | None):
-            return None  # rows that come once, and would be gone if the file could not hold them
+            return None  # rows that can be read only once; they would be lost if writing failed
         key = content_key(reading, self._tokenizer, self._ends) if _has_names(reading) else None
         if key is None and _has_names(reading):
-            self._note("prompts are tokenized at each start: what decides their tokens is unknown")
-        if key is not None and (path := self._kept(key)) is not None:
+            self._note(
+                "prompts are tokenized at each start: the tokenizer or sources have no version"
+            )
+        if key is not None and (path := self._find_intact(key)) is not None:
             return path
         try:
             if key is not None:
@@ -138,36 +141,36 @@ class PromptStore:
                 except OSError as error:
                     self._note(
                         f"prompts are tokenized at each start: {self._folder} cannot be written"
-                        f" ({said(error, 160)}); HYBRIDRL_CACHE names another"
+                        f" ({said(error, 160)}); set HYBRIDRL_CACHE to another folder"
                     )
             try:
                 self._temporary = self._temporary or Path(tempfile.mkdtemp(prefix="hybridrl-"))
                 return self._write(reading, self._temporary, None)
             except OSError as error:
                 why = f"no temporary file can be written ({said(error, 160)})"
-        except NotHeldError as error:
+        except UnstorableError as error:
             why = str(error)
         except _SourceError as error:
             raise error.fault from None
-        self._note(f"each rank keeps all prompts in its memory: {why}")
+        self._note(f"each rank keeps all prompts in memory: {why}")
         return None
 
-    def _kept(self, key: str) -> Path | None:
-        """Returns the whole file of this key, if there is one; removes damaged ones."""
+    def _find_intact(self, key: str) -> Path | None:
+        """Returns the intact file of this key, if there is one; removes damaged ones."""
         for path in self._folder.glob(f"{key}-*{ENDING}"):
-            with suppress(OSError):  # as on a file system that is read-only
-                if is_whole(path):
+            with suppress(OSError):  # the file system may be read-only
+                if is_intact(path):
                     os.utime(path)
                     return path
-                self._note(f"{path} is damaged and is written again")
+                self._note(f"{path} is damaged; it is written again")
                 path.unlink()
         return None
 
     def _write(self, reading: Reading, folder: Path, key: str | None) -> Path:
-        """Tokenizes into a file of this folder and returns it.
+        """Tokenizes prompts into a file of this folder and returns its path.
 
         Raises:
-            OSError: the folder cannot be written.
+            OSError: The folder cannot be written.
         """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         remove_old(folder)
@@ -177,10 +180,10 @@ class PromptStore:
         try:
             prompts = self._read(reading, left_out)
             write_prompts(Path(name), prompts, lambda: _LEFT_OUT.dump_json(left_out))
-            # A source that has changed meanwhile gave rows of which the key says nothing.
+            # If a source changed during reading, the key does not describe the rows.
             if key is None or content_key(reading, self._tokenizer, self._ends) != key:
                 key = Path(name).stem
-            path = named_by_content(Path(name), key, ENDING)
+            path = rename_by_content(Path(name), key, ENDING)
         finally:
             with suppress(FileNotFoundError):
                 os.unlink(name)
@@ -200,7 +203,7 @@ class PromptStore:
 
 
 class _SourceError(Exception):
-    """A source cannot be read; nothing is wrong with the folder."""
+    """A source cannot be read; the cause is not the folder."""
 
     def __init__(self, fault: OSError) -> None:
         super().__init__(str(fault))
@@ -217,7 +220,7 @@ def remove_old(folder: Path) -> None:
     """Removes files that no run has used for KEPT_DAYS."""
     oldest = time.time() - KEPT_DAYS * 86400
     for path in folder.iterdir():
-        with suppress(OSError):  # another run removes it too
+        with suppress(OSError):  # another run may remove it too
             if path.stat().st_mtime < oldest:
                 path.unlink()
 
@@ -225,27 +228,27 @@ def remove_old(folder: Path) -> None:
 def unless_checked(
     config: DataConfig,
     names: Sequence[str],
-    looked_for: Sequence[object],
+    criteria: Sequence[object],
     check: Callable[[], list[UserError]],
 ) -> list[UserError]:
-    """Returns what `check` finds in the rows of sources; nothing where it found nothing in an
-    earlier start. Errors are never remembered.
+    """Returns the errors that `check` finds, or none if an earlier start ran it without errors.
+    Errors are never cached.
 
     Args:
         config: Keys of the columns.
         names: Sources, as in `data.prompts`.
-        looked_for: What else decides what `check` finds, for JSON.
-        check: Reads the rows.
+        criteria: Other inputs of `check`, for JSON.
+        check: Function that reads the rows and returns errors.
     """
-    folder, key = prompts_folder(), _checked_key(config, names, looked_for)
+    folder, key = prompts_folder(), _checked_key(config, names, criteria)
     if key is not None and (folder / f"{key}{CHECKED}").exists():
-        with suppress(OSError):  # as on a file system that is read-only
+        with suppress(OSError):  # the file system may be read-only
             os.utime(folder / f"{key}{CHECKED}")
         return []
     found = check()
-    # A source that has changed meanwhile had rows of which the key says nothing.
-    if not found and key is not None and _checked_key(config, names, looked_for) == key:
-        with suppress(OSError):  # the rows are read again at the next start
+    # If a source changed during reading, the key does not describe the rows.
+    if not found and key is not None and _checked_key(config, names, criteria) == key:
+        with suppress(OSError):  # then the next start checks the rows again
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             remove_old(folder)
             (folder / f"{key}{CHECKED}").touch()
@@ -253,20 +256,20 @@ def unless_checked(
 
 
 def _checked_key(
-    config: DataConfig, names: Sequence[str], looked_for: Sequence[object]
+    config: DataConfig, names: Sequence[str], criteria: Sequence[object]
 ) -> str | None:
-    decides = _what_is_read(config, names)
-    return None if decides is None else _key([decides, list(looked_for)])
+    decides = _reading_inputs(config, names)
+    return None if decides is None else _key([decides, list(criteria)])
 
 
 def content_key(
     reading: Reading, tokenizer: TextEncoder, end_tokens: Sequence[int] | None = None
 ) -> str | None:
-    """Returns a digest of everything that decides what is read. None if part of it is unknown."""
+    """Returns a digest of everything that determines the prompts; None if part of it is unknown."""
     config = reading.config
     given = config.prompts if reading.source is None else reading.source
     encoder = tokenizer_identity(tokenizer)
-    read = None if encoder is None else _what_is_read(config, list(map(str, given or ())))
+    read = None if encoder is None else _reading_inputs(config, list(map(str, given or ())))
     if read is None:
         return None
     limits = [list(reading.required), reading.max_response_tokens, reading.feedback, reading.limit]
@@ -277,22 +280,22 @@ def _key(decides: object) -> str:
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def _what_is_read(config: DataConfig, names: Sequence[str]) -> list[object] | None:
-    """Returns, for JSON, what decides which rows these sources give, and how they are read. None if
-    part of it is unknown.
+def _reading_inputs(config: DataConfig, names: Sequence[str]) -> list[object] | None:
+    """Returns, for JSON, everything that determines the rows of these sources and how they are
+    read; None if part of it is unknown.
     """
     sources = list(map(source_identity, names))
     if None in sources:
         return None
-    section = config.model_dump(mode="json", exclude=_CHOOSES)
+    section = config.model_dump(mode="json", exclude=_SELECTION_KEYS)
     code = [hashlib.sha256(path.read_bytes()).hexdigest() for path in _CODE]
     return [list(names), sources, section, code]
 
 
 def tokenizer_identity(tokenizer: Any) -> str | None:
-    """Returns a digest of everything that decides the tokens of a text and the text of messages.
-    None for tokenizers that are not of transformers' own classes or not made of data alone, and
-    for templates that write the date.
+    """Returns a digest of everything that determines the tokens of a text and the text of messages;
+    None for tokenizers that are not transformers' own fast classes, and for templates that write
+    the date.
     """
     kind = type(tokenizer)
     is_known = kind.__module__.startswith("transformers.") and hasattr(tokenizer, "_tokenizer")
@@ -323,12 +326,12 @@ def load_rows(
     needs: Needs,
     rows: Rows | None = None,
 ) -> LoadedPrompts:
-    """Loads prompts, or `rows` in their place, with the responses that an algorithm needs."""
+    """Loads prompts, or `rows` instead, with the responses that an algorithm needs."""
     return store.load(replace(reading_of(data, rollout, needs), source=rows))
 
 
 def reading_of(data: DataConfig, rollout: RolloutConfig, needs: Needs) -> Reading:
-    """Returns how the rows are read that an algorithm trains on."""
+    """Returns the reading of the rows that an algorithm trains on."""
     if needs.rollouts:
         return Reading(data)
     longest = data.longest_response(rollout.max_new_tokens)

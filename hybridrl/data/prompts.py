@@ -1,9 +1,8 @@
-"""Prompts as the trainer takes them: tokenized, shuffled a new way each epoch, resumable. No
-torch.
+"""Prompts for the trainer: tokenized, shuffled differently in each epoch, resumable. No torch.
 
-Owns which prompt comes when; the order follows from the seed and the prompts alone, so every rank
-takes the same ones without asking the others. Files are read by rows.py. Invariant: after
-`load_state(state)` the source gives what the source that returned `state` would have given.
+Owns the order of prompts. It depends only on the seed and the prompts, so every rank takes the same
+ones without communication. rows.py reads the files. Invariant: after `load_state(state)` a source
+gives the same prompts as the source that returned `state` would have given.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from hybridrl.config.needs import Feedback
 from hybridrl.config.schema import DataConfig
 from hybridrl.config.supervised import PAIR_MARGIN
 from hybridrl.contracts.prompts import Prompt
-from hybridrl.data.chats import ChatCounts, as_chats
+from hybridrl.data.chats import ChatCounts, render_chats
 from hybridrl.data.encoding import Encoded, TextEncoder, encoded_rows
 from hybridrl.data.end_tokens import own_end_tokens
 from hybridrl.data.feedback import check_classes, checked, equal_sides, label_columns
@@ -32,18 +31,23 @@ from hybridrl.errors import DataError
 
 __all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts"]
 
-MOST_PLACES = 100  # of rows left out, that are remembered
-_NEW = "2:"  # begins fingerprints that are computed from digests of prompts
+MAX_PLACES = 100  # places of too long rows to keep
+_NEW = "2:"  # prefix of fingerprints computed from digests of prompts
 
 
 @dataclass
 class LeftOut:
-    """The rows that are left out for being too long.
+    """Counts and examples of rows that were not used as they are.
 
-    `limits` is what is allowed; `places` the place and number of tokens of the first MOST_PLACES of
-    them; `in_part` those of these places whose text is so long that only the first tokens were
-    counted; `num_cut` counts the rows that are kept with a response cut to what is allowed;
-    `num_bad` those that cannot be used, of which `first_bad` describes the first.
+    Attributes:
+        limits: The limits, for messages.
+        num: Number of rows that were too long.
+        num_cut: Number of rows that were kept with a shortened response.
+        places: Place and number of tokens of the first MAX_PLACES rows that were too long.
+        in_part: Those places at which only the first part of the text was tokenized.
+        chats: Counts about chats.
+        num_bad: Number of unusable rows.
+        first_bad: Description of the first unusable row.
     """
 
     limits: str
@@ -56,23 +60,23 @@ class LeftOut:
     first_bad: str = ""
 
     def add(self, place: str, tokens: int, is_in_part: bool) -> None:
-        """Counts one."""
+        """Counts a row that is too long."""
         self.num += 1
-        if len(self.places) < MOST_PLACES:
+        if len(self.places) < MAX_PLACES:
             self.places.append((place, tokens))
             self.in_part |= {place} if is_in_part else set()
 
     def is_anything(self) -> bool:
-        """Whether a row is not used as it stands."""
+        """Whether any row was not used as it is."""
         return bool(self.num or self.num_cut or self.num_bad or self.chats.report())
 
     def first(self) -> tuple[str, str]:
-        """Returns the place of the first of them, and its length in words."""
+        """Returns the place of the first row that was too long, and its length in words."""
         place, tokens = self.places[0]
         return place, f"{tokens} tokens" + (" or more" if place in self.in_part else "")
 
     def none_left(self) -> DataError:
-        """Returns the error of rows that are all too long."""
+        """Returns the error for a source whose rows are all too long."""
         place, length = self.first()
         return DataError(
             place,
@@ -84,8 +88,12 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class LoadedPrompts:
-    """The prompts of a source in its order, the number of each one's source, ascending, and what
-    was left out.
+    """Prompts in the order of their sources.
+
+    Attributes:
+        prompts: The prompts.
+        sources: Number of each prompt's source, ascending.
+        left_out: Rows that were not used.
     """
 
     prompts: Sequence[Prompt]
@@ -93,7 +101,7 @@ class LoadedPrompts:
     left_out: LeftOut
 
     def report(self) -> str:
-        """Returns one line for the user."""
+        """Returns a line for the user."""
         line = f"{len(self.prompts)} prompts"
         if self.left_out.num_cut:
             line += f", {self.left_out.num_cut} with responses cut (data.long_responses=cut)"
@@ -102,7 +110,7 @@ class LoadedPrompts:
             line += (
                 f"; {self.left_out.num_bad} bad rows dropped (first: {self.left_out.first_bad}; "
             )
-            line += "data.on_bad_row=stop names more)"
+            line += "set data.on_bad_row=stop to list more)"
         if not self.left_out.num:
             return line
         place, tokens = self.left_out.first()
@@ -114,16 +122,17 @@ class LoadedPrompts:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read, and how.
+    """Sources, limits and options for reading prompts.
 
     Args:
-        config: the keys of the columns, and `max_prompt_tokens`.
-        source: names as in `data.prompts`, or rows in memory; None reads `config.prompts`.
-        required: further columns that every row must have.
-        max_response_tokens: given for data with responses: their columns are needed, their tokens
-            and the end token become `response_tokens`, and longer ones are left out too.
-        feedback: what such rows say of their responses; None: demonstrations.
-        limit: stop after so many prompts; None reads all.
+        config: Keys of the columns, and `max_prompt_tokens`.
+        source: Names as in `data.prompts`, or rows in memory; the default is `config.prompts`.
+        required: Further columns that every row must have.
+        max_response_tokens: Most tokens of a response, for data with responses: their tokens and
+            the end token become `response_tokens`, and rows with longer ones are left out too. None
+            for data without.
+        feedback: Kind of feedback on responses; None for demonstrations.
+        limit: Number of prompts to read; None for all.
     """
 
     config: DataConfig
@@ -134,7 +143,7 @@ class Reading:
     limit: int | None = None
 
     def left_out(self) -> LeftOut:
-        """Returns the count, at 0, of the rows that are left out."""
+        """Returns a new, empty LeftOut with the limits of this reading."""
         limits = f"data.max_prompt_tokens={self.config.max_prompt_tokens}"
         most = self.max_response_tokens
         return LeftOut(limits + ("" if most is None else f" or a response of {most}"))
@@ -145,21 +154,22 @@ class Reading:
         left_out: LeftOut,
         end_tokens: Collection[int] | None = None,
     ) -> Iterator[tuple[Prompt, int]]:
-        """Reads and tokenizes prompts, some at a time.
+        """Reads and tokenizes prompts lazily.
 
         Args:
-            tokenizer: called with lists of texts.
-            left_out: counts the rows that are.
-            end_tokens: the end tokens of responses; None: those of the tokenizer and its template.
+            tokenizer: Tokenizer, called with lists of texts.
+            left_out: Counts to add to.
+            end_tokens: End tokens of responses; the default is those of the tokenizer and its
+                template.
 
         Yields:
-            Each prompt with the number of its source; `prompt_id` is the row's number over all
-            files, so leaving out rows moves no other. `columns` has the row's other columns, and
-            under "answer" and "label" those that `config.answer_key` and `config.label_key` name.
+            Each prompt with the number of its source. `prompt_id` is the row's number over all
+            files, so leaving out rows does not change the others. `columns` has the row's other
+            columns, and as "answer" and "label" those that `config.answer_key` and
+            `config.label_key` name.
 
         Raises:
-            DataError: names the file and line of what is wrong, or says that every prompt is too
-                long.
+            DataError: Names the file and line of the fault, or says that every prompt is too long.
         """
         bad, good = BadRows(self.config.on_bad_row), set[int]()
         config, num, labels = self.config, 0, set[bool]()
@@ -201,7 +211,7 @@ class Reading:
 
     @property
     def kind(self) -> Kind:
-        """What is asked of rows."""
+        """Kind of the rows."""
         return kind_of(self.feedback, self.max_response_tokens is not None)
 
     def _rows(
@@ -213,7 +223,7 @@ class Reading:
         rows = formed_rows(given, config, self.kind, others, bad)
         rows = checked(rows, config, feedback, bad)
         may_split = self.kind == "demonstrations"
-        return as_chats(rows, config, tokenizer, texts[1:], left_out.chats, bad, may_split)
+        return render_chats(rows, config, tokenizer, texts[1:], left_out.chats, bad, may_split)
 
 
 def load_prompts(
@@ -227,7 +237,7 @@ def load_prompts(
     limit: int | None = None,
     end_tokens: Collection[int] | None = None,
 ) -> LoadedPrompts:
-    """Reads and tokenizes prompts into memory; arguments and errors as of `Reading`."""
+    """Reads and tokenizes prompts into memory; see `Reading` for arguments and errors."""
     reading = Reading(config, source, required, max_response_tokens, feedback, limit)
     return in_memory(reading, tokenizer, end_tokens)
 
@@ -235,7 +245,7 @@ def load_prompts(
 def in_memory(
     reading: Reading, tokenizer: TextEncoder, end_tokens: Collection[int] | None = None
 ) -> LoadedPrompts:
-    """Returns what is read as a tuple of prompts."""
+    """Returns the prompts of a reading as a tuple."""
     left_out, prompts, sources = reading.left_out(), list[Prompt](), list[int]()
     for prompt, source in reading.prompts(tokenizer, left_out, end_tokens):
         prompts.append(prompt)
@@ -271,14 +281,14 @@ def _prompt(config: DataConfig, encoded: Encoded) -> Prompt:
 
 
 def _fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
-    """Returns a digest of prompts and of the seed that they are shuffled with."""
+    """Returns a digest of the prompts and of the seed that shuffles them."""
     digest = hashlib.sha256(f"{seed}".encode())
     digest.update(digests(prompts).astype("<u8").tobytes())
     return f"{_NEW}{digest.hexdigest()[:16]}"
 
 
 def _older_fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
-    """Returns the fingerprint that older releases wrote; reads all prompts."""
+    """Returns the fingerprint of older releases; reads all prompts."""
     digest = hashlib.sha256(f"{seed}".encode())
     for prompt in prompts:
         digest.update(identity(prompt))
@@ -286,17 +296,17 @@ def _older_fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
 
 
 class PromptSource:
-    """Gives prompts without end, each epoch in a new order.
+    """Gives prompts without end, in a new order each epoch.
 
     Args:
-        prompts: what it gives; not empty.
-        seed: sets the order, together with the number of the epoch.
-        shuffle: False gives every epoch in the order of `prompts`.
+        prompts: Prompts, 1 or more.
+        seed: Seed of the order, together with the number of the epoch.
+        shuffle: Whether to shuffle; otherwise every epoch has the order of `prompts`.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
         if not prompts:
-            raise DataError("prompts", "nothing", "1 prompt or more", "Pass some prompts.")
+            raise DataError("prompts", "an empty list", "1 prompt or more", "Pass some prompts.")
         self._prompts, self._seed, self._shuffle = prompts, seed, shuffle
         self._order_seed = seed if shuffle else None
         self._fingerprint = _fingerprint(prompts, self._order_seed)
@@ -308,11 +318,11 @@ class PromptSource:
 
     @property
     def epoch(self) -> float:
-        """How many times the prompts were gone through, with the part of the current time."""
+        """Number of passes over the prompts, with the fraction of the current one."""
         return self._epoch + self._index / len(self._prompts)
 
     def take(self, num: int) -> list[Prompt]:
-        """Returns the next `num` prompts, going on into the next epoch where one ends."""
+        """Returns the next `num` prompts, across the end of an epoch if needed."""
         taken: list[Prompt] = []
         while len(taken) < num:
             if self._index == len(self._prompts):
@@ -324,14 +334,14 @@ class PromptSource:
         return taken
 
     def state(self) -> dict[str, int | str]:
-        """Returns what `load_state` needs, as plain JSON values."""
+        """Returns the state for `load_state`, as plain JSON values."""
         return {"epoch": self._epoch, "index": self._index, "fingerprint": self._fingerprint}
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Goes on where the source that returned `state` stood.
+        """Continues where the source that returned `state` stopped.
 
         Raises:
-            DataError: that source had other prompts, or another seed.
+            DataError: That source had other prompts, or another seed.
         """
         self._check(state)
         self._epoch = saved_count(state, "epoch")
@@ -339,11 +349,11 @@ class PromptSource:
         self._order = self._epoch_order()
 
     def older_fingerprint(self) -> str:
-        """Returns the fingerprint that older releases wrote."""
+        """Returns the fingerprint of older releases."""
         return _older_fingerprint(self._prompts, self._order_seed)
 
     def _check(self, state: Mapping[str, int | str]) -> None:
-        """Raises a DataError where a state is that of another source."""
+        """Raises DataError if the state is from a source with other prompts."""
         saved = str(state.get("fingerprint"))
         if saved == self._fingerprint:
             return
@@ -352,15 +362,15 @@ class PromptSource:
         raise DataError(
             "data.prompts",
             "prompts, an order or a seed that differ from the checkpoint's",
-            "what the run began with",
-            "Restore the prompt files and run.seed, or start a new run.name; a run that began "
-            "before prompts got the tokenizer's BOS goes on with data.add_special_tokens=false.",
+            "those of the run's start",
+            "Restore the prompt files and run.seed, or start a new run.name. If the run is older "
+            "than data.add_special_tokens, set data.add_special_tokens=false.",
         )
 
     def _epoch_order(self) -> array[int]:
         order = array("q", range(len(self._prompts)))  # a fifth of a list's memory
         if self._shuffle:
-            # random.Random over a text: the same on every platform and Python version since 3.2.
+            # Seeded with a text, random.Random gives the same order on every platform.
             random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
 
@@ -369,15 +379,17 @@ def saved_count(state: Mapping[str, int | str], key: str, most: int | None = Non
     """Returns a count of a saved cursor.
 
     Raises:
-        DataError: it is no count, or larger than `most`.
+        DataError: The value is not a count, or exceeds `most`.
     """
     value = state.get(key)
     if type(value) is int and value >= 0 and (most is None or value <= most):
         return value
-    allowed = "a whole number from 0" + ("" if most is None else f" to {most}, the prompts")
+    allowed = "a whole number from 0" + (
+        "" if most is None else f" to {most}, the number of prompts"
+    )
     raise DataError(
         f"the checkpoint's cursor of prompts, {key}",
         repr(value),
         allowed,
-        "Go on from another checkpoint, with --resume previous.",
+        "Resume another checkpoint with --resume previous.",
     )

@@ -1,10 +1,10 @@
-"""Rows of JSONL and other sources, as they stand there. No torch, no tokenizer.
+"""Reads raw rows of JSONL files and other sources. No torch, no tokenizer.
 
-Owns what a prompt file may look like; forms.py what a row may. A line that is no JSON object, or a
-data set that cannot be decoded, is a damaged source and always stops a run. A row that was read and
-cannot be used is a bad one (`RowError`, `BadRows`). The command line reads every file
-through `forms.validate_file` before any rank starts, once for each content; one rank of each node
-reads them again, if they are not tokenized yet (prompt_store.py).
+Owns the checks of files; forms.py owns those of rows. A line that is not a JSON object, or a data
+set that cannot be decoded, is a damaged source and always stops the run. A row that was read but
+cannot be used is a bad row (`RowError`, `BadRows`). The command line reads every file through
+`forms.validate_file` before any rank starts, once for each content. One rank of each node reads the
+rows again unless they are already tokenized (prompt_store.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.config.files import MAX_DEPTH, parse_json, plain
+from hybridrl.config.files import MAX_DEPTH, parse_json
 from hybridrl.data.sets import data_set_rows, is_data_set
 from hybridrl.errors import DataError, RowError, said, short
 
-MAX_NAMED = 10  # bad rows that a message names
-MAX_BAD_AT_FIRST = 10_000  # rows of a source, all of them bad, after which no more are read
+MAX_NAMED = 10  # bad rows in a message
+MAX_LEADING_BAD = 10_000  # bad rows at the start of a source after which reading stops
 _MEDIA = ("images", "image", "videos", "video")
 _MEDIA_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".webm")
 
@@ -32,14 +32,15 @@ class Row:
     """One row of a source.
 
     Args:
-        place: where it stands, "train.jsonl:17", or "prompts[16]" in memory.
-        columns: as they stand there.
-        source: the number of its source.
-        is_arrow: Arrow stored it, which fills the keys that an object has only in other rows with
-            null.
-        number: among all rows that are asked for, whether or not they can be used.
-        is_rendered: a chat template rendered its prompt.
-        given: what its prompt was before, where it is one sample; None: as it stands.
+        place: Place for messages: "train.jsonl:17", or "prompts[16]" in memory.
+        columns: Columns of the source.
+        source: Number of its source.
+        is_arrow: Whether Arrow stored it. Arrow fills in null for keys that only other rows'
+            objects have.
+        number: Number among all rows, usable or not.
+        is_rendered: Whether a chat template rendered its prompt.
+        given: Prompt before rendering; None if it was not rendered or the row became several
+            samples.
     """
 
     place: str
@@ -52,10 +53,10 @@ class Row:
 
 
 class BadRows:
-    """The rows of a reading that cannot be used, counted by source.
+    """Collects unusable rows, counted by source.
 
     Args:
-        on_bad_row: as of `data.on_bad_row`.
+        on_bad_row: Value of `data.on_bad_row`.
     """
 
     def __init__(self, on_bad_row: Literal["drop", "stop"]) -> None:
@@ -65,69 +66,65 @@ class BadRows:
 
     @property
     def num(self) -> int:
-        """Their number."""
+        """Number of bad rows."""
         return self._nums.total()
 
     @property
     def stops(self) -> bool:
-        """Whether there are some, and they stop the run."""
+        """Whether there are bad rows and they stop the run."""
         return self.num > 0 and self._on_bad_row == "stop"
 
     def first(self) -> str:
-        """Returns where the first of them stands, and what is wrong with it."""
+        """Returns the place and the fault of the first bad row."""
         error = next(iter(self._first.values()))[0]
         return f"{error.name}: {error.parts()[1]}"
 
     def add(self, source: int, error: RowError) -> None:
-        """Counts one."""
+        """Counts a bad row."""
         self._nums[source] += 1
         named = self._first.setdefault(source, [])
         if len(named) < MAX_NAMED:
             named.append(error)
 
-    def check(self, good: Collection[int], rows_at_least: int = 1) -> None:
-        """Raises one DataError for all of them if they stop the run, or if they are all rows of a
-        source.
+    def check(self, good: Collection[int], min_rows: int = 1) -> None:
+        """Raises one DataError for all bad rows if they stop the run, or if a source has only bad
+        rows.
 
         Args:
-            good: sources with other rows.
-            rows_at_least: of a source; one with fewer bad rows is not judged yet.
+            good: Sources with a good row.
+            min_rows: Number of bad rows from which a source without good rows is an error.
         """
         for source, num in self._nums.items():
-            if source not in good and num >= rows_at_least:
-                raise self._error([source], is_whole=True)
-        if self.stops and rows_at_least == 1:
-            raise self._error(list(self._nums), is_whole=False)
+            if source not in good and num >= min_rows:
+                raise self._error([source], is_intact=True)
+        if self.stops and min_rows == 1:
+            raise self._error(list(self._nums), is_intact=False)
 
-    def _error(self, sources: Sequence[int], is_whole: bool) -> DataError:
-        """Returns the first error, and where others are: in all rows if `is_whole`."""
+    def _error(self, sources: Sequence[int], is_intact: bool) -> DataError:
+        """Returns an error with the first bad row and the places of others."""
         num = sum(self._nums[source] for source in sources)
         named = [error for source in sources for error in self._first[source]][:MAX_NAMED]
         (name, got, allowed, remedy), others = named[0].parts(), named[1:]
-        if is_whole:
-            got += f", as are all {num} rows of it" if num > 1 else ""
+        if is_intact:
+            got += f"; all {num} rows are bad" if num > 1 else ""
         elif others:
-            shown = "; ".join(f"{one.name}: {_cut(one.parts()[1])}" for one in others)
+            shown = "; ".join(f"{error.name}: {error.parts()[1][:120]}" for error in others)
             got += f". {num - 1} more rows are bad: {shown}"
             got += f"; and {num - len(named)} more" if num > len(named) else ""
-        if not is_whole:
-            remedy += " Or set data.on_bad_row=drop, which leaves such rows out and counts them."
+        if not is_intact:
+            remedy += " Or set data.on_bad_row=drop to leave out and count such rows."
         return DataError(name, got, allowed, remedy)
-
-
-def _cut(text: str) -> str:
-    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator[Row]:
     """Reads rows from sources, or from memory, in order.
 
     Args:
-        source: names as in `data.prompts`, or an iterable of mappings (a list, a
+        source: Names as in `data.prompts`, or an iterable of mappings (a list, a
             `datasets.Dataset`).
 
     Raises:
-        DataError: names the file and line of the first thing that is wrong.
+        DataError: Names the file and line of the first fault.
     """
     number = -1
     is_arrow = type(source).__module__.split(".")[0] == "datasets"
@@ -140,7 +137,9 @@ def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator
             place = f"prompts[{number}]"
             yield Row(place, _mapping(item, place), is_arrow=is_arrow)
     if number < 0:
-        raise DataError("data.prompts", "nothing", "1 file or row or more", "Set data.prompts.")
+        raise DataError(
+            "data.prompts", "an empty list", "1 file or row or more", "Set data.prompts."
+        )
 
 
 def _set_rows(name: str) -> Iterator[Row]:
@@ -152,8 +151,8 @@ def _file_rows(path: Path) -> Iterator[Row]:
     if not os.path.isfile(path):
         folder = path.parent
         is_folder = os.path.isdir(folder)
-        beside = [p.name for p in folder.iterdir() if p.is_file()] if is_folder else []
-        near = get_close_matches(path.name, beside, 1)
+        files = [p.name for p in folder.iterdir() if p.is_file()] if is_folder else []
+        near = get_close_matches(path.name, files, 1)
         remedy = f"Did you mean {folder / near[0]}?" if near else "Check data.prompts."
         what = "a directory" if os.path.isdir(path) else "no such file"
         raise DataError(str(path), what, "a JSONL or parquet file, or a data set", remedy)
@@ -166,7 +165,7 @@ def _file_rows(path: Path) -> Iterator[Row]:
                 yield Row(place, _mapping(_parse(line, place), place))
     if not found:
         raise DataError(
-            str(path), "an empty file", "1 JSON object a line", "Write the prompts first."
+            str(path), "an empty file", "1 JSON object per line", "Write the prompts first."
         )
 
 
@@ -175,26 +174,24 @@ def _parse(line: bytes, place: str) -> object:
         return parse_json(line.decode("utf-8-sig").strip())
     except ValueError as error:
         shown = line[:60].decode("utf-8", "replace").strip()
-        allowed = f"1 JSON object a line, in UTF-8, nested at most {MAX_DEPTH} deep"
-        raise DataError(place, f"{shown!r} ({said(error)})", allowed, "Mend that line.") from error
+        allowed = f"1 JSON object per line, in UTF-8, nested at most {MAX_DEPTH} deep"
+        raise DataError(place, f"{shown!r} ({said(error)})", allowed, "Fix that line.") from error
 
 
 def _mapping(value: object, place: str) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         got = f"a {type(value).__name__}"
-        raise DataError(place, got, 'a JSON object such as {"prompt": "..."}', "Mend that row.")
+        raise DataError(place, got, 'a JSON object such as {"prompt": "..."}', "Fix that row.")
     return value
 
 
 def refuse_images(row: Row) -> None:
-    """Raises DataError where a row has images or videos, which no model here is given: training on
-    its text alone would be another task.
+    """Raises DataError if a row has images or videos, which no model gets here. Training on its
+    text alone would be a different task.
     """
     for name in _MEDIA:
         value = row.columns.get(name)
-        if isinstance(
-            value, str
-        ):  # a path; other texts say what no picture is, such as a container
+        if isinstance(value, str):  # a path or data URL; other texts have another meaning
             has_media = value.lower().endswith(_MEDIA_ENDINGS) or value.startswith("data:")
         elif isinstance(value, Sized):
             has_media = len(value) > 0
@@ -202,11 +199,7 @@ def refuse_images(row: Row) -> None:
             has_media = value is not None and not isinstance(value, int | float)
         if has_media:
             got = f"a column {name} that is not empty, {short(value, 40)}"
-            remedy = f"Leave out such rows, or the column where the text does not need {name}."
-            raise DataError(row.place, got, "rows of text, for models see no images yet", remedy)
-
-
-def half_pair(row: Row, name: str, text: str) -> RowError:
-    """Returns the error of a text that cannot be written."""
-    got = f"{plain(name)} = {short(text)}, with half of a surrogate pair"
-    return RowError(row.place, got, "text that has UTF-8", "Mend that row.")
+            remedy = f"Remove such rows, or the column if the text does not need {name}."
+            raise DataError(
+                row.place, got, "rows of text, because images are not supported yet", remedy
+            )

@@ -1,7 +1,7 @@
-"""The batch of a step without rollouts: the responses that the data has, and what it says of them.
+"""Builds the batch of a step without rollouts, from the data's responses and feedback.
 
-Owns how feedback stands in a batch: `reward_B` is 1 for the better response of a pair and for one
-that is labelled good, else 0; the two of a pair share `group_B`.
+Owns how feedback is encoded in a batch: `reward_B` is 1 for the better response of a pair and for a
+response that is labelled good, otherwise 0. The two of a pair share `group_B`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from hybridrl.contracts.batch import UNRELATED, Producer, Prompt, TrainBatch
 
 
 def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> TrainBatch:
-    """Builds the batch of these prompts' responses.
+    """Builds the batch of the prompts' responses.
 
     Args:
-        prompts: with what `feedback` says they have.
-        feedback: None gives the demonstrations, 'pairs' both sides of each. 'labels' gives the
-            responses and then every prompt with the response to the next other one, of reward part
-            `unrelated` 1: those are only to be looked at, for KTO's estimate of the KL.
+        prompts: Prompts with the responses and labels that `feedback` needs.
+        feedback: Kind of feedback. None gives demonstrations, 'pairs' both sides of each pair.
+            'labels' adds, for each prompt, the response to the next different prompt, with reward
+            part `unrelated` 1; KTO uses these only to estimate the KL.
     """
     num, producer = len(prompts), Producer.here("the data's responses")
     if feedback is None:
@@ -50,7 +50,7 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
 
 
 def _next_other(prompts: Sequence[Prompt], number: int) -> Prompt:
-    """Returns the first prompt after this one that is another; the next if all are the same."""
+    """Returns the next different prompt, or the next one if all prompts are equal."""
     after = [*prompts[number + 1 :], *prompts[:number]]
     own = prompts[number].tokens
     return next((prompt for prompt in after if prompt.tokens != own), [*after, prompts[number]][0])

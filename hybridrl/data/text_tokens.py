@@ -1,9 +1,9 @@
-"""The tokens of texts that no template rendered: of prompts, and of what follows them. No torch.
+"""Tokenizes texts that no template rendered: prompts, and the texts that continue them. No torch.
 
-A prompt begins a sequence, so it gets the special tokens that the tokenizer puts in front of a text
-(BOS most often). A response or an observation continues one: tokenized as it is, it would gain the
-space that some tokenizers begin every text with (Llama 2, older Mistral), and the sequence would
-say "2+3= 5" where the row says "2+3=5".
+A prompt begins a sequence, so it gets the special tokens that the tokenizer puts before a text
+(usually BOS). A response or an observation continues a sequence. Some tokenizers begin every text
+with a space (Llama 2, older Mistral); without the correction made here, the sequence would read
+"2+3= 5" for a row with "2+3=5".
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 Encode = Callable[[list[str]], list[list[int]]]
 """Returns the tokens of each text."""
 Offsets = Sequence[Sequence[int]]
-"""Of each token its first character and the one after its last."""
-PROBES = ("a", "1", "the", "0 1")
+"""The first character and the end of each token."""
+_PROBES = ("a", "1", "the", "0 1")
 
 
 class TextTokens:
-    """Makes tokens of texts.
+    """Tokenizes texts.
 
     Attributes:
-        name: the tokenizer's class, for messages.
+        name: Class name of the tokenizer, for messages.
 
     Args:
-        tokenizer: of transformers, or one that is called alike. Fast tokenizers alone say whether
-            they begin texts with a space; others are called as they are.
+        tokenizer: Tokenizer of transformers, or one with the same interface. Only fast tokenizers
+            reveal whether they begin texts with a space; others are used unchanged.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -40,17 +40,15 @@ class TextTokens:
 
     @cached_property
     def front(self) -> tuple[int, ...]:
-        """The special tokens that a tokenizer of transformers puts in front of a text; what it puts
-        at the end is not among them.
-        """
+        """Special tokens that a transformers tokenizer puts before a text; not those after it."""
         tokenizer = self._tokenizer
         if not getattr(tokenizer, "num_special_tokens_to_add", int)():  # as above
             return ()
-        for probe in PROBES:
+        for probe in _PROBES:
             try:
                 (plain,) = self.plain([probe])
                 (whole,) = tokenizer([probe], add_special_tokens=True)["input_ids"]
-            except Exception:  # tokenizers raise no class of their own, of unknown words
+            except Exception:  # tokenizers raise various classes on unknown words
                 continue
             for num in range(len(whole) - len(plain) + 1):
                 if plain and list(whole[num : num + len(plain)]) == list(plain):
@@ -65,37 +63,38 @@ class TextTokens:
 
     def continued(self, texts: list[str]) -> list[list[int]]:
         """Returns the tokens of texts that continue a sequence: without special tokens, and without
-        the space that the tokenizer would begin a text with.
+        the space that the tokenizer begins texts with.
         """
         if self._without_space is None:
             return self.plain(texts)
-        return [tokens for tokens, _ in self._spanned(texts, is_continued=True)]
+        return [tokens for tokens, _ in self._tokens_and_offsets(texts, is_continued=True)]
 
     def with_offsets(self, text: str, is_continued: bool = False) -> tuple[list[int], Offsets]:
         """Returns the tokens of a text with the characters of each, without special tokens.
 
         Args:
-            text: one that begins a sequence.
-            is_continued: whether it continues one.
+            is_continued: Whether the text continues a sequence.
 
         Raises:
-            NotImplementedError: the tokenizer is none of the fast ones.
+            NotImplementedError: The tokenizer is not a fast one.
         """
-        return self._spanned([text], is_continued)[0]
+        return self._tokens_and_offsets([text], is_continued)[0]
 
-    def _spanned(self, texts: list[str], is_continued: bool) -> list[tuple[list[int], Offsets]]:
-        asked = {"add_special_tokens": False, "return_offsets_mapping": True}
-        found = self._tokenizer(texts, **asked)
+    def _tokens_and_offsets(
+        self, texts: list[str], is_continued: bool
+    ) -> list[tuple[list[int], Offsets]]:
+        options = {"add_special_tokens": False, "return_offsets_mapping": True}
+        found = self._tokenizer(texts, **options)
         whole = list(zip(found["input_ids"], found["offset_mapping"], strict=True))
         if not is_continued or self._without_space is None:
             return [(list(tokens), offsets) for tokens, offsets in whole]
-        # From the first added token on nothing is gained: it begins a part of its own.
-        begun, rest = [], []
+        # The tokenizer adds no space after the first added token, so those tokens are right.
+        starts, rest = [], []
         for text, (tokens, offsets) in zip(texts, whole, strict=True):
             first = next((i for i, token in enumerate(tokens) if token in self._added), len(tokens))
-            begun.append(text if first == len(tokens) else text[: offsets[first][0]])
+            starts.append(text if first == len(tokens) else text[: offsets[first][0]])
             rest.append((tokens[first:], offsets[first:]))
-        firsts = self._without_space.encode_batch(begun, add_special_tokens=False)
+        firsts = self._without_space.encode_batch(starts, add_special_tokens=False)
         return [
             ([*part.ids, *tokens], [*part.offsets, *offsets])
             for part, (tokens, offsets) in zip(firsts, rest, strict=True)
@@ -103,10 +102,10 @@ class TextTokens:
 
 
 def _without_first_space(tokenizer: Any) -> Any:
-    """Returns the part of a fast tokenizer that makes tokens, changed so that it begins no text
-    with a space; None if it begins none anyway, or is not known.
+    """Returns the backend of a fast tokenizer, changed so that it begins no text with a space; None
+    if it never does, or has no known backend.
     """
-    backend: Any = getattr(tokenizer, "_tokenizer", None)  # of fast ones
+    backend: Any = getattr(tokenizer, "_tokenizer", None)  # only fast tokenizers have it
     if not hasattr(backend, "to_str"):
         return None
     content = json.loads(backend.to_str())
@@ -120,8 +119,8 @@ def _without_first_space(tokenizer: Any) -> Any:
 
 
 def _drop_first_space(content: dict[str, Any]) -> bool:
-    """Changes a tokenizer.json so that no text begins with a space that it does not have; returns
-    whether anything had to be changed.
+    """Changes a tokenizer.json so that it adds no space before a text; returns whether it did
+    before.
     """
     changed = False
     for key, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):

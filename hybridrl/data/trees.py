@@ -1,13 +1,13 @@
-"""Trees of messages, as OpenAssistant published them: read into conversations, pairs or prompts. No
-torch.
+"""Turns trees of messages, as OpenAssistant published them, into conversations, pairs or prompts.
+No torch.
 
-A tree is one row (`prompt`, a message whose `replies` are messages) or a row for each message
-(`message_id`, `parent_id`, `message_tree_id`), those of a tree one after the other. What comes out
-has the columns `messages`, or `chosen` and `rejected`, which forms.py knows. One tree at a time is
-in memory.
+A tree is one row (`prompt`, a message whose `replies` are messages) or one row for each message
+(`message_id`, `parent_id`, `message_tree_id`), with the rows of a tree adjacent. The resulting rows
+have the columns `messages`, or `chosen` and `rejected`, which forms.py knows. Only one tree at a
+time is in memory.
 
-Raters ranked the replies to a message, 0 the best; a reply without a rank comes after those that
-have one. Deleted messages are left out, and what replies to them.
+Raters ranked the replies to a message, 0 the best; replies without a rank come last. Deleted
+messages and the replies to them are left out.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hybridrl.data.messages import ASSISTANT, Message, chat
 from hybridrl.data.rows import BadRows, Row
 from hybridrl.errors import DataError, RowError, short
 
-SAID = "prompt with replies, or message_id and parent_id (OpenAssistant's trees)"
+DESCRIPTION = "prompt with replies, or message_id and parent_id (OpenAssistant's trees)"
 _ID, _PARENT, _TREE = "message_id", "parent_id", "message_tree_id"
 _FLAT = frozenset({_ID, _TREE, "text", "role"})
-_KEPT = (_TREE, "lang")  # columns of what comes out
-_MEND = "Mend that row, or leave the tree out."
+_KEPT = (_TREE, "lang")  # columns of a tree that its rows keep
+_REMEDY = "Fix that row, or remove the tree."
 
 
 @dataclass
@@ -38,24 +38,24 @@ class _Node:
     replies: list[_Node] = field(default_factory=list)
 
 
-def unfolded(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
-    """Passes rows on, what is asked of a tree in its place.
+def expand_trees(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
+    """Yields rows, with each tree replaced by the rows that it gives.
 
     Args:
-        rows: in the order of their sources.
-        kind: what is asked, as of forms.py. A demonstration is the conversation of the best
-            replies, to the assistant's last; a prompt is the first message; pairs are the best and
-            the worst reply of the assistant to each message where raters ranked two apart. Trees
-            have no labels, and stay as they are.
-        bad: counts trees that cannot be used, each as one row.
+        rows: Rows in the order of their sources.
+        kind: Kind of rows (forms.py). A demonstration is the conversation of the best replies, up
+            to the assistant's last. A prompt is the first message. Pairs are the best and the worst
+            reply of the assistant to each message whose replies have different ranks. Trees have no
+            labels, so for `labels` they are not changed.
+        bad: Collects unusable trees, each as one row.
 
     Raises:
-        DataError: after the last row, if no tree has a pair.
+        DataError: After the last row, if the trees give no row.
     """
     if kind == "labels":
         yield from rows
         return
-    tree: Row | None = None  # the first row of one
+    tree: Row | None = None  # the first row of the first tree
     is_empty = True
     for found in _grouped(rows):
         first = found[0]
@@ -64,16 +64,16 @@ def unfolded(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
             yield first
             continue
         try:
-            root = _joined(found) if _is_flat(first) else _nested(first)
+            root = _tree_of_rows(found) if _is_flat(first) else _tree_of_row(first)
         except RowError as error:
             bad.add(first.source, error)
             continue
         tree = tree or first
-        for columns in _asked(first, root, kind):
+        for columns in _tree_columns(first, root, kind):
             is_empty = False
             yield replace(first, columns=columns)
     if is_empty and tree is not None:
-        allowed = "two replies of the assistant in one of them, which raters ranked apart"
+        allowed = "at least two replies of the assistant to one message, with different ranks"
         remedy = "Use other rows, or algorithm.name=sft."
         if kind != "pairs":
             allowed, remedy = "a first message that is not deleted", "Use other rows."
@@ -81,7 +81,7 @@ def unfolded(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
 
 
 def _grouped(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yields those rows together that are one tree, others by themselves."""
+    """Yields the rows of one tree together, and other rows alone."""
     group: list[Row] = []
     for row in rows:
         if group and not (_is_flat(row) and _same_tree(row, group[0])):
@@ -112,12 +112,12 @@ def _node(place: str, given: Mapping[str, Any]) -> _Node:
     named = [{"role": given.get("role"), "content": given.get("text")}]
     rank = given.get("rank")
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int | float)):
-        raise RowError(place, f"rank = {short(rank)}", "a number, or null", _MEND)
+        raise RowError(place, f"rank = {short(rank)}", "a number, or null", _REMEDY)
     (message,) = chat(place, "text", named)
     return _Node(message, inf if rank is None else rank, given.get("deleted") is True)
 
 
-def _nested(row: Row) -> _Node:
+def _tree_of_row(row: Row) -> _Node:
     """Returns the first message of a tree that is one row."""
     root = _node(row.place, row.columns["prompt"])  # type: ignore[arg-type]  # _is_nested
     waiting = [(root, row.columns["prompt"])]
@@ -125,20 +125,20 @@ def _nested(row: Row) -> _Node:
         node, given = waiting.pop()
         replies = given.get("replies") or []  # type: ignore[attr-defined]
         if not isinstance(replies, Sequence) or not all(isinstance(r, Mapping) for r in replies):
-            raise RowError(row.place, f"replies = {short(replies)}", "a list of messages", _MEND)
+            raise RowError(row.place, f"replies = {short(replies)}", "a list of messages", _REMEDY)
         for reply in replies:
             node.replies.append(_node(row.place, reply))
             waiting.append((node.replies[-1], reply))
     return root
 
 
-def _joined(rows: Sequence[Row]) -> _Node:
-    """Returns the first message of a tree that is a row for each message."""
+def _tree_of_rows(rows: Sequence[Row]) -> _Node:
+    """Returns the first message of a tree that has one row for each message."""
     nodes: dict[object, _Node] = {}
     for row in rows:
         name = row.columns[_ID]
         if not isinstance(name, str) or name in nodes:
-            raise RowError(row.place, f"{_ID} = {short(name)}", "a text of one row", _MEND)
+            raise RowError(row.place, f"{_ID} = {short(name)}", "a text that is unique", _REMEDY)
         nodes[name] = _node(row.place, row.columns)
     root: _Node | None = None
     for row in rows:
@@ -148,26 +148,26 @@ def _joined(rows: Sequence[Row]) -> _Node:
         elif isinstance(parent, str) and parent in nodes:
             nodes[parent].replies.append(node)
         else:
-            raise _lost(row)
-    reached = {id(node) for node in _all(root)} if root is not None else set()
+            raise _orphan_error(row)
+    reached = {id(node) for node in _walk(root)} if root is not None else set()
     for row in rows:
         if id(nodes[row.columns[_ID]]) not in reached:
-            raise _lost(row)
+            raise _orphan_error(row)
     assert root is not None
     return root
 
 
-def _lost(row: Row) -> RowError:
+def _orphan_error(row: Row) -> RowError:
     return RowError(
         row.place,
         f"{_PARENT} = {short(row.columns.get(_PARENT))}",
-        f"the {_ID} of another row of its tree, or null in the one that begins the tree",
-        "Bring the rows of each tree together, or leave the tree out.",
+        f"the {_ID} of another row of its tree, or null in the row that begins the tree",
+        "Make the rows of each tree adjacent, or remove the tree.",
     )
 
 
-def _all(root: _Node) -> Iterator[_Node]:
-    """Yields every message, each before its replies."""
+def _walk(root: _Node) -> Iterator[_Node]:
+    """Yields every message before its replies."""
     waiting = [root]
     while waiting:
         node = waiting.pop()
@@ -175,16 +175,16 @@ def _all(root: _Node) -> Iterator[_Node]:
         waiting += reversed(node.replies)
 
 
-def _asked(first: Row, root: _Node, kind: str) -> Iterator[dict[str, object]]:
-    """Yields the columns of what is asked of a tree."""
+def _tree_columns(first: Row, root: _Node, kind: str) -> Iterator[dict[str, object]]:
+    """Yields the columns of each row that a tree gives."""
     if root.is_deleted:
         return
-    for node in _all(root):
+    for node in _walk(root):
         kept = [reply for reply in node.replies if not reply.is_deleted]
         node.replies = sorted(kept, key=lambda reply: reply.rank)
     holders = first.columns, first.columns.get("prompt")
-    given = {k: v for one in holders if isinstance(one, Mapping) for k, v in one.items()}
-    others = {key: given[key] for key in _KEPT if given.get(key) is not None}
+    values = {k: v for part in holders if isinstance(part, Mapping) for k, v in part.items()}
+    others = {key: values[key] for key in _KEPT if values.get(key) is not None}
     if kind == "prompts":
         yield {**others, "messages": [root.message]}
     elif kind == "demonstrations":
@@ -198,10 +198,10 @@ def _asked(first: Row, root: _Node, kind: str) -> Iterator[dict[str, object]]:
 
 
 def _pairs(root: _Node) -> Iterator[tuple[list[Message], list[Message]]]:
-    """Yields the best and the worst reply to each message, after all that was said before."""
+    """Yields the best and the worst reply to each message, each after all earlier messages."""
     waiting = [(root, [root.message])]
     while waiting:
-        node, said = waiting.pop()
+        node, earlier = waiting.pop()
         ranked = [
             reply
             for reply in node.replies
@@ -209,6 +209,6 @@ def _pairs(root: _Node) -> Iterator[tuple[list[Message], list[Message]]]:
         ]
         if ranked and ranked[0].rank < ranked[-1].rank:
             better, worse = ranked[0].message, ranked[-1].message
-            if better != worse:  # else raters saw the same text twice
-                yield [*said, better], [*said, worse]
-        waiting += [(reply, [*said, reply.message]) for reply in reversed(node.replies)]
+            if better != worse:  # raters may have ranked the same text twice
+                yield [*earlier, better], [*earlier, worse]
+        waiting += [(reply, [*earlier, reply.message]) for reply in reversed(node.replies)]

@@ -50,7 +50,11 @@ ROWS: dict[str, tuple[str, Any, str]] = {
     "a message without content": ("sft", chat(U, {"role": "assistant"}), "messages has {'role'"),
     "a role that is a number": ("sft", chat(U, {"role": 3, "content": "b"}), "messages has"),
     "a role that is unknown": ("sft", chat(U, {**A, "role": "asistant"}), "the role 'asistant'"),
-    "an assistant of no words": ("sft", chat(U, {**A, "content": ""}), "message without text"),
+    "an assistant of no words": (
+        "sft",
+        chat(U, {**A, "content": ""}),
+        "message of the assistant without text",
+    ),
     "content a number": ("sft", chat(U, {**A, "content": 5}), "messages has {'content': 5"),
     "content an image": (
         "sft",
@@ -88,17 +92,17 @@ ROWS: dict[str, tuple[str, Any, str]] = {
     "an output that is empty": ("sft", {"instruction": "a", "output": ""}, "response = ''"),
     "an answer that is a number": ("sft", {"question": "a", "answer": 3}, "response = 3"),
     "pairs without the worse": ("dpo", {"prompt": "p", "chosen": "c"}, "no column 'rejected'"),
-    "pairs of one response": ("dpo", pair("c", "c", prompt="p"), "the same in 'chosen' and"),
-    "pairs of one chat": ("dpo", pair([U, A], [U, A]), "the same in 'chosen' and"),
+    "pairs of one response": ("dpo", pair("c", "c", prompt="p"), "equal responses in 'chosen' and"),
+    "pairs of one chat": ("dpo", pair([U, A], [U, A]), "equal responses in 'chosen' and"),
     "pairs of other prompts": (
         "dpo",
         pair([U, A], [{**U, "content": "z"}, A]),
-        "sides that do not part with a message of the assistant",
+        "two responses that do not first differ in a message of the assistant",
     ),
     "pairs that are not the prompt's": (
         "dpo",
         pair([{**U, "content": "z"}, A], [{**U, "content": "z"}, U, A], prompt=[U]),
-        "chosen does not begin as prompt does",
+        "chosen does not begin with the messages of prompt",
     ),
     "dialogues that part early": (
         "dpo",

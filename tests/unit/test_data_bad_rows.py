@@ -62,7 +62,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an empty turn": (
         {"messages": [CHAT[0], {"role": "assistant", "content": ""}]},
-        "message without text",
+        "message of the assistant without text",
     ),
     "no turn": ({"messages": CHAT[:1]}, "no message of the assistant"),
     "broken JSON in a call": (
@@ -104,9 +104,7 @@ def test_all_bad_rows_are_named_in_one_message(tokenizer: Any, write: Write) -> 
         text = str(caught.value)
         assert f"{path}:2: got response = ''. 2 more rows are bad: {path}:3: response = ''" in text
         assert f"{path}:5: no column 'response'" in text
-        assert text.endswith(
-            "Or set data.on_bad_row=drop, which leaves such rows out and counts them."
-        )
+        assert text.endswith("Or set data.on_bad_row=drop to leave out and count such rows.")
     with pytest.raises(DataError, match="99 more rows are bad: .*; and 90 more; allowed") as caught:
         load(tokenizer, write(GOOD, *[bad] * 100), on_bad_row="stop")
     assert len(str(caught.value)) < 3000
@@ -121,12 +119,12 @@ def test_a_source_that_is_bad_throughout_stops_and_is_said_to_be(
         lambda: load(tokenizer, good, other),
         lambda: validate_file(other, DataConfig(), "demonstrations"),
     ):
-        with pytest.raises(DataError, match=r"no column 'prompt'.*, as are all 7 rows") as caught:
+        with pytest.raises(DataError, match=r"no column 'prompt'.*; all 7 rows are bad") as caught:
             read()
         assert caught.value.name == f"{other}:1"
     # A wrong key is found without reading millions of rows.
-    monkeypatch.setattr(forms, "MAX_BAD_AT_FIRST", 3)
-    with pytest.raises(DataError, match="as are all 3 rows"):
+    monkeypatch.setattr(forms, "MAX_LEADING_BAD", 3)
+    with pytest.raises(DataError, match="all 3 rows are bad"):
         load(tokenizer, other)
     late = write(*[{"frage": "a"}] * 2, GOOD, *[{"frage": "a"}] * 9)
     assert "11 bad rows dropped" in load(tokenizer, late).report()
@@ -156,7 +154,7 @@ def test_faults_that_only_the_tokenizer_or_the_template_finds(write: Write) -> N
 @pytest.mark.parametrize(
     ("feedback", "good", "bad", "said"),
     [
-        ("pairs", [PAIR], {**PAIR, "rejected": "2"}, "the same in"),
+        ("pairs", [PAIR], {**PAIR, "rejected": "2"}, "equal responses in"),
         ("pairs", [PAIR], {**PAIR, "chosen": ""}, "chosen = ''"),
         (
             "labels",
@@ -224,10 +222,10 @@ def test_rows_with_images_are_refused(tokenizer: Any, write: Write, name: str) -
     path = write(GOOD, IMAGES[name])
     kinds = {"prompts": None, "demonstrations": 9}
     for kind in kinds:
-        with pytest.raises(DataError, match="models see no images yet") as caught:
+        with pytest.raises(DataError, match="images are not supported yet") as caught:
             validate_file(path, DataConfig(), kind)  # type: ignore[arg-type]
-        assert caught.value.name == f"{path}:2" and "Leave out" in str(caught.value)
-    with pytest.raises(DataError, match="no images yet"):
+        assert caught.value.name == f"{path}:2" and "Remove" in str(caught.value)
+    with pytest.raises(DataError, match="images are not supported yet"):
         load(tokenizer, path)
 
 

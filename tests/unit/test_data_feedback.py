@@ -72,12 +72,20 @@ def test_pairs_with_a_side_that_is_too_long_are_left_out_and_counted(load: Load)
 @pytest.mark.parametrize(
     ("feedback", "row", "said"),
     [
-        ("pairs", {**PAIR, "rejected": "2"}, "the same in 'chosen' and 'rejected'.*Remove that"),
-        ("pairs", {**PAIR, "rejected": " 2"}, "the same in 'chosen' and 'rejected'.*in tokens"),
+        (
+            "pairs",
+            {**PAIR, "rejected": "2"},
+            "equal responses in 'chosen' and 'rejected'.*Remove that",
+        ),
+        (
+            "pairs",
+            {**PAIR, "rejected": " 2"},
+            "equal responses in 'chosen' and 'rejected'.*in tokens",
+        ),
         ("pairs", {"prompt": "a", "chosen": "b"}, "no column 'rejected'"),
         ("pairs", {**PAIR, "chosen": 2}, "chosen = 2.*a text"),
         ("pairs", {**PAIR, "rejected": ""}, "rejected = ''"),
-        ("labels", {**GOOD, "label": 1}, "label = 1.*true or false.*Mend that row"),
+        ("labels", {**GOOD, "label": 1}, "label = 1.*true or false.*Fix that row"),
         ("labels", {**GOOD, "label": "true"}, "label = 'true'"),
         ("labels", {**GOOD, "label": None}, "null"),
         ("labels", {"prompt": "a", "response": "b"}, "no column 'label'"),

@@ -247,7 +247,7 @@ def damaged(**change: Any) -> list[dict[str, Any]]:
         (damaged(role="judge"), r"prompts\[3\]: got text has the role 'judge'"),
         (damaged(text=None), r"prompts\[3\]: got text has"),
         (damaged(message_tree_id="other"), r"prompts\[3\]: got parent_id ="),
-        ([*rows("openassistant_messages")[:2]] * 2, r"prompts\[2\]: got message_id = .*one row"),
+        ([*rows("openassistant_messages")[:2]] * 2, r"prompts\[2\]: got message_id = .*unique"),
         (rows("openassistant_messages")[1:3], r"prompts\[0\]: got parent_id ="),
         (
             [{"prompt": {"text": "a", "role": "prompter", "replies": "none"}}],
@@ -275,7 +275,7 @@ def test_messages_that_reply_to_each_other_are_no_tree(tokenizers: dict[str, Any
 
 def test_trees_without_a_pair_are_told_once(tokenizers: dict[str, Any]) -> None:
     unranked = rows("openassistant_trees")[1:2]
-    with pytest.raises(DataError, match=r"trees that give no pairs; allowed: two replies"):
+    with pytest.raises(DataError, match=r"trees that give no pairs; allowed: at least two replies"):
         load_prompts(
             DataConfig(), tokenizers["plain"], unranked, max_response_tokens=9, feedback="pairs"
         )
@@ -321,7 +321,7 @@ def test_the_schemas_of_tools_reach_the_template(tokenizers: dict[str, Any]) -> 
         found = load_prompts(config, tokenizers["plain"], given, max_response_tokens=most)
         assert all('"city": {"type": "string"}' in prompt.text for prompt in found.prompts)
     untold = byte_tokenizer(FORGETS)
-    with pytest.raises(DataError, match="whose template does not read them"):
+    with pytest.raises(DataError, match="chat template does not render them"):
         load(ROWS / "function_calling.jsonl", untold, "demonstrations")
 
 
@@ -463,7 +463,7 @@ def test_the_forms_that_are_known_are_named(tmp_path: Path) -> None:
         "messages (a list of role and content)",
         "conversations (ShareGPT",
         "instruction and output (Alpaca)",
-        "set the data.*_key that names it",
+        "or set its data.*_key",
     ):
         assert part in str(caught.value)
 

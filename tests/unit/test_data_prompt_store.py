@@ -21,7 +21,7 @@ from hybridrl.data.mixture import hold_out, prompt_source
 from hybridrl.data.prompt_files import (
     MappedPrompts,
     digests,
-    is_whole,
+    is_intact,
     read_prompts,
     write_prompts,
 )
@@ -227,7 +227,7 @@ def test_a_damaged_file_is_noticed_and_written_again(write, tmp_path, case) -> N
     store = PromptStore(letters(), folder)
     assert tuple(store.load(asked).prompts) == expected
     assert "written again" in store.notes[0] and "tokenized into" in store.notes[1]
-    assert is_whole(only_file(folder))
+    assert is_intact(only_file(folder))
 
 
 def build(path: str, folder: Path, barrier) -> None:
@@ -247,7 +247,7 @@ def test_two_processes_may_write_at_once(write, tmp_path) -> None:
     for job in jobs:
         job.join(60)
     assert [job.exitcode for job in jobs] == [0, 0]
-    assert is_whole(only_file(folder))
+    assert is_intact(only_file(folder))
 
 
 def test_a_folder_that_cannot_be_written_is_told_and_another_is_taken(write, tmp_path) -> None:
@@ -268,7 +268,7 @@ def test_rows_that_a_file_cannot_hold_stay_in_memory(tmp_path) -> None:
         store = PromptStore(letters(), tmp_path)
         found = store.load(Reading(config, [{"prompt": "a", "other": value}]))
         assert found.prompts[0].columns == {"other": value} and store.files == [None]
-        assert "in its memory" in store.notes[0]
+        assert "in memory" in store.notes[0]
         store.close()
     store = PromptStore(letters(), tmp_path)
     once = store.load(Reading(config, iter([{"prompt": "a"}])))

@@ -231,7 +231,7 @@ def test_a_run_that_began_without_bos_goes_on_without_it(tmp_path: Path) -> None
     state = source(old).state()
     for config_now in (config(), old):
         check_run_folder(config_now)
-    with pytest.raises(DataError, match=r"goes on with data.add_special_tokens=false"):
+    with pytest.raises(DataError, match=r"set data.add_special_tokens=false"):
         source(config()).load_state(state)
     source(old).load_state(state)
 
