@@ -1,6 +1,7 @@
-"""Saves a run, by steps, by time, at its end and at a stop, and continues it from a checkpoint.
+"""Saves a run (by steps, by time, at its end, at a stop) and continues it from a checkpoint.
 
-Owns what the loop keeps beside weights. Invariant: all ranks decide alike; the clock is rank 0's.
+Owns the loop's state in a checkpoint, next to weights and optimizers. Invariant: all ranks make the
+same decisions; the clock is rank 0's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hybridrl.checkpoint.folders import SavedState
 from hybridrl.checkpoint.run_lock import RunLock
 from hybridrl.checkpoint.store import CheckpointStore
 from hybridrl.config.identity import run_folder
-from hybridrl.config.schema import CheckpointConfig, Config
+from hybridrl.config.schema import Config
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.sampler import Sampler
 from hybridrl.loop.copying import Copies
@@ -29,39 +30,15 @@ from hybridrl.loop.journal import Journal
 from hybridrl.loop.observers import Observer, is_due
 from hybridrl.loop.position import Position
 from hybridrl.models.score_token import BEFORE_LAST
-from hybridrl.parallel.groups import World
 from hybridrl.parallel.stopping import Notice, StopAsked, stops_on_signals
 from hybridrl.roles.roles import Roles
 from hybridrl.training.model import ParallelModel
 
 OLD_SCORES = (
-    "was trained by an older version, which read its score at the token before the last one: it "
-    "keeps that place, at which other programs do not read. Train it anew to have the score at the "
-    "last token"
+    "was trained by an older version of hybridrl and has its score at the token before the last. "
+    "Other programs read scores at the last token. Train the model again to move the score there"
 )
-STOP_FILE = "stop"  # in a run folder: asks the run to save and end, as SIGTERM
-
-
-class SaveClock:
-    """Says which steps are saved."""
-
-    def __init__(self, section: CheckpointConfig, world: World) -> None:
-        self._section, self._world = section, world
-        self._since = time.monotonic()
-
-    def start(self) -> None:
-        """Begins to count time: training starts, or the run was saved."""
-        self._since = time.monotonic()
-
-    def is_due(self, step: int, last: int) -> bool:
-        """Whether the run is saved after this step; collective."""
-        if is_due(self._section.every, step, last):
-            return True
-        every_s = self._section.every_s
-        if not every_s:
-            return False
-        is_over = time.monotonic() - self._since >= every_s
-        return bool(self._world.broadcast_object(is_over, 0))
+STOP_FILE = "stop"  # a file with this name in the run folder acts like SIGTERM
 
 
 class Checkpoints(Observer):
@@ -88,19 +65,19 @@ class Checkpoints(Observer):
         self._prompts, self._position, self._evaluations = prompts, position, evaluations
         self._phases, self._journal = phases, journal
         self._exports = Exports(config, journal.notify)
-        self.clock = SaveClock(config.checkpoint, store.world)
-        self._saved_step = 0  # of the checkpoint that was saved or loaded last
+        self._since = time.monotonic()
+        self._saved_step = 0  # step of the last saved or loaded checkpoint
 
     def locked(self) -> AbstractContextManager[None]:
-        """Holds the run folder in the block."""
+        """Holds the lock of the run folder during the block."""
         return self._lock.held(self.store.world, self._journal.notify)
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the checkpoint or copy to continue from, None without one; collective."""
+        """Returns the checkpoint or copy to continue from, or None; collective."""
         return self.copies.newest(resume)
 
     def save_copy(self) -> None:
-        """Saves a state that only a copy in memory has."""
+        """Saves the state of a copy in memory, if it is newer than all checkpoints."""
         if self.store.copy_in_memory is not None:
             self.save()
 
@@ -108,12 +85,21 @@ class Checkpoints(Observer):
         self.copies.start(first, last)
 
     def start_clock(self) -> None:
-        """Begins to count the time between checkpoints."""
-        self.clock.start()
+        """Starts to count the time until the next checkpoint."""
+        self._since = time.monotonic()
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether to save the run after this step; collective."""
+        section = self._config.checkpoint
+        if is_due(section.every, step, last):
+            return True
+        if not section.every_s:
+            return False
+        is_over = time.monotonic() - self._since >= section.every_s
+        return bool(self.store.world.broadcast_object(is_over, 0))
 
     def weights_changed(self, number: int) -> None:
-        roles = self._roles
-        timer = self._journal.timer
+        roles, timer = self._roles, self._journal.timer
         self.copies.take_due(number, roles.trained, self._state, roles.source.files, timer)
 
     def step_recorded(self, number: int, metrics: Mapping[str, float]) -> None:
@@ -121,7 +107,7 @@ class Checkpoints(Observer):
 
     def step_is_over(self, number: int, last: int, metrics: Mapping[str, float]) -> None:
         self.store.finish_if_written()
-        if self.clock.is_due(number, last):
+        if self.is_due(number, last):
             self.save(waits=number == last or not self._config.checkpoint.asynchronous)
 
     def fit_ends(self) -> None:
@@ -129,8 +115,9 @@ class Checkpoints(Observer):
 
     @contextmanager
     def saved_at_stop(self, last: int, resume: str) -> Iterator[None]:
-        """Saves what no checkpoint has when a signal comes in the block, with what a step under way
-        has generated, and completes a checkpoint that is being written.
+        """Saves the run if a signal comes during the block, unless nothing changed since the last
+        checkpoint. Responses of the unfinished step are saved too. Completes a checkpoint that is
+        being written.
         """
 
         def save(stop: StopAsked) -> None:
@@ -149,38 +136,39 @@ class Checkpoints(Observer):
             self.store.finish()
             if rollouts or step != self._saved_step:
                 saved = f"saved to {self.save()}"
-                self._position.has_begun = False  # another `fit` begins with this checkpoint
+                self._position.has_begun = False  # the next `fit` loads this checkpoint
             self.copies.close()
         finally:
             self._sampler.drop()
         saved += f", with the responses of step {step + 1} so far" if rollouts else ""
-        again = "The same command" + (" without --resume" if resume == "previous" else "")
+        without = " without --resume" if resume == "previous" else ""
         self._journal.notify(
-            f"{stop} after step {step} of {last}: {saved}. {again} goes on from there."
+            f"{stop} after step {step} of {last}: {saved}. Run the same command{without} to "
+            "continue."
         )
         self.store.world.arrive("removing old checkpoints")
 
     def save(self, waits: bool = True) -> Path:
-        """Writes `checkpoints/step_N`, as `Trainer.save_checkpoint` says."""
+        """Writes `checkpoints/step_N`; see `Trainer.save_checkpoint`."""
         with self.locked():
             was_rollout, state = self._phases.is_rollout, self._state()
-            # The optimizer's state may be away, and the engine holds memory.
+            # Brings back an offloaded optimizer state and frees the engine's memory.
             self._phases.enter_training(frees_memory=True)
             with self._journal.phase("checkpoint"):
-                waits = waits or self._config.checkpoint.export_hf  # of these weights
+                waits = waits or self._config.checkpoint.export_hf  # exports these weights
                 trained, files = self._roles.trained, self._roles.source.files
                 folder = self.store.save(self._position.step, trained, state, files, waits)
                 self._exports.write(folder, trained, self._evaluations.by_step)
             self._saved_step = self._position.step
-            self.clock.start()
+            self.start_clock()
             if was_rollout:
                 self._phases.reshard()
             return folder
 
     def save_hf(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
-        """Writes the trained model as an HF directory, as `Trainer.save_hf` says."""
+        """Writes the trained model as an HF directory; see `Trainer.save_hf`."""
         was_rollout, roles = self._phases.is_rollout, self._roles
-        self._phases.enter_training(frees_memory=True)  # weights may be away
+        self._phases.enter_training(frees_memory=True)  # brings back released weights
         model = roles.trained.get("policy") or next(iter(roles.trained.values()))
         name = f"step_{self._position.step}"
         card = model_card(self._config, model, name, self._evaluations.by_step)
@@ -190,16 +178,17 @@ class Checkpoints(Observer):
         return path
 
     def load(self, path: Path) -> None:
-        """Restores a checkpoint, as `Trainer.load_checkpoint` says."""
-        self._phases.enter_training(frees_memory=True)  # as to save
+        """Restores a checkpoint; see `Trainer.load_checkpoint`."""
+        self._phases.enter_training(frees_memory=True)  # as in `save`
         position, trained = self._position, self._roles.trained
         state = self.store.load(path, trained)
-        self._phases.send_frozen_again()  # those of the checkpoint
-        assert state.step is not None  # the store refuses weights alone
+        self._phases.send_frozen_again()  # the checkpoint changed them
+        assert state.step is not None  # the store refuses a checkpoint of weights alone
         position.has_begun = True
         position.step, position.seconds = state.step, state.seconds
-        is_own = [one.step for one in self.store.lineage[:1]] == [state.step]
-        self._saved_step = state.step if is_own else 0  # the run has no checkpoint of this step
+        # Another run's checkpoint does not count as saved.
+        is_own = [saved.step for saved in self.store.lineage[:1]] == [state.step]
+        self._saved_step = state.step if is_own else 0
         self._evaluations.by_step = dict(state.evaluations)
         position.load({"prompts": state.prompts, "mix": state.mix})
         load_run_state(state, self._algorithm, trained, self._journal.notify)
@@ -207,7 +196,7 @@ class Checkpoints(Observer):
         self._phases.reshard()
 
     def _state(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps beside weights, optimizers and random states."""
+        """Returns the loop's state for a checkpoint."""
         return run_state(
             step=self._position.step,
             seconds=self._position.all_seconds(),
@@ -226,10 +215,10 @@ def run_state(
     trained: Mapping[str, ParallelModel],
     evaluations: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    """Returns what a checkpoint keeps of the loop; JSON, as of `SavedState`.
+    """Returns the loop's state for a checkpoint, as JSON for `SavedState`.
 
     Args:
-        cursors: of prompts, of further terms and of rollouts.
+        cursors: States of prompts, additional terms and rollouts.
     """
     scores = {} if algorithm.needs.policy else {"score_token": trained["critic"].score_token}
     return {
@@ -250,7 +239,7 @@ def load_run_state(
     trained: Mapping[str, ParallelModel],
     notify: Callable[[str], None],
 ) -> None:
-    """Gives algorithm and models what `run_state` kept of them."""
+    """Restores the parts of `run_state` that belong to the algorithm and the models."""
     for name, model in trained.items():
         model.num_updates = state.num_updates[name]
         if algorithm.needs.scores:

@@ -1,6 +1,6 @@
-"""When the training state is copied to host memory, and that a run goes on from there.
+"""Copies the training state to host memory at intervals, and finds a copy to continue from.
 
-Invariant: all ranks decide alike. The clock is rank 0's.
+Invariant: all ranks make the same decisions; the clock is rank 0's.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from hybridrl.config.identity import run_folder
 from hybridrl.config.schema import Config
 from hybridrl.metrics.timing import PhaseTimer
 
-COST = 0.03  # of the time, which copies may take
-# Of the time, what training may wait for copies where a GPU trains: steps beside the threads that
-# write take longer too, since they share memory and the interpreter with them. By 0.46 s after a
-# wait of 0.55 (restart_h100.json), by 0.66 after one of 0.51 (restart_h200.json).
+COST = 0.03  # share of the time that copies may take on CPUs
+# Share of the time that a GPU may wait for copies. Copies also slow down the steps during which
+# threads write them, because these share memory and the interpreter: by 0.46 s after a wait of
+# 0.55 s (restart_h100.json), by 0.66 s after 0.51 s (restart_h200.json).
 WAITING_COST = 0.0125
 
 
 class Copies:
-    """The copies of a run's state; none where it is not started again after a loss.
+    """Copies of a run's state. Makes none unless the run restarts after a failed rank
+    (`run.max_restarts`).
 
     Args:
-        num_bytes: that this rank writes of the state, about.
-        trains: whether the run is trained here; else copies are neither made nor looked for.
+        num_bytes: Approximate number of bytes of the state that this rank writes.
+        trains: Whether this process trains; otherwise no copies are made or read.
     """
 
     def __init__(
@@ -43,18 +44,20 @@ class Copies:
         trains: bool = True,
     ) -> None:
         self._every, self._store, self._notify = config.checkpoint.copy_every, store, notify
-        self._saves_beside = config.checkpoint.is_written_from_copies
+        self._saves_from_copies = config.checkpoint.is_written_from_copies
         is_wanted = trains and config.run.max_restarts > 0 and self._every != 0
-        made = MemoryCopies(run_folder(config), store.world, notify) if is_wanted else None
-        self._copies: MemoryCopies | None = made
-        self._has_started, self._is_on, self._last, self._has_said = False, False, 0, False
-        self._is_first = True  # copy of this start
+        self._copies = MemoryCopies(run_folder(config), store.world, notify) if is_wanted else None
+        self._has_started, self._is_on, self._last, self._is_reported = False, False, 0, False
+        self._is_first = True  # whether the next copy is the first of this start
         self._num_bytes = num_bytes
-        self._next, self._step, self._since = 0, 0, 0.0  # of rank 0: to copy; copied, and when
+        # On rank 0: step of the next copy, step of the last copy and its time.
+        self._next, self._step, self._since = 0, 0, 0.0
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the checkpoint to go on from, None without one: the newest copy of an earlier
-        start if it is newer than those. Collective; the run folder is held.
+        """Returns the checkpoint or copy to continue from, or None; collective. The caller holds
+        the run folder's lock.
+
+        An earlier start's copy is chosen if it is newer than all checkpoints.
         """
         self._store.put_back_replaced()
         if resume == "previous":
@@ -67,13 +70,14 @@ class Copies:
         return found
 
     def start(self, step: int, last: int) -> None:
-        """Begins to copy: the run goes on after a step, to the last one. Collective.
+        """Starts to make copies; collective.
 
-        Memory is taken beside the first steps: for copies, and for checkpoints that are written
-        beside training, in this order.
+        Memory is reserved in the background during the first steps: first for copies, then for
+        checkpoints written alongside training.
 
         Args:
-            step: number of finished steps.
+            step: Number of finished steps.
+            last: Last step of the run.
         """
         has_room = True
         if self._copies is not None:
@@ -85,12 +89,12 @@ class Copies:
         self._is_first = True
 
     def _reserve_for_checkpoints(self, num_bytes: int) -> None:
-        if self._saves_beside:
+        if self._saves_from_copies:
             self._store.reserve(num_bytes)
 
     def _is_due(self, step: int) -> bool:
-        """Whether the state after this step is to be copied; collective. That after the last one is
-        saved.
+        """Whether to copy the state after this step; collective. The last step is saved, not
+        copied.
         """
         if not self._is_on or step >= self._last:
             return False
@@ -106,60 +110,68 @@ class Copies:
         files: ModelFiles,
         timer: PhaseTimer,
     ) -> None:
-        """Copies the state after a step, if that is due; collective.
+        """Copies the state after a step if a copy is due; collective.
 
         Args:
-            step: number of finished steps.
-            state: gives what the loop needs besides; JSON.
+            step: Number of finished steps.
+            models: Trained models by name.
+            state: Returns the loop's state as JSON.
+            files: Model files that a checkpoint includes.
+            timer: Timer of the step's phases.
         """
         if not self._is_due(step):
             return
         assert self._copies is not None
-        begun = time.monotonic()
+        start = time.monotonic()
         with timer.phase("checkpoint"):
             lineage = [old for old in self._store.lineage if old.step != step]
             unfinished = self._store.unfinished
             if unfinished not in lineage:
-                unfinished = None  # is of this step
-            known = step, 0, lineage, self._store.layout, unfinished
-            content = Content(models, state(), files, *known)
+                unfinished = None  # it is of this step
+            content = Content(
+                models, state(), files, step, 0, lineage, self._store.layout, unfinished
+            )
             reserved = self._store.reserved_bytes
             is_taken = self._copies.take(content, self._every != "auto", reserved)
         self._is_on = not self._copies.is_off
         if is_taken or not self._is_on:
             self._reserve_for_checkpoints(self._copies.num_bytes or self._num_bytes)
         if is_taken:
-            self._plan_next(step, begun)
+            self._plan_next(step, start)
 
-    def _plan_next(self, step: int, begun: float) -> None:
-        """Says after how many steps the next copy is due, so that copies take COST of the time."""
+    def _plan_next(self, step: int, start: float) -> None:
+        """Sets the step of the next copy, so that copies take their share of the time."""
         assert self._copies is not None
         now = time.monotonic()
-        step_s = (begun - self._since) / max(step - self._step, 1)
-        # Where CPUs train, the threads that write take their time.
+        step_s = (start - self._since) / max(step - self._step, 1)
+        # On CPUs the threads that write copies compete with training.
         is_cpu = self._store.world.platform.is_cpu
-        cost_s = now - begun + (self._copies.busy_s if is_cpu else 0.0)
+        cost_s = now - start + (self._copies.busy_s if is_cpu else 0.0)
         every = every_steps(cost_s, step_s, COST if is_cpu else WAITING_COST)
-        if self._is_first:  # it may have waited for its memory: the next one says what copies take
+        if self._is_first:  # it may have waited for its memory, so the next copy is timed instead
             self._is_first, every = False, 1
         self._next, self._step, self._since = step + every, step, now
-        if self._every == "auto" and not self._has_said and self._copies.busy_s:
-            self._has_said = True
-            said = f"the state is copied to host memory about every {every} steps"
-            self._notify(f"{said}: a copy takes {cost_s:.2g} s, a step {step_s:.2g} s")
+        if self._every == "auto" and not self._is_reported and self._copies.busy_s:
+            self._is_reported = True
+            self._notify(
+                f"the state is copied to host memory about every {every} steps: a copy takes "
+                f"{cost_s:.2g} s, a step {step_s:.2g} s"
+            )
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Tells that the last step is in the run's records, with the evaluations by step."""
+        """Marks the last copy as part of the run's records, with all evaluations by step."""
         if self._copies is not None and self._is_on:
             self._copies.seal(evaluations)
 
     def close(self) -> None:
-        """Removes the copies: all is in a checkpoint. Collective."""
-        if self._copies is not None and self._has_started:  # also where no more were made
+        """Removes the copies, because a checkpoint has the whole state; collective."""
+        if self._copies is not None and self._has_started:  # even if copies were turned off
             self._copies.close()
             self._has_started = self._is_on = False
 
 
 def every_steps(cost_s: float, step_s: float, share: float) -> int:
-    """Returns after how many steps something is done again that may take a share of the time."""
+    """Returns the number of steps between events that cost `cost_s` and may take this share of the
+    time.
+    """
     return max(1, math.ceil(cost_s / (share * max(step_s, 1e-9))))

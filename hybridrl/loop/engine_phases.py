@@ -1,29 +1,47 @@
-"""Changes between the two phases of a run: its engine generates with the policy's weights, or gives
-its memory to training.
+"""Switches between the two phases of a run, training and rollout, and compares the engine with the
+trainer at the start.
 
-Who waits for whom: all functions are collective over the world.
+Collective: all ranks call every function together. In the rollout phase the engine generates with
+the policy's weights; in the training phase its memory is free for training.
+
+`EnginePhases.check` finds an engine that has the right weights but computes something else with
+them: other positions, norms, heads or precision. Each parameter is first compared with its source.
+Then every replica answers a few fixed prompts, and the trainer computes the log-probabilities of
+the same tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
 
 from hybridrl.config.schema import Config
+from hybridrl.contracts.batch import Producer, Prompt, TrainBatch
+from hybridrl.contracts.ragged import joined_blobs
 from hybridrl.generation.sampler import Sampler
 from hybridrl.hybrid_engine.engine import HybridEngine
 from hybridrl.hybrid_engine.memory.phases import Phase
-from hybridrl.loop import probe
 from hybridrl.loop.journal import Journal
 from hybridrl.loop.position import Position
 from hybridrl.roles.policy import Policy
+from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.registry import ENGINES
+from hybridrl.training.mismatch import BOUNDS
+
+PROMPT_TOKENS, NEW_TOKENS, REQUESTS = 16, 8, 4
+
+
+class EngineDiffersError(RuntimeError):
+    """The engine has the trainer's weights but computes other probabilities with them."""
 
 
 class EnginePhases:
-    """Changes between training and rollout.
+    """Switches between training and rollout.
 
     Attributes:
-        is_checked: Whether the engine was found to compute what the trainer does.
+        is_checked: Whether the engine was compared with the trainer.
     """
 
     def __init__(
@@ -43,51 +61,136 @@ class EnginePhases:
 
     @property
     def is_rollout(self) -> bool:
-        """Whether the rollout phase is the current one."""
+        """Whether the current phase is rollout."""
         return self._hybrid_engine.phases.phase is Phase.ROLLOUT
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
-        """Brings the policy's weights into the engine; returns the bytes and the rate.
+        """Sends the policy's weights to the engine; returns the bytes and the rate.
 
         Args:
             verifies: Whether to compare each parameter with its source.
         """
-        # Files may have been written or read.
+        # Other ranks may still be reading or writing files.
         self._sampler.world.arrive("the work before the reshard")
         with self._journal.phase("reshard"):
             return self._hybrid_engine.to_rollout(self._position.step, verifies).metrics()
 
     def check(self, memory_table: Callable[[], str]) -> None:
-        """Brings the weights into the engine and proves that it computes what the trainer does.
+        """Sends the weights to the engine and checks that it computes what the trainer computes.
 
         Args:
-            memory_table: Returns what the device holds, to be printed.
+            memory_table: Returns the table of the device's memory, which is printed.
 
         Raises:
-            VerifyError, EngineDiffersError: Naming the parameter, or the replica that differs.
+            VerifyError, EngineDiffersError: Names the parameter or the replica that differs.
         """
         self.enter_training()
         self.reshard(verifies=True)
         self.is_checked = True
         if ENGINES[self._config.rollout.engine].computes:
-            longest = self._config.data.max_prompt_tokens
-            said = probe.check(self._sampler, self._policy, longest, self.enter_training)
-            self._journal.notify(said)
+            requests = _fixed_requests(
+                self._sampler, self._policy, self._config.data.max_prompt_tokens
+            )
+            completions = _complete(self._sampler, requests)
+            self.enter_training()
+            gap = _compare(self._policy, requests, completions)
+            self._journal.notify(f"engine and trainer agree within {gap:.1e} nats per token")
             self._journal.notify(memory_table())
             self.reshard()
 
     def enter_training(self, frees_memory: bool = False) -> None:
-        """Ends the rollout phase, if it is the current one; the engine has nothing to generate."""
+        """Ends the rollout phase if it is the current one. The engine must be idle."""
         if self.is_rollout:
             self._hybrid_engine.to_train(frees_memory)
         elif frees_memory:
             self._hybrid_engine.free_engine()
 
     def enter_rollout(self) -> None:
-        """Begins the rollout phase with the policy's weights, if it is not the current one."""
+        """Starts the rollout phase with the policy's weights if it is not the current one."""
         if self._hybrid_engine.phases.phase is Phase.TRAIN:
             self.reshard()
 
     def send_frozen_again(self) -> None:
-        """Has the next reshard bring frozen weights too, since they are others now."""
+        """Makes the next reshard send frozen weights too, because they changed."""
         self._hybrid_engine.send_frozen_again()
+
+
+def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) -> list[Request]:
+    """Returns requests with fixed prompts of arbitrary tokens."""
+    rng, num_tokens = np.random.default_rng(0), policy.model.source.shape.vocab_size
+    length = min(PROMPT_TOKENS, max_prompt_tokens)
+    # The temperature of the policy's log-probabilities, without top-p and top-k.
+    sampling = SamplingParams(
+        sampler.sampling.temperature or 1.0,
+        max_new_tokens=min(NEW_TOKENS, sampler.sampling.max_new_tokens),
+    )
+    return [
+        Request(number, tuple(rng.integers(0, num_tokens, length).tolist()), number, sampling)
+        for number in range(REQUESTS)
+    ]
+
+
+def _complete(sampler: Sampler, requests: Sequence[Request]) -> list[list[Completion]]:
+    """Returns each replica's completions of the requests, in order; in the rollout phase, with idle
+    engines.
+    """
+    world, layout = sampler.world, sampler.layout
+    with world.all_agree("the first generation"):
+        done = generate(sampler.engine, requests) if world.rank in layout.ranks else []
+    place = layout.assignment[world.rank]
+    own = (place[0], done) if place is not None and place[1] == 0 else None
+    by_replica = dict(found for found in world.gather_objects(own) if found is not None)
+    return [by_replica[number] for number in range(layout.replicas)]
+
+
+def _compare(
+    policy: Policy, requests: Sequence[Request], completions: Sequence[Sequence[Completion]]
+) -> float:
+    """Returns the largest mean absolute difference of log-probabilities of any replica; in the
+    training phase.
+
+    Raises:
+        EngineDiffersError: The difference exceeds the bound of the model's dtype.
+    """
+    bound = BOUNDS[policy.model.source.dtype].refuse
+    prompts = [
+        Prompt(number, "", request.prompt, {}, completion.tokens)
+        for done in completions
+        for number, (request, completion) in enumerate(zip(requests, done, strict=True))
+    ]
+    producer = Producer.here("the probe")
+    batch = TrainBatch.supervised(prompts, producer)
+    blobs = [completion.blobs for done in completions for completion in done]
+    for name, blob in joined_blobs(blobs).items():
+        batch = batch.join_blob(producer, name, blob)
+    expected = policy.logprobs(batch)[batch.response_mask_T].split(
+        [sum(len(completion.tokens) for completion in done) for done in completions]
+    )
+    gaps = []
+    for replica, (done, trained_T) in enumerate(zip(completions, expected, strict=True)):
+        logps = torch.tensor([logp for completion in done for logp in completion.logps])
+        gap_T = (logps - trained_T).abs()
+        gaps.append(float(gap_T.mean()))
+        if not gaps[-1] <= bound:
+            raise EngineDiffersError(
+                f"replica {replica} and the trainer compute different log-probabilities for the "
+                f"same tokens: they differ by {gaps[-1]:.2g} nats on average and by "
+                f"{float(gap_T.max()):.2g} at most; allowed: {bound:g} on average. The weights "
+                f"are equal, so the computation differs. {_likely_cause(policy.model.train.fp8)} "
+                "To compare layer by layer: hybridrl check --mismatch CONFIG"
+            )
+    return max(gaps)
+
+
+def _likely_cause(fp8: str) -> str:
+    """Returns where to look for a difference, given `train.fp8`."""
+    if fp8 == "none":
+        return (
+            "Check the position, norm and head settings in the model's config.json, and the "
+            "engine's version (hybridrl check)."
+        )
+    return (
+        f"With train.fp8={fp8} the trainer rounds the inputs of matrix products to FP8, and the "
+        "engine does not. Set train.fp8=none. If the difference remains, check the position, norm "
+        "and head settings in the model's config.json."
+    )

@@ -1,7 +1,8 @@
-"""HF directories of trained models: one beside each checkpoint, if `checkpoint.export_hf` says so.
+"""Writes HF directories of trained models, one for each checkpoint if `checkpoint.export_hf` is
+set.
 
-`hybridrl convert` writes them by the same function. Collective: all ranks that see the folder write
-a share of the tensors.
+Collective: every rank that can write to the folder writes a share of the tensors. `hybridrl
+convert` uses the same function.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from hybridrl.models.hf.exported_config import exported_config
 from hybridrl.models.weights import hf_shapes
 from hybridrl.training.model import ParallelModel
 
-EXPORTS = "exports"  # in a run folder
+EXPORTS = "exports"  # folder in a run folder
 _EXPORT = re.compile(r"(step_\d+)(?:_\w+)?")
-_LEFT = ".*.partial"  # of a run that was killed while it wrote
+_PARTIAL = ".*.partial"  # folders that a killed run left
 
 
 def export_model(
@@ -46,10 +47,10 @@ def export_model(
 
     Args:
         side_files: Folder whose tokenizer and generation files are copied.
-        card: Text of its README.md.
+        card: Text of the README.md.
 
     Raises:
-        UserError: A rank cannot write; raised on all.
+        UserError: A rank cannot write; raised on all ranks.
     """
     source, world = model.source, model.world
     with world.all_agree("writing the HF directory", is_unbounded=True):
@@ -70,24 +71,25 @@ def export_model(
 
 
 def declare_turn_end(directory: Path) -> None:
-    """Adds the token with which the chat template ends a turn to the end tokens in
-    generation_config.json, so that other engines stop where the run's responses stopped. Changes
-    nothing if the model's files name it already or have no such template.
+    """Adds the chat template's end-of-turn token to the end tokens in generation_config.json, so
+    that other engines stop where the run's responses stopped.
+
+    Changes nothing if the model's files have the token already, or if there is no such template.
 
     Args:
         directory: HF directory with its tokenizer.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception:  # no tokenizer, or one that the run did not use: the weights are what counts
+    except Exception:  # no usable tokenizer; the run may have had its own
         return
     end, file = turn_end(tokenizer), directory / GENERATION_CONFIG
     config = read_config(directory)
-    # Without the file transformers takes these from config.json, with it from there alone.
-    usual: dict[str, Any] = {
+    # Transformers reads these from config.json only if generation_config.json is missing.
+    defaults: dict[str, Any] = {
         key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config
     }
-    content = read_json_object(file, ModelError) if file.is_file() else usual
+    content = read_json_object(file, ModelError) if file.is_file() else defaults
     named = end_tokens_of(content) or end_tokens_of(config)
     if end is not None and end not in named:
         content["eos_token_id"] = [*named, end]
@@ -101,19 +103,19 @@ def export_with_tokenizer(
     tokenizer: PreTrainedTokenizerBase,
     card: str,
 ) -> None:
-    """Writes a model as an HF directory with the tokenizer of the run, which may be in no file."""
+    """Writes a model as an HF directory with the run's tokenizer, which may have no files."""
     export_model(model, directory, side_files, card)
     with model.world.all_agree("writing the tokenizer"):
-        is_there = any(directory.glob("tokenizer*"))
-        if model.world.rank == 0 and not is_there and hasattr(tokenizer, "save_pretrained"):
+        has_tokenizer = any(directory.glob("tokenizer*"))
+        if model.world.rank == 0 and not has_tokenizer and hasattr(tokenizer, "save_pretrained"):
             tokenizer.save_pretrained(str(directory))
             if model.head == "lm":
                 declare_turn_end(directory)
 
 
 class Exports:
-    """The HF directories of a run: `exports/step_N` of the policy, or of the reward model that is
-    trained in its place, and `exports/step_N_critic` of a critic beside a policy.
+    """HF directories of a run: `exports/step_N` for the policy or the trained reward model, and
+    `exports/step_N_critic` for a policy's critic.
     """
 
     def __init__(self, config: Config, notify: Callable[[str], None]) -> None:
@@ -126,11 +128,11 @@ class Exports:
         models: Mapping[str, ParallelModel],
         evaluations: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Exports the models of a new checkpoint and removes exports whose checkpoints are gone, if
-        the run exports.
+        """Exports the models of a new checkpoint, and removes exports whose checkpoints are gone.
+        Does nothing unless `checkpoint.export_hf` is set.
 
         Raises:
-            UserError: A file could not be written.
+            UserError: A file cannot be written.
         """
         if not self._config.checkpoint.export_hf:
             return
@@ -145,12 +147,12 @@ class Exports:
             self._notify(f"exported {folder}")
 
     def _remove(self, folder: Path, checkpoints: Path) -> None:
-        """Removes what the folder held before, and exports without a checkpoint."""
+        """Removes the folder's old content, and exports without a checkpoint."""
         shutil.rmtree(folder, ignore_errors=True)
         if not self._root.is_dir():
             return
-        for left in self._root.glob(_LEFT):
-            shutil.rmtree(left, ignore_errors=True)
+        for partial in self._root.glob(_PARTIAL):
+            shutil.rmtree(partial, ignore_errors=True)
         for path in self._root.iterdir():
             found = _EXPORT.fullmatch(path.name)
             if found is not None and not (checkpoints / found[1]).is_dir():
@@ -163,8 +165,10 @@ def model_card(
     checkpoint: str,
     evaluations: Mapping[str, Mapping[str, float]],
 ) -> str:
-    """Returns the text of an exported model's README.md. Values that came from the environment are
-    shown as they were written, so no key is in it.
+    """Returns the README.md of an exported model.
+
+    References to environment variables are not replaced by their values, so the text contains no
+    keys.
     """
     is_scorer = model.head == "value"
     front = {
@@ -173,7 +177,7 @@ def model_card(
         "tags": ["hybridrl", config.algorithm.name],
     }
     base = config.model.path
-    # A folder of this host is no name that anybody could follow.
+    # A local folder means nothing to readers of the card.
     if base is not None and not os.path.exists(os.path.expanduser(base)):
         front["base_model"] = base.split("@")[0]
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
@@ -182,7 +186,7 @@ def model_card(
     made = f"trained by hybridrl {__version__} with `{config.algorithm.name}`"
     origin = "from initial weights" if base is None else f"from `{_shown(base)}`"
     lines += [f"{kind}, {made}, {origin}.", ""]
-    # Responses are the policy's: they say nothing of a critic beside it.
+    # Evaluations describe the policy, not its critic.
     if evaluations and (not is_scorer or config.algorithm.name == "reward_model"):
         lines += ["## Measured", "", *_table(evaluations), ""]
     lines += ["## Configuration", "", "```yaml", to_yaml(config).rstrip(), "```", ""]
@@ -194,7 +198,7 @@ def _shown(base: str) -> str:
 
 
 def _table(evaluations: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yields a table of what was measured first and last, with standard errors."""
+    """Yields a table of the first and last evaluations, with standard errors."""
     steps = sorted(evaluations, key=int)
     first, last = evaluations[steps[0]], evaluations[steps[-1]]
     yield f"| | step {steps[0]} | step {steps[-1]} |"

@@ -1,5 +1,6 @@
-"""Memory ledger: what each part of a run holds on this rank's device, and in which phase. Printed
-at the start and with every out-of-memory error.
+"""Memory ledger: the memory of each part of a run on this rank's device, by phase.
+
+It is printed at the start of a run and with every out-of-memory error.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ REMEDIES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the ledger, with the phases in which its bytes are on the device."""
+    """One line of the ledger, and the phases in which its bytes are on the device."""
 
     name: str
     num_bytes: int
@@ -37,12 +38,13 @@ class Entry:
 
 
 class MemoryLedger:
-    """Parts of the run on this rank's device, as far as they are built.
+    """Parts of the run on this rank's device that are built so far.
 
     Attributes:
         models: Models by role.
-        engine: Engine; None: it is not started yet.
-        hybrid_engine: Decides whether phases free memory; None: it is not built yet.
+        engine: Engine, or None before it starts.
+        hybrid_engine: Hybrid engine, which knows whether phases free memory; None before it is
+            built.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -52,25 +54,24 @@ class MemoryLedger:
         self.hybrid_engine: HybridEngine | None = None
 
     def table(self) -> str:
-        """Returns the ledger as text, from the next change of phases on."""
+        """Returns the ledger as text, valid from the next change of phases on."""
         engine = {} if self.engine is None else self.engine.memory()
         keeps_memory = self.hybrid_engine is not None and self.hybrid_engine.keeps_memory
         return table(entries(self.models, engine, keeps_memory), self._platform)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Adds the ledger and what could be smaller to an out-of-memory error of the block, of
-        torch or vLLM.
+        """Adds the ledger and remedies to an out-of-memory error of the block, from torch or vLLM.
 
         Raises:
-            DeviceMemoryError: In place of that error.
+            DeviceMemoryError: Replaces the out-of-memory error.
         """
         try:
             yield
         except RuntimeError as error:
             text = str(error)
-            is_told = isinstance(error, DeviceMemoryError | PeerError)  # in the right words already
-            if is_told or "out of memory" not in text.lower():
+            is_explained = isinstance(error, DeviceMemoryError | PeerError)
+            if is_explained or "out of memory" not in text.lower():
                 raise
             first = text.strip().splitlines()[0]
             raise DeviceMemoryError(
@@ -81,7 +82,7 @@ class MemoryLedger:
 def entries(
     models: Mapping[str, ParallelModel], engine: Mapping[str, Holding], keeps_memory: bool = False
 ) -> list[Entry]:
-    """Returns what models and engine hold, memory that they take later included.
+    """Returns the memory of models and engine, including memory that they allocate later.
 
     Args:
         keeps_memory: Whether phases free nothing (`HybridEngine.keeps_memory`).
@@ -97,7 +98,7 @@ def entries(
                 found.append(Entry(f"{role} frozen weights", kept))
             state, _ = memory.state_bytes()
             lent = memory.lent_bytes
-            if lent:  # the engine's own memory, which stands below where it is kept
+            if lent:  # memory of the engine, listed with the engine if phases keep it
                 name = f"{role} gradients, lent by engine"
                 found.append(Entry(name, lent, not keeps_memory, in_rollout=False))
             if held := memory.gradient_bytes() - lent:
@@ -105,7 +106,7 @@ def entries(
             found.append(Entry(f"{role} optimizer", state, in_rollout=not memory.offloads))
     for name, part in engine.items():
         if part.num_bytes:
-            # What is shared stands above already, with the model.
+            # Shared memory is already listed with the model.
             is_own = not part.is_shared
             stays = (part.stays or keeps_memory) and is_own
             found.append(Entry(f"engine {name}", part.num_bytes, stays, is_own))
@@ -113,7 +114,7 @@ def entries(
 
 
 def table(found: list[Entry], platform: Platform) -> str:
-    """Returns the ledger as text, in GiB, with what the device says of itself."""
+    """Returns the ledger as text in GiB, with the device's own numbers."""
     lines = [f"{'memory of this rank, GiB':34}{'training':>10}{'rollout':>10}"]
     for entry in found:
         cells = (_gib(entry.num_bytes) if there else "-" for there in _phases(entry))
@@ -137,7 +138,7 @@ def _phases(entry: Entry) -> tuple[bool, bool]:
 
 
 def _num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Returns the bytes of the storages, each once."""
+    """Returns the total bytes of the tensors' storages, each counted once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors.values()}
     return sum(storages.values())
 

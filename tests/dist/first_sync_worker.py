@@ -19,7 +19,7 @@ from hybridrl.errors import ModelError
 from hybridrl.hybrid_engine.transports.packed import PackedTransport
 from hybridrl.hybrid_engine.verify import VerifyError
 from hybridrl.loop import rollout_setup
-from hybridrl.loop.probe import EngineDiffersError
+from hybridrl.loop.engine_phases import EngineDiffersError
 from hybridrl.loop.trainer import Trainer
 from hybridrl.models.weights import RankLayout, fused_layout
 from hybridrl.rollout.common import packaged_engine
