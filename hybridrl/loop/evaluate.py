@@ -1,7 +1,7 @@
-"""Evaluation: generates responses to held-out prompts, greedy by default, and scores them.
+"""Evaluation: generates responses to held-out prompts, greedily by default, and scores them.
 
-The reward is the weighted sum that training uses. The accuracy is the score of one scorer, from 0
-to 1. Public sets (`eval.sets`) have scorers of their own.
+The reward is the weighted sum that training uses. The accuracy is the score of a single scorer,
+from 0 to 1. Public sets (`eval.sets`) have their own scorers.
 """
 
 from __future__ import annotations
@@ -27,16 +27,15 @@ from hybridrl.metrics.values import STDERR, VALIDATION
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.traits import traits_of
 
-# Enters the seeds in place of a step number: evaluation at a temperature samples the same way every
-# time.
+# Replaces the step number in seeds, so that every evaluation samples with the same seeds.
 EVALUATION_STEP = -2
 Answers = Mapping[int, str | None]
-"""The answer in each response, by the number of the sample; None: there is none."""
+"""Answer of each response by its sample number; None if it has no answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts to evaluate on, with a scorer of their own or, None, with that of the run."""
+    """Prompts to evaluate on, and their scorer; None takes the run's."""
 
     prompts: Sequence[Prompt]
     reward: RewardConfig
@@ -49,16 +48,16 @@ class Evaluation:
     """Scores of responses to held-out prompts.
 
     Args:
-        reward: Mean of the weighted sum; None: there are only prompts of `sets`.
-        accuracy: Mean score of the accuracy's scorer; None: there is no such scorer, or a score is
-            outside 0 to 1.
-        num_scored: Responses with a score; fewer where `reward.on_error` drops some.
-        note: Why there is no accuracy.
+        reward: Mean of the weighted sum; None if there are only prompts of `sets`.
+        accuracy: Mean score of the accuracy's scorer; None if there is no such scorer, or if a
+            score is outside 0 to 1.
+        num_scored: Number of responses with a score; `reward.on_error` may drop some.
+        note: Reason why there is no accuracy.
         accuracy_stderr: Standard error of the accuracy over prompts.
-        pass_at: Probability that one of k responses is right (has a score of 1), by k.
-        majority: Score of the most frequent answer to a prompt; None: there is one response a
-            prompt, or the scorer knows no answers.
-        num_errors: Responses on which a scorer failed, or was late.
+        pass_at: Probability that at least one of k responses is right (has the score 1), by k.
+        majority: Score of the most frequent answer to a prompt; None if prompts have one response,
+            or if the scorer extracts no answers.
+        num_errors: Number of responses on which a scorer failed or timed out.
         sets: Results of `eval.sets`, by name.
     """
 
@@ -77,23 +76,23 @@ class Evaluation:
 
     @property
     def num_asked(self) -> int:
-        """Responses that were asked for."""
+        """Number of responses that were generated."""
         return self.num_prompts * self.samples_per_prompt
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of a step in which this was measured."""
+        """Returns the metrics for the step of this evaluation."""
         scores = self.scores if len(self.scores) > 1 else {}
         found = {f"eval/{name}": score for name, score in scores.items()}
         found |= {f"eval/{name}": value for name, value in self._figures().items()}
         if self.num_scored < self.num_asked:
             found["eval/scored_share"] = self.num_scored / self.num_asked
-        for name, one in self.sets.items():
-            found |= {f"eval/{name}/{key}": value for key, value in one._figures().items()}
+        for name, result in self.sets.items():
+            found |= {f"eval/{name}/{key}": value for key, value in result._figures().items()}
         return found
 
     def _figures(self) -> dict[str, float]:
         found = {} if self.reward is None else {"reward": self.reward}
-        estimates = {f"pass_at_{k}": one for k, one in self.pass_at.items()}
+        estimates = {f"pass_at_{k}": estimate for k, estimate in self.pass_at.items()}
         if self.accuracy is not None:
             estimates["accuracy"] = Estimate(self.accuracy, self.accuracy_stderr)
         if self.majority is not None:
@@ -105,30 +104,31 @@ class Evaluation:
         return found
 
     def record(self) -> dict[str, float]:
-        """Returns what a run keeps of it: `reward`, `accuracy` with its standard error if there is
-        one, and the same of sets.
+        """Returns the results that a run keeps: `reward`, `accuracy` with its standard error, and
+        the accuracies of sets.
         """
         own = {"reward", "accuracy", "accuracy" + STDERR}
         kept = {key: value for key, value in self._figures().items() if key in own}
-        for name, one in self.sets.items():
-            kept |= {f"{name}/{k}": v for k, v in one._figures().items() if k in own - {"reward"}}
+        for name, result in self.sets.items():
+            figures = result._figures()
+            kept |= {f"{name}/{k}": v for k, v in figures.items() if k in own - {"reward"}}
         return kept
 
     def as_json(self) -> dict[str, Any]:
-        """Returns all of it as JSON has it."""
+        """Returns all results as JSON."""
         found = {**vars(self), "scores": dict(self.scores)}
-        found["pass_at"] = {str(k): one._asdict() for k, one in self.pass_at.items()}
+        found["pass_at"] = {str(k): estimate._asdict() for k, estimate in self.pass_at.items()}
         found["majority"] = None if self.majority is None else self.majority._asdict()
-        found["sets"] = {name: one.as_json() for name, one in self.sets.items()}
+        found["sets"] = {name: result.as_json() for name, result in self.sets.items()}
         return found
 
 
 class Evaluations:
-    """Results of a run's evaluations, and when the next one is due.
+    """Results of a run's evaluations, and the schedule of the next.
 
     Attributes:
-        by_step: `reward`, and `accuracy` if there is one, by the number of finished steps; and
-            results of loop/validation.py, with VALIDATION before their names.
+        by_step: Results by the number of finished steps: `reward`, and `accuracy` if there is one.
+            Results of loop/validation.py have the prefix VALIDATION.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class Evaluations:
         sets: Mapping[str, EvaluationSet],
     ) -> None:
         self.by_step: dict[str, dict[str, float]] = {}
-        self._has_said_why = False
+        self._is_note_reported = False
         self._steps, self._section, self._own, self._sets = steps, section, own, sets
 
     def are_due(self, step: int, last: int) -> bool:
-        """Whether one is due after `step` of `last`, the first of all or a later one, and was not
-        made, perhaps as a signal came.
+        """Whether an evaluation is due after `step` of `last`. True for the first evaluation of a
+        run, and for one that a signal prevented.
         """
         if not self.have_prompts or str(step) in self._generated_steps():
             return False
@@ -161,11 +161,11 @@ class Evaluations:
 
     @property
     def have_prompts(self) -> bool:
-        """Whether there is anything to generate responses to."""
+        """Whether there are prompts to generate responses to."""
         return bool(self._own.prompts or self._sets)
 
     def reach_goal(self, step: int) -> bool:
-        """Whether the one of this step has found the accuracy that a run may stop at."""
+        """Whether the evaluation of this step reached `steps.stop_at_accuracy`."""
         goal = self._steps.stop_at_accuracy
         newest = self.by_step.get(str(step), {}).get("accuracy")
         return goal is not None and newest is not None and newest >= goal
@@ -180,8 +180,8 @@ class Evaluations:
         section = self._section
         if temperature is not None:
             section = section.model_copy(update={"temperature": temperature})
-        # Sets come first: scoring the run's own prompts may need the memory of the engine.
-        found = {name: evaluate(sampler, one, section) for name, one in self._sets.items()}
+        # Sets come first, because scoring the run's own prompts may need the engine's memory.
+        found = {name: evaluate(sampler, prompts, section) for name, prompts in self._sets.items()}
         if not self._own.prompts and found:
             note = "there are no data.eval_prompts"
             return Evaluation(None, None, {}, 0, 0, note, sets=found)
@@ -189,25 +189,25 @@ class Evaluations:
         return dataclasses.replace(own, sets=found)
 
     def announce(self, step: int, notify: Callable[[str], None]) -> None:
-        """Says before the first evaluation, before any line of a step, how much it generates."""
+        """Announces the size of the first evaluation, before the first step."""
         if not self._generated_steps():
-            asked = [self._own, *self._sets.values()]
-            num = sum(len(one.prompts) * one.samples_per_prompt for one in asked)
-            notify(f"evaluating after step {step}: {num} responses are generated")
+            sets = [self._own, *self._sets.values()]
+            num = sum(len(prompts.prompts) * prompts.samples_per_prompt for prompts in sets)
+            notify(f"evaluating after step {step}: generating {num} responses")
 
     def keep(self, step: int, found: Evaluation, notify: Callable[[str], None]) -> None:
-        """Notes what was found for this step; says once why there is no accuracy."""
-        if found.note and found.num_prompts and not self._has_said_why:
-            self._has_said_why = True
+        """Stores the results for this step; reports once why there is no accuracy."""
+        if found.note and found.num_prompts and not self._is_note_reported:
+            self._is_note_reported = True
             which = "this evaluation reports" if self._generated_steps() else "evaluations report"
-            notify(f"{which} the reward and no accuracy: {found.note}")
+            notify(f"{which} the reward but no accuracy: {found.note}")
         self.by_step.setdefault(str(step), {}).update(found.record())
 
     def close(self) -> None:
-        """Ends what scores the sets' responses."""
-        for one in self._sets.values():
-            if one.scorer is not None:
-                one.scorer.close()
+        """Closes the sets' scorers."""
+        for prompts in self._sets.values():
+            if prompts.scorer is not None:
+                prompts.scorer.close()
 
 
 class DueEvaluations(Observer):
@@ -225,9 +225,9 @@ class DueEvaluations(Observer):
         self._phases, self._journal = phases, journal
 
     def measure(self, temperature: float | None = None) -> Evaluation:
-        """Evaluates now, as `Trainer.evaluate` says."""
+        """Evaluates now; see `Trainer.evaluate`."""
         self._phases.enter_rollout()
-        # A reward model's pass needs the memory that the engine has while it generates.
+        # A reward model needs the memory that the engine uses while it generates.
         end_rollout = self._phases.enter_training if self._sampler.reward_models else None
         with self._journal.phase("evaluate"):
             return self._evaluations.measure(self._sampler, temperature, end_rollout)
@@ -247,18 +247,18 @@ def evaluate(
     section: EvalConfig,
     before_scoring: Callable[[], None] | None = None,
 ) -> Evaluation:
-    """Scores responses to each prompt; collective, the same on all ranks.
+    """Generates responses to each prompt and scores them; collective, the same on all ranks.
 
     Raises:
-        UserError: There are no prompts, or a score of the scorer that `reward.accuracy` names is
-            outside 0 to 1.
+        UserError: There are no prompts, or the scorer in `reward.accuracy` gave a score outside 0
+            to 1.
     """
     if not what.prompts:
         raise UserError(
             "data.eval_prompts",
             "nothing",
             "prompts to evaluate on",
-            "Set data.eval_prompts to a file, or data.eval_share, or eval.sets.",
+            "Set data.eval_prompts, data.eval_share or eval.sets.",
         )
     sampling = dataclasses.replace(sampler.sampling, temperature=section.temperature)
     if section.max_new_tokens is not None:
@@ -277,8 +277,8 @@ def evaluate(
 
 
 def _answers(sampler: Sampler, scored: ScoredBatch, config: RewardConfig) -> Answers | None:
-    """Returns the answers of all samples, as the accuracy's scorer finds them; None where it knows
-    of none; collective.
+    """Returns the answers of all samples, extracted by the accuracy's scorer; None if it extracts
+    no answers; collective.
     """
     name = accuracy_part(scored, config)
     parts = {part.name: part.function for part in sampler.scorer.parts}
@@ -288,15 +288,15 @@ def _answers(sampler: Sampler, scored: ScoredBatch, config: RewardConfig) -> Ans
     with sampler.world.all_agree("finding answers") as agreement:
         held = scored.sample_ids_B[scored.rows_H].tolist()
         texts = sampler.scorer.responses(scored)
-        agreement.value = {one: answer(text) for one, text in zip(held, texts, strict=True)}
-    return {one: text for told in agreement.values for one, text in told.items()}
+        agreement.value = {n: answer(text) for n, text in zip(held, texts, strict=True)}
+    return {n: text for answers in agreement.values for n, text in answers.items()}
 
 
 def accuracy_part(scored: ScoredBatch, config: RewardConfig) -> str:
-    """Returns the name of the reward part that is the accuracy; empty: it is not known."""
+    """Returns the name of the reward part that is the accuracy, or "" if it is unknown."""
     parts, name = scored.reward_parts, config.accuracy_scorer()
     if len(parts) == 1 or (name not in parts and not config.functions):
-        return next(iter(parts))  # of several functions of a script the first
+        return next(iter(parts))  # the first of several functions from Python
     return name if name is not None and name in parts else ""
 
 
@@ -308,15 +308,15 @@ def summarized(
     pass_k: Sequence[int] = (),
     answers: Answers | None = None,
 ) -> Evaluation:
-    """Returns what scored responses amount to."""
-    parts = {name: score_B for name, score_B in scored.reward_parts.items()}
+    """Returns the evaluation of scored responses."""
+    parts = scored.reward_parts
     means = {name: float(score_B.mean()) for name, score_B in parts.items()}
     reward = float(scored.reward_B.mean())
     found = Evaluation(reward, None, means, num_prompts, scored.num_samples)
     found = dataclasses.replace(found, samples_per_prompt=samples_per_prompt)
     name = accuracy_part(scored, config)
     if not name:
-        note = f"which of {', '.join(parts)} is the accuracy is not known: set reward.accuracy"
+        note = f"set reward.accuracy to one of {', '.join(parts)}"
         return dataclasses.replace(found, note=note)
     lowest, highest = float(parts[name].min()), float(parts[name].max())
     outside = lowest if lowest < 0 else highest if highest > 1 else None
@@ -324,11 +324,11 @@ def summarized(
         raise UserError(
             "reward.accuracy",
             f"{name}, which gave a score of {outside:g}",
-            "a scorer of scores from 0 to 1",
-            "Name another scorer, or set reward.accuracy=null.",
+            "a scorer with scores from 0 to 1",
+            "Set reward.accuracy to another scorer or to null.",
         )
     if outside is not None:
-        note = f"{name} gave a score of {outside:g}, so that it is no accuracy"
+        note = f"{name} gave a score of {outside:g}, outside 0 to 1"
         return dataclasses.replace(found, note=note)
     groups = _by_prompt(scored, parts[name].tolist(), answers)
     return dataclasses.replace(found, **_accuracies(groups, samples_per_prompt, pass_k, answers))
@@ -353,12 +353,12 @@ def _by_prompt(
 def _accuracies(
     groups: Sequence[Group], samples_per_prompt: int, pass_k: Sequence[int], answers: Answers | None
 ) -> dict[str, Any]:
-    """Returns the accuracy and what follows from several samples, as fields of Evaluation."""
+    """Returns fields of Evaluation: accuracy and, with several samples, pass@k and majority."""
     mean = mean_of([float(np.mean(scores)) for scores, _ in groups])
     found: dict[str, Any] = {"accuracy": mean.value, "accuracy_stderr": mean.stderr, "pass_at": {}}
     for k in (k for k in pass_k if k <= samples_per_prompt):
-        # A prompt of which too many responses were dropped says nothing of k.
-        counts = [(len(s), sum(one >= 1 for one in s)) for s, _ in groups if len(s) >= k]
+        # Prompts with fewer than k scored responses do not count.
+        counts = [(len(s), sum(score >= 1 for score in s)) for s, _ in groups if len(s) >= k]
         if counts:
             found["pass_at"][k] = mean_of([pass_at_k(*count, k) for count in counts])
     if samples_per_prompt > 1 and answers is not None:

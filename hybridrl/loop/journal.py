@@ -1,14 +1,13 @@
 """Records of a run: folder, phase times, metrics, samples, summary.
 
-Rank 0 writes. Every rank keeps time, because a step is as slow as its slowest rank, and writes its
-own phase file.
+Rank 0 writes them. Every rank measures its phases, because a step is as slow as its slowest rank,
+and writes its own phase file.
 """
 
 from __future__ import annotations
 
 import collections
 import json
-import logging
 import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from hybridrl.loop.trace import StepTraces
 from hybridrl.metrics.estimates import Estimate
 from hybridrl.metrics.flops import peak_flops_per_s
 from hybridrl.metrics.sinks import (
+    DAMAGED,
     ConsoleSink,
     JsonlSink,
     LogSink,
@@ -53,8 +53,6 @@ from hybridrl.metrics.values import (
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 
-logger = logging.getLogger(__name__)
-
 SUMMARY = "summary.json"
 
 
@@ -63,10 +61,10 @@ Evaluations = Mapping[str, Mapping[str, float]]
 
 
 class StepWarning(Protocol):
-    """Looks at steps for what the user is to know."""
+    """Checks the metrics of steps for problems that the user should know."""
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Returns what there is to say of a step, once; None: nothing."""
+        """Returns a warning, or None. A problem is reported once."""
         ...
 
 
@@ -74,8 +72,9 @@ class Journal(Observer):
     """Writes the records of a run.
 
     Attributes:
-        unseen_bytes: Returns the bytes in use of this rank's device that torch's allocator does not
-            count, less those that it counts though they have no memory now.
+        unseen_bytes: Returns the difference between the bytes in use on this rank's device and
+            those that torch's allocator counts. It counts tensors of a sleeping engine that have no
+            memory.
     """
 
     def __init__(self, config: Config, world: World, warnings: Sequence[StepWarning] = ()) -> None:
@@ -94,25 +93,25 @@ class Journal(Observer):
         self.console: ConsoleSink | None = None
         self.log_file: LogSink | None = None
         self.trackers: list[TrackerSink] = []
-        self._said_before: list[str] = []  # there is a log
+        self._early_notices: list[str] = []  # notices from before there is a log
         world.heartbeat.phase = lambda: self.timer.current
         world.heartbeat.run_folder = self.folder
         self._starts = RunStarts(self.folder)
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
 
     def note_start(self, seconds: Mapping[str, float]) -> None:
-        """Notes what this start took to the end of its first step, by part, in order."""
+        """Records the seconds of each part of this start, up to the end of its first step."""
         if self.is_writer:
             self._starts.took(seconds)
 
     def notify(self, text: str) -> None:
-        """Prints a line for the user, once, and logs it."""
+        """Prints a line for the user on one rank, and logs it."""
         if not self.is_writer:
             return
         if self.log_file is not None:
             self.log_file.message(text)
         else:
-            self._said_before.append(text)
+            self._early_notices.append(text)
         if self.config.log.console:
             if self.console is not None:
                 self.console.message(text)
@@ -138,7 +137,7 @@ class Journal(Observer):
                 self.notify(text)
 
     def start(self, last_step: int, num_steps: int) -> None:
-        """Opens the files of the run folder and drops their content beyond `last_step`."""
+        """Opens the files of the run folder and removes records after `last_step`."""
         self.close()
         phase_file = self.folder / "logs" / f"rank_{self.world.rank}.phase"
         self.timer = PhaseTimer(phase_file, self._synchronize, self._take_peak)
@@ -151,15 +150,17 @@ class Journal(Observer):
         self._starts.begin(last_step, self.world.size, self.world.num_hosts, device)
         lines = JsonlSink(self.folder / "metrics.jsonl", last_step)
         self.log_file = LogSink(self.folder / "logs" / "rank_0.log", num_steps)
-        for text in self._said_before:
+        for text in self._early_notices:
             self.log_file.message(text)
-        self._said_before = []
+        self._early_notices = []
         self.sinks = [lines, self.log_file]
         if self.config.log.tensorboard:
             events = TensorBoardSink(self.folder, last_step)
             self.sinks.append(events)
             self.sample_sinks.append(events)
-        self.trackers = [TrackerSink(one, self.folder, self.notify) for one in self._services()]
+        self.trackers = [
+            TrackerSink(service, self.folder, self.notify) for service in self._services()
+        ]
         self.sinks += self.trackers
         self.sample_sinks += self.trackers
         if self.config.log.console:
@@ -168,13 +169,16 @@ class Journal(Observer):
         if last_step:
             self.notify(f"continuing {self.folder} after step {last_step}, to step {num_steps}")
         if lines.num_damaged:
-            self.notify(f"metrics.jsonl: {lines.num_damaged} damaged lines are beside it now")
+            self.notify(
+                f"metrics.jsonl: {lines.num_damaged} damaged lines moved to metrics.jsonl{DAMAGED}"
+            )
         for change in changes:
             self.notify(f"changed from step {last_step + 1} on: {change}")
-        self.notify(self._when_saved(num_steps))
+        often = when_saved(self.config.checkpoint, num_steps)
+        self.notify(f"checkpoints in {self.folder / 'checkpoints'}: {often}")
 
     def _services(self) -> Iterator[Tracker]:
-        """Yields the trackers that the configuration names."""
+        """Yields the trackers in the configuration."""
         section = self.config.log
         if section.wandb is not None:
             yield Wandb(section.wandb, self.folder)
@@ -182,17 +186,13 @@ class Journal(Observer):
             yield Mlflow(section.mlflow, self.folder)
 
     def _changes(self) -> Sequence[str]:
-        """Returns how knobs differ from those that the run was last trained with."""
+        """Returns the knobs that differ from those of the run's last training."""
         saved = saved_config(self.config)
         changed = {} if saved is None else changed_knobs(saved, self.config)
         return [f"{key} {before!r} -> {now!r}" for key, (before, now) in changed.items()]
 
-    def _when_saved(self, num_steps: int) -> str:
-        often = when_saved(self.config.checkpoint, num_steps)
-        return f"checkpoints in {self.folder / 'checkpoints'}: {often}"
-
     def describe(self, batch: ScoredBatch) -> dict[str, float]:
-        """Returns metrics of sampled responses: rewards, and how many were cut off."""
+        """Returns metrics of sampled responses: rewards, and the share that was cut off."""
         rewards, parts = batch.reward_B, batch.reward_parts
         names = parts if len(parts) > 1 else ()
         return {
@@ -205,11 +205,15 @@ class Journal(Observer):
     def summarize(
         self, batch: ScoredBatch, values: Mapping[str, float], flops: Mapping[str, int]
     ) -> dict[str, float]:
-        """Adds to a step's values those of batch, clock and memory, and what follows from the model
-        FLOPs of its phases; the same on all ranks.
+        """Adds lengths, times, memory and FLOPs to a step's metrics; equal on all ranks.
+
+        Args:
+            batch: Samples of the step.
+            values: Other metrics of the step.
+            flops: Model FLOPs by phase, summed over ranks.
         """
         lengths = batch.response_lengths_B.float()
-        # Waits for a rank that writes slowly.
+        # Waits for a rank that still writes.
         ranks = self.world.gather_objects((self.timer.seconds(), self._peaks()))
         times, memory = zip(*ranks, strict=True)
         seconds, peaks = largest(times), largest(memory)
@@ -231,7 +235,7 @@ class Journal(Observer):
     def dump_samples(
         self, step: int, scored: ScoredBatch, learned: ScoredBatch | None, scorer: Scorer
     ) -> None:
-        """Writes the samples of a step to `rollouts/`, when it is due; collective."""
+        """Writes the samples of a step to `rollouts/` if they are due; collective."""
         if not self.dump.is_due(step):
             return
         samples = sample_records(scored, learned, scorer, self.world)
@@ -241,22 +245,20 @@ class Journal(Observer):
                 for sink in self.sample_sinks:
                     sink.samples(step, self.dump.file(step))
             else:
-                collections.deque(samples, 0)  # there are none here, but tokens to be sent
+                collections.deque(samples, 0)  # sends this rank's tokens and yields nothing
 
     def finish(
         self, first: int, last: int, evaluations: Evaluations, seconds: float
     ) -> dict[str, float]:
-        """Writes `summary.json`, prints the table of before and after and the run folder."""
+        """Writes `summary.json`; prints the table of before and after, and the run folder."""
         summary = self._summary(evaluations, seconds)
         if self.is_writer:
             self._write_summary(summary)
             self._starts.end(FINISHED)
             if self.console is not None and evaluations:
                 self.console.compare(self.config.run.name, _compared(summary))
-            taken = (
-                f"steps {first + 1} to {last} were taken" if last > first else "no step was taken"
-            )
-            self.notify(f"{taken}; run folder: {self.folder}  ({seconds:.0f} s)")
+            steps = f"took steps {first + 1} to {last}" if last > first else "took no step"
+            self.notify(f"{steps}; run folder: {self.folder}  ({seconds:.0f} s)")
             for tracker in self.trackers:
                 tracker.is_done = True
         return summary
@@ -264,13 +266,13 @@ class Journal(Observer):
     def nothing_to_do(
         self, done: int, last: int, evaluations: Evaluations, seconds: float
     ) -> dict[str, float]:
-        """Says that the run has its steps already; writes only a summary that is missing, because a
-        signal came with the last step.
+        """Reports that the run already has its steps. Writes the summary only if it is missing,
+        because a signal came with the last step.
         """
         goal = f"step {last}" if done >= last else "steps.stop_at_accuracy"
         self.notify(
             f"{self.folder} has reached {goal} (finished steps: {done}): nothing is left to train. "
-            "Raise steps.num_steps to train on, or choose another run.name to train anew."
+            "Raise steps.num_steps to continue, or choose another run.name to start a new run."
         )
         for change in self._changes() if self.is_writer else ():
             self.notify(f"not used: {change}")
@@ -280,8 +282,7 @@ class Journal(Observer):
         return summary
 
     def _write_summary(self, summary: Mapping[str, float]) -> None:
-        text = json.dumps(summary, indent=1)
-        replace_text(self.folder / SUMMARY, text + "\n")
+        replace_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
 
     def _summary(self, evaluations: Evaluations, seconds: float) -> dict[str, float]:
         summary = {"seconds": seconds, **before_and_after(evaluations)}
@@ -290,17 +291,17 @@ class Journal(Observer):
             records = read_records(file) if file.exists() else []
             if any("reward/mean" in record for record in records):
                 summary["reward_last_10"] = recent_mean(records, "reward/mean")
-            losses = [loss for one in records if (loss := one.get("eval/loss")) is not None]
+            losses = [loss for r in records if (loss := r.get("eval/loss")) is not None]
             if losses:
                 summary["validation_loss"] = losses[-1]
         return summary
 
     def close(self) -> None:
-        """Closes all files and notes how the start ended, by the exception under way."""
+        """Closes all files, and records how the start ended, from the exception in flight."""
         self._starts.end(exit_of(sys.exception()))
         for tracker in self.trackers:
             tracker.begin_close()
-        for tracker in self.trackers:  # they may have something to say, which sinks take
+        for tracker in self.trackers:  # before the sinks, which record the trackers' messages
             tracker.close()
         for sink in self.sinks:
             sink.close()
@@ -309,62 +310,59 @@ class Journal(Observer):
         self.timer.close()
 
     def note_peak(self) -> None:
-        """Counts the memory in use, before memory goes to the other phase."""
+        """Counts the peak memory before memory moves to the other phase."""
         self.timer.note_peak()
 
     def _peak_in_use(self) -> int:
-        """Returns the most bytes in use since the last call."""
+        """Returns the largest number of bytes in use since the last call."""
         most = torch.cuda.max_memory_allocated() + self.unseen_bytes()
         torch.cuda.reset_peak_memory_stats()
         return most
 
     def _peaks(self) -> dict[str, float]:
-        """Returns this rank's most bytes in use, by phase where that is known."""
+        """Returns this rank's peak memory in bytes, by phase if that is known."""
         known = self.timer.peak_bytes() or {"run": self.world.platform.peak_memory_bytes()}
         return {phase: float(size) for phase, size in known.items()}
 
 
 def when_saved(section: CheckpointConfig, num_steps: int) -> str:
-    """Returns when a run is saved, in words."""
+    """Returns a description of when a run is saved."""
     often = f"every {section.every} steps, " if section.every else ""
     often += f"every {section.every_s:g} s, " if section.every_s else ""
-    kept = "the newest stays" if section.keep == 1 else f"the newest {section.keep} stay"
-    never = "" if often else "; never before, as checkpoint.every=0 and checkpoint.every_s=0 say"
+    kept = "the newest is kept" if section.keep == 1 else f"the newest {section.keep} are kept"
+    never = "" if often else ", not before (checkpoint.every=0 and checkpoint.every_s=0)"
     return f"{often}after step {num_steps} and on SIGINT or SIGTERM{never}; {kept}"
 
 
 def before_and_after(evaluations: Evaluations) -> dict[str, float]:
-    """Returns results of the first evaluation and the last, `NAME_before` and `NAME_after`, with
-    standard errors. A result that one of them lacks is left out, not replaced by another step's.
+    """Returns the results of the first and the last evaluation, `NAME_before` and `NAME_after`,
+    with standard errors. A result that one of them lacks is left out, not taken from another step.
     """
     found: dict[str, float] = {}
     for is_validation in (False, True):
         steps = [
-            {key: v for key, v in evaluations[step].items() if _is_validation(key) == is_validation}
+            {
+                key: value
+                for key, value in evaluations[step].items()
+                if key.startswith(VALIDATION) == is_validation
+            }
             for step in sorted(evaluations, key=int)
         ]
         measured = [step for step in steps if step]
-        for when, one in zip(("before", "after"), measured[:1] + measured[-1:], strict=False):
-            for key, value in one.items():
+        for when, results in zip(("before", "after"), measured[:1] + measured[-1:], strict=False):
+            for key, value in results.items():
                 what, stderr = key.removesuffix(STDERR), STDERR * key.endswith(STDERR)
                 name = "eval_reward" if what == "reward" else what
                 found[f"{name}_{when}{stderr}"] = value
     return found
 
 
-def _is_validation(key: str) -> bool:
-    return key.startswith(VALIDATION)
-
-
 def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, Estimate | None]]:
-    """Returns evaluations before and after, by label; the reward only if it differs."""
+    """Returns the evaluations before and after by label; the reward only if it differs."""
     endings = ("_before", "_after")
-    names = {
-        key.removesuffix(ending): None
-        for ending in endings
-        for key in summary
-        if key.endswith(ending)
-    }
+    names = dict.fromkeys(
+        key.removesuffix(ending) for ending in endings for key in summary if key.endswith(ending)
+    )
     found: dict[str, tuple[Estimate | None, Estimate | None]] = {}
     for name in sorted(names, key=lambda name: (name == "eval_reward", "/" in name)):
         before, after = (
@@ -373,19 +371,16 @@ def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, 
             else None
             for ending in endings
         )
-        is_shown = any(_are_equal(pair, (before, after)) for pair in found.values())
-        if name == "eval_reward" and is_shown:
+        if name == "eval_reward" and any(_are_equal(p, (before, after)) for p in found.values()):
             continue
         label = {"accuracy": "held-out accuracy", "eval_reward": "held-out reward"}.get(name, name)
         found[label.replace(VALIDATION, "held-out ")] = before, after
     return found
 
 
-def _are_equal(ones: Sequence[Estimate | None], others: Sequence[Estimate | None]) -> bool:
-    """Whether values are equal but for the rounding of float32 means."""
+def _are_equal(a: Sequence[Estimate | None], b: Sequence[Estimate | None]) -> bool:
+    """Whether values are equal up to the rounding of float32 means."""
     return all(
-        one is other
-        if one is None or other is None
-        else math.isclose(one.value, other.value, rel_tol=1e-6)
-        for one, other in zip(ones, others, strict=True)
+        x is y if x is None or y is None else math.isclose(x.value, y.value, rel_tol=1e-6)
+        for x, y in zip(a, b, strict=True)
     )

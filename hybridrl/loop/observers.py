@@ -1,7 +1,7 @@
 """Observers of a run: metrics, records, copies, evaluation, checkpoints.
 
-The trainer calls them at named points of its loop. All ranks have the same observers in the same
-order, so each point may be collective.
+Collective: the trainer calls observers at fixed points of its loop. All ranks have the same
+observers in the same order, so each call may be collective.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepRecord:
-    """A step that was taken.
+    """A finished step.
 
     Args:
         number: Number of the step, from 1.
-        scored: All samples of the step, as they were scored.
-        batch: Samples that were learned from, with all columns.
+        scored: All samples of the step with their rewards.
+        batch: Samples that were trained on, with all columns.
         metrics: Metrics so far; observers add to them.
     """
 
@@ -35,61 +35,66 @@ class StepRecord:
 
 
 class Observer:
-    """Is called at the points of a run, in the order of these methods."""
+    """Called at fixed points of a run, in the order of these methods."""
 
     def fit_begins(self, first: int, last: int) -> None:
-        """Training goes on after step `first`, up to step `last`."""
+        """Training starts after step `first` and ends with step `last`."""
 
     def around_step(self, number: int) -> AbstractContextManager[None]:
-        """Returns a context for a step of `fit`."""
+        """Returns a context manager around a step of `fit`."""
         return nullcontext()
 
     def step_begins(self, number: int) -> None:
         """A step begins."""
 
     def weights_changed(self, number: int) -> None:
-        """The optimizer has stepped; the engine has the old weights, and its memory is free."""
+        """The optimizer has stepped. The engine has the old weights, and its memory is free."""
 
     def step_ends(self, record: StepRecord) -> None:
-        """The step is over and the engine has the new weights."""
+        """The step has ended and the engine has the new weights."""
 
     def measures(self, number: int, last: int) -> dict[str, float]:
-        """Returns further metrics after a step, or before the first one."""
+        """Returns additional metrics after a step, or before the first step."""
         return {}
 
     def step_recorded(self, number: int, metrics: Mapping[str, float]) -> None:
-        """All metrics are known; also called if a stop came while observers measured."""
+        """All metrics are known; also called if a signal came during `measures`."""
 
     def step_is_over(self, number: int, last: int, metrics: Mapping[str, float]) -> None:
-        """The next step may begin, or training ends with this one where `number` is `last`."""
+        """The next step may begin, or training ends if `number` is `last`."""
 
     def fit_ends(self) -> None:
-        """All steps were taken."""
+        """All steps are finished."""
 
 
 def last_step(num_steps: int | None, until: int | None, done: int, default: int) -> int:
-    """Returns the step to train to, for these arguments of `Trainer.fit`.
+    """Returns the last step to train, for these arguments of `Trainer.fit`.
 
     Args:
-        num_steps: Further steps.
-        until: Step to end with.
+        num_steps: Number of additional steps.
+        until: Last step.
         done: Number of finished steps.
-        default: Step to end with where neither is given.
+        default: Last step if neither is given.
 
     Raises:
         UserError: Both are given, or one is negative.
     """
     for name, value in (("num_steps", num_steps), ("until", until)):
         if value is not None and value < 0:
-            raise UserError(f"fit({name}=...)", value, "a number from 0", "Change it.")
+            raise UserError(f"fit({name}=...)", value, "0 or more", f"Change {name}.")
     if num_steps is not None and until is not None:
         both = f"num_steps={num_steps} and until={until}"
-        raise UserError("fit", both, "one of them", "num_steps counts from here, until from 0.")
+        remedy = (
+            "Remove num_steps, which counts from the current step, or until, which counts from 0."
+        )
+        raise UserError("fit", both, "one of them", remedy)
     if num_steps is not None:
         return done + num_steps
     return default if until is None else until
 
 
 def is_due(every: int, step: int, last: int) -> bool:
-    """Whether what happens after every `every` steps (0: never) and after the last is due now."""
+    """Whether an event is due that happens every `every` steps (0 for never) and after the last
+    step.
+    """
     return step == last or (every > 0 and step % every == 0)

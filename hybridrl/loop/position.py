@@ -1,8 +1,7 @@
-"""Place of a run: finished steps, seconds, prompts and random states; and the way back to the
-beginning of a step.
+"""Position of a run: finished steps, seconds, prompts and random states.
 
-An interrupted step is taken again from its beginning, after a restart or in the same process: with
-the same prompts and the random states that it began with.
+An interrupted step is repeated from its beginning, after a restart or in the same process, with the
+same prompts and random states.
 """
 
 from __future__ import annotations
@@ -19,15 +18,16 @@ from hybridrl.roles.mix import Mix
 
 
 class Position:
-    """Counts a run's steps and seconds and keeps its cursors.
+    """Counts a run's steps and seconds, and keeps the cursors of its data.
 
     Args:
-        prompts: Prompts that steps take from.
-        mix: Rows of further terms.
+        prompts: Source of the steps' prompts.
+        mix: Rows of the additional terms.
 
     Attributes:
         step: Number of finished steps.
-        has_begun: Whether a checkpoint was loaded or a step begun; `fit` looks for none then.
+        has_begun: Whether a checkpoint was loaded or a step has begun; then `fit` loads no
+            checkpoint.
     """
 
     def __init__(self, prompts: PromptSource, mix: Mix) -> None:
@@ -37,11 +37,11 @@ class Position:
         self._began: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None
 
     def start_clock(self) -> None:
-        """Begins to count seconds."""
+        """Starts to count seconds."""
         self._since = time.monotonic()
 
     def stop_clock(self) -> float:
-        """Adds the seconds since `start_clock`; returns those of all starts of the run."""
+        """Adds the seconds since `start_clock`; returns the seconds of all starts of the run."""
         self.seconds = self.all_seconds()
         return self.seconds
 
@@ -55,27 +55,27 @@ class Position:
         return self._began is not None
 
     def begin_step(self) -> None:
-        """Notes where a step begins."""
+        """Saves the position at the beginning of a step."""
         self._began, self.has_begun = (self._cursors(), rng_state()), True
 
     def end_step(self) -> None:
-        """Counts the step under way as finished."""
+        """Counts the current step as finished."""
         self._began = None
         self.step += 1
 
     def rewind(self) -> None:
-        """Goes back to where the step under way began, if there is one."""
+        """Returns to the beginning of the current step, if there is one."""
         if self._began is not None:
             cursors, states = self._began
             set_rng_state(states)
             self.load(cursors)
 
     def state(self) -> dict[str, Any]:
-        """Returns cursors for a checkpoint: at the beginning of the step under way; JSON."""
+        """Returns the cursors at the beginning of the current step as JSON, for a checkpoint."""
         return self._cursors() if self._began is None else self._began[0]
 
     def load(self, cursors: Mapping[str, Any]) -> None:
-        """Goes to where `state` was; no step is under way then."""
+        """Restores the cursors of `state`. No step is current afterwards."""
         self._began = None
         self._prompts.load_state(cursors["prompts"])
         self._mix.load_state(cursors["mix"])

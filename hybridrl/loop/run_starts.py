@@ -1,8 +1,8 @@
-"""Starts of a run, for its report: time, ranks, machine, code, seconds to the first step, end.
+"""Starts of a run, for its report: time, ranks, machine, commit, seconds to the first step, end.
 
-Owns `run.json` in the run folder: `{"starts": [...]}`, the oldest first. Rank 0 writes. A start
-without `exit` goes on, or was killed. A thread finds the commit, since git takes seconds on some
-file systems.
+Owns `run.json` in the run folder: `{"starts": [...]}`, the oldest first. Rank 0 writes it. A start
+without `exit` is running or was killed. The commit is found in a thread, because git takes seconds
+on some file systems.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from hybridrl.loop.observers import Observer, StepRecord
 from hybridrl.parallel.failure import is_launched
 
 GIT_TIMEOUT_S = 10
-FINISHED = "finished"  # how a start ended that took the last step
+FINISHED = "finished"  # exit of a start that reached the last step
 
 
 class RunStarts:
-    """The starts of a run."""
+    """Records the starts of a run."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / RUN_FILE
         self._starts: list[dict[str, Any]] = []
         self._is_open = False
         self._writing = threading.Lock()
-        self._finding: threading.Thread | None = None  # which code it is
+        self._commit_thread: threading.Thread | None = None
 
     def begin(self, after_step: int, world_size: int, hosts: int, device: str | None) -> None:
-        """Notes a start; `device` is the GPU of rank 0, None on CPU."""
+        """Records a start; `device` is the GPU of rank 0, None on CPU."""
         self._starts = [*read_starts(self._path.parent), {}]
         self._is_open = True
         self._note(
@@ -51,26 +51,26 @@ class RunStarts:
             is_cpu=device is None,
             version=__version__,
         )
-        note = self._note_commit
-        self._finding = threading.Thread(target=note, name="commit", daemon=True)
-        self._finding.start()
+        thread = threading.Thread(target=self._note_commit, name="commit", daemon=True)
+        self._commit_thread = thread
+        thread.start()
 
     def took(self, seconds: Mapping[str, float]) -> None:
-        """Notes what the start took to the end of its first step."""
+        """Records the seconds of each part of the start, up to the end of its first step."""
         if self._is_open:
             self._note(seconds={name: round(value, 2) for name, value in seconds.items()})
 
     def end(self, how: str) -> None:
-        """Notes how the start ended, if that is not noted yet."""
+        """Records how the start ended, unless that is recorded already."""
         if self._is_open:
             self._is_open = False
-            if self._finding is not None:
-                self._finding.join()
+            if self._commit_thread is not None:
+                self._commit_thread.join()
             self._note(ended=_now(), exit=how)
 
     def _note_commit(self) -> None:
         found = commit()
-        with contextlib.suppress(OSError):  # of a full disk; the main thread says so
+        with contextlib.suppress(OSError):  # the main thread reports a full disk
             self._note(commit=found)
 
     def _note(self, **values: object) -> None:
@@ -80,10 +80,10 @@ class RunStarts:
 
 
 class StartTimes(Observer):
-    """Times of the parts of a start on this rank, from the beginning of its process.
+    """Seconds of the parts of a start on this rank, from the beginning of its process.
 
     Args:
-        report: Gets the seconds of all parts after the first step.
+        report: Called with the seconds of all parts after the first step.
 
     Attributes:
         seconds: Seconds of each finished part, in order.
@@ -93,11 +93,11 @@ class StartTimes(Observer):
         self.report = report
         self.seconds: dict[str, float] = {}
         self._is_over, self._since = False, time.monotonic()
-        if is_launched():  # a process of this start alone; a notebook's has done other things
+        if is_launched():  # else the process, such as a notebook, did other things before
             self._since -= time.time() - psutil.Process().create_time()
 
     def over(self, part: str, is_last: bool = False) -> bool:
-        """Ends the part that began when the one before ended; returns False after the last part."""
+        """Ends the current part of the start; returns False if the start has already ended."""
         if self._is_over:
             return False
         now = time.monotonic()
@@ -111,7 +111,7 @@ class StartTimes(Observer):
 
 
 def exit_of(error: BaseException | None) -> str:
-    """Returns what is noted of a start that ended with this exception, or with none."""
+    """Returns the text for a start that ended with this exception, or without one."""
     if error is None:
         return FINISHED
     if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -120,8 +120,8 @@ def exit_of(error: BaseException | None) -> str:
 
 
 def commit() -> str | None:
-    """Returns the commit of the package's checkout, with "+" where files differ from it; None where
-    it is in none, or git is not there.
+    """Returns the commit of the package's checkout, with "+" if files were changed. Returns None if
+    it is not in a checkout, or if git fails.
     """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
@@ -146,12 +146,12 @@ def _git(root: Path, *arguments: str) -> str:
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
-    """Returns the starts that are noted in a run folder; none of a file that is damaged."""
+    """Returns the starts recorded in a run folder; [] if the file is missing or damaged."""
     try:
         starts = parse_json((folder / RUN_FILE).read_bytes())["starts"]
     except (OSError, ValueError, LookupError, TypeError):
         return []
-    return [one for one in starts if isinstance(one, dict)] if isinstance(starts, list) else []
+    return [s for s in starts if isinstance(s, dict)] if isinstance(starts, list) else []
 
 
 def _now() -> str:

@@ -1,7 +1,8 @@
 """Records of samples for `rollouts/`: texts, rewards by part, and numbers for each token.
 
-Collective: tokens come to rank 0, a few samples at a time, which alone writes. Of a token's text
-only the number of characters is kept; log-probabilities are whole numbers, in millinats.
+Collective: all ranks send their tokens to rank 0, a few samples at a time, and rank 0 alone yields
+records. For each token only its number of characters is kept. Log-probabilities are integers in
+millinats.
 """
 
 from __future__ import annotations
@@ -18,18 +19,17 @@ from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 from hybridrl.training.batches.packing import even_sizes
 
-TOKENS_AT_ONCE = 1 << 20  # that come to rank 0 to be written as text
-LETTERS_OF_A_TOKEN = 4  # that several tokens have together, each only some of its bytes
+TOKENS_AT_ONCE = 1 << 20  # tokens that rank 0 receives at a time
+LETTERS_OF_A_TOKEN = 4  # characters allowed for each unmatched token when matching the next
 
 
 def sample_records(
     scored: ScoredBatch, learned: ScoredBatch | None, scorer: Scorer, world: World
 ) -> Iterator[dict[str, object]]:
-    """Yields the record of each sample, on rank 0; other ranks must exhaust it too.
+    """Yields the record of each sample on rank 0. Other ranks must iterate too.
 
     Args:
-        learned: Samples that were learned from, with the trainer's log-probabilities
-            (`Roles.learned`); None: they are not known.
+        learned: Samples with the trainer's log-probabilities (`Roles.learned`), or None.
     """
     row_of = {} if learned is None else _rows_by_id(learned)
     scored = scored.with_blobs()
@@ -80,7 +80,7 @@ def _records(
         if isinstance(answer := prompt.columns.get("answer"), str | int | float):
             record["answer"] = answer
         if any(observed):
-            record["turns"] = runs([int(one) for one in observed])
+            record["turns"] = runs([int(flag) for flag in observed])
         if trainer is not None and sample in row_of:
             trainer_L = trainer.behaviour_logp_T[_response(trainer, row_of[sample])]
             gaps = _millis(trainer_L - engine_L)
@@ -92,7 +92,7 @@ def _records(
 
 
 def _response(batch: ScoredBatch, row: int) -> slice:
-    """Returns where the response of a sample lies in the columns of a batch that has all tokens."""
+    """Returns the slice of a sample's response in the columns of a batch with all tokens."""
     start = int(batch.offsets[row]) + int(batch.prompt_lengths_B[row])
     return slice(start, int(batch.offsets[row + 1]))
 
@@ -103,23 +103,24 @@ def _millis(value_L: torch.Tensor) -> list[int]:
 
 
 def runs(values: Sequence[int]) -> list[list[int]]:
-    """Returns a list of values as runs of [value, number of times]."""
+    """Returns a list of values as runs of [value, number of repetitions]."""
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
 
 
 def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
-    """Returns how many characters of a text belong to each token; they add up to all.
+    """Returns the number of characters of each token. The sum is the length of the text.
 
-    A token that is only some bytes of a character, or that has another text among its neighbours,
-    counts none, or theirs with it; the tokens after it are found again.
+    A token may be a part of a character's bytes, or be decoded differently next to its neighbours.
+    It then counts no characters, or those of its neighbours too, and the tokens after it are
+    matched again.
 
     Args:
-        pieces: Text of each token alone, "" of one that is left out.
+        pieces: Text of each token alone, "" for a token that is left out.
     """
     counts: list[int] = []
     at = num_lost = 0
     for piece in pieces:
-        # Some tokenizers leave a space out where a token is alone.
+        # Some tokenizers drop the leading space of a token that is decoded alone.
         room = at + 1 + LETTERS_OF_A_TOKEN * num_lost + len(piece)
         start = text.find(piece, at, room) if piece else -1
         if start < 0:

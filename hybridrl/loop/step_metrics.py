@@ -1,5 +1,5 @@
-"""Metrics of a step: rewards, generation, feedback, prompt sharing, times, memory and FLOPs; and
-the samples that `rollouts/` keeps.
+"""Metrics of a step: rewards, generation, preferences, prompt sharing, times, memory and FLOPs.
+Also writes the samples for `rollouts/`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hybridrl.roles.roles import Roles
 
 
 class StepMetrics(Observer):
-    """Adds to the metrics of a step; collective."""
+    """Completes the metrics of a step; collective."""
 
     def __init__(
         self,

@@ -1,10 +1,10 @@
-"""Traces of steps for Perfetto and chrome://tracing: the phases of all ranks on one clock, with
+"""Traces of steps for Perfetto and chrome://tracing: phases of all ranks on one clock, with
 torch.profiler's events.
 
-Who waits for whom: a traced step begins and ends with a barrier; then every rank writes its part
-into the run folder, which all must see, and rank 0 joins the parts. Beside the trace are the phases
-alone, for the report. Invariant: the profiler does not run in UNPROFILED phases, whose host
-operations would fill the memory (about 3 GB a million).
+Collective: all ranks wait for each other at the beginning and the end of a traced step. Then every
+rank writes its part into the run folder, which all ranks must see, and rank 0 joins the parts. A
+second file has the phases alone, for the report. Invariant: the profiler does not run in UNPROFILED
+phases, whose host operations would fill the memory (about 3 GB per million).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from hybridrl.parallel.clock import clock_offset
 from hybridrl.parallel.groups import World
 
 BARRIER, CLOCK = "barrier", "hybridrl clock"
-MARKS = 8  # CLOCK events of a part; the shortest counts, so that waiting for a core does not
+MARKS = 8  # CLOCK events of a part; the shortest is used, which did not wait for a core
 UNPROFILED = ("generate",)
-PIDS = 100  # process numbers of a rank in the trace: its phases, the host, devices
+PIDS = 100  # process numbers per rank in the trace: its phases, the host, devices
 
 Event = dict[str, Any]
 
 
 class StepTraces:
-    """Writes `step_N.json.gz` for some steps, numbered from 1; `now` is the clock of phases,
+    """Writes `step_N.json.gz` for some steps, numbered from 1. `now` returns the phases' clock in
     seconds.
     """
 
@@ -50,7 +50,7 @@ class StepTraces:
 
     @contextmanager
     def step(self, step: int, timer: PhaseTimer) -> Iterator[None]:
-        """Traces the block, if it is one of the steps."""
+        """Traces the block if its step is to be traced."""
         if step not in self._steps:
             yield
             return
@@ -91,8 +91,8 @@ class StepTraces:
     def _profiled(
         self, parts: Sequence[tuple[profile, int, float]], shift_s: float
     ) -> Iterator[Event]:
-        """Yields what the profiler saw, part by part; only one part is in memory at a time. Of the
-        CLOCK events the one that the part's time is of stays.
+        """Yields the profiler's events part by part, so that only one part is in memory at a time.
+        Only the CLOCK event that the part was aligned with is kept.
         """
         pids: dict[object, int] = {}
         file = self._part("profile")
@@ -119,8 +119,8 @@ class StepTraces:
     def _moved(
         self, events: list[Event], shift_us: float, pids: dict[object, int], part: int
     ) -> Iterator[Event]:
-        """Yields a part's events on rank 0's clock, under process numbers of this rank, to which
-        `pids` leads; new ones get a name.
+        """Yields a part's events on rank 0's clock, with process numbers of this rank. `pids` maps
+        the profiler's process numbers to them; new ones are added and named.
         """
         rank = self._world.rank
         known = len(pids)
@@ -136,7 +136,7 @@ class StepTraces:
             moved = {**event, "pid": pids[event["pid"]]}
             if "ts" in event:
                 moved["ts"] = event["ts"] + shift_us
-            if "id" in event:  # of arrows, from a launch to its kernel
+            if "id" in event:  # an arrow from a launch to its kernel
                 moved["id"] = f"{rank}.{part}.{event['id']}"
             yield moved
 
@@ -160,8 +160,8 @@ class StepTraces:
         partial.rename(target)
 
     def _write_lanes(self, lanes: Mapping[str, Any]) -> None:
-        """Writes the phases of all ranks alone, for the report: `[name, began, ended]`, seconds on
-        rank 0's clock since the step began.
+        """Writes the phases of all ranks for the report: `[name, began, ended]`, in seconds on rank
+        0's clock since the step began.
         """
         target = self._folder / f"step_{lanes['step']}.phases.json"
         partial = target.with_name(target.name + ".partial")
@@ -173,8 +173,8 @@ class StepTraces:
 
 
 class _Parts:
-    """What torch.profiler saw of a step before, between and after UNPROFILED phases; each part is
-    a profile, the number of one of its CLOCK events and this rank's time in the middle of it.
+    """Profiles of the parts of a step between UNPROFILED phases. Each part is a profile, the number
+    of its shortest CLOCK event, and this rank's time in the middle of that event.
     """
 
     def __init__(self, is_cpu: bool, now: Callable[[], float]) -> None:
@@ -204,13 +204,13 @@ class _Parts:
 
     @contextmanager
     def around(self, phase: str) -> Iterator[None]:
-        """Surrounds a phase."""
+        """Stops the profiler during UNPROFILED phases."""
         if phase not in UNPROFILED:
             yield
             return
         self.stop()
         yield
-        self.start()  # unless the phase raised
+        self.start()  # not if the phase raised
 
 
 def _is_mark(event: Event) -> bool:

@@ -1,4 +1,4 @@
-"""The optimizer steps of a step. Who waits for whom: all ranks call alike."""
+"""Optimizer steps of a training step. Collective: all ranks call every function together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridrl.training.update import optimizer_step
 
 
 class Updates:
-    """Takes the optimizer steps of a step."""
+    """Takes the optimizer steps of a training step."""
 
     def __init__(
         self, *, algorithm: Algorithm, roles: Roles, mix: Mix, skipped: SkippedSteps
@@ -23,19 +23,21 @@ class Updates:
         self._algorithm, self._roles, self._mix, self._skipped = algorithm, roles, mix, skipped
 
     def take(self, batch: TrainBatch, step: int, number: int) -> dict[str, float]:
-        """Takes optimizer steps over equal parts of the batch, each with its part of further terms;
-        skips those that cannot be trusted. Returns mean metrics. Collective.
+        """Takes optimizer steps over equal parts of the batch, each with its part of additional
+        terms; collective.
+
+        A step is skipped if its loss or gradient is not finite. Returns mean metrics.
 
         Raises:
-            UserError: Too many in a row could not be trusted.
+            UserError: `train.max_skipped_steps` in a row were skipped.
         """
         roles = self._roles
-        sizes = even_sizes(batch.num_samples, number)  # of those left
+        sizes = even_sizes(batch.num_samples, number)
         mixed = self._mix.batches(roles, len(sizes), roles.trains_policy(step))
         found, end = [], 0
         for index, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
             part, end = batch.select(range(end, end + size)), end + size
-            random_states = rng_state()  # a pass draws from them
+            random_states = rng_state()  # before the passes, which change them
             gradients = roles.gradients(part, step, terms)
             found.append(optimizer_step(gradients))
             if found[-1][SKIPPED]:
@@ -44,6 +46,6 @@ class Updates:
                 self._skipped.in_a_row = 0
         metrics = average(found)
         if self._algorithm.needs.rollouts and batch.old_logp_T is not None:
-            # Correlations have no mean.
+            # Computed over the whole batch, because correlations cannot be averaged.
             metrics |= behaviour_metrics(batch, batch.old_logp_T, self._algorithm)
         return metrics

@@ -1,7 +1,7 @@
-"""Loss on held-out rows with responses, for algorithms that learn from the data's own.
+"""Loss on held-out rows with responses, for algorithms that learn from the data's responses.
 
-The rows go through the passes of a step, with the present weights. Results are kept with those of
-evaluations, by step. Collective; the same on all ranks.
+Collective; results are the same on all ranks. The rows go through the forward passes of a step with
+the current weights. Results are kept by step, together with those of evaluations.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hybridrl.roles.policy import TERM_TEMPERATURE
 from hybridrl.roles.roles import Roles
 
 KEPT = ("loss", "perplexity", "preference/accuracy", "preference/margin")
-MOST_PERPLEXITY_NATS = 700.0  # of which the exponential is a float
+MAX_PERPLEXITY_NATS = 700.0  # larger exponentials exceed a float
 
 
 class Validation(Observer):
-    """Measures the loss on held-out rows, when it is due; without `prompts` never."""
+    """Measures the loss on held-out rows when it is due; never without rows."""
 
     def __init__(
         self,
@@ -53,8 +53,8 @@ class Validation(Observer):
         return bool(self._prompts)
 
     def is_left_over(self, step: int, last: int) -> bool:
-        """Whether a run that begins after `step` of `last` has to measure first: it is new, or a
-        stop came between that step and what was due after it.
+        """Whether a run that starts after `step` of `last` has to measure first: it is a new run,
+        or a signal came before a measurement that was due.
         """
         by_step = self._evaluations.by_step
         has_begun = any(key.startswith(VALIDATION) for found in by_step.values() for key in found)
@@ -85,16 +85,18 @@ class Validation(Observer):
         return found
 
     def measure(self) -> dict[str, float]:
-        """Returns `measure_rows` in the training phase."""
+        """Enters the training phase and returns `measure_rows`."""
         self._phases.enter_training()
         with self._journal.phase("evaluate"):
             return self.measure_rows()
 
     def measure_rows(self) -> dict[str, float]:
-        """Returns `eval/loss`, the algorithm's loss on all rows; `eval/perplexity`, the exponential
-        of the mean negative log-likelihood (nats) of good responses' tokens, where a policy is
-        trained; and with feedback the metrics of a step as `eval/preference/*`, means over steps'
-        worth of rows.
+        """Returns metrics over all rows.
+
+        `eval/loss` is the algorithm's loss. `eval/perplexity` is the exponential of the mean
+        negative log-likelihood in nats of the tokens of good responses, if a policy is trained.
+        `eval/preference/*` are the metrics of a step on pairs or labels, averaged over batches of a
+        step's size.
         """
         size, needs = self._steps.prompts_per_step, self._algorithm.needs
         nats, num_tokens, sums = 0.0, 0, dict[str, tuple[float, int]]()
@@ -105,8 +107,8 @@ class Validation(Observer):
                 self._algorithm, batch, needs_old_logps=needs.policy, temperature=TERM_TEMPERATURE
             )
             if needs.policy:
-                of_batch = _likelihood(batch, needs.feedback is not None)
-                nats, num_tokens = nats - of_batch[0], num_tokens + of_batch[1]
+                logp, num = _likelihood(batch, needs.feedback is not None)
+                nats, num_tokens = nats - logp, num_tokens + num
             if needs.feedback is not None:
                 with self._roles.world.all_agree("estimating advantages of held-out rows"):
                     batch = self._algorithm.advantages(batch)
@@ -118,15 +120,15 @@ class Validation(Observer):
         if num_tokens:
             mean = nats / num_tokens
             found["eval/loss"] = mean
-            found["eval/perplexity"] = math.exp(min(mean, MOST_PERPLEXITY_NATS))
+            found["eval/perplexity"] = math.exp(min(mean, MAX_PERPLEXITY_NATS))
         if "policy/loss" in means:
             found["eval/loss"] = means["policy/loss"]
         return found
 
 
 def _likelihood(batch: TrainBatch, has_feedback: bool) -> tuple[float, int]:
-    """Returns the log-likelihood of responses, nats, and the number of their tokens: of all, or
-    with feedback of the good ones.
+    """Returns the log-likelihood in nats of the responses, only good ones with feedback, and their
+    number of tokens.
     """
     good_B = torch.ones(batch.num_samples, dtype=torch.bool)
     if has_feedback:

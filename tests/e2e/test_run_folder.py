@@ -36,9 +36,9 @@ def test_fit_counts_from_where_it_stands_and_says_what_it_did(
     with small_run(tmp_path, TOLD, "steps.num_steps=2", "checkpoint.every=1") as trainer:
         trainer.fit()
         assert trainer.step == 2
-        assert "steps 1 to 2 were taken" in capsys.readouterr().out
+        assert "took steps 1 to 2" in capsys.readouterr().out
         trainer.fit(num_steps=2)
-        assert trainer.step == 4 and "steps 3 to 4 were taken" in capsys.readouterr().out
+        assert trainer.step == 4 and "took steps 3 to 4" in capsys.readouterr().out
         trainer.fit(until=5)
         assert trainer.step == 5
         trainer.fit(until=5)

@@ -113,4 +113,4 @@ def test_a_checkpoint_of_an_older_version_keeps_the_token_that_it_was_trained_at
     del state["score_token"]
     load_run_state(SavedState.model_validate(state), algorithm, {"critic": model}, said.append)
     assert read == ["last", "before_last"]
-    assert len(said) == 1 and "Train it anew" in said[0]
+    assert len(said) == 1 and "Train the model again" in said[0]
