@@ -34,7 +34,8 @@ def test_memory_for_checkpoints_is_reserved_once_copies_have_theirs_or_are_given
         reserved_bytes=0,
         world=world,
     )
-    copies._copies, copies._every, copies._saves_from_copies, copies._is_reported = held, 1, True, True
+    copies._copies, copies._every = held, 1
+    copies._saves_from_copies = copies._is_reported = True
     copies._num_bytes = 100
     copies.start(0, 5)
     assert reserved == []
