@@ -1,29 +1,31 @@
-"""The parts that families of llama-shaped decoders share: sizes, Megatron keywords, weight rows.
+"""Parts that families of llama-shaped decoders share: sizes, Megatron keywords, weight rows.
 
-A llama-shaped decoder: RMSNorm before attention and before the feed-forward layer, rotary
-positions, grouped-query attention, SwiGLU. A family's own file says which options it has; what a
-config asks for beyond them is refused by name. No torch.
+A llama-shaped decoder has RMSNorm before attention and before the feed-forward layer, rotary
+positions, grouped-query attention and SwiGLU. A family's own file chooses the options. Values of a
+config.json that need other options are refused by name. No torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from hybridrl.models.families.reading import flag, not_a, number, refusal, require, size
-from hybridrl.models.families.rotary import read_rotary
+from hybridrl.models.families.rotary import KINDS, read_rotary, rope_keywords
 from hybridrl.models.family import (
     EMBEDDING,
     OUTPUT_LAYER,
+    Family,
     HfConfig,
     LatentShape,
     ModelShape,
     MoeShape,
     Rotary,
     Row,
+    RowKind,
 )
-from hybridrl.models.hf.config_keys import WINDOW_KEYS
+from hybridrl.models.hf.config_keys import DECODER_KEYS, WINDOW_KEYS
 
 
 def decoder_shape(
@@ -39,20 +41,17 @@ def decoder_shape(
     window: int | None = None,
     kinds: Collection[str] = ("full_attention",),
 ) -> ModelShape:
-    """Reads the sizes of a llama-shaped decoder.
+    """Reads the sizes of a llama-shaped decoder; options that are not listed are ModelShape's.
 
     Args:
-        hf_config: the content of config.json.
-        qkv_bias, qk_norm, linear_bias: what the family has.
-        default_head_dim: head size where the config names none; None: hidden size / heads.
-        default_kv_heads: key-value heads where the config has no such key; None: as many as heads.
-        moe: sizes of the experts; None: all layers are dense.
-        latent: sizes of latent attention; None: attention is grouped-query.
-        window: how many positions a query of a windowed layer attends to, its own with them.
-        kinds: that `layer_types` may name.
+        hf_config: Content of config.json.
+        default_head_dim: Head size if the config has none; the default is hidden size / heads.
+        default_kv_heads: Key-value heads if the config has no such key; the default is one per
+            query head.
+        kinds: Values that `layer_types` may have.
 
     Raises:
-        ModelError: a size is no positive integer, or the config asks for what is not supported.
+        ModelError: A size is no positive integer, or an option is not supported.
     """
     require(hf_config, "hidden_act", "silu", ("silu", "swish"))
     _check_windows(hf_config, kinds)
@@ -87,6 +86,18 @@ def decoder_shape(
     )
 
 
+def windowed_shape(hf_config: HfConfig, default_kv_heads: int | None = None) -> ModelShape:
+    """Reads the sizes of a decoder whose layers all have the window `sliding_window`, if any."""
+    has_window = hf_config.get("sliding_window") is not None
+    return decoder_shape(
+        {key: value for key, value in hf_config.items() if key != "sliding_window"},
+        default_kv_heads=default_kv_heads,
+        window=size(hf_config, "sliding_window") if has_window else None,
+        # transformers ignores `layer_types` here, but engines follow it.
+        kinds=("sliding_attention" if has_window else "full_attention",),
+    )
+
+
 def decoder_config(
     hf_config: HfConfig,
     shape: ModelShape,
@@ -96,19 +107,23 @@ def decoder_config(
     """Returns the keywords of Megatron's TransformerConfig that the model fixes.
 
     Args:
-        hf_config: the content of config.json.
-        shape: its sizes; of windows all layers have one, unless the family says otherwise.
-        scale: of products of queries and keys; None: 1 / the root of the head's size.
-        rotary: how positions turn; None: read from the config.
+        hf_config: Content of config.json.
+        shape: Sizes of the model; a window applies to all layers unless the family changes that.
+        scale: Factor of products of queries and keys; the default is 1 / sqrt(head size).
+        rotary: Rotary positions; read from the config by default.
     """
     rotary = rotary or read_rotary(hf_config)
+    rotated = int(shape.head_dim * rotary.share)
+    if rotated % 2 or not rotated:
+        allowed = f"a share of head_dim = {shape.head_dim} that is an even number"
+        raise refusal("partial_rotary_factor", rotary.share, allowed)
     own: dict[str, Any] = {} if scale is None else {"softmax_scale": scale}
     if rotary.magnitude != 1 and rotary.share < 1:
-        own["apply_rope_fusion"] = False  # its kernel has no magnitude, which set_rotary gives
+        own["apply_rope_fusion"] = False  # the fused kernel ignores the magnitude of set_rotary
     elif rotary.magnitude != 1:
-        # Queries and keys have it both: it is one of their products.
+        # Queries and keys both have the magnitude, so their product has its square.
         own["softmax_scale"] = rotary.magnitude**2 * (scale or shape.head_dim**-0.5)
-    if shape.window is not None:  # Megatron counts the positions before the query's own
+    if shape.window is not None:  # Megatron does not count the query's own position
         own["window_size"] = (shape.window - 1, 0)
     return {
         **own,
@@ -132,7 +147,7 @@ def decoder_config(
 
 def _check_windows(hf_config: HfConfig, known: Collection[str]) -> None:
     require(hf_config, "use_sliding_window", False, (False,))
-    for key in WINDOW_KEYS:  # without effect, but engines read them
+    for key in WINDOW_KEYS:  # they have no effect here, but engines read them
         value = hf_config.get(key)
         if value is not None and (type(value) is not int or value < 0):
             raise not_a(key, value, "an integer from 0 on, or null")
@@ -149,80 +164,130 @@ def _check_windows(hf_config: HfConfig, known: Collection[str]) -> None:
 def decoder_rows(
     shape: ModelShape, moe: Sequence[Row] = (), attention: Sequence[Row] | None = None
 ) -> tuple[Row, ...]:
-    """Returns the weight table of a llama-shaped decoder with the options that `shape` names.
+    """Returns the weight table of a llama-shaped decoder.
 
     Args:
-        shape: sizes of the model.
-        moe: the rows of its mixtures of experts.
-        attention: the rows of its attention; None: of grouped-query attention.
+        shape: Sizes and options of the model.
+        moe: Rows of the mixtures of experts.
+        attention: Rows of attention; grouped-query attention by default.
     """
-    hidden = shape.hidden_size
-
-    embedding = Row(
-        EMBEDDING, ("model.embed_tokens.weight",), ((shape.vocab_size, hidden),), "vocab", "first"
-    )
+    hidden, vocabulary = shape.hidden_size, ((shape.vocab_size, shape.hidden_size),)
+    final_norm = "decoder.final_layernorm.weight"
     rows = [
-        embedding,
-        _norm("input_layernorm", "input_layernorm", hidden),
+        Row(EMBEDDING, ("model.embed_tokens.weight",), vocabulary, "vocab", "first"),
+        norm_row("input_layernorm", "input_layernorm", hidden),
         *(_attention_rows(shape) if attention is None else attention),
-        _norm("pre_mlp_layernorm", "post_attention_layernorm", hidden),
+        norm_row("pre_mlp_layernorm", "post_attention_layernorm", hidden),
         *_mlp_rows(shape),
         *moe,
+        Row(final_norm, ("model.norm.weight",), ((hidden,),), "replicated", "last"),
     ]
-    final_norm = "decoder.final_layernorm.weight"
-    rows.append(Row(final_norm, ("model.norm.weight",), ((hidden,),), "replicated", "last"))
     if not shape.tied_embeddings:
-        rows.append(
-            Row(OUTPUT_LAYER, ("lm_head.weight",), ((shape.vocab_size, hidden),), "vocab", "last")
-        )
+        rows.append(Row(OUTPUT_LAYER, ("lm_head.weight",), vocabulary, "vocab", "last"))
     return tuple(rows)
 
 
-def _norm(megatron: str, hf: str, width: int) -> Row:
+def norm_row(megatron: str, hf: str, width: int, kind: RowKind = "replicated") -> Row:
+    """Returns the row of a layer's norm; both names are relative to the layer."""
     parts = (f"model.layers.{{L}}.{hf}.weight",)
-    return Row(f"decoder.layers.{{L}}.{megatron}.weight", parts, ((width,),), "replicated")
+    return Row(f"decoder.layers.{{L}}.{megatron}.weight", parts, ((width,),), kind)
+
+
+def fused(rows: Iterable[Row], tensors: Mapping[str, str]) -> tuple[Row, ...]:
+    """Returns rows of which some have one fused HF tensor in place of several.
+
+    Args:
+        rows: Rows of a weight table.
+        tensors: Name of the HF tensor, relative to the layer, by the kind of row.
+    """
+
+    def fuse(row: Row) -> Row:
+        name = f"model.layers.{{L}}.{tensors[row.kind]}.weight"
+        return replace(row, parts=(name,) * len(row.parts))
+
+    return tuple(fuse(row) if row.kind in tensors else row for row in rows)
+
+
+def decoder_family(
+    name: str,
+    architecture: str,
+    shape: Callable[[HfConfig], ModelShape],
+    config_keys: Collection[str],
+    *,
+    rows: Callable[[ModelShape], tuple[Row, ...]] = decoder_rows,
+    keywords: Callable[[HfConfig, ModelShape], dict[str, Any]] = lambda hf_config, shape: {},
+    defaults: Mapping[str, Any] | None = None,
+    ropes: tuple[str, ...] = KINDS,
+    rotary_share: float | None = None,
+    is_served_fused: bool = True,
+) -> Family:
+    """Returns the family of a llama-shaped decoder.
+
+    Args:
+        name, architecture, shape, rows, is_served_fused: See `Family`.
+        config_keys: Keys of config.json that the family reads or refuses besides DECODER_KEYS.
+        keywords: Returns the keywords of TransformerConfig besides those of `decoder_config`.
+        defaults: Values of absent keys of config.json.
+        ropes, rotary_share: `kinds` and `default_share` of `read_rotary`.
+    """
+
+    def whole(hf_config: HfConfig) -> HfConfig:
+        return {**(defaults or {}), **hf_config}
+
+    def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
+        config = whole(hf_config)
+        sizes, rotary = shape(config), read_rotary(config, ropes, rotary_share)
+        return decoder_config(config, sizes, rotary=rotary) | keywords(config, sizes)
+
+    return Family(
+        name,
+        (architecture,),
+        lambda hf_config: shape(whole(hf_config)),
+        transformer_config,
+        lambda hf_config: rope_keywords(whole(hf_config), ropes, rotary_share),
+        rows,
+        config_keys=DECODER_KEYS | frozenset(config_keys),
+        is_served_fused=is_served_fused,
+    )
 
 
 def _attention_rows(shape: ModelShape) -> list[Row]:
-    """Returns the rows of grouped-query attention."""
     hidden = shape.hidden_size
     q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    qkv = tuple(f"model.layers.{{L}}.self_attn.{x}_proj" for x in "qkv")
-    o_proj = "model.layers.{L}.self_attn.o_proj"
-    qkv_name, proj_name = (
-        f"decoder.layers.{{L}}.self_attention.linear_{x}" for x in ("qkv", "proj")
-    )
+    qkv, proj = (f"decoder.layers.{{L}}.self_attention.linear_{x}" for x in ("qkv", "proj"))
     sizes = ((q, hidden), (kv, hidden), (kv, hidden))
-    rows = [Row(f"{qkv_name}.weight", _named(qkv, "weight"), sizes, "qkv")]
+    rows = [Row(f"{qkv}.weight", _parts("self_attn", "qkv", "weight"), sizes, "qkv")]
     if shape.qkv_bias or shape.linear_bias:
-        rows.append(Row(f"{qkv_name}.bias", _named(qkv, "bias"), ((q,), (kv,), (kv,)), "qkv"))
+        biases = ((q,), (kv,), (kv,))
+        rows.append(Row(f"{qkv}.bias", _parts("self_attn", "qkv", "bias"), biases, "qkv"))
     if shape.qk_norm:
-        rows.append(_norm("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim))
-        rows.append(_norm("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim))
-    rows.append(Row(f"{proj_name}.weight", _named((o_proj,), "weight"), ((hidden, q),), "row"))
+        rows.append(norm_row("self_attention.q_layernorm", "self_attn.q_norm", shape.head_dim))
+        rows.append(norm_row("self_attention.k_layernorm", "self_attn.k_norm", shape.head_dim))
+    rows.append(Row(f"{proj}.weight", _parts("self_attn", "o", "weight"), ((hidden, q),), "row"))
     if shape.linear_bias:
-        rows.append(Row(f"{proj_name}.bias", _named((o_proj,), "bias"), ((hidden,),), "replicated"))
+        o_bias = _parts("self_attn", "o", "bias")
+        rows.append(Row(f"{proj}.bias", o_bias, ((hidden,),), "replicated"))
     return rows
 
 
 def _mlp_rows(shape: ModelShape) -> list[Row]:
-    """Returns the rows of the plain feed-forward layers."""
+    """Returns the rows of the dense feed-forward layers."""
     if shape.moe is not None and not shape.moe.dense_layers:
         return []
     hidden, ffn = shape.hidden_size, shape.ffn_size
-    gate, up, down = (f"model.layers.{{L}}.mlp.{x}_proj" for x in ("gate", "up", "down"))
     fc1, fc2 = (f"decoder.layers.{{L}}.mlp.linear_{x}" for x in ("fc1", "fc2"))
-    gate_up = (gate, up)
-    rows = [Row(f"{fc1}.weight", _named(gate_up, "weight"), ((ffn, hidden),) * 2, "gate_up")]
+    gate_up, down = ("gate", "up"), ("down",)
+    sizes = ((ffn, hidden),) * 2
+    rows = [Row(f"{fc1}.weight", _parts("mlp", gate_up, "weight"), sizes, "gate_up")]
     if shape.linear_bias:
-        rows.append(Row(f"{fc1}.bias", _named(gate_up, "bias"), ((ffn,),) * 2, "gate_up"))
-    rows.append(Row(f"{fc2}.weight", _named((down,), "weight"), ((hidden, ffn),), "row"))
+        rows.append(Row(f"{fc1}.bias", _parts("mlp", gate_up, "bias"), ((ffn,),) * 2, "gate_up"))
+    rows.append(Row(f"{fc2}.weight", _parts("mlp", down, "weight"), ((hidden, ffn),), "row"))
     if shape.linear_bias:
-        rows.append(Row(f"{fc2}.bias", _named((down,), "bias"), ((hidden,),), "replicated"))
+        rows.append(Row(f"{fc2}.bias", _parts("mlp", down, "bias"), ((hidden,),), "replicated"))
     if shape.moe is None:
         return rows
     return [replace(row, layers=shape.moe.dense_layers) for row in rows]
 
 
-def _named(prefixes: tuple[str, ...], suffix: str) -> tuple[str, ...]:
-    return tuple(f"{prefix}.{suffix}" for prefix in prefixes)
+def _parts(module: str, projections: Iterable[str], suffix: str) -> tuple[str, ...]:
+    return tuple(f"model.layers.{{L}}.{module}.{x}_proj.{suffix}" for x in projections)

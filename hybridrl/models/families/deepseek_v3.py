@@ -1,8 +1,8 @@
-"""DeepSeek-V3 and what has its shape (R1, Moonlight): latent attention, shared experts, a router
-whose choice a bias balances.
+"""DeepSeek-V3 and models of its architecture (R1, Moonlight).
 
-The layers for predicting further tokens (MTP), which the checkpoint may have after the last one,
-take no part: they are neither read nor written.
+They have latent attention, shared experts, and a router with a bias that balances the experts.
+Layers for multi-token prediction (MTP), which a checkpoint may have after the last layer, are
+neither read nor written.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hybridrl.models.families.experts import (
     expert_config,
     expert_rows,
     experts_per_token,
+    read_num_experts,
 )
 from hybridrl.models.families.latent import (
     LATENT_KEYS,
@@ -39,14 +40,14 @@ NAMES = ExpertNames(
     bias="mlp.gate.e_score_correction_bias",
     shared=(f"{SHARED}gate_proj", f"{SHARED}up_proj", f"{SHARED}down_proj"),
 )
-# A group's score is the sum of so many best ones. Megatron-Core 0.16.1 takes experts per token over
-# groups per token of them (moe_utils.py, group_limited_topk).
+# Number of best experts whose scores make a group's score. Megatron-Core 0.16.1 uses experts per
+# token / groups per token instead (moe_utils.py, group_limited_topk), so both must be equal.
 BEST_OF_GROUP = 2
-# What the architecture means. Engines take other routers, or end, where config.json does not say
-# it.
+# Values that the architecture implies. Without them in config.json, engines use other routers or
+# fail.
 STATED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-# Keys of published configs that change no number here: how the model was trained, where its code
-# was, and how many layers for further tokens there are.
+# Keys of published configs that change no number here: training options, the location of the
+# model's code, and the number of MTP layers.
 WITHOUT_EFFECT = frozenset(
     {
         "auto_map",
@@ -68,7 +69,7 @@ def shape(hf_config: HfConfig) -> ModelShape:
     num_heads = size(hf_config, "num_attention_heads")
     num_layers = size(hf_config, "num_hidden_layers")
     require(hf_config, "num_key_value_heads", num_heads, (num_heads,))
-    num_experts = _num_experts(hf_config)
+    num_experts = read_num_experts(hf_config, "n_routed_experts", 256)
     width = size(hf_config, "moe_intermediate_size", 2048)
     moe = MoeShape(
         num_experts,
@@ -78,37 +79,30 @@ def shape(hf_config: HfConfig) -> ModelShape:
         dense_layers=_dense_layers(hf_config, num_layers),
         has_bias=True,
     )
-    plain = {**hf_config, "head_dim": latent.query_dim, "num_key_value_heads": num_heads}
-    return decoder_shape(plain, moe=moe, latent=latent)
-
-
-def _num_experts(hf_config: HfConfig) -> int:
-    """Returns the number of experts, which transformers knows under two names."""
-    keys = ("n_routed_experts", "num_local_experts")
-    found = {key: size(hf_config, key) for key in keys if hf_config.get(key) is not None}
-    if len(set(found.values())) > 1:
-        raise refusal(keys[1], found[keys[1]], f"the same as n_routed_experts = {found[keys[0]]}")
-    return next(iter(found.values()), 256)
+    heads = {"head_dim": latent.query_dim, "num_key_value_heads": num_heads}
+    return decoder_shape({**hf_config, **heads}, moe=moe, latent=latent)
 
 
 def _dense_layers(hf_config: HfConfig, num_layers: int) -> tuple[int, ...]:
     first = hf_config.get("first_k_dense_replace", 3)
     if type(first) is not int or not 0 <= first < num_layers:
-        allowed = f"an integer from 0 to {num_layers - 1}: some layer has experts"
+        allowed = f"an integer from 0 to {num_layers - 1}, so that a layer has experts"
         raise refusal("first_k_dense_replace", first, allowed)
     return tuple(range(first))
 
 
 def _routing(hf_config: HfConfig, num_experts: int, chosen: int) -> BiasedRouting:
-    """Reads how experts are chosen; defaults are those of transformers."""
+    """Reads the routing; defaults are those of transformers."""
     require(hf_config, "norm_topk_prob", True, (True,))
     groups, kept = size(hf_config, "n_group", 8), size(hf_config, "topk_group", 4)
     if num_experts % groups or num_experts // groups < 2:
-        raise refusal("n_group", groups, f"a divisor of {num_experts} experts, two or more each")
+        allowed = f"a divisor of {num_experts} experts, with two or more in each group"
+        raise refusal("n_group", groups, allowed)
     if kept > groups or chosen > kept * (num_experts // groups):
-        raise refusal("topk_group", kept, f"groups that hold {chosen} experts, at most {groups}")
+        allowed = f"at most {groups}, and enough groups for {chosen} experts"
+        raise refusal("topk_group", kept, allowed)
     if groups > 1 and chosen // kept != BEST_OF_GROUP:
-        allowed = f"a number that num_experts_per_tok = {chosen} is {BEST_OF_GROUP} times of"
+        allowed = f"{chosen // BEST_OF_GROUP}, half of num_experts_per_tok = {chosen}"
         raise refusal("topk_group", kept, allowed)
     scale = number(hf_config, "routed_scaling_factor", 2.5, 1e-6, 1e6)
     return BiasedRouting(scale, groups, kept)
@@ -116,11 +110,11 @@ def _routing(hf_config: HfConfig, num_experts: int, chosen: int) -> BiasedRoutin
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
     """Returns the keywords of MLATransformerConfig."""
-    found = shape(hf_config)
-    assert found.moe is not None  # every model of the family has experts
-    routing = _routing(hf_config, found.moe.num_experts, found.moe.experts_per_token)
-    experts = expert_config(hf_config, found, renormalized=True) | biased_config(found, routing)
-    return decoder_config(hf_config, found) | latent_config(hf_config, found) | experts
+    sizes = shape(hf_config)
+    assert sizes.moe is not None  # every model of the family has experts
+    routing = _routing(hf_config, sizes.moe.num_experts, sizes.moe.experts_per_token)
+    experts = expert_config(sizes, renormalized=True) | biased_config(sizes, routing)
+    return decoder_config(hf_config, sizes) | latent_config(hf_config, sizes) | experts
 
 
 def rows(shape: ModelShape) -> tuple[Row, ...]:

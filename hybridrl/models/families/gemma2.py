@@ -1,6 +1,8 @@
-"""Gemma 2, and what Gemma 3 has of it: norms that multiply by 1 + their weight, before and after
-attention and the feed-forward layer, GELU, embeddings times the root of their width, layers with
-windows in turn with others; soft caps of products of queries and keys and of logits.
+"""Gemma 2, and the parts that Gemma 3 shares.
+
+Both have norms that multiply by 1 + their weight, before and after attention and the feed-forward
+layer; GELU; embeddings multiplied by the root of their width; and windows in some layers. Gemma 2
+also has soft caps of logits and of products of queries and keys.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from hybridrl.models.hf.config_keys import DECODER_KEYS
 LOCAL, HF = "decoder.layers.{L}.", "model.layers.{L}."
 WINDOWED, FULL = "sliding_attention", "full_attention"
 GELU = "gelu_pytorch_tanh"
-# Of transformers' Gemma2Config; Gemma 3 has them too. Whether caps are null is Gemma 2's to say.
+# Defaults of transformers' Gemma2Config, also Gemma 3's. The caps have defaults in Gemma 2 only.
 DEFAULTS = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -28,10 +30,10 @@ DEFAULTS = {
 }
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 LARGEST_CAP = 1e6
-# YaRN's magnitude would be in the softmax's scale, which the family's own key gives.
+# YaRN's magnitude would be part of the softmax scale, which `query_pre_attn_scalar` sets.
 ROPES = ("default", "linear", "llama3")
-# What norms are called on disk, where another family's name means another place.
-PLACES = {
+# HF names of norms. `post_attention_layernorm` is another norm than in llama-shaped families.
+NORMS = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "self_attention.post_layernorm": "post_attention_layernorm",
     "mlp.post_layernorm": "post_feedforward_layernorm",
@@ -46,7 +48,7 @@ GEMMA_KEYS = DECODER_KEYS | {
 
 
 def filled(hf_config: HfConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config with the family's defaults where a key is absent; a null stays."""
+    """Returns a config in which absent keys, but not null ones, have the family's defaults."""
     return {**DEFAULTS, **defaults, **hf_config}
 
 
@@ -54,14 +56,14 @@ def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
     """Reads the sizes of a Gemma 2 or 3.
 
     Args:
-        hf_config: with the family's defaults.
-        every: one layer in so many has no window, unless `layer_types` says otherwise.
-        **own: of `decoder_shape`.
+        hf_config: Content of config.json, with the family's defaults.
+        every: Every `every`-th layer has no window, unless `layer_types` is set.
+        **own: Arguments of `decoder_shape`.
     """
     require(hf_config, "hidden_activation", GELU, (GELU,))
     require(hf_config, "hidden_act", GELU, (GELU,))  # nothing reads it
-    answered = ("hidden_act", "sliding_window", "layer_types", "use_sliding_window")
-    plain = {key: value for key, value in hf_config.items() if key not in answered}
+    handled = ("hidden_act", "sliding_window", "layer_types", "use_sliding_window")
+    plain = {key: value for key, value in hf_config.items() if key not in handled}
     kinds = layer_kinds(hf_config, every)
     has_windows = WINDOWED in kinds
     return replace(
@@ -76,13 +78,12 @@ def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
 
 
 def cap(hf_config: HfConfig, key: str) -> float:
-    """Returns the bound at `key`; 0 where it is null: there is none."""
-    least = 1e-3
-    return 0.0 if hf_config.get(key) is None else number(hf_config, key, 0, least, LARGEST_CAP)
+    """Returns the bound at `key`; 0 if it is null."""
+    return 0.0 if hf_config.get(key) is None else number(hf_config, key, 0, 1e-3, LARGEST_CAP)
 
 
 def layer_kinds(hf_config: HfConfig, every: int) -> list[str]:
-    """Returns of each layer whether it attends within a window."""
+    """Returns WINDOWED or FULL for each layer."""
     num_layers, kinds = size(hf_config, "num_hidden_layers"), hf_config.get("layer_types")
     if kinds is None:
         return [WINDOWED if (layer + 1) % every else FULL for layer in range(num_layers)]
@@ -93,25 +94,25 @@ def layer_kinds(hf_config: HfConfig, every: int) -> list[str]:
 
 
 def gemma_config(hf_config: HfConfig, shape: ModelShape, every: int) -> dict[str, Any]:
-    """Returns the keywords of TransformerConfig; arguments as of `gemma_shape`, and its result."""
+    """Returns the keywords of TransformerConfig; see `gemma_shape` for the arguments."""
     scalar = number(hf_config, "query_pre_attn_scalar", 0, 1e-6, 1e9)
-    # Its kinds of positions are judged by themselves.
+    # `model_keywords` checks the rotary positions.
     plain = {key: value for key, value in hf_config.items() if not key.startswith("rope_")}
     keywords = decoder_config(plain, shape, scalar**-0.5)
     if shape.window is not None:
         windowed = [int(kind == WINDOWED) for kind in layer_kinds(hf_config, every)]
-        keywords["window_attn_skip_freq"] = windowed  # 1 where there is a window, despite the name
+        keywords["window_attn_skip_freq"] = windowed  # despite its name, 1 for a window
     return keywords
 
 
 def embedding_scale(hf_config: HfConfig) -> Scales:
-    """Returns what embeddings are multiplied by: the root of their width, in their own type."""
+    """Returns the factor of the embeddings: the root of their width, rounded to their type."""
     return Scales(embedding=size(hf_config, "hidden_size") ** 0.5, is_rounded=True)
 
 
 def gemma_rows(shape: ModelShape) -> tuple[Row, ...]:
     """Returns the weight table."""
-    named = {f"{LOCAL}{local}.weight": (f"{HF}{hf}.weight",) for local, hf in PLACES.items()}
+    named = {f"{LOCAL}{local}.weight": (f"{HF}{hf}.weight",) for local, hf in NORMS.items()}
     plain = [
         replace(row, parts=named.pop(row.megatron)) if row.megatron in named else row
         for row in decoder_rows(shape)
@@ -121,7 +122,7 @@ def gemma_rows(shape: ModelShape) -> tuple[Row, ...]:
     return (*plain, *after)
 
 
-EVERY = 2  # of Gemma 2's layers the second has no window
+EVERY = 2  # every second layer of Gemma 2 has no window
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
@@ -137,7 +138,7 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of GPTModel for positions, and what embeddings are multiplied by."""
+    """Returns the keywords of GPTModel for positions, and the factor of the embeddings."""
     whole = {"max_position_embeddings": 8192, **hf_config}
     return rope_keywords(whole, ROPES) | {"scales": embedding_scale(hf_config)}
 

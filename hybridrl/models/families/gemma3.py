@@ -1,5 +1,7 @@
-"""Gemma 3 (text): Gemma 2 with norms of queries and keys in place of a soft cap, and two kinds of
-positions, one of the layers with windows and one, which may be scaled, of the others.
+"""Gemma 3 (text): Gemma 2 with norms of queries and keys instead of soft caps.
+
+Layers with windows have local rotary positions; the other layers have global ones, which may be
+scaled.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from hybridrl.models.families.rotary import read_rotary, rope_keywords, rope_par
 from hybridrl.models.family import Family, HfConfig, ModelShape
 
 NO_DEFAULTS: Mapping[str, Any] = {}
-GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4  # of transformers' Gemma3TextConfig
+GLOBAL_BASE, LOCAL_BASE = 1e6, 1e4  # transformers' Gemma3TextConfig
 PATTERN = "sliding_window_pattern"
 
 
 def _every(hf_config: HfConfig) -> int:
-    # transformers writes what it was with an underscore, beside the `layer_types` that came of it.
+    # When transformers saves a config, it writes `layer_types` and renames this key.
     return size(hf_config, PATTERN, 6)
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
     """Reads the sizes; defaults are those of transformers' Gemma3TextConfig."""
-    # transformers and engines compute without this cap, whatever it is.
+    # transformers and engines ignore this cap.
     require(hf_config, "attn_logit_softcapping", None, (None,))
     require(hf_config, "use_bidirectional_attention", False, (False,))
     return gemma_shape(filled(hf_config, NO_DEFAULTS), _every(hf_config), qk_norm=True)
@@ -48,20 +50,18 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of GPTModel for both kinds of positions, and what embeddings are
-    multiplied by.
-    """
-    of_all, of_windowed = _both_ropes(hf_config)
-    keywords = rope_keywords(of_all, ROPES)
-    local = read_rotary(of_windowed, ROPES)
-    keywords["rotary"] = replace(keywords["rotary"], local=local)
+    """Returns the keywords of GPTModel for global and local positions, and the embedding factor."""
+    global_config, local_config = _both_ropes(hf_config)
+    keywords = rope_keywords(global_config, ROPES)
+    keywords["rotary"] = replace(keywords["rotary"], local=read_rotary(local_config, ROPES))
     return keywords | {"scales": embedding_scale(hf_config)}
 
 
 def _both_ropes(hf_config: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns, as a config of one kind of positions each, what layers without windows have and what
-    those with windows have: either of transformers 5's two objects in `rope_parameters`, or of the
-    older `rope_theta`, `rope_scaling` and `rope_local_base_freq`, where scaling is not of windows.
+    """Returns a config with the global and one with the local rotary positions.
+
+    They come from two objects in `rope_parameters` (transformers 5), or from the older
+    `rope_theta`, `rope_scaling` (global only) and `rope_local_base_freq`.
     """
     plain = {key: value for key, value in hf_config.items() if not key.startswith("rope_")}
     plain.setdefault("max_position_embeddings", 131_072)
@@ -71,14 +71,14 @@ def _both_ropes(hf_config: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     if not isinstance(given, Mapping) or not {FULL, WINDOWED} & set(given):
         rope, key = rope_parameters(hf_config)
         if key == "rope_parameters" and rope:
-            raise refusal(key, rope, f"one with {FULL} and {WINDOWED}, or rope_scaling")
+            raise refusal(key, rope, f"an object with {FULL} and {WINDOWED}, or rope_scaling")
         scaled = {**plain, "rope_theta": theta, "rope_scaling": rope or None}
         return scaled, {**plain, "rope_theta": local}
     if hf_config.get("rope_scaling"):
-        raise refusal("rope_scaling", hf_config["rope_scaling"], "null beside rope_parameters")
+        raise refusal("rope_scaling", hf_config["rope_scaling"], "null with rope_parameters")
     for key in sorted(given):
         if key not in (FULL, WINDOWED):
-            raise refusal(f"rope_parameters.{key}", given[key], f"{FULL} and {WINDOWED} alone")
+            raise refusal(f"rope_parameters.{key}", given[key], f"only {FULL} and {WINDOWED}")
     return (
         {**plain, "rope_theta": theta, "rope_parameters": given.get(FULL)},
         {**plain, "rope_theta": local, "rope_parameters": given.get(WINDOWED)},

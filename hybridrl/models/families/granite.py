@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hybridrl.models.families.decoder import decoder_config, decoder_rows
-from hybridrl.models.families.llama import shape
+from hybridrl.models.families.llama import BIAS_KEYS, shape
 from hybridrl.models.families.reading import number
 from hybridrl.models.families.rotary import rope_keywords
 from hybridrl.models.family import Family, HfConfig, Scales
@@ -31,7 +31,7 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of GPTModel for positions, and what is multiplied."""
+    """Returns the keywords of GPTModel for positions, and the constant factors."""
     scales = Scales(
         _multiplier(hf_config, "embedding_multiplier"),
         _multiplier(hf_config, "residual_multiplier"),
@@ -47,6 +47,6 @@ FAMILY = Family(
     transformer_config,
     model_keywords,
     decoder_rows,
-    # Granite 3 was pretrained with a dropout of 0.1; hybridrl trains without any.
-    config_keys=DECODER_KEYS | {"attention_bias", "attention_dropout", "mlp_bias", *MULTIPLIERS},
+    # Granite 3 was pretrained with a dropout of 0.1; hybridrl trains without dropout.
+    config_keys=DECODER_KEYS | BIAS_KEYS | {"attention_dropout", *MULTIPLIERS},
 )

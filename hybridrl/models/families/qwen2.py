@@ -2,34 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
+from hybridrl.models.families.decoder import decoder_family, decoder_shape
 from hybridrl.models.families.reading import require
-from hybridrl.models.families.rotary import rope_keywords
-from hybridrl.models.family import Family, HfConfig, ModelShape
-from hybridrl.models.hf.config_keys import DECODER_KEYS, WINDOW_KEYS
+from hybridrl.models.family import HfConfig, ModelShape
+from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; a config without key-value heads means transformers' default of 32."""
-    for key in ("attention_bias", "qkv_bias"):  # of the three projections always, of no other
+    """Reads the sizes; transformers' default is 32 key-value heads."""
+    for key in ("attention_bias", "qkv_bias"):  # exactly these three projections have biases
         require(hf_config, key, True, (True,))
     return decoder_shape(hf_config, qkv_bias=True, default_kv_heads=32)
 
 
-def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of TransformerConfig."""
-    return decoder_config(hf_config, shape(hf_config))
-
-
-FAMILY = Family(
-    "qwen2",
-    ("Qwen2ForCausalLM",),
-    shape,
-    transformer_config,
-    rope_keywords,
-    decoder_rows,
-    # Windows have no effect without `use_sliding_window`, which is false where it is absent.
-    config_keys=DECODER_KEYS | {"attention_bias", "qkv_bias", *WINDOW_KEYS},
-)
+# Windows have no effect without `use_sliding_window`, whose default is false.
+KEYS = {"attention_bias", "qkv_bias", *WINDOW_KEYS}
+FAMILY = decoder_family("qwen2", "Qwen2ForCausalLM", shape, KEYS)

@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from hybridrl.models.families.decoder import decoder_config, decoder_rows, decoder_shape
+from hybridrl.models.families.decoder import decoder_family, decoder_shape
 from hybridrl.models.families.reading import require
-from hybridrl.models.families.rotary import rope_keywords
-from hybridrl.models.family import Family, HfConfig, ModelShape
-from hybridrl.models.hf.config_keys import DECODER_KEYS, WINDOW_KEYS
+from hybridrl.models.family import HfConfig, ModelShape
+from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; a config without head size means 128, without key-value heads 32."""
+    """Reads the sizes; transformers' defaults are a head size of 128 and 32 key-value heads."""
     require(hf_config, "attention_bias", False, (False,))
     return decoder_shape(hf_config, qk_norm=True, default_head_dim=128, default_kv_heads=32)
 
 
-def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of TransformerConfig."""
-    return decoder_config(hf_config, shape(hf_config))
-
-
-FAMILY = Family(
-    "qwen3",
-    ("Qwen3ForCausalLM",),
-    shape,
-    transformer_config,
-    rope_keywords,
-    decoder_rows,
-    # Windows have no effect without `use_sliding_window`, which is false where it is absent.
-    config_keys=DECODER_KEYS | {"attention_bias", *WINDOW_KEYS},
-)
+# Windows have no effect without `use_sliding_window`, whose default is false.
+FAMILY = decoder_family("qwen3", "Qwen3ForCausalLM", shape, {"attention_bias", *WINDOW_KEYS})

@@ -1,6 +1,6 @@
-"""Rotary positions as a config.json states them: the frequencies' base and its scaling. No torch.
+"""Rotary positions in a config.json: base of the frequencies and their scaling. No torch.
 
-models/megatron/rotary_positions.py computes the frequencies, for every family alike.
+models/megatron/rotary_positions.py computes the frequencies for all families.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from hybridrl.models.families.reading import number, refusal, size
 from hybridrl.models.family import HfConfig, Rotary
 
 DEFAULT_ROPE_THETA = 10000.0
-DEFAULT_ORIGINAL_LENGTH = 4096  # of transformers' Phi3Config
+DEFAULT_ORIGINAL_LENGTH = 4096  # transformers' Phi3Config
 SHORT, LONG, ORIGINAL = "short_factor", "long_factor", "original_max_position_embeddings"
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-# What each kind of scaling must say besides, and what it may; other kinds are refused.
+# Required and optional keys of each kind of scaling; other kinds are refused.
 NEEDED: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -32,10 +32,10 @@ OPTIONAL: Mapping[str, frozenset[str]] = {
     "yarn": frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
     "longrope": frozenset({"attention_factor", "factor", ORIGINAL}),
 }
-# Of llama-shaped families; of Phi-3's alone, longrope takes two keys that stand beside it.
+# Kinds of llama-shaped families. Only Phi-3 has longrope, which needs two keys outside the scaling.
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-OTHER_NAMES = {"su": "longrope"}  # of early configs
-# What goes by the length of what is computed; by_length.py settles it for a run.
+OTHER_NAMES = {"su": "longrope"}  # names in early configs
+# Kinds whose angles depend on the length of a sequence; by_length.py fixes them for a run.
 VARYING = ("dynamic", "longrope")
 
 
@@ -44,11 +44,9 @@ def rope_keywords(
     kinds: tuple[str, ...] = KINDS,
     default_share: float | None = None,
 ) -> dict[str, Any]:
-    """Returns the keywords of Megatron's GPTModel that say how positions enter, with `rotary`, by
-    which build.py sets the frequencies.
+    """Returns the keywords of Megatron's GPTModel for positions, and `rotary` for build.py.
 
-    Raises:
-        ModelError: as of `read_rotary`.
+    Arguments and errors are those of `read_rotary`.
     """
     rotary = read_rotary(hf_config, kinds, default_share)
     return {
@@ -64,18 +62,16 @@ def read_rotary(
     kinds: tuple[str, ...] = KINDS,
     default_share: float | None = None,
 ) -> Rotary:
-    """Reads transformers 5's `rope_parameters` as well as the older `rope_theta` and
-    `rope_scaling`.
+    """Reads `rope_parameters` (transformers 5), or the older `rope_theta` and `rope_scaling`.
 
     Args:
-        hf_config: the content of config.json.
-        kinds: of scaling that the family computes.
-        default_share: of each head that turns where the config does not say it; None: heads turn
-            whole, and another share is refused.
+        hf_config: Content of config.json.
+        kinds: Kinds of scaling that the family supports.
+        default_share: Share of each head that rotates if the config has none. With None, whole
+            heads rotate and another share is refused.
 
     Raises:
-        ModelError: another kind, a parameter of it that is missing or has no place, or a rotation
-            of a part of each head.
+        ModelError: The kind or the share is not supported, or a parameter is missing or unknown.
     """
     rope, prefix = rope_parameters(hf_config)
     kind = _checked_kind(rope, prefix, kinds)
@@ -91,7 +87,7 @@ def read_rotary(
     if kind == "default":
         return Rotary(base, share=share)
     factor = read("factor", 1, 1, 1e6)
-    if kind == "dynamic":  # within max_position_embeddings, beyond which by_length.py refuses it
+    if kind == "dynamic":  # unscaled up to max_position_embeddings; by_length.py refuses more
         return Rotary(base, share=share)
     if kind == "linear":
         return Rotary(base, kind, factor)
@@ -115,10 +111,10 @@ def read_rotary(
 
 
 def _checked_kind(rope: Mapping[str, Any], prefix: str, kinds: tuple[str, ...]) -> Any:
-    """Returns the kind of scaling, one of `kinds`, that has all that it needs and nothing else."""
+    """Returns the kind of scaling after a check of the keys of its parameters."""
     kind = rope_kind(rope)
     if kind not in kinds:
-        raise refusal(f"{prefix}.rope_type", said_kind(rope), ", ".join(kinds))
+        raise refusal(f"{prefix}.rope_type", _written_kind(rope), ", ".join(kinds))
     known = ROPE_KEYS | NEEDED[kind] | OPTIONAL.get(kind, frozenset())
     for key in rope:
         if key not in known and rope[key] is not None:
@@ -129,30 +125,29 @@ def _checked_kind(rope: Mapping[str, Any], prefix: str, kinds: tuple[str, ...]) 
     return kind
 
 
-def said_kind(rope: Mapping[str, Any]) -> Any:
-    """Returns the kind of scaling as it is written."""
+def _written_kind(rope: Mapping[str, Any]) -> Any:
     return rope.get("rope_type", rope.get("type", "default"))
 
 
 def rope_kind(rope: Mapping[str, Any]) -> Any:
-    """Returns the kind of scaling by its name of today."""
-    kind = said_kind(rope)
+    """Returns the kind of scaling by its current name."""
+    kind = _written_kind(rope)
     return OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
 
 
 def _longrope(
     hf_config: HfConfig, rope: Mapping[str, Any], prefix: str, base: float, share: float
 ) -> Rotary:
-    """Ding et al. 2024, "LongRoPE": a divisor of each pair's frequency, one list for sequences
-    within the original length, one for others; here the former.
+    """Reads longrope (Ding et al. 2024, "LongRoPE") with the divisors of short sequences.
 
-    transformers takes the original length from beside the scaling, and magnitude and factor from
-    within it; vLLM makes both of the lengths. So they must agree.
+    Each pair's frequency has a divisor. One list of divisors is for sequences within the original
+    length, another for longer ones. transformers reads the original length from the config itself,
+    and magnitude and factor from the scaling; vLLM computes both from the lengths. They must agree.
     """
     original = size(hf_config, ORIGINAL, DEFAULT_ORIGINAL_LENGTH)
     most = size(hf_config, "max_position_embeddings")
     if rope.get(ORIGINAL) not in (None, original):
-        allowed = f"what the config says outside of {prefix}, {original}"
+        allowed = f"the same as outside of {prefix}, {original}"
         raise refusal(f"{prefix}.{ORIGINAL}", rope[ORIGINAL], allowed)
     if not 1 < original <= most:
         allowed = f"from 2 to max_position_embeddings = {most}"
@@ -162,9 +157,9 @@ def _longrope(
         base, "longrope", most / original, original, share=share, divisors=factors[SHORT]
     )
     for key, value in (("factor", rotary.factor), ("attention_factor", rotary.magnitude)):
-        said = number(rope, key, value, 1, 1e6, f"{prefix}.")
-        if not isclose(said, value, rel_tol=1e-6):
-            allowed = f"what follows from {ORIGINAL} and max_position_embeddings, {value:.8g}"
+        given = number(rope, key, value, 1, 1e6, f"{prefix}.")
+        if not isclose(given, value, rel_tol=1e-6):
+            allowed = f"{value:.8g}, computed from {ORIGINAL} and max_position_embeddings"
             raise refusal(f"{prefix}.{key}", rope[key], allowed)
     return rotary
 
@@ -175,7 +170,7 @@ def _divisors(
     heads = size(hf_config, "num_attention_heads")
     head_dim = size(hf_config, "head_dim", size(hf_config, "hidden_size") // heads)
     count, given = int(head_dim * share) // 2, rope[key]
-    allowed = f"a list of {count} numbers above 0, one of each pair of dimensions that turn"
+    allowed = f"a list of {count} numbers above 0, one for each pair of rotated dimensions"
     if not isinstance(given, list) or len(given) != count:
         found = f"{len(given)} numbers" if isinstance(given, list) else given
         raise refusal(f"{prefix}.{key}", found, allowed)
@@ -184,18 +179,17 @@ def _divisors(
 
 
 def _has_mscales(rope: Mapping[str, Any], prefix: str) -> bool:
-    # transformers reads the two only together, engines also alone, with a default for the other.
-    given = {key: rope.get(key) for key in ("mscale", "mscale_all_dim")}
-    if bool(given["mscale"]) != bool(given["mscale_all_dim"]):
-        said = given["mscale_all_dim"]
-        raise refusal(f"{prefix}.mscale_all_dim", said, "both mscale, or neither")
-    return bool(given["mscale"])
+    # transformers reads them only together; engines use a default for a missing one.
+    mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
+    if bool(mscale) != bool(of_all):
+        raise refusal(f"{prefix}.mscale_all_dim", of_all, "set with mscale, or neither")
+    return bool(mscale)
 
 
 def _share(
     hf_config: HfConfig, rope: Mapping[str, Any], prefix: str, default_share: float | None
 ) -> float:
-    """Returns the part of each head that turns, which the config has in either place."""
+    """Returns the share of each head that rotates, from the config or its rotary parameters."""
     share = default_share or 1.0
     for holder, where in ((hf_config, ""), (rope, f"{prefix}.")):
         partial = holder.get("partial_rotary_factor")
@@ -207,10 +201,10 @@ def _share(
 
 
 def rope_parameters(hf_config: HfConfig) -> tuple[Mapping[str, Any], str]:
-    """Returns the rotary parameters and the key that has them.
+    """Returns the rotary parameters and the key that holds them.
 
     Raises:
-        ModelError: they are no object, or both keys have some and differ.
+        ModelError: They are no object, or both keys are set and differ.
     """
     found: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_parameters", "rope_scaling"):

@@ -1,8 +1,8 @@
-"""Which keys of a config.json change a model's numbers, and whether somebody answers for them.
+"""Keys of a config.json: those that change no number, and the refusal of keys that nobody handles.
 
-Owns the tables of keys that change no number and of values at which a key changes none. A key that
-a family does not name and that no table has is refused: a model that is computed otherwise than it
-was trained gives wrong log-probabilities without any other sign. No torch.
+Owns the tables of keys that change no number and of values at which a key changes none. Any other
+key that the family does not handle is refused: a model that is computed differently from its
+training gives wrong log-probabilities without any other sign. No torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 from hybridrl.config.files import plain, shown
 from hybridrl.errors import ModelError
 
-# What `decoder_shape` and `decoder_config` (families/decoder.py) and `rope_keywords` (families/
-# rotary.py) read or refuse.
+# Keys that `decoder_shape` and `decoder_config` (families/decoder.py) and `rope_keywords`
+# (families/rotary.py) read or refuse.
 DECODER_KEYS = frozenset(
     {
         "head_dim",
@@ -38,8 +38,8 @@ DECODER_KEYS = frozenset(
     }
 )
 
-# What names, labels and stores a model, says how transformers runs it, or how it generates by
-# default; and lengths that only bound requests. Keys that start with "_" are transformers' own too.
+# Names, labels, storage, options of transformers, defaults of generation, and lengths that only
+# bound requests. Keys that start with "_" are transformers' own and also neutral.
 # fmt: off
 NEUTRAL_KEYS = frozenset({
     "architectures", "model_type", "transformers_version", "name_or_path", "torch_dtype",
@@ -101,28 +101,29 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "use_mrope": (False,),
     "use_qk_norm": (False,),
 }
-# Without effect where the config says that it uses no window.
+# Keys without effect if `use_sliding_window` is false.
 WINDOW_KEYS = ("max_window_layers", "sliding_window")
 MOST_NAMED = 5
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
 def check_keys(family: str, handled: Collection[str], hf_config: Mapping[str, Any]) -> None:
-    """Refuses keys of a config.json that may change the model's numbers unseen by its family.
+    """Refuses keys of a config.json that may change the model's numbers and are unknown to its
+    family.
 
     Args:
-        family: its name.
-        handled: the keys that the family answers for.
-        hf_config: the content of config.json.
+        family: Name of the family.
+        handled: Keys that the family reads or refuses itself.
+        hf_config: Content of config.json.
 
     Raises:
-        ModelError: naming the keys and their values.
+        ModelError: Names the keys and their values.
     """
-    found = [key for key in hf_config if not _is_answered(key, handled, hf_config)]
+    found = [key for key in hf_config if not _is_known(key, handled, hf_config)]
     if not found:
         return
     known = [key for key in found if key in NEUTRAL_VALUES]
-    chosen = known or found  # what is known to change numbers is said first
+    chosen = known or found  # keys that are known to change numbers come first
     named = ", ".join(plain(key, 40) for key in chosen[:MOST_NAMED])
     if len(chosen) > MOST_NAMED:
         named += f" and {len(chosen) - MOST_NAMED} more"
@@ -132,32 +133,33 @@ def check_keys(family: str, handled: Collection[str], hf_config: Mapping[str, An
             " or ".join(shown(value) for value in (*NEUTRAL_VALUES[key], None))
             for key in known[:MOST_NAMED]
         )
-        remedy = f"Family {family} computes without it, which gives other numbers: choose"
+        remedy = f"Family {family} ignores it and would compute other numbers. Choose"
     else:
-        allowed = f"keys that family {family} handles or that are known to change no numbers"
-        remedy = "Whether it changes numbers is not known: remove it if it does not, else choose"
+        allowed = f"keys that family {family} handles, or keys known to change no numbers"
+        remedy = "If it changes no numbers, remove it from config.json. Otherwise choose"
     raise ModelError(
         f"config.json: {named}",
         values,
         allowed,
-        f"{remedy} another model or write a family that names it in Family.config_keys.",
+        f"{remedy} another model, or write a family that has it in Family.config_keys.",
     )
 
 
-def _is_answered(key: str, handled: Collection[str], hf_config: Mapping[str, Any]) -> bool:
+def _is_known(key: str, handled: Collection[str], hf_config: Mapping[str, Any]) -> bool:
     value = hf_config[key]
-    is_known = key in handled or key in NEUTRAL_KEYS or str(key).startswith("_")
-    if is_known or value is None or value in NEUTRAL_VALUES.get(key, ()):
+    is_neutral = key in NEUTRAL_KEYS or str(key).startswith("_")
+    if key in handled or is_neutral or value is None or value in NEUTRAL_VALUES.get(key, ()):
         return True
     return key in WINDOW_KEYS and hf_config.get("use_sliding_window") is False
 
 
 def check_values(hf_config: Mapping[str, Any]) -> None:
-    """Refuses values that engines and exports read whatever the family: the type of the weights,
-    the kinds of the layers, and end tokens that are no tokens of the model.
+    """Checks values that engines and exports read for every family.
+
+    They are the type of the weights, the kinds of the layers, and the end tokens.
 
     Raises:
-        ModelError: naming the key.
+        ModelError: Names the key.
     """
     for key in ("dtype", "torch_dtype"):
         value = hf_config.get(key)
@@ -165,11 +167,11 @@ def check_values(hf_config: Mapping[str, Any]) -> None:
             raise _refusal(key, value, ", ".join(DTYPES))
     kinds, num_layers = hf_config.get("layer_types"), hf_config.get("num_hidden_layers")
     if isinstance(kinds, list) and isinstance(num_layers, int) and len(kinds) != num_layers:
-        allowed = f"one for each of num_hidden_layers = {num_layers}"
+        allowed = f"one for each of the num_hidden_layers = {num_layers} layers"
         raise _refusal("layer_types", f"{len(kinds)} kinds", allowed)
     end, num_tokens = hf_config.get("eos_token_id"), hf_config.get("vocab_size")
     if not isinstance(num_tokens, int):
-        return  # the family says so
+        return  # the family reports it
     for token in end_tokens_of(hf_config):
         is_number = isinstance(token, int) and not isinstance(token, bool)
         if not (is_number and 0 <= token < num_tokens):
@@ -177,10 +179,10 @@ def check_values(hf_config: Mapping[str, Any]) -> None:
 
 
 def end_tokens_of(hf_config: Mapping[str, Any]) -> list[Any]:
-    """Returns what a config names as end tokens, one, several or none."""
+    """Returns the end tokens that a config names: one, several or none."""
     named = hf_config.get("eos_token_id")
     return [one for one in (named if isinstance(named, list) else [named]) if one is not None]
 
 
 def _refusal(key: str, value: object, allowed: str) -> ModelError:
-    return ModelError(f"config.json: {key}", plain(value), allowed, "Mend the model's config.json.")
+    return ModelError(f"config.json: {key}", plain(value), allowed, "Fix the model's config.json.")

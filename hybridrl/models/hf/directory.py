@@ -1,6 +1,6 @@
-"""Reading and writing the small files of an HF model's folder, without torch.
+"""Small files of an HF model's folder: config.json, tokenizer and generation files. No torch.
 
-Owns config.json and the copying of small files; the tensors are hf.py's.
+shards.py owns the tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridrl.errors import CheckpointError
 from hybridrl.models.score_token import KEY
 
 CONFIG_FILE = "config.json"
-# What an exported model takes along from the model it was made of: tokenizer and generation files.
+# Tokenizer and generation files that are copied into an exported model's folder.
 SIDE_FILES = (
     "added_tokens.json",
     "chat_template*",
@@ -30,10 +30,10 @@ SIDE_FILES = (
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns the content of an HF config: a directory's config.json, or `path` itself if a file.
+    """Returns the content of an HF config: a directory's config.json, or the file `path`.
 
     Raises:
-        CheckpointError: it is missing, damaged, or not a JSON object whose keys differ.
+        CheckpointError: It is missing, damaged, no JSON object, or repeats a key.
     """
     file = Path(os.path.expanduser(path))
     if os.path.isdir(file):
@@ -44,13 +44,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def write_side_files(
     directory: Path, config: Mapping[str, Any], dtype: str, side_files: Path | None
 ) -> None:
-    """Writes config.json and copies tokenizer files, if any, into an exported model's folder.
+    """Writes config.json and copies tokenizer and generation files into an exported model's folder.
 
     Args:
-        directory: the folder being written.
-        config: content of config.json; its dtype is replaced.
-        dtype: name of the exported tensors' type, such as "bfloat16".
-        side_files: folder whose tokenizer and generation files are copied; None: none are.
+        directory: Folder of the exported model.
+        config: Content of config.json; its dtype is replaced.
+        dtype: Name of the exported tensors' type, such as "bfloat16".
+        side_files: Folder of the files to copy, or None.
     """
     written = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     written["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
@@ -67,8 +67,10 @@ def write_side_files(
 
 
 def _set_padding(directory: Path, number: int | None) -> None:
-    """Names the padding token of a model with a value head in its tokenizer's files: what pads
-    texts must be what transformers passes over as it looks for the last token.
+    """Sets the padding token of a model with a value head in its tokenizer's files.
+
+    The token that pads texts must be the one that transformers skips when it looks for the last
+    token.
     """
     try:
         content = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
@@ -79,8 +81,8 @@ def _set_padding(directory: Path, number: int | None) -> None:
         file = directory / name
         if not texts or not file.is_file():
             continue
-        told = json.loads(file.read_text(encoding="utf-8"))
-        named = told.get("pad_token")
-        if (named.get("content") if isinstance(named, dict) else named) != texts[0]:
-            told["pad_token"] = texts[0]
-            file.write_text(json.dumps(told, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        token = saved.get("pad_token")
+        if (token.get("content") if isinstance(token, dict) else token) != texts[0]:
+            text = json.dumps(saved | {"pad_token": texts[0]}, indent=2, ensure_ascii=False)
+            file.write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What the config.json of an exported model says beyond the one that it was made of."""
+"""Content of the config.json of an exported model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridrl.models.score_token import KEY, LAST, ScoreToken
 from hybridrl.models.weights import Head
 
 SPARE = ("pad", "reserved", "unused", "unk")
-"""What the names of special tokens say that may stand for padding, the best first."""
+"""Words in the names of special tokens that can serve as padding, best first."""
 
 
 def exported_config(
@@ -26,18 +26,18 @@ def exported_config(
     side_files: Path | None,
     score_token: ScoreToken = LAST,
 ) -> dict[str, Any]:
-    """Returns the content of an exported model's config.json.
+    """Returns the config.json of an exported model.
 
-    A model with a value head is named as transformers' sequence classifier with 1 label, which
-    scores the last token that is no padding. So its padding token must not be an end token, as it
-    is in many tokenizers: transformers would read the score before the end. Another special token
-    takes its place then, in the tokenizer's files too (directory.py). Where there is none,
-    no padding token is named, and transformers scores one text at a time only.
+    transformers reads a model with a value head as its sequence classifier with 1 label, which
+    scores the last token that is not padding. The padding token must then not be an end token, as
+    it is in many tokenizers, or transformers would read the score before the end. Another special
+    token takes its place, in the tokenizer's files too (directory.py). Without a spare one, no
+    padding token is named, and transformers can score only one text at a time.
 
     Args:
-        hf_config: of the model that it was made of.
-        head: of the exported model.
-        side_files: folder with tokenizer files, if any.
+        hf_config: config.json of the model before training.
+        head: Head of the exported model.
+        side_files: Folder with tokenizer files, if any.
         score_token: Token of a text at which the score of a value head is read.
     """
     model_type = hf_config.get("model_type")
@@ -45,29 +45,30 @@ def exported_config(
         named = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
         known = {} if named is None else {"architectures": [named]}
         return {**known, **{k: v for k, v in hf_config.items() if k not in known or v}}
-    made = {key: value for key, value in hf_config.items() if key != "architectures"}
-    made["num_labels"] = 1
-    made[KEY] = score_token
-    # Of a type that transformers has no classifier for, a name would be of a class that is not.
+    exported = {key: value for key, value in hf_config.items() if key != "architectures"}
+    exported["num_labels"] = 1
+    exported[KEY] = score_token
+    # transformers has no classifier for some types.
     named = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
     if named is not None:
-        made["architectures"] = [named]
-    made["pad_token_id"] = _padding_token(hf_config, side_files)
-    return made
+        exported["architectures"] = [named]
+    exported["pad_token_id"] = _padding_token(hf_config, side_files)
+    return exported
 
 
 def _padding_token(hf_config: Mapping[str, Any], folder: Path | None) -> int | None:
-    """Returns the number of a token that may stand for padding: that of the config, that of the
-    tokenizer, or a spare special token, if it ends no text; None if there is none.
+    """Returns a token that can serve as padding because it ends no text, or None.
+
+    Candidates are the config's padding token, the tokenizer's, and spare special tokens.
     """
-    told = _read(folder, "tokenizer_config.json")
+    tokenizer = _read(folder, "tokenizer_config.json")
     added = {
         _text(one): one["id"]
         for one in _read(folder, "tokenizer.json").get("added_tokens") or []
         if isinstance(one.get("id"), int)
     }
     ends = {*end_tokens_of(hf_config), *end_tokens_of(_read(folder, "generation_config.json"))}
-    ends.add(added.get(_text(told.get("eos_token"))))
+    ends.add(added.get(_text(tokenizer.get("eos_token"))))
     spare = [
         number
         for word in SPARE
@@ -75,7 +76,8 @@ def _padding_token(hf_config: Mapping[str, Any], folder: Path | None) -> int | N
         if text is not None and word in text.lower()
     ]
     size = hf_config.get("vocab_size")
-    candidates = [hf_config.get("pad_token_id"), added.get(_text(told.get("pad_token"))), *spare]
+    padding = added.get(_text(tokenizer.get("pad_token")))
+    candidates = [hf_config.get("pad_token_id"), padding, *spare]
     for number in candidates:
         if number is not None and number not in ends and (size is None or 0 <= number < size):
             return int(number)
@@ -83,7 +85,7 @@ def _padding_token(hf_config: Mapping[str, Any], folder: Path | None) -> int | N
 
 
 def _read(folder: Path | None, name: str) -> dict[str, Any]:
-    """Returns the content of a JSON file; nothing if there is none."""
+    """Returns the content of a JSON file, or an empty dict if there is no such file."""
     if folder is None:
         return {}
     try:
@@ -94,5 +96,5 @@ def _read(folder: Path | None, name: str) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """Returns the text of a token that a tokenizer's file names, plainly or with its traits."""
+    """Returns the text of a token in a tokenizer's file: a string, or an object with attributes."""
     return token.get("content") if isinstance(token, dict) else token

@@ -1,7 +1,7 @@
-"""What an HF directory says that it holds: the names, shapes and types in its safetensors headers.
+"""Safetensors headers of an HF directory: names, shapes and types of its tensors.
 
-Owns the errors of a directory that is incomplete, damaged or of another model. Reads headers only
-and imports no torch, so that the command line can refuse a bad directory before any rank starts.
+Owns the errors of a directory that is incomplete, damaged, or of another model. Reads headers only,
+so that the command line can refuse a bad directory before any rank starts. No torch.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ OTHER_WEIGHTS = (
     ".gguf",
     ".pt",
     ".pth",
-)  # that are not read; the first that is there counts
+)  # formats that are not read; the first found is reported
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
-# A layer after the last one that predicts further tokens has a tensor of this name.
+# A layer for multi-token prediction, after the last layer, has a tensor of this name.
 MTP_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight$")
-# Buffers that old checkpoints carry, and the head of a model that has none: a copy of the
-# embedding, or of no use to a value model.
+# Rotary buffers of old checkpoints, and the head of a model without one: a copy of the embedding,
+# or of no use to a value model.
 NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 LM_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-COMPARED_BYTES = 64 << 20  # that are in memory at a time
+COMPARED_BYTES = 64 << 20  # bytes in memory at a time
 
 
 @contextmanager
 def open_shard(file: Path, framework: Literal["pt", "numpy"]) -> Iterator[Any]:
-    """Opens one safetensors file; damage becomes CheckpointError."""
-    if file.exists():  # else it is missing, below
+    """Opens a safetensors file; raises CheckpointError if it is missing or damaged."""
+    if file.exists():
         regular_file_bytes(file, CheckpointError, "a safetensors file")
     try:
         with safe_open(file, framework=framework) as opened:
@@ -64,13 +64,15 @@ def open_shard(file: Path, framework: Literal["pt", "numpy"]) -> Iterator[Any]:
 
 
 class HfHeaders:
-    """The tensors of an HF directory, known by name, shape and type.
+    """Names, shapes and types of the tensors in an HF directory.
 
-    Attributes: `shapes`, `dtype_names` (as torch calls them) and `files`, each by tensor name;
-    `stored_names`, what the files call a tensor that `check` has found under another name.
+    Attributes:
+        shapes, dtype_names, files: Shape, torch's name of the type, and file of each tensor, by
+            name.
+        stored_names: Names in the files of tensors that `check` has renamed.
 
     Raises:
-        CheckpointError: weights are missing, a shard is missing or damaged, an index is wrong.
+        CheckpointError: Weights or a shard are missing, a shard is damaged, or the index is wrong.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -87,17 +89,17 @@ class HfHeaders:
                 raise CheckpointError(
                     f"tensor {plain(name, 160)}",
                     f"nothing in {self.directory / file}",
-                    f"the tensor that {INDEX_FILE} says is there",
+                    f"the tensor, according to {INDEX_FILE}",
                     "Fetch or export the model again.",
                 )
 
     def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
         """Raises CheckpointError unless the directory holds exactly the tensors of `shapes`.
 
-        Rotary buffers, the `lm_head.weight` of a model that has none (a value model; with tied
-        embeddings one that is equal to the embedding) and layers that predict further tokens
-        (DeepSeek-V3's MTP) are passed over. A value head may have any name: where `score.weight` is
-        missing, the one further tensor of its shape is it.
+        Ignored are rotary buffers, layers for multi-token prediction (DeepSeek-V3's MTP), and the
+        `lm_head.weight` of a value model or of tied embeddings; in the latter case it must equal
+        the embedding. If `score.weight` is missing, the value head may have another name: it is the
+        only other tensor of its shape.
         """
         if VALUE_HEAD in shapes and VALUE_HEAD not in self.shapes:
             self._find_value_head(shapes)
@@ -106,8 +108,8 @@ class HfHeaders:
                 raise self._error(name, "nothing", f"a tensor of shape {shape}")
             if name in self.shapes and self.shapes[name] != shape:
                 raise self._error(name, f"shape {self.shapes[name]}", f"shape {shape}")
-        further = tuple(match[1] for name in self.shapes if (match := MTP_LAYER.match(name)))
-        layers = tuple(one for one in further if not any(name.startswith(one) for name in shapes))
+        mtp = tuple(match[1] for name in self.shapes if (match := MTP_LAYER.match(name)))
+        layers = tuple(layer for layer in mtp if not any(name.startswith(layer) for name in shapes))
         for name in self.shapes:
             if name not in shapes and not NOT_WEIGHTS.search(name) and not name.startswith(layers):
                 raise self._error(name, f"shape {self.shapes[name]}", "no tensor of this name")
@@ -122,21 +124,22 @@ class HfHeaders:
             )
 
     def _are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same numbers, read a part at a time."""
+        """Whether two tensors have the same numbers; reads a part at a time."""
         if self.shapes[one] != self.shapes[other]:
             return False
         if self.dtype_names[one] != self.dtype_names[other]:
-            return False  # of equal numbers in two types nobody has seen a model
+            return False  # no known model stores equal numbers in two types
         views = [self._bytes_of(name) for name in (one, other)]
         return all(
-            # Views are compared an element at a time, bytes at once.
+            # memoryviews are compared element by element, which is slow; bytes are not.
             bytes(views[0][at : at + COMPARED_BYTES]) == bytes(views[1][at : at + COMPARED_BYTES])
             for at in range(0, len(views[0]), COMPARED_BYTES)
         )
 
     def _bytes_of(self, name: str) -> memoryview:
-        """Returns the bytes of a tensor, mapped: NumPy, which safetensors would give, has no
-        bfloat16.
+        """Returns the bytes of a tensor by mmap.
+
+        safetensors would return a NumPy array, and NumPy has no bfloat16.
         """
         file = self.files[name]
         with file.open("rb") as opened:
@@ -146,8 +149,10 @@ class HfHeaders:
         return memoryview(mapped)[8 + size + start : 8 + size + end]
 
     def _find_value_head(self, shapes: Mapping[str, Shape]) -> None:
-        """Enters the only further tensor of a value head's shape under the name of one; raises
-        CheckpointError if there are several.
+        """Renames the only unknown tensor with the value head's shape to `score.weight`.
+
+        Raises:
+            CheckpointError: There are several.
         """
         found = [
             name
@@ -165,7 +170,7 @@ class HfHeaders:
             self.files[VALUE_HEAD] = self.files.pop(stored)
 
     def _index(self) -> dict[str, str] | None:
-        """Returns the file of each tensor; None where one file holds them all."""
+        """Returns the file of each tensor; None if one file holds them all."""
         single = self.directory / SINGLE_FILE
         if single.exists() or single.is_symlink():
             return None
@@ -186,8 +191,8 @@ class HfHeaders:
             found = f"unreadable (weight_map is {what})"
             raise CheckpointError(str(file), found, allowed, FETCH_AGAIN)
         for name, shard in weight_map.items():
-            # Nothing outside the directory is read, whoever wrote the index. The files themselves
-            # may be links: those of the hub's cache are.
+            # An index must not name files outside the directory. The files may be links, as in the
+            # hub's cache.
             if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
                 raise CheckpointError(
                     f"{file}: weight_map: {shown(name)}",
@@ -220,14 +225,14 @@ class HfHeaders:
 
 
 def _other_weights(directory: Path) -> tuple[str, str]:
-    """Returns what a directory without safetensors has in their place, and what to do about it."""
+    """Returns a phrase about weights in other formats in a directory, and a remedy."""
     files = sorted(file for end in OTHER_WEIGHTS for file in directory.glob(f"*{end}"))
     if not files:
         return "no weights", "Point model.path at an HF directory with safetensors weights."
     begin = f'import transformers as t; d = {shown(str(directory), 999)}; o = d + "-safetensors"; '
     given, dtype, model = "d", ', dtype="auto"', "m"
     if files[0].suffix == ".gguf":
-        # What is made of GGUF is saved only as another object, which is not called quantized.
+        # transformers saves no model loaded from GGUF, so its weights are copied into another.
         given += f", gguf_file={shown(files[0].name, 999)}"
         model = "n"
     copy = (

@@ -1,8 +1,7 @@
-"""HF directories of safetensors: rectangles of tensors read into a rank's shards, and written out.
+"""Reads and writes the tensors of HF directories, rectangle by rectangle.
 
 Invariant: besides the destination, memory holds at most one tensor, or the rectangle of it. Every
-rank reads every file's header (headers.py, which names the faults), so that all ranks refuse a bad
-directory alike.
+rank reads the header of every file (headers.py), so all ranks refuse the same directories.
 """
 
 from __future__ import annotations
@@ -53,16 +52,16 @@ def allocate(layout: RankLayout, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def stored_as(hf_name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type of an HF tensor of a model of this type."""
+    """Returns the type of an HF tensor in a model of type `dtype`."""
     return torch.float32 if is_kept_in_fp32(hf_name) else dtype
 
 
 class HfCheckpoint(HfHeaders):
-    """The tensors of an HF directory, read by rectangle; refuses what `HfHeaders` refuses."""
+    """HF directory whose tensors can be read by rectangle; see `HfHeaders` for errors."""
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """The type of each tensor by its name."""
+        """Type of each tensor by its name."""
         return {name: getattr(torch, dtype) for name, dtype in self.dtype_names.items()}
 
 
@@ -116,9 +115,8 @@ def _refuse_non_finite(
 ) -> None:
     """Refuses a file's content if it has a NaN or an infinity.
 
-    Sums are the cheapest test of every element: a sum of finite elements may overflow, any other is
-    never finite, so non-finite sums show where to look closely. One transfer from the device
-    fetches all of them.
+    The sum of a tensor with such an element is never finite, so only tensors with a non-finite sum
+    are examined (finite elements may also overflow). All sums take one transfer from the device.
     """
     views = [box_view(tensors[region.local], region.local_box) for region in regions]
     sums = torch.stack([view.sum() for view in views]).tolist()
@@ -167,10 +165,10 @@ class HfPlaces:
             self._lay_out(file, names)
 
     def _lay_out(self, file: str, names: Sequence[str]) -> None:
-        """Makes the header of one file (its length, then JSON).
+        """Builds the header of one file (its length, then JSON).
 
-        The safetensors library writes a file only from tensors that are all in memory. With a
-        header made here, tensors can be written one at a time.
+        The safetensors library can write a file only if all its tensors are in memory. With this
+        header, tensors can be written one at a time.
         """
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         starts, end = {}, 0
@@ -190,7 +188,7 @@ class HfPlaces:
         self._offsets.update({name: (file, len(head) + start) for name, start in starts.items()})
 
     def create(self, directory: Path) -> None:
-        """Writes the header of every file, sized to its final length, and the index."""
+        """Writes the index, and every file with its header at its final length."""
         for file, (head, num_bytes) in self._headers.items():
             with (directory / file).open("wb") as opened:
                 opened.write(head)
@@ -202,8 +200,7 @@ class HfPlaces:
             (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, directory: Path, name: str, tensor: Tensor) -> str:
-        """Writes one tensor, of the announced shape, cast to its type, after `create`; returns
-        `name`.
+        """Writes one tensor, cast to its stored type, after `create`; returns `name`.
 
         Several processes may write different tensors at the same time.
         """
@@ -218,23 +215,23 @@ class HfPlaces:
 
 
 class HfWriter:
-    """Writes an HF directory one tensor at a time; it appears under its name only when complete.
+    """Writes an HF directory one tensor at a time; it gets its name only when it is complete.
 
-    Use it as a context manager: leaving it normally completes the directory, an exception removes
-    what was written. The tensors may come in any order, and other processes that see the `partial`
-    folder may write some of them by `HfPlaces.write`.
+    Use it as a context manager: normal exit completes the directory, an exception removes what was
+    written. Tensors may come in any order. Other processes that see the `partial` folder may write
+    some of them by `HfPlaces.write`.
 
     Args:
-        directory: must not exist, or be empty.
-        shapes: every HF tensor that will be written.
-        dtype: the type that they are stored in, but for what is kept in fp32.
-        config: content of config.json.
-        side_files: folder whose tokenizer files are copied, if any.
-        max_shard_bytes: a file grows no larger, unless a single tensor is.
-        card: text of README.md; None: there is none.
+        directory: Directory to create; it must not exist, or be empty.
+        shapes: Shape of every HF tensor.
+        dtype: Stored type, except for tensors kept in fp32.
+        config: Content of config.json.
+        side_files: Folder whose tokenizer files are copied, if any.
+        max_shard_bytes: Maximal size of a file, unless a single tensor is larger.
+        card: Text of README.md, or None.
 
     Raises:
-        CheckpointError: the directory exists and is not empty.
+        CheckpointError: The directory exists and is not empty.
     """
 
     def __init__(
@@ -272,16 +269,16 @@ class HfWriter:
             raise
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Stores one tensor, as `HfPlaces.write`."""
+        """Writes one tensor, as in `HfPlaces.write`."""
         self._places.write(self.partial, name, tensor)
         self._missing.discard(name)
 
     def wrote(self, names: Collection[str]) -> None:
-        """Takes in which tensors other processes have written."""
+        """Records tensors that other processes have written."""
         self._missing.difference_update(names)
 
     def complete(self) -> None:
-        """Gives the directory its name; every tensor must have been written."""
+        """Renames the folder to its final name; every tensor must have been written."""
         if self._missing:
             raise ValueError(f"never written: {sorted(self._missing)[:3]}")
         for file in self.partial.iterdir():
@@ -290,7 +287,7 @@ class HfWriter:
         self.partial.rename(self.directory)
 
     def discard(self) -> None:
-        """Removes what was written, unless it was completed."""
+        """Removes the partial folder, if it was not completed."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def __enter__(self) -> HfWriter:

@@ -1,7 +1,6 @@
-"""A causal language model of transformers, built from a config.json; its weights are set by others.
+"""A transformers causal language model, built from a config.json without its weights.
 
-Owns which keys of the config.json transformers gets, and the refusal of models that it does not
-take.
+Owns the choice of keys that transformers gets, and the errors of models that it refuses.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.config_keys import NEUTRAL_KEYS
 from hybridrl.models.hf.directory import read_config
 
-# Keys whose null is not the default of every architecture: as many as heads, no window, no cap, no
-# latent of queries.
+# Keys whose null is a value, not the architecture's default: as many as heads, no window, no cap,
+# no latent for queries.
 NULL_IS_A_VALUE = (
     "num_key_value_heads",
     "sliding_window",
@@ -28,7 +27,7 @@ NULL_IS_A_VALUE = (
     "final_logit_softcapping",
     "q_lora_rank",
 )
-# Else they are an architecture's own, of which a small vocabulary has none.
+# Without these, transformers would use the architecture's tokens, beyond a small vocabulary.
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
@@ -38,24 +37,25 @@ def transformers_model(
     device: torch.device,
     attention: Literal["sdpa", "eager"],
 ) -> Any:
-    """Returns transformers' causal language model with unset weights, leaving every global random
-    generator as it was.
+    """Returns transformers' causal language model with unset weights.
+
+    Global random generators keep their states.
 
     Args:
-        model_config: HF directory, or the contents of a config.json.
-        dtype: of its parameters.
-        device: where they live.
-        attention: transformers' name of the implementation.
+        model_config: HF directory, or content of a config.json.
+        dtype: Type of the parameters.
+        device: Device of the parameters.
+        attention: transformers' name of the attention implementation.
 
     Raises:
-        ModelError: transformers does not know the model, or does not take its config.json, or makes
-            another architecture of it than it names.
+        ModelError: transformers does not know the model or refuses its config.json, or `model_type`
+            and `architectures` name different models.
     """
     if not isinstance(model_config, Mapping):
         model_config = read_config(model_config)
     named = model_config.get("architectures")
-    # Without what changes no number: labels, defaults of generation, forms of the output. A null
-    # means "not set", which transformers does not take everywhere; of some keys it is a value.
+    # Keys that change no number are left out. A null means "not set", which transformers does not
+    # accept everywhere, except for the keys of which it is a value.
     fields = {
         key: value
         for key, value in model_config.items()
@@ -68,23 +68,23 @@ def transformers_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention
             )
-    # transformers judges the config by types and rules of its own, each with errors of its own.
+    # transformers raises many kinds of errors for a config that it refuses.
     except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
-        said = " ".join(str(error).split())[:160] or type(error).__name__
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ModelError(
             "model_type",
-            f"{model_config.get('model_type')}, with a config.json that transformers does not take",
+            f"{model_config.get('model_type')}, with a config.json that transformers refuses",
             f"a causal language model of the installed transformers, for {attention} attention",
-            f"Use another rollout engine, or a newer transformers, which said: {said}.",
+            f"Use another rollout engine, or a newer transformers. Its error: {reason}.",
         ) from error
     for name, buffer in model.named_buffers():
-        if is_kept_in_fp32(name):  # transformers does so only with weights that it reads itself
+        if is_kept_in_fp32(name):  # transformers does this only for weights that it loads itself
             buffer.data = buffer.data.float()
     if named and type(model).__name__ not in named:
         raise ModelError(
             "config.json: model_type",
-            f"{model_config.get('model_type')}, which transformers makes {type(model).__name__} of",
-            f"the type of {', '.join(named)}, as architectures say",
-            "Get config.json again, or mend the key.",
+            f"{model_config.get('model_type')}, which is {type(model).__name__} in transformers",
+            f"the type of {', '.join(named)}, from architectures",
+            "Download config.json again, or fix the key.",
         )
     return model.eval().requires_grad_(False)

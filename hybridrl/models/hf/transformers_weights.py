@@ -1,8 +1,8 @@
-"""A transformers model's parameters by the names that they have in an HF checkpoint.
+"""A transformers model's parameters by their names in an HF checkpoint.
 
 transformers 5 stacks experts in memory, `mlp.experts.gate_up_proj` (E, 2 * width, hidden) and
-`down_proj` (E, hidden, width), where the checkpoint has a matrix each, under names of the family's
-own. Here every matrix is a view, so that writing it changes the model.
+`down_proj` (E, hidden, width). The checkpoint has one matrix per expert, under the family's names.
+Every matrix returned here is a view, so writing it changes the model.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from hybridrl.errors import ModelError
 from hybridrl.models.family import Family, Row, is_kept_in_fp32, resolve_family
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
-BLOCK = ".mlp."  # what transformers calls a feed-forward layer, whatever the checkpoint does
+BLOCK = ".mlp."  # transformers' name of a feed-forward layer; the checkpoint may have another
 
 
 def checkpoint_tensors(
     model: torch.nn.Module, hf_config: Mapping[str, Any], family: Family | None = None
 ) -> dict[str, Tensor]:
-    """Returns the model's live parameters, and the buffers that are weights, experts one by one, by
-    their names in the checkpoint.
+    """Returns the model's live weights, parameters and buffers, by their names in the checkpoint.
 
     Args:
-        model: of transformers.
-        hf_config: the content of its config.json.
-        family: that describes it; None: found from `hf_config`. Not asked where nothing is stacked.
+        model: Model of transformers.
+        hf_config: Content of its config.json.
+        family: Family of the model, needed if experts are stacked; found from `hf_config` by
+            default.
 
     Raises:
-        ModelError: experts are stacked, and the family has none.
+        ModelError: Experts are stacked, and the family has none.
     """
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
     tensors |= {n: buffer for n, buffer in model.named_buffers() if is_kept_in_fp32(n)}
@@ -40,7 +40,6 @@ def checkpoint_tensors(
         return tensors
     family = family or resolve_family(None, hf_config)
     gate_up, down = _expert_rows(family, hf_config)
-    names = (*gate_up.parts, *down.parts)
     before, block = gate_up.parts[0].split("experts.")[0].split("{L}")
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -52,9 +51,9 @@ def checkpoint_tensors(
         if rest == GATE_UP:
             halves = tensor.chunk(2, dim=1)
             for part, half in zip(gate_up.parts, halves, strict=True):
-                found |= {part.format(L=layer, E=i): one for i, one in enumerate(half)}
+                found |= {part.format(L=layer, E=i): matrix for i, matrix in enumerate(half)}
         elif rest == DOWN:
-            found |= {names[2].format(L=layer, E=i): one for i, one in enumerate(tensor)}
+            found |= {down.parts[0].format(L=layer, E=i): matrix for i, matrix in enumerate(tensor)}
         elif gate_up.layers is None or layer in gate_up.layers:
             found[f"{head}{block}{rest}"] = tensor
         else:
@@ -63,7 +62,7 @@ def checkpoint_tensors(
 
 
 def _expert_rows(family: Family, hf_config: Mapping[str, Any]) -> tuple[Row, Row]:
-    """Returns the rows of gate and up, and of down, of a family's experts."""
+    """Returns the rows of the gate-and-up and the down projections of a family's experts."""
     rows = {row.kind: row for row in family.rows(family.shape(hf_config)) if row.num_experts}
     if not {"gate_up", "row"} <= rows.keys():
         raise ModelError(

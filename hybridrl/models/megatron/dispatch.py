@@ -5,7 +5,7 @@ layer, for the number of tokens of each expert, while the tokens are in transit.
 
 Megatron's all-to-all dispatcher sends a token once for each of its experts on another rank, and the
 receiver sorts tokens by expert. Tensor-parallel ranks of one replica hold equal shares of the same
-positions. Here each rank gathers every token once and picks the tokens of its own experts. With 8
+positions. Here each rank gathers every token once and picks the tokens of its experts. With 8
 experts per token on two ranks, this moves a quarter of the bytes of hidden states, with one copy
 less in each direction; even a single rank saves a copy. Outputs of experts are summed over the
 ranks and scattered by position in the activations' type, as in tensor-parallel layers.
