@@ -1,4 +1,4 @@
-"""Whether a failure of the trainer comes of weights that training has made too large."""
+"""Detection of trainer failures that come from exploded weights."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from hybridrl.training.model import ParallelModel
 
 
 def explosion_of(trained: Mapping[str, ParallelModel], symptom: object) -> UserError | None:
-    """Returns the error that names the first trained model whose weights have exploded, the same on
-    all ranks; None if all are as they should be, or as they were given. Collective.
+    """Returns the error that names the first trained model with exploded weights; None if there is
+    none.
+
+    Collective; all ranks get the same result. A model without an optimizer step so far is not
+    blamed.
 
     Args:
-        trained: the trained models by name, in the training phase.
-        symptom: the failure, which all ranks met.
+        trained: Trained models by name, in the training phase.
+        symptom: The failure, which all ranks met.
     """
     for name, model in trained.items():
         parts = model.world.gather_objects(exploded(model.weights_in_place()))

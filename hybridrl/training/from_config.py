@@ -1,4 +1,4 @@
-"""Builds parallel models from the section `model`: which one, on which mesh, with which weights."""
+"""Builds parallel models from the section `model`: architecture, mesh and weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def model_source(
     """Reads the model's config.json and finds its family.
 
     Args:
-        longest: as of `ModelSource`.
+        config: The section `model`.
+        platform: Platform that the model runs on.
+        longest: See `ModelSource`.
     """
     hf_config = read_model_config(config)
     dtype = platform.default_dtype() if config.dtype == "auto" else DTYPES[config.dtype]
@@ -41,8 +43,7 @@ def model_source(
 def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> ParallelModel:
     """Builds a model over a mesh and fills in its weights, from `model.path` or from the seed.
 
-    A critic starts from the policy's weights; its value head, which no language model has, starts
-    at zero.
+    A critic starts from the policy's weights with a value head of zeros.
     """
     model = ParallelModel(mesh, source, head, config.train)
     with mesh.world.all_agree("loading the weights"):
@@ -59,12 +60,12 @@ def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> 
 def load_weights(
     model: ParallelModel, section: ModelConfig, missing_ok: Collection[str] = ()
 ) -> None:
-    """Fills in the weights that this rank has a part of, from a HF directory or hub name.
+    """Loads this rank's part of the weights from an HF directory or hub name.
 
     Args:
-        model: over its mesh.
-        section: says where they are.
-        missing_ok: HF tensors that may be missing there, and stay as they are.
+        model: Model to load into.
+        section: The section `model`.
+        missing_ok: HF tensors that may be missing; their values stay as they are.
     """
     if model.mesh.is_member:
         shapes = hf_shapes(model.source.family, model.source.shape, model.head)

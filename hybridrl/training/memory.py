@@ -1,13 +1,13 @@
-"""What a trained model keeps on the device only while it trains: gradients and optimizer state.
+"""Memory that a trained model needs only during training: gradients and optimizer state.
 
-Gradients are given up when rollout begins: every update clears them and makes them anew. Where an
-engine lends memory they lie in that, and nothing is freed or allocated for them. The
-optimizer's state (fp32 masters and Adam's moments, 12 bytes a parameter over the data-parallel
-ranks) stays, or goes to pinned host memory, from where it comes back while log-probabilities are
+Gradients are dropped when rollout begins: every update clears them anyway. If an engine lends
+memory, the gradient buffers are views of it and nothing is freed or allocated. The optimizer state
+(fp32 masters and Adam's moments, 12 bytes per parameter, divided over the data-parallel ranks)
+stays on the device, or moves to pinned host memory and is copied back while log-probabilities are
 computed.
 
-Order of calls: `release`, then `restore`, and again; `wait` before anything reads the optimizer.
-Only storages are emptied and filled again: tensors and views stay what they are. Local to a rank.
+Order of calls: `release`, then `restore`, alternating; `wait` before anything reads the optimizer.
+Only storages are emptied and filled, so tensors and views stay valid. Local to a rank.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torch import Tensor
 from hybridrl.hybrid_engine.memory.lending import LentMemory
 from hybridrl.hybrid_engine.memory.phases import Restorable
 
-MOMENT_BYTES = 8  # Adam's two, fp32, for each parameter that this rank's optimizer owns
-ALIGNMENT = 512  # bytes, of a storage's place in a buffer for several
+MOMENT_BYTES = 8  # Adam's two fp32 moments, per parameter that this rank's optimizer owns
+ALIGNMENT = 512  # bytes; alignment of each storage in a common buffer
 
 Place: TypeAlias = Callable[[Tensor, int, int], object]
-"""Lets a tensor's storage lie at an address, with so many bytes (`ops.storage_placer`)."""
+"""Moves a tensor's storage to an address, with a number of bytes (`ops.storage_placer`)."""
 
 
 def flat_buffers(chunks: Sequence[Any]) -> list[Any]:
-    """Returns the buffers that hold the trained parameters and their gradients.
+    """Returns the buffers of trained parameters and their gradients.
 
     Args:
         chunks: Megatron's data-parallel wrappers.
@@ -45,11 +45,11 @@ class TrainedModelMemory:
 
     Args:
         chunks: Megatron's data-parallel wrappers.
-        optimizer: Megatron's.
-        weights: the model's parameters, which an optimizer of an fp32 model shares.
-        offloads: whether the optimizer's state leaves the device during rollout.
-        device: of the model.
-        most_tokens: of a micro-batch.
+        optimizer: Megatron's optimizer.
+        weights: Parameters of the model; an fp32 model's optimizer has no other masters.
+        offloads: Whether the optimizer state leaves the device during rollout.
+        device: Device of the model.
+        max_tokens: Maximal number of tokens of a micro-batch.
     """
 
     def __init__(
@@ -59,36 +59,39 @@ class TrainedModelMemory:
         weights: Iterable[Tensor],
         offloads: bool,
         device: torch.device,
-        most_tokens: int,
+        max_tokens: int,
     ) -> None:
-        self._device, self._most_tokens = device, most_tokens
-        self._fullest = (0, 0)  # tokens of a micro-batch, and bytes that its passes took
+        self._device, self._max_tokens = device, max_tokens
+        self._fullest = (0, 0)  # tokens of the largest micro-batch, bytes of its passes
         self._chunks, self._optimizer = chunks, optimizer
-        self._weight_storages = {_key(weight) for weight in weights}
+        self._weight_storages = {weight.untyped_storage()._cdata for weight in weights}
         self._host = HostMirror(device) if offloads else None
         self._has_stepped = False
         self._lent: LentMemory | None = None
         self._place: Place = _nothing
 
     def lay_gradients(self, memory: LentMemory, place: Place) -> None:
-        """Lets the gradients lie in memory that an engine lends, from now on; they are released
+        """Moves the gradient buffers into memory that an engine lends, from now on.
 
         Args:
-            memory: of `gradient_bytes` at least; released.
+            memory: At least `gradient_bytes`, released.
             place: `ops.storage_placer`.
+
+        Raises:
+            RuntimeError: The gradients are not released.
         """
         self._lent, self._place = memory, place
         address = memory.address
         for buffer in self._buffers:
             data = buffer.grad_data
             if data.untyped_storage().nbytes() > 0:
-                raise RuntimeError("gradients are laid anew only while they are released")
+                raise RuntimeError("gradients can be moved only while they are released")
             place(data, address, buffer.grad_data.nbytes)
-            buffer.grad_data_size = 0  # of what a release has noted nothing is left to be made
+            buffer.grad_data_size = 0  # Megatron's note of a release: nothing to allocate
             address += _aligned(buffer.grad_data.nbytes)
 
     def release(self) -> None:
-        """Frees the gradients, and the optimizer's state once it is copied away."""
+        """Frees the gradients and, after a copy to the host, the optimizer state."""
         self._has_stepped, self._fullest = False, (0, 0)
         if self._lent is not None:
             self._lent.release()
@@ -101,50 +104,51 @@ class TrainedModelMemory:
             self._host.release(self._state_storages(), self.state_bytes()[0])
 
     def restore(self) -> None:
-        """Allocates the gradient buffers and starts to copy the state back.
+        """Allocates the gradient buffers and starts copying the optimizer state back.
 
-        The buffers are not cleared, as Megatron's own `restore_grad_buffers` does: every update
-        clears them before its first backward (`ParallelModel.accumulate`).
+        Unlike Megatron's `restore_grad_buffers` it does not clear the buffers, since every update
+        does (`ParallelModel.accumulate`).
         """
         if self._lent is not None:
             self._lent.restore()
         for buffer in self._buffers:
-            if buffer.grad_data_size > 0:  # elements that a release has noted
+            if buffer.grad_data_size > 0:  # elements that the release has freed
                 buffer.grad_data.untyped_storage().resize_(buffer.grad_data.nbytes)
                 buffer.grad_data_size = 0
         if self._host is not None:
             self._host.restore()
 
     def wait(self) -> None:
-        """Makes later work on the device wait for the state.
+        """Makes later work on the device wait for the optimizer state.
 
         Raises:
-            RuntimeError: it is away, since this is the rollout phase.
+            RuntimeError: The state is on the host, because this is the rollout phase.
         """
         if self._host is None:
             return
         if self._host.is_released:
-            raise RuntimeError("the optimizer's state is on the host: enter the training phase")
+            raise RuntimeError("the optimizer state is on the host: enter the training phase")
         self._host.wait()
 
     def gradient_bytes(self) -> int:
-        """Returns the size of the gradient buffers while training."""
+        """Returns the size of the gradient buffers during training."""
         return sum(_aligned(buffer.grad_data.nbytes) for buffer in self._buffers)
 
     @property
     def lent_bytes(self) -> int:
-        """Of `gradient_bytes`, those that are in an engine's memory."""
+        """Part of `gradient_bytes` that is in an engine's memory."""
         return 0 if self._lent is None else self._lent.num_lent_bytes
 
     @property
     def unseen_bytes(self) -> int:
-        """Bytes of gradients on the device that torch's allocator does not count. It counts those
-        in an engine's memory, as the engine's.
+        """Bytes of gradients on the device that torch's allocator does not count.
+
+        The allocator counts gradients in an engine's memory as the engine's.
         """
         return 0 if self._lent is None else self._lent.own_bytes
 
     def close(self) -> None:
-        """Ends the use of memory that an engine has lent; there are no gradients afterwards."""
+        """Ends the use of lent memory; the gradient buffers are empty afterwards."""
         if self._lent is not None:
             for buffer in self._buffers:
                 self._place(buffer.grad_data, 0, 0)
@@ -156,13 +160,11 @@ class TrainedModelMemory:
         return flat_buffers(self._chunks)
 
     def weight_bytes(self) -> int:
-        """Returns the size of the trained parameters' buffers, be they freed or not."""
+        """Returns the size of the trained parameters' buffers, freed or not."""
         return sum(buffer.param_data.nbytes for buffer in self._buffers)
 
     def state_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of the optimizer's state and, of these, those that are not allocated
-        before the first step.
-        """
+        """Returns the bytes of the optimizer state, and the part that the first step allocates."""
         missing = sum(
             parameter.numel() * MOMENT_BYTES
             for optimizer in self._adams()
@@ -180,17 +182,17 @@ class TrainedModelMemory:
         return self._host is not None
 
     def stepped(self) -> None:
-        """The optimizer has taken a step: all that an update takes has been allocated."""
+        """Records an optimizer step: everything that an update needs is now allocated."""
         self._has_stepped = True
 
     @property
     def may_stay(self) -> bool:
-        """Whether there was a step since the last release, and the state may stay on the device."""
+        """Whether a step was taken since the last release, and the state may stay on the device."""
         return self._host is None and self._has_stepped
 
     @contextmanager
     def watching(self, num_tokens: int) -> Iterator[None]:
-        """Takes in what passes over micro-batches of so many tokens at most take, on GPUs."""
+        """Measures the peak GPU memory of passes over micro-batches of at most `num_tokens`."""
         if self._device.type == "cpu":
             yield
             return
@@ -201,14 +203,16 @@ class TrainedModelMemory:
 
     @property
     def growth_bytes(self) -> int:
-        """What full micro-batches would take beyond the fullest since the last release: activations
-        grow as their tokens do.
+        """Additional memory that full micro-batches would need.
+
+        It extrapolates from the largest micro-batch since the last release; activations grow
+        linearly with the tokens.
         """
         tokens, taken = self._fullest
-        return taken * max(0, self._most_tokens - tokens) // tokens if tokens else 0
+        return taken * max(0, self._max_tokens - tokens) // tokens if tokens else 0
 
     def bytes_to_come(self) -> int:
-        """Returns what the optimizer will hold during rollout beyond what it holds now."""
+        """Returns how much the optimizer state will grow on the device by the next rollout."""
         return 0 if self._host is not None else self.state_bytes()[1]
 
     def _adams(self) -> Iterator[Any]:
@@ -221,7 +225,7 @@ class TrainedModelMemory:
         for optimizer in self._adams():
             for parameter in _parameters(optimizer):
                 for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):
-                    # Step counts are single numbers, of which torch keeps some on the host.
+                    # Step counts are scalars, some of them on the host.
                     if isinstance(tensor, Tensor) and tensor.dim() > 0:
                         storage = tensor.untyped_storage()
                         found.setdefault(storage._cdata, storage)
@@ -232,7 +236,7 @@ class TrainedModelMemory:
 def released(memories: Sequence[Restorable]) -> Iterator[None]:
     """Keeps the memory of training free during the block.
 
-    If the block fails it stays free: to restore it may take all ranks.
+    If the block fails the memory stays free, since restoring it may be collective.
     """
     for memory in memories:
         memory.release()
@@ -242,9 +246,10 @@ def released(memories: Sequence[Restorable]) -> Iterator[None]:
 
 
 class HostMirror:
-    """A place in host memory for device storages, page-locked so that copies run by themselves.
+    """Copy of device storages in page-locked host memory, so that transfers are asynchronous.
 
-    One buffer for all: torch's own pinned allocator rounds every size up to a power of two.
+    There is one buffer for all, since torch's pinned allocator rounds every size up to a power of
+    two.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -258,15 +263,15 @@ class HostMirror:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the storages that are here."""
+        """Size of the storages that are copied here."""
         return sum(part.numel() for _, part in self._moved)
 
-    def release(self, storages: Sequence[torch.UntypedStorage], most_bytes: int = 0) -> None:
-        """Copies the storages here and frees them.
+    def release(self, storages: Sequence[torch.UntypedStorage], max_bytes: int = 0) -> None:
+        """Copies the storages to the host and frees them.
 
         Args:
-            storages: may be others, and of other sizes, each time.
-            most_bytes: that there will be later; pages are pinned once.
+            storages: Device storages; they may differ from call to call.
+            max_bytes: Bytes that later calls will need; memory is pinned once for all.
         """
         self.wait()
         sizes = [storage.nbytes() for storage in storages]
@@ -274,8 +279,8 @@ class HostMirror:
         for size in sizes:
             starts.append(total)
             total += _aligned(size)
-        if total > self._buffer.numel():  # a master's two moments come later
-            self._reserve(max(total, most_bytes + 3 * len(storages) * ALIGNMENT))
+        if total > self._buffer.numel():  # moments are allocated after the first release
+            self._reserve(max(total, max_bytes + 3 * len(storages) * ALIGNMENT))
         self._moved = [
             (storage, self._buffer[start : start + size])
             for storage, start, size in zip(storages, starts, sizes, strict=True)
@@ -283,15 +288,15 @@ class HostMirror:
         with self._aside():
             for storage, part in self._moved:
                 part.copy_(self._bytes_of(storage), non_blocking=True)
-        self._synchronize()  # a sync point: memory may be freed only after it was read
+        self._synchronize()  # a sync point: memory is freed only after it was read
         for storage, _ in self._moved:
             storage.resize_(0)
         self.is_released = True
 
     def restore(self) -> None:
-        """Allocates the storages again and starts to fill them; `wait` says when they may be read.
+        """Allocates the storages again and starts copying; `wait` before they are read.
 
-        Without a release before, for instance at the start of a run, nothing is to be done.
+        Does nothing if nothing was released, for instance at the start of a run.
         """
         if not self.is_released:
             return
@@ -305,13 +310,13 @@ class HostMirror:
         self.is_released = False
 
     def wait(self) -> None:
-        """Makes later work of the current stream wait for what `restore` started."""
+        """Makes later work of the current stream wait for the copies of `restore`."""
         if self._ready is not None:
             self._ready.wait()
             self._ready = None
 
     def _aside(self) -> Any:
-        """Returns a context whose copies run beside the current stream, after what it queued."""
+        """Returns a context whose copies run on another stream, after the current stream's work."""
         if self._stream is None:
             return torch.no_grad()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -323,12 +328,13 @@ class HostMirror:
     def _reserve(self, num_bytes: int) -> None:
         self._synchronize()
         self._unpin()
-        self._moved, self._buffer = [], torch.empty(0, dtype=torch.uint8)  # before there is another
+        # The old buffer is freed before the new one is allocated.
+        self._moved, self._buffer = [], torch.empty(0, dtype=torch.uint8)
         self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
         if self._stream is not None:
             runtime, address = torch.cuda.cudart(), self._buffer.data_ptr()
             torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
-            # Also when this object goes: the memory must not be freed while it is registered.
+            # Also runs when this object is deleted: registered memory must not be freed.
             self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
 
     def _synchronize(self) -> None:
@@ -337,15 +343,11 @@ class HostMirror:
 
 
 def _nothing(*_: object) -> None:
-    """There is nothing to be done yet."""
+    """Does nothing."""
 
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:

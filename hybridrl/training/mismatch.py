@@ -1,8 +1,7 @@
-"""How far the engine's log-probabilities are from the trainer's: the numbers of a step, their
-bounds, and the warning.
+"""Difference between the engine's and the trainer's log-probabilities: metrics, bounds, warning.
 
-Owns the one table of bounds. Collective where ranks have the tokens of some samples only; what
-explains a mismatch is diagnose.py.
+Owns the only table of bounds. Collective if ranks have the tokens of some samples only. diagnose.py
+explains a mismatch.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ WARN_EVERY_STEPS = 50
 
 @dataclass(frozen=True)
 class Bounds:
-    """What two implementations of one model may differ by.
+    """Allowed differences between two implementations of one model.
 
     Args:
-        refuse: mean absolute difference of log-probabilities, nats, at the start of a run.
-        warn: the same, in a step.
-        residual: relative RMS difference of a residual stream, per token.
+        refuse: Mean absolute difference of log-probabilities at the start of a run, nats.
+        warn: The same in a step.
+        residual: Relative RMS difference of a residual stream, per token.
     """
 
     refuse: float
@@ -40,12 +39,12 @@ class Bounds:
     residual: float
 
 
-# float32: sums in another order, measured below 1e-5 nats and 5e-6 of a stream. bfloat16: two
-# implementations round differently in every layer; measured on random weights 0.01 nats with 24
-# layers and 0.05 with 28 wider ones, while positions, heads or norms read otherwise make it about
-# 1. A run is warned at 0.02, a tenth of the usual clip range of 0.2: from there on rounding alone
-# moves the importance ratios visibly. A stream may be off by 8 units in bfloat16's last place
-# (measured on random weights up to 0.02 after 24 layers, of which each adds less than 0.005).
+# float32: only the order of sums differs; measured below 1e-5 nats, and 5e-6 of a residual stream.
+# bfloat16: two implementations round differently in every layer. Random weights gave 0.01 nats with
+# 24 layers and 0.05 with 28 wider ones; wrong positions, heads or norms give about 1.
+# The warning comes at 0.02, a tenth of the usual clip range of 0.2: from there on rounding alone
+# moves the importance ratios visibly. A stream may differ by 8 units in bfloat16's last place
+# (measured with random weights: up to 0.02 after 24 layers, each adding less than 0.005).
 BOUNDS = {
     torch.float32: Bounds(refuse=1e-3, warn=1e-3, residual=1e-5),
     torch.bfloat16: Bounds(refuse=0.2, warn=0.02, residual=8 * 2.0**-8),
@@ -53,16 +52,16 @@ BOUNDS = {
 
 
 def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, float]:
-    """Returns the metrics of a step, over all of its sampled tokens, each counted once.
+    """Returns the mismatch of a step, over all of its sampled tokens, each counted once.
 
     `mismatch/kl` estimates KL(engine, trainer) by k3 (Schulman 2020,
-    joschu.net/blog/kl-approx.html): the mean of exp(d) - 1 - d with d = trainer's - engine's, which
-    is at most 20 in the exponential.
-    `mismatch/correlation` is Pearson's; NaN where either side says the same of all tokens.
+    joschu.net/blog/kl-approx.html): the mean of exp(d) - 1 - d with d = trainer's - engine's,
+    capped at 20 in the exponential. `mismatch/correlation` is Pearson's; NaN if either side is
+    constant.
 
     Args:
-        batch: its `behaviour_logp_T` are the engine's.
-        logp_T: the trainer's at the start of the step, (T,) like the batch's own columns.
+        batch: Batch with the engine's log-probabilities, `behaviour_logp_T`.
+        logp_T: The trainer's at the start of the step, (T,) like the batch's columns.
     """
     over = OverTokens(batch)
     engine_R = response_values(batch.behaviour_logp_T, batch).double()
@@ -86,18 +85,16 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
 def behaviour_metrics(
     batch: RolloutBatch, logp_T: torch.Tensor, algorithm: Algorithm
 ) -> dict[str, float]:
-    """Returns `mismatch_metrics`, those of `off_policy_metrics`, and those of the algorithm's
-    correction.
-    """
+    """Returns the metrics of the mismatch, of off-policy samples, and of their correction."""
     correction = algorithm.correction if isinstance(algorithm, PolicyGradient) else None
     return mismatch_metrics(batch, logp_T) | off_policy_metrics(batch, logp_T, correction)
 
 
 class MismatchWarning:
-    """Says when a step's mean difference passes the bound: once, then every 50 steps at most.
+    """Warns if a step's mean difference exceeds the bound, at most every 50 steps.
 
     Args:
-        dtype: of the model.
+        dtype: Type of the model.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -105,12 +102,12 @@ class MismatchWarning:
         self._last_step: int | None = None
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Returns what to tell the user after a step, if anything."""
+        """Returns the warning after a step, or None."""
         mean = metrics.get(MEAN)
-        # One that is not finite comes of a skipped step, which has its own message.
+        # A mean that is not finite comes from a skipped step, which has its own message.
         if mean is None or not math.isfinite(mean) or mean <= self._bound:
             return None
-        if metrics.get("lag/max", 0) > 0:  # the policy has moved since, as it is meant to
+        if metrics.get("lag/max", 0) > 0:  # samples of an older policy differ as expected
             return None
         if self._last_step is not None and step - self._last_step < WARN_EVERY_STEPS:
             return None
@@ -118,5 +115,5 @@ class MismatchWarning:
         return (
             f"warning: step {step}: {MEAN} is {mean:.2g}, above {self._bound:g} for {self._dtype}: "
             "engine and trainer give the same tokens different log-probabilities. "
-            "To see why: hybridrl check --mismatch CONFIG"
+            "To find the cause, run: hybridrl check --mismatch CONFIG"
         )

@@ -1,8 +1,8 @@
-"""One Megatron model over all ranks: its weights, its passes over micro-batches, and its optimizer
-step.
+"""One Megatron model over all ranks: weights, passes over micro-batches, and optimizer step.
 
-The policy, the reference, the critic and a reward model are each one `ParallelModel`; what differs
-is the head, whether it is trained, and the loss. Every method is collective over the world.
+The policy, the reference, the critic and a reward model are each a `ParallelModel`; they differ in
+the head, the loss, and whether they are trained. All public methods are collective over the world
+unless they say otherwise.
 """
 
 from __future__ import annotations
@@ -68,21 +68,20 @@ from hybridrl.training.peer_weights import PeerWeights
 from hybridrl.training.trained_weights import TrainedWeights
 
 Loss = Callable[[Any, MicroBatch], tuple[torch.Tensor, Any]]
-"""Of the last chunk's output and its micro-batch: the loss, and what `accumulate` returns of it."""
+"""Maps the last chunk's output and its micro-batch to the loss and an extra result."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Which model.
+    """Description of a model.
 
     Args:
-        family: describes it.
-        hf_config: content of its config.json.
-        dtype: that it trains in.
-        family_key: what `model.family` has to say to find the family.
-        directory: where its tokenizer files may lie.
-        longest: tokens of the longest sequence that is computed, by which some positions go; None:
-            a model that has such positions cannot be computed.
+        family: Family of the model.
+        hf_config: Content of its config.json.
+        dtype: Type of its parameters in training.
+        family_key: Value of `model.family` that finds the family.
+        directory: Folder with its tokenizer files, if any.
+        longest: Tokens of the longest sequence, needed if positions depend on it (by_length.py).
     """
 
     family: Family
@@ -94,18 +93,18 @@ class ModelSource:
 
     @property
     def computed_config(self) -> Mapping[str, Any]:
-        """The config.json of what is computed, by the trainer, engines and transformers alike."""
+        """config.json with the positions that trainer, engines and transformers all compute."""
         return at_length(self.hf_config, self.longest)
 
     @property
     def files(self) -> ModelFiles:
-        """What a checkpoint keeps of the model's HF directory."""
+        """Files of the model's HF directory that a checkpoint keeps."""
         dtype = str(self.dtype).removeprefix("torch.")
         return ModelFiles(self.hf_config, self.family_key, dtype, self.directory)
 
     @cached_property
     def extra_inputs(self) -> ExtraInputs | None:
-        """What the model reads beside tokens."""
+        """Inputs of the model other than tokens; None if there are none."""
         make = self.family.extra_inputs
         return None if make is None else make(self.hf_config)
 
@@ -116,21 +115,21 @@ class ModelSource:
 
 
 class ParallelModel:
-    """A model cut over the ranks of a mesh; its methods are collective over the world.
+    """A model distributed over the ranks of a mesh.
 
     Args:
-        mesh: the ranks that hold it, and how it is cut over them; others have no part of it, and
-            take part in what is collective.
-        source: which model.
+        mesh: Ranks that hold the model, and its layout on them. Other ranks of the world hold no
+            part, but join collective calls.
+        source: Description of the model.
         head: 'lm' or 'value'.
-        train: micro-batch budget, recompute and optimizer knobs.
+        train: Micro-batch budget, recompute and optimizer knobs.
     """
 
     def __init__(self, mesh: Mesh, source: ModelSource, head: Head, train: TrainConfig) -> None:
         world = mesh.world
         self.mesh, self.world = mesh, world
         self.source, self.head, self.train = source, head, train
-        with world.all_agree("choosing what layers are made of"):
+        with world.all_agree("choosing the library of the layers"):
             self.layers = choose_layers(
                 train.layers,
                 source.family,
@@ -140,7 +139,7 @@ class ParallelModel:
                 train.fp8,
                 source.shape.torch_only,
             )
-        same_on_all_ranks(world, "what layers are made of", self.layers.kind, mesh.ranks)
+        same_on_all_ranks(world, "the library of the layers", self.layers.kind, mesh.ranks)
         self._chunks: list[torch.nn.Module] = self._build() if mesh.is_member else []
         shares = shares_prompts(
             train.share_prompts,
@@ -150,13 +149,13 @@ class ParallelModel:
             self._chunks,
         )
         same_on_all_ranks(world, "sharing of prompts", str(shares), mesh.ranks)
-        # Ranks outside know the schedule too.
+        # Ranks outside the mesh compute the schedule too.
         self.planner = BatchPlanner(
             mesh, source.shape, train, self.layers.kind, mesh.from_first(shares)
         )
         if source.extra_inputs is not None:
             self.planner.extra_inputs.append(source.extra_inputs)
-        self.score_token: ScoreToken = LAST  # what the config.json of its exports says
+        self.score_token: ScoreToken = LAST  # written to config.json of exports
         self._forward_chunks: Sequence[torch.nn.Module] = self._chunks
         self._optimizer: Any = None
         self.memory: TrainedModelMemory | None = None
@@ -189,17 +188,17 @@ class ParallelModel:
             )
 
     def replay_experts(self) -> None:
-        """Lets the model take the experts that the engine chose, of batches that have them.
+        """Makes the model use the experts that the engine chose, for batches that record them.
 
         Raises:
-            UserError: its layers do not know of them.
+            UserError: A layer cannot replay experts.
         """
         with self.world.all_agree("replaying experts"):
             check_layers(self._chunks)
         self.planner.extra_inputs.append(ExpertInputs(self.source.shape))
 
     def read_scores(self, token: ScoreToken) -> None:
-        """Says that the values of this model are a reward model's scores.
+        """Declares that the values of this model are scores of a reward model.
 
         Args:
             token: Token of a response at which its score is read: the last one, or the one before.
@@ -209,21 +208,21 @@ class ParallelModel:
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """The model's modules on this rank, their parameters whole."""
+        """Modules of the model on this rank, with complete parameters."""
         self.complete_weights()
         return self._chunks
 
     @property
     def forward_chunks(self) -> Sequence[torch.nn.Module]:
-        """What passes must call: the same in Megatron's wrappers, if the model is trained."""
+        """Modules to call for passes: Megatron's wrappers for a trained model, else `chunks`."""
         self.complete_weights()
         return self._forward_chunks
 
     def complete_weights(self) -> None:
-        """Makes the parameters whole if a step has left that to do (`train.fuse_param_gather`).
+        """Completes the parameters if a step has delayed that (`train.fuse_param_gather`).
 
         Raises:
-            RuntimeError: they are freed until training goes on.
+            RuntimeError: They are freed until the training phase.
         """
         if self.trained_weights is not None:
             with self.mesh.active():
@@ -231,22 +230,22 @@ class ParallelModel:
 
     @property
     def optimizer(self) -> Any:
-        """Megatron's optimizer, its state in place; None for a frozen model."""
+        """Megatron's optimizer with its state on the device; None for a frozen model."""
         if self.memory is not None:
             self.memory.wait()
         return self._optimizer
 
     @property
     def _names(self) -> tuple[Head, bool, bool]:
-        """What the names of parameters depend on, as `megatron_layout` takes it."""
+        """Arguments of `megatron_layout` that determine the names of parameters."""
         return self.head, self.layers.fuses_norms, self.layers.kind == "transformer_engine"
 
     def layout(self) -> RankLayout:
-        """Returns which rectangles of which HF tensors this rank holds."""
+        """Returns the layout of this rank; not collective."""
         return self.layout_of(self.world.rank)
 
     def layout_of(self, rank: int) -> RankLayout:
-        """Returns the same of any rank."""
+        """Returns the layout of any rank; not collective."""
         if rank not in self.mesh.ranks:
             return NOTHING
         return self._layout(self.source.family, self.mesh.ranks.index(rank))
@@ -255,11 +254,11 @@ class ParallelModel:
         return megatron_layout(family, self.source.shape, self.mesh.layout, place, *self._names)
 
     def weight_source(self) -> FullWeights:
-        """Returns what an engine may be written from right after a step; collective.
+        """Returns the weights from which an engine is written right after a step.
 
-        The fp32 masters' owners have the newest weights: with `train.fuse_param_gather` each rank
-        gives the parts that it has updated, and with `train.release_weights_in_rollout` no engine
-        may use memory that is freed and made again from the masters.
+        With `train.fuse_param_gather` each rank provides only the parts that it has updated. With
+        `train.release_weights_in_rollout` there is no shard for engines to use, since its memory is
+        freed.
         """
         tensors = self.weights_in_place()
         shard = None
@@ -269,17 +268,17 @@ class ParallelModel:
         return FullWeights(self._updated_layouts(), tensors, unchanging, shard)
 
     def whole_weights(self) -> FullWeights:
-        """Returns the weights, whole on this rank until the next step."""
+        """Returns the weights, complete on this rank until the next step."""
         return FullWeights(self._whole_layouts(), self.weights())
 
     def _whole_layouts(self) -> list[RankLayout]:
         family, shape = self.source.family, self.source.shape
         parts = megatron_layouts(family, shape, self.mesh.layout, *self._names)
-        of_ranks = dict(zip(self.mesh.ranks, parts, strict=True))
-        return [of_ranks.get(rank, NOTHING) for rank in range(self.world.size)]
+        by_rank = dict(zip(self.mesh.ranks, parts, strict=True))
+        return [by_rank.get(rank, NOTHING) for rank in range(self.world.size)]
 
     def _updated_layouts(self) -> list[RankLayout]:
-        """Returns what of each rank's tensors is new after a step, and so may be sent."""
+        """Returns the layout of the parts of each rank's tensors that are new after a step."""
         if not self.train.fuse_param_gather:
             return self._whole_layouts()
         ranges = owned_ranges(self._chunks, self._optimizer)
@@ -288,14 +287,17 @@ class ParallelModel:
         return gather_alike(owned_layout(self.layout(), ranges), self.world)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's parameters under their local names, whole until the next step;
-        writing to them changes the model.
+        """Returns this rank's parameters by local name, complete until the next step.
+
+        Writing to them changes the model.
         """
         return named_weights(self.chunks)
 
     def weights_in_place(self) -> dict[str, torch.Tensor]:
-        """Returns the same as they are; not collective. Where other ranks own them they may be of
-        before the step, and with `train.release_weights_in_rollout` they may be freed.
+        """Returns this rank's parameters by local name in their current state; not collective.
+
+        Parts that other ranks own may be older than the last step, and with
+        `train.release_weights_in_rollout` the memory may be freed.
         """
         return named_weights(self._chunks)
 
@@ -305,8 +307,8 @@ class ParallelModel:
         """Adds gradient buffers and the optimizer; weights must be in place.
 
         Args:
-            peak_learning_rate: of the schedule that `learning_rate` describes.
-            peer_weights: where the parameters go; None: where Megatron allocates them.
+            peak_learning_rate: Peak of the schedule of `learning_rate`.
+            peer_weights: Memory for the parameters; by default Megatron allocates it.
         """
         self.peak_learning_rate = peak_learning_rate
         self._peer_weights = peer_weights
@@ -343,27 +345,27 @@ class ParallelModel:
 
     @property
     def peers(self) -> PeerMemory | None:
-        """The memory in which all ranks can read the parameters, if they are in such."""
+        """Memory in which all ranks can read the parameters; None if there is none."""
         return None if self._peer_weights is None else self._peer_weights.memory
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
-        """The parts that are frozen although the model is trained (`train.freeze`)."""
+        """Frozen parts of the trained model (`train.freeze`)."""
         return self.train.freeze
 
     @property
     def trained_family(self) -> Family:
-        """The model's family, its weight table that of what is trained."""
+        """Family of the model, with the weight table of the trained parameters only."""
         return trained_family(self.source.family, self.source.shape, self.frozen_parts, self.head)
 
     @property
     def backward(self) -> BackwardShares:
-        """What a backward pass of the model computes."""
+        """Cost of a backward pass of the model."""
         source = self.source
         return backward_shares(source.family, source.shape, self.frozen_parts, self.head)
 
     def frozen_weights(self) -> dict[str, torch.Tensor]:
-        """Returns the parameters of this rank that no step changes, under their local names."""
+        """Returns this rank's frozen parameters by local name; not collective."""
         return {name: p.data for name, p in frozen(named_parameters(self._chunks)).items()}
 
     def freeze(self) -> None:
@@ -373,11 +375,13 @@ class ParallelModel:
             chunk.eval()
 
     def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
-        """Cuts a batch into this rank's micro-batches, as `BatchPlanner.plan`."""
+        """Divides a batch into this rank's micro-batches; see `BatchPlanner.plan`."""
         return self.planner.plan(batch, temperature)
 
     def forward_all(self, inputs: Sequence[ModelInput]) -> list[Any]:
-        """Runs every micro-batch forward; outputs on the last stage, else an empty list."""
+        """Runs every micro-batch forward; returns the outputs on the last stage, else an empty
+        list.
+        """
         if not self.mesh.is_member:
             return []
         with self.mesh.active():
@@ -387,21 +391,25 @@ class ParallelModel:
     def accumulate(
         self, inputs: Sequence[ModelInput], loss: Loss, *more: tuple[Sequence[ModelInput], Loss]
     ) -> list[Any]:
-        """Runs forward and backward over every micro-batch, and `more` with losses of their own,
-        into the same cleared gradients; returns the losses' extras.
+        """Runs forward and backward over every micro-batch; returns the extras of the losses.
 
-        Of each micro-batch in turn Megatron's schedule calls the chunks (`_forward`), whose last
-        one ends in a head (heads.py), then `loss` with the head's output, then backward.
+        For each micro-batch Megatron's schedule calls the chunks (`_forward`), of which the last
+        ends in a head (heads.py), then `loss` with the head's output, then backward.
+
+        Args:
+            inputs: Micro-batches of this rank.
+            loss: Loss of a micro-batch.
+            *more: Further micro-batches with their own losses, added to the same gradients.
         """
         if not self.mesh.is_member:
             return []
         chunks, passes = self.forward_chunks, [(inputs, loss), *more]
         for chunk in chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
-        self._optimizer.zero_grad()  # forgets views of gradients; the state may still be on its way
+        self._optimizer.zero_grad()  # drops views of gradients; its state may still be in transit
         pairs = [(one, loss) for some, loss in passes for one in some]
         self._prepare_routers([one for some, _ in passes for one in some])
-        assert self.memory is not None  # a model without does not learn
+        assert self.memory is not None  # the model is trainable
         most = max((one.whole.num_positions for one, _ in pairs), default=0)
         with self.mesh.active(), self.memory.watching(most):
             return forward_backward(
@@ -413,8 +421,10 @@ class ParallelModel:
             )
 
     def _prepare_routers(self, inputs: Sequence[ModelInput]) -> None:
-        """Gives routers the coefficients and the denominator of their losses, the tokens of all
-        replicas; collective over these.
+        """Sets the coefficients of the routers' losses and their denominator, the tokens of all
+        replicas.
+
+        Collective over the replicas.
         """
         if self.source.shape.moe is None:
             return
@@ -428,9 +438,7 @@ class ParallelModel:
             router.num_step_tokens = num_tokens
 
     def expert_load(self) -> dict[str, float]:
-        """Returns how evenly the last update used the experts, as `load_metrics`; nothing for a
-        dense model. Collective over the world.
-        """
+        """Returns the `load_metrics` of the last update; empty for a dense model."""
         shape = self.source.shape
         if shape.moe is None:
             return {}
@@ -438,9 +446,7 @@ class ParallelModel:
         return load_metrics(self.mesh.sum_over_world(load), shape.moe.experts_per_token)
 
     def replays(self) -> dict[str, float]:
-        """Returns what became of recorded experts in the last update, as `replay_metrics`; nothing
-        where the model does not take them. Collective over the world.
-        """
+        """Returns the `replay_metrics` of the last update; empty without router replay."""
         shape = self.source.shape
         if shape.moe is None or not any(
             ROUTED_EXPERTS in extra.blobs for extra in self.planner.extra_inputs
@@ -450,7 +456,9 @@ class ParallelModel:
         return replay_metrics(counts, shape)
 
     def grad_norm(self) -> float:
-        """Returns the accumulated gradients' global norm before clipping, as `gradient_norm`."""
+        """Returns the global norm of the accumulated gradients before clipping; see
+        `gradient_norm`.
+        """
         norm = 0.0
         if self.mesh.is_member:
             with self.mesh.active(), self.world.platform.megatron_phase():
@@ -458,7 +466,7 @@ class ParallelModel:
         return float(self.mesh.from_first(norm))
 
     def apply(self, learning_rate: float, grad_norm: float) -> None:
-        """Takes the optimizer's step with the accumulated gradients, of this finite norm."""
+        """Takes the optimizer step with the accumulated gradients, whose norm is finite."""
         if self.mesh.is_member:
             set_step_options(self.optimizer, self.train, learning_rate)
             with self.mesh.active(), self.world.platform.megatron_phase():
@@ -471,8 +479,8 @@ class ParallelModel:
         self.num_updates += 1
 
     def _balance_routers(self) -> None:
-        """Moves the biases of routers by the last update's counts, of all ranks; collective over
-        the world.
+        """Moves the routers' biases by the last update's counts of all ranks; collective over the
+        world.
         """
         shape, rate = self.source.shape, self.train.moe.bias_update_rate
         if shape.moe is None or not shape.moe.has_bias or not rate:
@@ -481,10 +489,10 @@ class ParallelModel:
         balance(self._chunks, self.mesh.sum_over_world(load), rate)
 
     def close(self) -> None:
-        """Ends the training of the model: its memory is freed with the last reference to it.
+        """Ends the training of the model; its memory is freed with the last reference to it.
 
-        Megatron's wrapper holds autograd nodes whose hooks hold the wrapper: circles that Python's
-        collector does not see. So it is emptied.
+        Megatron's wrapper holds autograd nodes whose hooks hold the wrapper. Python's collector
+        does not see this cycle, so the wrapper is emptied here.
         """
         if self.memory is not None:
             self.memory.close()
@@ -494,9 +502,9 @@ class ParallelModel:
                 vars(chunk).clear()
 
     def bad_gradient(self) -> str | None:
-        """Returns the first of this rank's parameters whose gradient is not finite, if any."""
+        """Returns this rank's first parameter with a non-finite gradient; not collective."""
         for name, parameter in named_parameters(self._chunks).items():
-            # A sync point, after a bad step only.
+            # A sync point, only after a bad step.
             if parameter.requires_grad and not bool(parameter.main_grad.isfinite().all()):  # type: ignore[attr-defined]
                 return name
         return None
@@ -510,7 +518,7 @@ def _forward(chunk: torch.nn.Module, one: ModelInput) -> Any:
         input_ids=one.local.tokens_S[None],
         position_ids=one.local.positions_S[None] if rows_SR is None else rows_SR.T[:, None],
         attention_mask=None,
-        labels=one.head,  # Megatron hands it to the head untouched (models/megatron/heads.py)
+        labels=one.head,  # Megatron passes it unchanged to the head (models/megatron/heads.py)
         packed_seq_params=one.packed,
         padding_mask=(one.local.sequence_index_S < 0)[None] if has_routers else None,
     )

@@ -1,5 +1,6 @@
-"""Megatron's data parallel wrapper and distributed optimizer, its step in two halves, and the
-learning-rate schedule.
+"""Data-parallel wrapper, distributed optimizer with a step in two halves, and learning rates.
+
+The wrapper and the optimizer are Megatron's.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ def wrap_for_training(
     mesh: Mesh,
     peer_weights: PeerWeights | None = None,
 ) -> tuple[list[torch.nn.Module], MegatronOptimizer]:
-    """Gives the trained parameters gradient buffers and a distributed Adam whose state is shared
-    out over the replicas; frozen ones have none of it.
+    """Gives the trained parameters gradient buffers and a distributed Adam.
 
-    Weights must be in place: the optimizer copies them into its fp32 masters where the model is in
-    bf16. They are moved to `peer_weights` first, if there is one.
+    The optimizer state is divided over the replicas; frozen parameters have none. Weights must be
+    in place, since the optimizer copies them into fp32 masters if the model is in bf16. They are
+    first moved to `peer_weights`, if given.
 
     Returns:
         The wrapped chunks, which training must call, and the optimizer.
@@ -53,10 +54,10 @@ def wrap_for_training(
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        # In buckets, of which each rank owns a part. One bucket is owned in few, long pieces, from
-        # which an engine is written in fewer messages.
+        # Overlap needs several buckets, and a rank owns a part of each. With one bucket, a rank
+        # owns few long pieces, and an engine is written in fewer messages.
         overlap_grad_reduce=num_replicas > 1 and not train.fuse_param_gather,
-        # A step then leaves the gather of the parameters to us (trained_weights.py).
+        # trained_weights.py then gathers the parameters after a step.
         overlap_param_gather=train.fuse_param_gather,
     )
     wrapped: list[torch.nn.Module] = []
@@ -65,7 +66,7 @@ def wrap_for_training(
             wrapped.append(
                 DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
             )
-    if ddp_config.overlap_grad_reduce:  # but for the last micro-batch, which starts it
+    if ddp_config.overlap_grad_reduce:  # only the last micro-batch starts the reduction
         waits = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = waits if len(waits) > 1 else waits[0]
     for chunk in wrapped:
@@ -90,9 +91,9 @@ def wrap_for_training(
         use_distributed_optimizer=True,
     )
     with mesh.as_world(megatron_optimizer):
-        # What is loaded of a checkpoint goes over the gloo groups; on CPU what is saved too.
+        # Loading a checkpoint uses the gloo groups; on CPU, so does saving.
         optimizer = get_megatron_optimizer(options, wrapped, use_gloo_process_groups=True)
-    # Where only experts are trained on all ranks, the optimizer of the other parameters is a stub.
+    # If only experts are trained, the optimizer of the other parameters is a stub on all ranks.
     optimizer = ChainedOptimizer(
         [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     )
@@ -102,11 +103,11 @@ def wrap_for_training(
 
 @contextmanager
 def experts_in_stacks(chunk: torch.nn.Module) -> Iterator[None]:
-    """Lets Megatron's wrapper, made in this context, hold the experts of a layer one after another:
-    an engine that stacks the same ones then reads them where they are (models/expert_stacks.py).
+    """Makes a wrapper built in this context hold the experts of a layer one after another.
 
-    The wrapper takes parameters in the order of `named_parameters`, which with experts one by one
-    has the two matrices of each beside each other, and with grouped ones the last expert first.
+    An engine that stacks the same experts can then read them in place (models/expert_stacks.py).
+    The wrapper takes parameters in the order of `named_parameters`, in which separate experts
+    alternate their two matrices, and grouped experts come last to first.
     """
     named = dict(chunk.named_parameters())
     order = in_stacks(list(named))
@@ -118,8 +119,10 @@ def experts_in_stacks(chunk: torch.nn.Module) -> Iterator[None]:
 
 
 def owned_ranges(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, tuple[int, int]]:
-    """Returns the elements, counted row by row, that this rank's optimizer updates of each of its
-    parameters, under their local names; parameters that are other ranks' altogether are missing.
+    """Returns the range of elements of each parameter that this rank's optimizer updates.
+
+    Elements are counted in row-major order, keys are local names. Parameters that only other ranks
+    update are missing.
     """
     found = {}
     for name, parameter in named_parameters(chunks).items():
@@ -131,18 +134,18 @@ def owned_ranges(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str,
 
 
 def gradient_norm(optimizer: Any) -> float:
-    """Makes accumulated gradients ready and returns their global norm before clipping, the same on
-    all ranks; it is not finite where any of them is not, or where it is beyond fp32.
+    """Finishes the accumulated gradients and returns their global norm before clipping.
 
-    The first half of ChainedOptimizer.step (megatron-core 0.16.1), which without a loss scaler goes
-    on to apply such gradients. Megatron's own sync point is in it: the norm comes to the host.
+    It is the same on all ranks, and not finite if a gradient is not or the norm exceeds fp32. This
+    is the first half of ChainedOptimizer.step (megatron-core 0.16.1), which without a loss scaler
+    would apply such gradients. It has Megatron's own sync point: the norm moves to the host.
     """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 def apply_gradients(optimizer: Any, grad_norm: float) -> None:
-    """Clips gradients of this norm and updates the parameters: the second half."""
+    """Clips gradients of this norm and updates the parameters: the second half of the step."""
     for part in optimizer.chained_optimizers:
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
@@ -165,8 +168,10 @@ def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int
     steps do not count, as in Megatron: after k of them the schedule ends k steps early.
 
     Args:
-        update: index of the optimizer step, from 0; steps that train another model do not count.
-        num_updates: optimizer steps that this model takes in the whole run.
+        train: The section `train`.
+        peak: Peak of the schedule.
+        update: Index of the optimizer step of this model, from 0.
+        num_updates: Number of optimizer steps of this model in the whole run.
     """
     if update < train.warmup_steps:
         return peak * (update + 1) / train.warmup_steps
@@ -181,17 +186,16 @@ def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int
 
 
 def set_step_options(optimizer: MegatronOptimizer, train: TrainConfig, rate: float) -> None:
-    """Sets what the next step uses, in every parameter group: the learning rate, and weight decay
-    and Adam's constants as the configuration has them.
+    """Sets the learning rate, weight decay and Adam's constants for the next step, in every group.
 
-    Megatron's groups carry multipliers, which its own scheduler applies and Adam does not know:
-    `wd_mult` is 0 for norms and biases. A checkpoint brings the constants that it was written with,
-    so they are set here, from the configuration, and not only where the optimizer is made.
+    Megatron's groups carry multipliers that only its own scheduler applies; `wd_mult` is 0 for
+    norms and biases. A checkpoint restores the constants that it was written with, so they are set
+    from the configuration before every step.
 
     Args:
-        optimizer: Megatron's.
-        train: decay and constants.
-        rate: learning rate.
+        optimizer: Megatron's optimizer.
+        train: The section `train`.
+        rate: Learning rate.
     """
     for group in optimizer.param_groups:
         group["lr"] = rate * group["lr_mult"]

@@ -1,8 +1,8 @@
-"""Puts a model's parameters where the other ranks of its node can read them.
+"""Moves a model's parameters into memory that the other ranks of its node can read.
 
 Megatron keeps the trained parameters of a model in flat buffers. After the data-parallel wrapper
-has made them and before the optimizer takes views, each is moved into one piece of peer memory a
-rank, of the same size on all ranks; so are frozen parameters and the biases of routers, one by one.
+has made the buffers, and before the optimizer takes views, each buffer moves into the rank's peer
+memory, which has the same size on all ranks. Frozen parameters and router biases move one by one.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hybridrl.parallel.groups import World
 from hybridrl.parallel.peer_memory import PeerMemory
 from hybridrl.training.memory import flat_buffers
 
-ALIGNMENT = 512  # bytes; of the start of a buffer, more than any copy asks for
+ALIGNMENT = 512  # bytes; start of each buffer, more than any copy needs
 
 
 class PeerWeights:
-    """A place for one model's parameters that all ranks can read.
+    """Memory for one model's parameters that all ranks can read.
 
     Args:
-        world: whose ranks.
+        world: Ranks that share the memory.
 
     Attributes:
-        memory: where the parameters are, once `move` was called.
+        memory: The memory, after `move`.
     """
 
     def __init__(self, world: World) -> None:
@@ -42,7 +42,7 @@ class PeerWeights:
         """Moves the weights of Megatron's data-parallel wrappers; collective.
 
         Raises:
-            OSError, RuntimeError: there is no room for a second copy, or it cannot be shared.
+            OSError, RuntimeError: There is no room for a second copy, or it cannot be shared.
         """
         buffers = flat_buffers(wrapped)
         alone = [*weight_buffers(wrapped).values(), *frozen(named_parameters(wrapped)).values()]
@@ -62,20 +62,22 @@ class PeerWeights:
 
 
 def peer_weights(config: Config, world: World, notify: Callable[[str], None]) -> PeerWeights | None:
-    """Returns where the policy's parameters go, None where weights travel as packed messages.
+    """Returns the peer memory for the policy's parameters, or None for packed messages. Collective.
 
     Args:
-        notify: tells the user, once, why 'auto' did not choose 'peer'.
+        config: The run's configuration.
+        world: Ranks of the run.
+        notify: Receives the reason if 'auto' does not choose 'peer'.
 
     Raises:
-        UserError: on every rank, if `rollout.transport` is 'peer' but ranks cannot reach others.
+        UserError: On every rank, if `rollout.transport` is 'peer' but ranks cannot reach others.
     """
     wanted = config.rollout.transport
     released = config.train.release_weights_in_rollout
     if wanted == "packed" or world.size == 1 or (wanted == "auto" and released):
         return None
     if wanted == "auto" and world.platform.is_cpu:
-        return None  # nothing is gained there
+        return None  # peer memory is not faster there
     device, hosts = world.platform.device, world.gather_objects(peer_memory.host_id())
     reasons = world.gather_objects(peer_memory.why_unreachable(device, hosts))
     if not any(reasons):
@@ -95,7 +97,7 @@ def peer_weights(config: Config, world: World, notify: Callable[[str], None]) ->
 
 
 def _move(buffer: Any, place: torch.Tensor) -> None:
-    """Makes a buffer's parameters, and all of Megatron's views of them, views of `place`."""
+    """Moves a buffer's parameters, and all of Megatron's views of them, into `place`."""
     moved = place.view(buffer.param_data.dtype)
     moved.copy_(buffer.param_data)
     buffer.param_data = moved

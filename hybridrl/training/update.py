@@ -1,8 +1,8 @@
-"""One optimizer step of one model or of several: gradients first, then all are applied, or none.
+"""Optimizer step of one or several models: all gradients first, then all are applied or none.
 
-A step that cannot be trusted, because a loss or a gradient is not finite, leaves weights, optimizer
-states and the learning-rate schedule of all its models as they were. Every rank decides by the same
-numbers, which are on the host anyway: the loss over all ranks, and the norm that clipping needs.
+If a loss or a gradient is not finite, the step is skipped: weights, optimizer states and
+learning-rate schedules of all its models stay as they were. Every rank decides by the same numbers,
+which are on the host anyway: the loss over all ranks, and the norm for clipping.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from hybridrl.training.optimizer import learning_rate
 
 @dataclass(frozen=True)
 class LossPart:
-    """What one batch gives to the loss of a model.
+    """One batch's part of a model's loss.
 
     Args:
-        name: first part of its metrics' names: the model's, or of a further term of its loss.
-        inputs, results: micro-batches of this rank; what losses returned, on the last stage.
-        metrics: the same on all ranks, `NAME/loss` among them.
+        name: Prefix of its metrics: the model's name, or that of a further term of the loss.
+        inputs: Micro-batches of this rank.
+        results: Outputs of the loss, on the last pipeline stage.
+        metrics: Metrics, the same on all ranks, with `NAME/loss`.
     """
 
     name: str
@@ -44,38 +45,37 @@ class LossPart:
         inputs: Sequence[ModelInput],
         results: Sequence[LossOutput],
     ) -> LossPart:
-        """Combines the losses of all ranks; arguments as above, `batch` the whole mini-batch."""
+        """Combines the losses of all ranks; `batch` is the whole mini-batch."""
         metrics = reduce_losses(model, f"{name}/loss", results, num_response_tokens(batch))
         return LossPart(name, inputs, results, metrics)
 
     @property
     def loss(self) -> float:
-        """The mini-batch's, over all ranks."""
+        """Loss of the mini-batch, over all ranks."""
         return self.metrics[f"{self.name}/loss"]
 
     def bad_micro_batches(self) -> list[int]:
-        """Returns which micro-batches of this rank have a loss that is not finite."""
+        """Returns the indices of this rank's micro-batches whose loss is not finite."""
         losses = [float(result.loss) for result in self.results]
         return [index for index, loss in enumerate(losses) if not math.isfinite(loss)]
 
     def rows(self, index: int) -> tuple[int, ...]:
-        """Returns which samples of the mini-batch a micro-batch holds."""
+        """Returns the indices of the samples in a micro-batch."""
         return self.inputs[index].whole.sample_indices
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What one model's passes over a mini-batch left in its gradient buffers, not yet applied.
+    """Accumulated gradients of one model for a mini-batch, not yet applied.
 
     Args:
-        name: of the model, first part of its metrics' names.
-        model: holds the gradients.
-        loss_parts: of the mini-batch, and of further terms of the loss.
-        metrics: the same on all ranks, `NAME/loss`, `NAME/grad_norm` and `NAME/learning_rate`
-            among them, and of a mixture of experts `moe/max_load` and the like (router.py,
-            load_metrics) and `router/replayed_share` and the like (router_replay.py,
-            replay_metrics).
-        rate: learning rate to apply them with.
+        name: Name of the model, prefix of its metrics.
+        model: Model that holds the gradients.
+        loss_parts: Loss of the mini-batch, then further terms of the loss.
+        metrics: Metrics, the same on all ranks: `NAME/loss`, `NAME/grad_norm`,
+            `NAME/learning_rate`, `moe/...` (router.py, load_metrics) and `router/...`
+            (router_replay.py, replay_metrics).
+        rate: Learning rate of the step.
     """
 
     name: str
@@ -88,11 +88,11 @@ class Gradients:
     def of(
         name: str, model: ParallelModel, loss_parts: Sequence[LossPart], num_updates_in_run: int
     ) -> Gradients:
-        """Takes the gradients' norm; the metrics are the first part's.
+        """Computes the gradients' norm and collects the metrics.
 
         Args:
-            name, model, loss_parts: as above.
-            num_updates_in_run: optimizer steps of this model in the whole run.
+            name, model, loss_parts: See the class.
+            num_updates_in_run: Number of optimizer steps of this model in the whole run.
         """
         metrics = {**loss_parts[0].metrics, f"{name}/grad_norm": model.grad_norm()}
         experts = "moe" if name == "policy" else f"{name}/moe"
@@ -105,24 +105,22 @@ class Gradients:
 
     @property
     def is_finite(self) -> bool:
-        """Whether losses and gradients are, on all ranks."""
+        """Whether losses and gradients are finite on all ranks."""
         return all(map(math.isfinite, (self.grad_norm, *(part.loss for part in self.loss_parts))))
 
     @property
     def loss(self) -> float:
-        """The mini-batch's, over all ranks, without further terms."""
+        """Loss of the mini-batch over all ranks, without further terms."""
         return self.loss_parts[0].loss
 
     @property
     def grad_norm(self) -> float:
-        """Of all ranks' gradients, before clipping."""
+        """Global norm of the gradients before clipping."""
         return self.metrics[f"{self.name}/grad_norm"]
 
 
 def optimizer_step(found: Sequence[Gradients]) -> dict[str, float]:
-    """Applies the gradients of all models if all are finite, else of none; returns all metrics,
-    `train/skipped_steps` among them.
-    """
+    """Applies the gradients of all models if all are finite, else none; returns all metrics."""
     are_finite = all(one.is_finite for one in found)
     for one in found:
         if are_finite:
@@ -132,8 +130,9 @@ def optimizer_step(found: Sequence[Gradients]) -> dict[str, float]:
 
 
 def detached(result: LossOutput) -> LossOutput:
-    """Returns the result with a loss of its own memory: Megatron frees the one that it was given
-    as soon as the backward pass has it (`deallocate_pipeline_outputs`).
+    """Returns the result with a copy of its loss.
+
+    Megatron frees the original after the backward pass (`deallocate_pipeline_outputs`).
     """
     return replace(result, loss=result.loss.detach().clone())
 
@@ -141,7 +140,7 @@ def detached(result: LossOutput) -> LossOutput:
 def reduce_losses(
     model: ParallelModel, loss_name: str, results: Sequence[LossOutput], num_tokens: float
 ) -> dict[str, float]:
-    """Combines the losses of all micro-batches on all ranks; the same on every rank afterwards.
+    """Combines the losses of all micro-batches over all ranks; every rank gets the result.
 
     Sums become means over the `num_tokens` response tokens; names that end in `_max` are maxima.
     """

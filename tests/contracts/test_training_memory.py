@@ -68,7 +68,7 @@ def rollout_between(policy: Policy) -> None:
     before, (state_bytes, _) = copies(policy), memory.state_bytes()
     memory.release()
     if memory.offloads:
-        with pytest.raises(RuntimeError, match="the optimizer's state is on the host"):
+        with pytest.raises(RuntimeError, match="the optimizer state is on the host"):
             policy.model.optimizer  # noqa: B018
     for chunk in policy.model.forward_chunks:
         for buffer in chunk.buffers:
@@ -124,7 +124,7 @@ def test_full_micro_batches_take_in_proportion_to_tokens(
     with memory.watching(10):
         pass
     assert memory.growth_bytes == 0  # nothing is known of a CPU's
-    memory._device, memory._most_tokens = torch.device("cuda"), 100
+    memory._device, memory._max_tokens = torch.device("cuda"), 100
     for tokens, peak, growth in ((20, 300, 800), (80, 900, 200), (40, 500, 200), (101, 950, 0)):
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 100)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _, peak=peak: peak)

@@ -19,7 +19,7 @@ from hybridrl.metrics.flops import attention_length, forward_flops
 from hybridrl.models.families.qwen2 import shape
 from hybridrl.training.batches.balance import (
     DEFAULT_ATTENTION_LENGTH,
-    _deal_within_budget,
+    _assign_within_budget,
     schedule,
     schedule_hash,
 )
@@ -145,7 +145,7 @@ def test_schedule_falls_back_to_packing_when_balance_does_not_fit():
     # Costliest first to the cheapest leaves no room for the last sample of 4 here; best fit does.
     lengths = [7, 4, 5, 8, 6, 1, 2, 2, 4, 9, 4, 5, 5, 8]
     costs = [cost(length) for length in lengths]
-    assert _deal_within_budget(lengths, costs, 14, 5) is None
+    assert _assign_within_budget(lengths, costs, 14, 5) is None
     found = schedule(lengths, 5, 14)
     assert [len(rank) for rank in found] == [1] * 5
     assert all(sum(lengths[i] for i in micro) <= 14 for (micro,) in found)

@@ -1,8 +1,8 @@
-"""Which data-parallel rank trains on which samples, in which micro-batches. No torch.
+"""Assigns samples to data-parallel ranks and micro-batches. No torch.
 
-Every rank computes the same schedule from the same lengths, so nothing is communicated.
-Invariants: every sample once, every micro-batch within the token budget, the same number of
-micro-batches on every rank (Megatron's pipeline schedule and the gradient reduction count on it).
+Every rank computes the same schedule from the same lengths, without communication. Invariants:
+every sample once, every micro-batch within the token budget, and the same number of micro-batches
+on every rank (Megatron's pipeline schedule and the gradient reduction rely on it).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from hybridrl.training.batches.packing import check_lengths, pack, round_up
 
 Schedule = list[list[tuple[int, ...]]]
-"""`[dp_rank][micro_batch]` -> indices of its samples, ascending; empty: only padding."""
+"""`[dp_rank][micro_batch]` -> indices of its samples, ascending; empty for padding only."""
 
-# Swaps that even out the ranks: at most this many, and none between ranks this near each other.
+# Maximal number of swaps per rank, and the relative difference at which swapping stops.
 SWAPS_A_RANK = 4
 EVEN_ENOUGH = 1e-3
 
@@ -38,25 +38,25 @@ def schedule(
     attended: Sequence[int] | None = None,
     attention_length: int = DEFAULT_ATTENTION_LENGTH,
 ) -> Schedule:
-    """Deals samples, or units of several, to ranks and micro-batches so that all take about the
-    same time.
+    """Assigns items, samples or units of several, so that all ranks and micro-batches take similar
+    time.
 
     Args:
-        lengths: tokens of each.
-        num_ranks: data-parallel size.
-        token_budget: most tokens in one micro-batch, padding not counted.
-        multiple: the number of micro-batches of a rank is a multiple of this (interleaved
-            pipelines need a multiple of the pipeline size).
-        attended: of each, twice the pairs of tokens that attend one to the other; None: samples,
-            the squares of their lengths.
-        attention_length: see DEFAULT_ATTENTION_LENGTH.
+        lengths: Tokens of each item.
+        num_ranks: Data-parallel size.
+        token_budget: Maximal tokens of a micro-batch, padding not counted.
+        multiple: Divisor of the number of micro-batches of a rank (interleaved pipelines need the
+            pipeline size).
+        attended: Twice the number of attending token pairs of each item; the default is the square
+            of its length.
+        attention_length: See DEFAULT_ATTENTION_LENGTH.
 
     Returns:
-        `[dp_rank][micro_batch]` -> sample indices. The fewest micro-batches that best-fit packing
-        finds; some are empty only when there are fewer samples than micro-batches.
+        `[dp_rank][micro_batch]` -> item indices. Their number is the fewest that best-fit packing
+        finds; some are empty only if there are fewer items than micro-batches.
 
     Raises:
-        DataError: a sample is longer than the budget.
+        DataError: An item is longer than the budget.
     """
     check_lengths(lengths, token_budget)
     squares = [length * length for length in lengths] if attended is None else attended
@@ -65,24 +65,26 @@ def schedule(
     packs = pack(lengths, token_budget)
     per_rank = round_up(max(-(-len(packs) // num_ranks), 1), multiple)
     num_packs = per_rank * num_ranks
-    balanced = _deal_within_budget(lengths, costs, token_budget, num_packs)
+    balanced = _assign_within_budget(lengths, costs, token_budget, num_packs)
     packs = balanced if balanced is not None else _spread(packs, costs, num_packs)
-    dealt = _deal_evenly([sum(costs[i] for i in members) for members in packs], num_ranks, per_rank)
-    return [[packs[number] for number in numbers] for numbers in dealt]
+    pack_costs = [sum(costs[i] for i in members) for members in packs]
+    by_rank = _assign_evenly(pack_costs, num_ranks, per_rank)
+    return [[packs[number] for number in numbers] for numbers in by_rank]
 
 
 def schedule_hash(found: Schedule) -> str:
-    """Returns a short text that two ranks share exactly when they computed the same schedule."""
+    """Returns a short hash that ranks compare to verify that their schedules are the same."""
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
-def _deal_within_budget(
+def _assign_within_budget(
     lengths: Sequence[int], costs: Sequence[int], budget: int, num_packs: int
 ) -> list[tuple[int, ...]] | None:
-    """Gives the costliest sample left to the cheapest pack with room; None when none has room.
+    """Gives the costliest remaining item to the cheapest pack with room; None if an item fits
+    nowhere.
 
     Longest processing time first: at most 4/3 of the best makespan (Graham 1969, SIAM J. Appl.
-    Math. 17(2), 416-429) where the budget does not bind.
+    Math. 17(2), 416-429) if the budget does not bind.
     """
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     free = [budget] * num_packs
@@ -104,7 +106,7 @@ def _deal_within_budget(
 def _spread(
     packs: list[tuple[int, ...]], costs: Sequence[int], num_packs: int
 ) -> list[tuple[int, ...]]:
-    """Splits the costliest packs in two until there are `num_packs`, as far as samples go."""
+    """Splits the costliest packs in two until there are `num_packs`, or no pack has two items."""
     single = [members for members in packs if len(members) == 1]
     several = [(-sum(costs[i] for i in members), members) for members in packs if len(members) > 1]
     heapq.heapify(several)
@@ -125,9 +127,11 @@ def _spread(
     return filled + [()] * (num_packs - len(filled))
 
 
-def _deal_evenly(costs: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int]]:
-    """Gives each rank `per_rank` items, the costliest left to the cheapest rank with a place, and
-    then swaps items of the dearest and the cheapest rank while that brings these two nearer.
+def _assign_evenly(costs: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int]]:
+    """Gives each rank `per_rank` items of similar total cost.
+
+    The costliest remaining item goes to the cheapest rank with a free place. Then items of the
+    costliest and the cheapest rank are swapped while that reduces their difference.
     """
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     cheapest = [(0, rank) for rank in range(num_ranks)]

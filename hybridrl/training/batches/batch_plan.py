@@ -1,7 +1,7 @@
-"""From a batch to the micro-batches of a rank, and from their results back to a column of it.
+"""Divides a batch into micro-batches of a rank, and combines their results into a column.
 
-Owns which rank computes with which samples: it follows from lengths and the model's shape, so that
-all ranks know it of all. Collective over the world; what a rank lacks is brought to it.
+Collective over the world. Owns the assignment of samples to ranks, which follows from lengths and
+the model's shape, so every rank knows it for all ranks. Tokens that a rank lacks are sent to it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from hybridrl.training.batches.prompt_sharing import (
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One micro-batch as this rank's part of a model takes it in.
+    """One micro-batch as input of this rank's part of a model.
 
     Args:
-        whole: with all its positions.
-        local: the positions that this context-parallel rank computes, on its device.
-        held_S: which of the whole's they are.
-        head: what the vocabulary head computes: log-probabilities of response tokens.
-        packed: where sequences begin, for attention.
+        whole: The micro-batch with all its positions.
+        local: Positions of this context-parallel rank, on its device.
+        held_S: Indices of the local positions in the whole micro-batch.
+        head: Input of the vocabulary head.
+        packed: Bounds of the sequences, for attention.
     """
 
     whole: MicroBatch
@@ -56,7 +56,7 @@ class ModelInput:
     packed: PackedSequences
 
     def expand(self, local_S: Tensor) -> Tensor:
-        """Returns this rank's results at their places in the whole micro-batch, zero elsewhere."""
+        """Returns local results at their positions in the whole micro-batch, zeros elsewhere."""
         whole_S = torch.zeros(self.whole.num_positions, *local_S.shape[1:])
         whole_S[self.held_S] = local_S.detach().float().cpu()
         return whole_S
@@ -64,14 +64,14 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A batch, cut into the micro-batches of this rank.
+    """A batch, divided into the micro-batches of this rank.
 
     Args:
-        batch: that was planned.
-        here: the same, with the tokens that this rank's micro-batches are made of.
-        inputs: the micro-batches, none outside of the mesh.
-        mesh: that computes with them.
-        result_ranks_BW: (B, W) bool, which rank has the results of a sample in the end.
+        batch: The planned batch.
+        here: The same batch with the tokens of this rank's micro-batches.
+        inputs: The micro-batches; none on ranks outside the mesh.
+        mesh: Mesh of the model.
+        result_ranks_BW: (B, W) bool, the ranks that get the results of each sample.
     """
 
     batch: TrainBatch
@@ -81,12 +81,13 @@ class BatchPlan:
     result_ranks_BW: Tensor
 
     def column(self, outputs: Sequence[Tensor], *width: int) -> Tensor:
-        """Puts per-position results of the last stage together into a column of the batch, on each
-        rank of the samples whose tokens it has; collective.
+        """Combines per-position results of the last stage into a column of the batch; collective.
+
+        Each rank gets the values of the samples whose tokens it has.
 
         Args:
-            outputs: one (S_local,) tensor a micro-batch on last-stage ranks, empty elsewhere.
-            width: K of tensors (S_local, K), which make a (T, K) column.
+            outputs: One (S_local,) tensor per micro-batch on last-stage ranks, empty elsewhere.
+            width: K if the tensors are (S_local, K); the column is then (T, K).
         """
         here, mesh = self.here, self.mesh
         column_T = torch.zeros(here.num_tokens, *width)
@@ -103,20 +104,20 @@ class BatchPlan:
 
 
 class BatchPlanner:
-    """Cuts batches for a model.
+    """Divides batches into micro-batches for one model.
 
     Args:
-        mesh: that the model is cut over.
-        shape: of the model.
-        train: micro-batch budget and number format.
-        layers: what its layers are made of.
-        shares_prompts: whether samples of one prompt that follow each other hold it once.
+        mesh: Mesh of the model.
+        shape: Sizes of the model.
+        train: Micro-batch budget and number format.
+        layers: Library of the layers' modules.
+        shares_prompts: Whether consecutive samples of one prompt share its tokens.
 
     Attributes:
-        extra_inputs: What the model reads beside tokens; blobs that none of them names move
-            nowhere.
-        at_own_token: whether the model's results are about the token of their own position, as a
-            reward model's scores are, in place of the next one.
+        extra_inputs: Inputs of the model other than tokens; blobs that none of them names are not
+            sent.
+        at_own_token: Whether a result at a position is about that token, as for a reward model's
+            scores, not about the next one.
     """
 
     def __init__(
@@ -134,45 +135,48 @@ class BatchPlanner:
         self._pad_each = 2 * mesh.layout.cp if mesh.layout.cp > 1 else 1
 
     def training_ranks(self, batch: TrainBatch, num_parts: int = 1) -> Tensor:
-        """Returns which ranks compute with which samples where the batch is cut into `num_parts`
-        mini-batches: (B, W) bool.
-        """
+        """Returns the ranks that train on each sample, (B, W) bool, in `num_parts` mini-batches."""
         return self._on_ranks(self._schedule(batch, num_parts))
 
     def shared_tokens(self, batch: TrainBatch, is_lookup: bool = False) -> list[int]:
-        """Returns the leading tokens of each sample of a batch that are computed with another's, in
-        an update or, with `is_lookup`, in a lookup.
+        """Returns the number of leading tokens of each sample that are computed with another
+        sample.
+
+        With `is_lookup` it is that of a lookup of log-probabilities, else that of an update.
         """
         if not self.shares_prompts:
             return [0] * len(batch.lengths_B)
         num_parts = 1 if batch.holders is None else batch.holders.num_parts
-        dealt = self._schedule(batch, num_parts, is_lookup)
-        return shared_tokens(dealt, batch.group_B.tolist(), batch.prompt_lengths_B.tolist())
+        assignments = self._schedule(batch, num_parts, is_lookup)
+        return shared_tokens(assignments, batch.group_B.tolist(), batch.prompt_lengths_B.tolist())
 
     def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
-        """Cuts a batch into the micro-batches of this rank's replica, and brings it the tokens that
-        it lacks. All ranks compute the same schedule; its hash is compared before any pass.
+        """Divides a batch into the micro-batches of this rank, and fetches tokens that the rank
+        lacks.
+
+        All ranks compute the same schedule; they compare its hash before any pass.
 
         Args:
-            batch: the same samples on all ranks, their tokens anywhere.
-            temperature: of log-probabilities.
+            batch: The same samples on all ranks; each rank may have tokens of some.
+            temperature: Temperature of the log-probabilities.
 
         Raises:
-            RuntimeError: ranks have different schedules.
-            DataError: a sample is longer than a micro-batch.
+            RuntimeError: Ranks have different schedules.
+            DataError: A sample is longer than a micro-batch.
         """
         batch = batch.with_blobs([name for extra in self.extra_inputs for name in extra.blobs])
         holders, world = batch.holders, self.mesh.world
-        # Of one mini-batch both schedules are the same.
-        dealt = self._schedule(batch, 1 if holders is None else holders.num_parts, is_lookup=True)
-        same_on_all_ranks(world, "the micro-batch schedule", schedule_hash(dealt))
-        wanted_BW, here = self._on_ranks(dealt), batch
+        # With one mini-batch the schedules of lookup and update are the same.
+        num_parts = 1 if holders is None else holders.num_parts
+        assignments = self._schedule(batch, num_parts, is_lookup=True)
+        same_on_all_ranks(world, "the micro-batch schedule", schedule_hash(assignments))
+        wanted_BW, here = self._on_ranks(assignments), batch
         if holders is not None and bool((wanted_BW & ~holders.by_rank_BW).any()):
             here = bring(batch, wanted_BW, world)
         where = self.mesh.where
-        mine = [] if where is None else dealt[where.dp]
+        mine = [] if where is None else assignments[where.dp]
         inputs = [self._input(here, indices, temperature) for indices in mine]
-        return BatchPlan(batch, here, inputs, self.mesh, self._on_ranks(dealt, reports=True))
+        return BatchPlan(batch, here, inputs, self.mesh, self._on_ranks(assignments, reports=True))
 
     def _input(self, batch: TrainBatch, indices: Sequence[int], temperature: float) -> ModelInput:
         layout, where = self.mesh.layout, self.mesh.place
@@ -192,7 +196,7 @@ class BatchPlanner:
         index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)
         local = whole if layout.cp == 1 else whole.take_positions(index_S)
         device = self.mesh.platform.device
-        # Counted on the host: on a GPU it would be a sync point.
+        # Computed on the host: on a GPU, nonzero is a sync point.
         rows_N = local.loss_mask_S.nonzero()[:, 0].to(device, non_blocking=True)
         local = local.to(device)
         # transformer-engine reads the bounds on the device, torch's layers on the host.
@@ -208,8 +212,9 @@ class BatchPlanner:
         return ModelInput(whole, local, index_S, head, packed)
 
     def _schedule(self, batch: TrainBatch, num_parts: int, is_lookup: bool = False) -> Schedule:
-        """Returns the micro-batches of all ranks; where the batch is cut into several mini-batches,
-        of each one, or as a lookup takes them.
+        """Returns the micro-batches of all ranks.
+
+        With several mini-batches, each has its own micro-batches, except in a lookup.
         """
         layout, schedule = self.mesh.layout, schedule_lookups if is_lookup else schedule_samples
         prompt_lengths = tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None
@@ -225,21 +230,22 @@ class BatchPlanner:
         )
         return schedule(inputs)
 
-    def _on_ranks(self, dealt: Schedule, reports: bool = False) -> Tensor:
-        """Returns which ranks of the mesh compute with which samples, or have the results in the
-        end, one of each replica: (B, W) bool.
+    def _on_ranks(self, assignments: Schedule, reports: bool = False) -> Tensor:
+        """Returns the ranks that compute each sample, (B, W) bool.
+
+        With `reports`, only the rank of each replica that gets the results.
         """
-        mesh, num_samples = self.mesh, sum(len(micro) for micros in dealt for micro in micros)
+        mesh, num_samples = self.mesh, sum(len(micro) for micros in assignments for micro in micros)
         found_BW = torch.zeros(num_samples, mesh.world.size, dtype=torch.bool)
         for place, rank in enumerate(mesh.ranks):
             at = mesh.layout.coordinates(place)
             if not reports or (at.tp, at.cp, at.pp) == (0, 0, mesh.layout.pp - 1):
-                found_BW[list(chain.from_iterable(dealt[at.dp])), rank] = True
+                found_BW[list(chain.from_iterable(assignments[at.dp])), rank] = True
         return found_BW
 
 
 def shared_prompts(micro: MicroBatch, positions_S: Tensor) -> SharedPrompts | None:
-    """Returns which sequences of a whole micro-batch go on from others; None if none does."""
+    """Returns the bounds of shared prompts in a whole micro-batch; None if it has none."""
     if micro.prefix_sequences is None:
         return None
     return SharedPrompts(tuple(micro.cu_seqlens.tolist()), micro.prefix_sequences, positions_S)

@@ -1,10 +1,9 @@
-"""Between a batch's token alignment and a micro-batch's predictor alignment, both ways.
+"""Converts between a batch's token alignment and a micro-batch's predictor alignment.
 
-Owns the shift by one: what a batch says about token t of a sample, a micro-batch holds at the
-position of token t - 1. Nothing else in hybridrl shifts. There are two exceptions. Blobs are about
-token t itself, and stand at its own position. A reward model reads its score at token t itself
-(`at_own_token`), so that all columns of its micro-batches do. Runs on the CPU; `MicroBatch.to`
-moves the result.
+Owns the shift by one: values about token t of a sample are at the position of token t - 1 in a
+micro-batch. Nothing else in hybridrl shifts. There are two exceptions: blobs are at their token's
+own position, and so are all columns for a reward model that reads its score at the token itself
+(`at_own_token`). Runs on the CPU; `MicroBatch.to` moves the result.
 """
 
 from __future__ import annotations
@@ -37,15 +36,16 @@ def micro_batch(
     """Packs samples of a batch one after the other.
 
     Args:
-        batch: of any stage; columns that it does not carry are None.
-        indices: the samples, in order of packing; none gives a micro-batch of padding only.
-        pad_each: each sample is padded to a multiple of this (2 cp when cp > 1, else 1).
-        pad_total: and the whole to a multiple of this (tp x 2 cp), by a trailing sequence.
-        shares_prompts: whether samples of one prompt that follow each other hold it once; asks for
-            a `pad_each` of 1.
-        at_own_token: whether what the batch says about a token stands at its own position, in place
-            of that of the token before it.
-        positions: Knows the positions of a token where a model has several; None: it has one.
+        batch: Batch of any stage; columns that it lacks are None.
+        indices: Samples in packing order; none gives a micro-batch of padding only.
+        pad_each: Divisor of the padded length of each sample (2 cp if cp > 1, else 1).
+        pad_total: Divisor of the total length (tp x 2 cp), reached by a trailing sequence of
+            padding.
+        shares_prompts: Whether consecutive samples of one prompt share its tokens; needs `pad_each`
+            = 1.
+        at_own_token: Whether values about a token are at its own position, not at that of the token
+            before it.
+        positions: Source of the positions if a token has several; None for one position per token.
     """
     index_B = torch.tensor(list(indices), dtype=torch.int64)
     laid = _lay_out(batch, index_B, pad_each, pad_total, shares_prompts)
@@ -54,7 +54,7 @@ def micro_batch(
     tokens_S[place_N] = batch.tokens_T[source_N]
     sequence_index_S = torch.full((total,), -1)
     sequence_index_S[place_N] = laid.sample_N
-    # Within padding the "next" token is padding, 0, as is the target that stands for none.
+    # Within padding, the next token is padding, 0, which is also the value of no target.
     has_next_S = torch.zeros(total, dtype=torch.bool)
     has_next_S[:-1] = sequence_index_S[:-1] == sequence_index_S[1:]
     response_N = batch.response_mask_T[source_N]
@@ -103,7 +103,7 @@ def _position_rows(
 
 
 def _packed_blobs(batch: RolloutBatch, index_B: Tensor, laid: _Layout) -> dict[str, ModelTensor]:
-    """Returns the blobs of a micro-batch's samples as MicroBatch has them."""
+    """Returns the blobs of a micro-batch's samples in the form of MicroBatch."""
     found: dict[str, ModelTensor] = {}
     places, total = batch.places_of(index_B), len(laid.positions_S)
     for name, blob in batch.blobs.items():
@@ -125,24 +125,24 @@ def _packed_blobs(batch: RolloutBatch, index_B: Tensor, laid: _Layout) -> dict[s
 
 
 def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: RolloutBatch) -> Tensor:
-    """Puts per-position results back into one token-aligned column.
+    """Combines per-position results into one token-aligned column.
 
     Args:
-        micros: whole micro-batches of `batch`, as `micro_batch` made them.
-        columns: for each of them a tensor (S,) or (S, K) in the micro-batch's alignment, on any
-            device; what stands outside `loss_mask_S` is ignored.
-        batch: where the samples come from.
+        micros: Whole micro-batches of `batch`, from `micro_batch`.
+        columns: One tensor (S,) or (S, K) per micro-batch, in its alignment, on any device; values
+            outside `loss_mask_S` are ignored.
+        batch: Batch of the samples.
 
     Returns:
-        (T,) or (T, K) float32 on the CPU, of the tokens that `batch` has; zero on prompt tokens and
-        on samples that no micro-batch holds.
+        (T,) or (T, K) float32 on the CPU, for the tokens that `batch` has; zero on prompt tokens
+        and on samples in no micro-batch.
     """
     column_T = torch.zeros(batch.num_tokens, *columns[0].shape[1:])
     for micro, column_S in zip(micros, columns, strict=True):
         if column_S.shape[:1] != micro.loss_mask_S.shape:
             raise ValueError(f"{tuple(column_S.shape)} results for {micro.num_positions} positions")
         index_B = torch.tensor(micro.sample_indices, dtype=torch.int64)
-        # Sync point: the batch lives on the CPU, once a step and column.
+        # Sync point, once per step and column: the batch is on the CPU.
         found_S = column_S.detach().to("cpu", torch.float32)
         source_N = _tokens_of(batch, index_B)[0]
         response_N = batch.response_mask_T[source_N]
@@ -151,10 +151,13 @@ def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: Rollo
 
 
 class _Layout(NamedTuple):
-    """Where N tokens lie in a micro-batch.
+    """Positions of N tokens in a micro-batch; the other fields are MicroBatch's.
 
-    source_N, sample_N, within_N: index in the batch, of the sample in the micro-batch, and within
-    the sample; place_N: position; the others as of MicroBatch.
+    Args:
+        source_N: Index of the token in the batch.
+        sample_N: Index of its sample in the micro-batch.
+        within_N: Index of the token in its sample.
+        place_N: Position in the micro-batch.
     """
 
     source_N: Tensor
@@ -171,8 +174,8 @@ def _lay_out(
     batch: RolloutBatch, index_B: Tensor, pad_each: int, pad_total: int, shares_prompts: bool
 ) -> _Layout:
     lengths = batch.lengths_B[index_B].tolist()
-    prefixes, leads = _shared(batch, index_B.tolist(), shares_prompts)
-    segments, own_B, prefix_B, prefix_sequences = _segments(lengths, prefixes, leads)
+    prefixes, leaders = _shared(batch, index_B.tolist(), shares_prompts)
+    segments, own_B, prefix_B, prefix_sequences = _segments(lengths, prefixes, leaders)
     bounds = packed_bounds(segments, pad_each, pad_total)
     source_N, within_N, sample_N = _tokens_of(batch, index_B)
     starts = torch.tensor(bounds.starts, dtype=torch.int64)
@@ -180,10 +183,10 @@ def _lay_out(
     is_own_N = within_N >= shared_N
     own_N = starts[own_B][sample_N] + within_N - shared_N
     place_N = torch.where(is_own_N, own_N, starts[prefix_B][sample_N] + within_N)
-    held_N = is_own_N | torch.tensor(leads, dtype=torch.bool)[sample_N]
+    held_N = is_own_N | torch.tensor(leaders, dtype=torch.bool)[sample_N]
     cu_seqlens = torch.tensor(bounds.cu_seqlens, dtype=torch.int32)
     counts = cu_seqlens.diff().long()
-    read = torch.zeros(len(counts), dtype=torch.int64)  # tokens of the sequence that one goes on
+    read = torch.zeros(len(counts), dtype=torch.int64)  # length of the continued prefix
     read[own_B] = torch.tensor(prefixes, dtype=torch.int64)
     first_S = torch.repeat_interleave(cu_seqlens[:-1].long() - read, counts)
     is_shared, num_padding = any(prefixes), len(counts) - len(prefix_sequences)
@@ -200,9 +203,7 @@ def _lay_out(
 
 
 def _tokens_of(batch: RolloutBatch, index_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for the N tokens of these samples, index in the batch, place in the sample and
-    sample.
-    """
+    """Returns, for the N tokens of samples: index in the batch, index in the sample, and sample."""
     places = batch.places_of(index_B)
     if bool((places < 0).any()):
         raise ValueError(f"the tokens of samples {index_B[places < 0].tolist()} are on other ranks")
@@ -215,28 +216,30 @@ def _tokens_of(batch: RolloutBatch, index_B: Tensor) -> tuple[Tensor, Tensor, Te
 def _shared(
     batch: RolloutBatch, indices: Sequence[int], shares_prompts: bool
 ) -> tuple[list[int], list[bool]]:
-    """Returns of each sample how many leading tokens it shares, and whether it holds them."""
+    """Returns the number of shared leading tokens of each sample, and whether it holds them."""
     groups = batch.group_B[list(indices)].tolist() if shares_prompts else list(range(len(indices)))
-    prefixes, leads = [], []
-    for group, run in groupby(range(len(indices)), key=groups.__getitem__):
-        del group
+    prefixes, leaders = [], []
+    for _, run in groupby(range(len(indices)), key=groups.__getitem__):
         samples = list(run)
         prompt_length = int(batch.prompt_lengths_B[indices[samples[0]]])
         prefixes += [shared_prefix(prompt_length, len(samples))] * len(samples)
-        leads += [True] + [False] * (len(samples) - 1)
-    return prefixes, leads
+        leaders += [True] + [False] * (len(samples) - 1)
+    return prefixes, leaders
 
 
 def _segments(
-    lengths: Sequence[int], prefixes: Sequence[int], leads: Sequence[bool]
+    lengths: Sequence[int], prefixes: Sequence[int], leaders: Sequence[bool]
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Returns the sequences' lengths; of each sample its own sequence and the one that it goes on
-    from (its own, if it shares nothing); and of each sequence the latter, -1 for none.
+    """Returns the sequences of a micro-batch.
+
+    They are: the length of each sequence; for each sample its own sequence, and the one that it
+    continues (its own if it shares nothing); and for each sequence the one that it continues, or
+    -1.
     """
     segments: list[int] = []
     own, prefix_of, prefix_sequences = [], [], []
-    for length, prefix, leads_run in zip(lengths, prefixes, leads, strict=True):
-        if prefix and leads_run:
+    for length, prefix, is_leader in zip(lengths, prefixes, leaders, strict=True):
+        if prefix and is_leader:
             first = len(segments)
             segments.append(prefix)
             prefix_sequences.append(-1)
@@ -248,10 +251,10 @@ def _segments(
 
 
 def context_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Returns which packed positions one context-parallel rank holds, int64.
+    """Returns the packed positions of one context-parallel rank, int64.
 
     Each sequence is cut into 2 * cp_size chunks; rank r holds chunk r and chunk 2 * cp_size - 1 -
-    r, so that all ranks have the same causal work (Megatron's order).
+    r, so all ranks have the same causal work (Megatron's order).
     """
     if cp_size == 1:
         return torch.arange(int(cu_seqlens[-1]))

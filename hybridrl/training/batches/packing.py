@@ -1,6 +1,6 @@
-"""How samples share a micro-batch: into which pack each goes, and where it starts there. No torch.
+"""Packs samples into micro-batches: the pack of each sample, and its position there. No torch.
 
-Owns the arithmetic of packing; `balance.py` deals packs to ranks and `collate.py` makes the
+Owns the arithmetic of packing; balance.py assigns packs to ranks and collation.py makes the
 tensors.
 """
 
@@ -17,11 +17,12 @@ FP8_TOKENS = 16  # FP8 matrix products take multiples of this many positions
 
 @dataclass(frozen=True)
 class PackedBounds:
-    """Where the sequences of a micro-batch start and end, in positions.
+    """Bounds of the sequences of a micro-batch, in positions.
 
-    `starts` holds the start of each sample, `cu_seqlens` the start of each padded sequence
-    (trailing padding is one more) and at last the total, `max_seqlen` the longest padded
-    sequence.
+    Args:
+        starts: Start of each sample.
+        cu_seqlens: Start of each padded sequence, trailing padding included, then the total.
+        max_seqlen: Length of the longest padded sequence.
     """
 
     starts: tuple[int, ...]
@@ -43,10 +44,10 @@ def packed_bounds(lengths: Sequence[int], pad_each: int, pad_total: int) -> Pack
     """Lays samples of these lengths one after the other.
 
     Args:
-        lengths: tokens of each sample; with none the micro-batch is one sequence of padding.
-        pad_each: each sample takes a multiple of this many positions.
-        pad_total: so does the whole, by a trailing sequence of padding; a multiple of `pad_each`,
-            so that the trailing sequence is one too.
+        lengths: Tokens of each sample; if empty, the micro-batch is one sequence of padding.
+        pad_each: Divisor of the padded length of each sample.
+        pad_total: Divisor of the total length, reached by a trailing sequence of padding; a
+            multiple of `pad_each`.
     """
     if pad_each < 1 or pad_total < 1 or pad_total % pad_each:
         raise ValueError(f"pad_total={pad_total} must be a multiple of pad_each={pad_each}")
@@ -62,27 +63,29 @@ def packed_bounds(lengths: Sequence[int], pad_each: int, pad_total: int) -> Pack
 
 
 def check_lengths(lengths: Sequence[int], budget: int) -> None:
-    """Raises DataError naming the first sample that is longer than the token budget."""
+    """Raises DataError for the first sample that is longer than the token budget."""
     for sample, length in enumerate(lengths):
         if length > budget:
             raise DataError(
                 "train.micro_batch_tokens",
                 f"{budget}, but sample {sample} has {length} tokens",
                 "at least the longest prompt and response together",
-                "Raise it, or lower data.max_prompt_tokens, data.max_response_tokens or "
-                "rollout.max_new_tokens.",
+                "Raise train.micro_batch_tokens, or lower data.max_prompt_tokens, "
+                "data.max_response_tokens or rollout.max_new_tokens.",
             )
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
     """Packs samples into few packs of at most `budget` tokens: best fit, longest sample first.
 
-    Returns the sample indices of each pack, in ascending order. Best fit decreasing needs at most
-    11/9 of the fewest possible packs, and four (Johnson et al. 1974, SIAM J. Comput. 3(4),
-    299-325).
+    Best fit decreasing needs at most 11/9 of the fewest possible packs, plus four (Johnson et al.
+    1974, SIAM J. Comput. 3(4), 299-325).
+
+    Returns:
+        Sample indices of each pack, ascending.
 
     Raises:
-        DataError: a sample is longer than the budget.
+        DataError: A sample is longer than the budget.
     """
     check_lengths(lengths, budget)
     packs: list[list[int]] = []
@@ -101,5 +104,5 @@ def pack(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
 
 
 def even_sizes(total: int, parts: int) -> list[int]:
-    """Returns the sizes of parts that differ by at most one, the larger first, and none empty."""
+    """Returns sizes of parts that differ by at most one, the larger first, none of them empty."""
     return [(total + parts - 1 - i) // parts for i in range(min(parts, total))]

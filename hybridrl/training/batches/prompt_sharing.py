@@ -1,8 +1,8 @@
-"""Which samples share their prompt's tokens in a micro-batch. No torch.
+"""Groups samples that share their prompt's tokens in a micro-batch. No torch.
 
-Samples of one prompt differ in their responses only. A unit holds the prompt once: its last token
-aside, which every sample keeps, since the first response token is predicted there, by each sample
-for its own response. A unit is packed and dealt to ranks as one.
+Samples of one prompt differ only in their responses. A unit holds the prompt once, except for its
+last token: each sample predicts its own first response token there, so every sample keeps that
+token. A unit is packed and assigned to a rank as a whole.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from itertools import accumulate, chain, groupby
 from hybridrl.training.batches.balance import Schedule, schedule
 from hybridrl.training.batches.packing import check_lengths, even_sizes
 
-# Units are at most this part of a micro-batch, so that packs of them are full; and there are this
-# many for a data-parallel rank, so that ranks have equal work.
+# A unit takes at most 1 / PART_OF_BUDGET of a micro-batch, so that packs are full, and at most
+# 1 / UNITS_A_RANK of a data-parallel rank's tokens, so that ranks have equal work.
 PART_OF_BUDGET = 3
 UNITS_A_RANK = 4
 
@@ -26,9 +26,10 @@ class Unit:
     """Samples that are packed together.
 
     Args:
-        samples: indices, ascending.
-        prefix: leading tokens that all of them read and only the first holds; 0 for one sample.
-        lengths: tokens of each sample, the prefix counted.
+        samples: Indices, ascending.
+        prefix: Number of leading tokens that all samples attend to and only the first holds; 0 for
+            one sample.
+        lengths: Tokens of each sample, including the prefix.
     """
 
     samples: tuple[int, ...]
@@ -37,33 +38,33 @@ class Unit:
 
     @property
     def tokens(self) -> int:
-        """Positions that it takes."""
+        """Number of positions of the unit."""
         return self.prefix + sum(length - self.prefix for length in self.lengths)
 
     @property
     def attended(self) -> int:
-        """Twice the pairs of a position and one that it attends to."""
+        """Twice the number of pairs of a position and one that it attends to."""
         own = (length * length - self.prefix * self.prefix for length in self.lengths)
         return self.prefix * self.prefix + sum(own)
 
 
 def shared_prefix(prompt_length: int, count: int) -> int:
-    """Returns how many tokens `count` samples of one prompt share."""
+    """Returns the number of tokens that `count` samples of one prompt share."""
     return max(prompt_length - 1, 0) if count > 1 else 0
 
 
 @dataclass(frozen=True)
 class ScheduleInputs:
-    """What a schedule follows from, the same on every rank.
+    """Inputs of a schedule, the same on every rank.
 
     Args:
-        lengths: tokens of each sample.
-        groups: of each, what is equal exactly where prompts are.
-        prompt_lengths: tokens of each sample's prompt, where samples of one share it; None: they do
-            not.
-        num_parts: mini-batches that the samples are cut into, one after the other; each is dealt
-            for itself, so that a rank has its samples of all of them.
-        num_ranks, token_budget, multiple, attention_length: as of `balance.schedule`.
+        lengths: Tokens of each sample.
+        groups: Group of each sample; samples have the same group exactly if they have the same
+            prompt.
+        prompt_lengths: Tokens of each sample's prompt; None if prompts are not shared.
+        num_parts: Number of consecutive mini-batches. Each is assigned separately, so that every
+            rank has samples of all.
+        num_ranks, token_budget, multiple, attention_length: See `balance.schedule`.
     """
 
     lengths: tuple[int, ...]
@@ -76,7 +77,7 @@ class ScheduleInputs:
     attention_length: int
 
     def of_samples(self, rows: Sequence[int]) -> ScheduleInputs:
-        """Returns the inputs for some samples alone, by their indices, in one part."""
+        """Returns the inputs of some samples, by index, as one mini-batch."""
         shared = self.prompt_lengths
         return replace(
             self,
@@ -87,54 +88,57 @@ class ScheduleInputs:
         )
 
 
-@lru_cache(maxsize=8)  # models that lie alike, and a step's lookups and its update, ask the same
+@lru_cache(maxsize=8)  # models of one layout, and lookups and update of a step, share results
 def schedule_samples(inputs: ScheduleInputs) -> Schedule:
-    """Deals samples to data-parallel ranks and micro-batches (balance.py).
+    """Assigns samples to data-parallel ranks and micro-batches (balance.py).
 
     Returns:
-        `[dp_rank][micro_batch]` -> indices of its samples, the first part's micro-batches first.
+        `[dp_rank][micro_batch]` -> sample indices, mini-batch by mini-batch.
     """
     sizes = even_sizes(len(inputs.lengths), inputs.num_parts)
     found: Schedule = [[] for _ in range(inputs.num_ranks)]
     for end, size in zip(accumulate(sizes), sizes, strict=True):
-        dealt = _schedule_part(inputs.of_samples(range(end - size, end)))
-        for rank, micro_batches in enumerate(dealt):
+        assignments = _schedule_part(inputs.of_samples(range(end - size, end)))
+        for rank, micro_batches in enumerate(assignments):
             found[rank] += [tuple(end - size + i for i in indices) for indices in micro_batches]
     return found
 
 
 @lru_cache(maxsize=8)
 def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
-    """Deals samples to ranks as `schedule_samples` does, and to micro-batches without regard to
-    parts: the same on a rank, in fewer and fuller ones. Returns as there.
+    """Assigns samples to the same ranks as `schedule_samples`, but in fewer and fuller
+    micro-batches.
+
+    Mini-batches do not matter for a lookup of log-probabilities. Returns what `schedule_samples`
+    returns.
     """
-    dealt = schedule_samples(inputs)
+    assignments = schedule_samples(inputs)
     if inputs.num_parts == 1:
-        return dealt
-    rows = [sorted(chain.from_iterable(micro_batches)) for micro_batches in dealt]
+        return assignments
+    rows = [sorted(chain.from_iterable(micro_batches)) for micro_batches in assignments]
 
     def packed(own: list[int], multiple: int) -> list[tuple[int, ...]]:
         on_rank = replace(inputs.of_samples(own), num_ranks=1, multiple=multiple)
         (found,) = _schedule_part(on_rank)
         return [tuple(own[i] for i in indices) for indices in found]
 
-    # All ranks have the same number, as many as the fullest needs.
+    # All ranks have as many micro-batches as the rank that needs most.
     most = max(len(packed(own, inputs.multiple)) for own in rows)
     return [packed(own, most) for own in rows]
 
 
 def shared_tokens(
-    dealt: Schedule, groups: Sequence[int], prompt_lengths: Sequence[int]
+    assignments: Schedule, groups: Sequence[int], prompt_lengths: Sequence[int]
 ) -> list[int]:
-    """Returns the leading tokens of each sample that another one of its micro-batch holds, as
-    collate.py lays them.
+    """Returns the number of leading tokens of each sample that another sample of its micro-batch
+    holds.
 
     Args:
-        dealt: Schedule of the samples.
-        groups, prompt_lengths: Of each sample, as of `ScheduleInputs`.
+        assignments: Schedule of the samples.
+        groups, prompt_lengths: See `ScheduleInputs`.
     """
     found = [0] * len(groups)
-    for micro in chain.from_iterable(dealt):
+    for micro in chain.from_iterable(assignments):
         for _, run in groupby(micro, key=groups.__getitem__):
             first, *others = run
             prefix = shared_prefix(prompt_lengths[first], 1 + len(others))
@@ -144,7 +148,7 @@ def shared_tokens(
 
 
 def _schedule_part(inputs: ScheduleInputs) -> Schedule:
-    """Deals samples of one part."""
+    """Assigns the samples of one mini-batch."""
     lengths, attention = inputs.lengths, inputs.attention_length
     given = inputs.num_ranks, inputs.token_budget, inputs.multiple
     if inputs.prompt_lengths is None:
@@ -152,10 +156,10 @@ def _schedule_part(inputs: ScheduleInputs) -> Schedule:
     check_lengths(lengths, inputs.token_budget)
     units = make_units(inputs.groups, inputs.prompt_lengths, lengths, *given[:2])
     tokens, attended = [unit.tokens for unit in units], [unit.attended for unit in units]
-    dealt = schedule(tokens, *given, attended=attended, attention_length=attention)
+    assignments = schedule(tokens, *given, attended=attended, attention_length=attention)
     return [
         [tuple(chain.from_iterable(units[n].samples for n in pack)) for pack in packs]
-        for packs in dealt
+        for packs in assignments
     ]
 
 
@@ -166,13 +170,13 @@ def make_units(
     num_ranks: int,
     token_budget: int,
 ) -> list[Unit]:
-    """Groups samples of the same prompt.
+    """Groups samples of the same prompt into units.
 
     Args:
-        prompts: of each sample, what is equal exactly where prompts are.
-        prompt_lengths, lengths: tokens of each sample's prompt and of the whole.
-        num_ranks: data-parallel size.
-        token_budget: most tokens in one micro-batch.
+        prompts: Group of each sample; equal exactly if prompts are equal.
+        prompt_lengths, lengths: Tokens of each sample's prompt, and of the whole sample.
+        num_ranks: Data-parallel size.
+        token_budget: Maximal tokens of a micro-batch.
     """
     most = min(token_budget // PART_OF_BUDGET, sum(lengths) // (UNITS_A_RANK * num_ranks))
     by_prompt: dict[int, list[int]] = {}
