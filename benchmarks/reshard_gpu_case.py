@@ -40,6 +40,8 @@ from hybridrl.hybrid_engine.planning.nodes import TRANSPORTS as PLANNED
 from hybridrl.hybrid_engine.planning.nodes import Cluster, planned_ms, predict, transfer_ms
 from hybridrl.hybrid_engine.planning.pieces import join
 from hybridrl.loop.trainer import Trainer
+from hybridrl.models.expert_stacks import in_stacks
+from hybridrl.models.megatron.build import named_parameters
 from hybridrl.rollout.absent import AbsentEngine
 from hybridrl.training.model import ParallelModel
 from hybridrl.training.peer_weights import PeerWeights
@@ -303,19 +305,30 @@ def freeze(
     neither gradients nor an optimizer.
     """
     for chunk in model.chunks:
-        chunk.eval()  # not frozen: a reshard writes everything each time
+        chunk.eval()
     model._peer_weights = peer_weights
     if peer_weights is not None:
-        wrapped = [
-            SimpleNamespace(
-                buffers=[],
-                expert_parallel_buffers=[],
-                named_buffers=chunk.named_buffers,
-                named_parameters=chunk.named_parameters,
-            )
-            for chunk in model.chunks
-        ]
-        peer_weights.move(wrapped)
+        # Megatron's flat buffers, as the optimizer would have them. Without requires_grad=False:
+        # a source sends frozen parameters once, and each reshard here must write everything.
+        named = named_parameters(model.chunks)
+        parameters = [named[name] for name in reversed(in_stacks(list(named)))]
+        wrapped = SimpleNamespace(
+            buffers=list(map(buffer_of, parameters)),
+            expert_parallel_buffers=[],
+            named_buffers=lambda: (
+                pair for chunk in model.chunks for pair in chunk.named_buffers()
+            ),
+            named_parameters=lambda: (),
+        )
+        peer_weights.move([wrapped])
+
+
+def buffer_of(parameter: torch.nn.Parameter) -> SimpleNamespace:
+    """Returns a buffer in Megatron's form that holds this parameter alone."""
+    whole = (0, parameter.numel(), 0)
+    return SimpleNamespace(
+        param_data=parameter.data.view(-1), buckets=[], param_index_map={parameter: whole}
+    )
 
 
 def config_of(job: Mapping[str, Any]) -> Any:
