@@ -1,8 +1,8 @@
-// Queues copies of contiguous blocks for the GPU's copy engines, with the order of streams around
-// them: one call from Python, one of the CUDA runtime for all blocks.
+// Queues copies of contiguous blocks for the GPU's copy engines, and waits between streams before
+// and after them: one call from Python, and one of the CUDA runtime for all blocks.
 //
-// A batch because copies that are queued one by one leave the engines idle in between. A graph of
-// copies does so too, and batches cannot be captured into one (docs/adr/0003).
+// The engines idle between copies that are queued one by one or in a CUDA graph. A batch avoids
+// this; graphs cannot capture batches (docs/adr/0003).
 
 #include <Python.h>
 
@@ -19,7 +19,7 @@ void check(cudaError_t code, const char* what) {
 
 cudaStream_t as_stream(int64_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
 
-// Lets what is queued on pairs[i] from here on wait for what pairs[i + 1] has.
+// Makes later work on the stream pairs[i] wait for all queued work on the stream pairs[i + 1].
 void wait(at::IntArrayRef pairs) {
   TORCH_CHECK(pairs.size() % 2 == 0, "waits are pairs of streams");
   for (size_t i = 0; i < pairs.size(); i += 2) {
@@ -27,13 +27,13 @@ void wait(at::IntArrayRef pairs) {
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
     cudaError_t code = cudaEventRecord(event, as_stream(pairs[i + 1]));
     if (code == cudaSuccess) code = cudaStreamWaitEvent(as_stream(pairs[i]), event, 0);
-    cudaEventDestroy(event);  // freed once the device has reached it
+    cudaEventDestroy(event);  // the runtime frees it once the device has reached it
     check(code, "a wait between streams");
   }
 }
 
-// table: int64 on the CPU, (3, num_blocks): destinations, sources, bytes. stream: not the default
-// one. first, then: pairs (waiting, awaited) of streams, before and after the copies.
+// table: int64 on the CPU, (3, num_blocks): rows of destinations, sources and bytes. stream: not
+// the default one. first, then: (waiting, awaited) pairs of streams, before and after the copies.
 void queue_blocks(const at::Tensor& table, int64_t stream, at::IntArrayRef first,
                   at::IntArrayRef then) {
   TORCH_CHECK(table.device().is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 &&
@@ -42,7 +42,7 @@ void queue_blocks(const at::Tensor& table, int64_t stream, at::IntArrayRef first
   wait(first);
   const auto count = static_cast<size_t>(table.size(1));
   if (count > 0) {
-    // Fields of 64 bits: addresses and sizes as the runtime takes them.
+    // The table's 64-bit fields are addresses and sizes in the runtime's own types.
     static_assert(sizeof(void*) == 8 && sizeof(size_t) == 8);
     auto* fields = static_cast<int64_t*>(table.data_ptr());
     auto* dests = reinterpret_cast<void**>(fields);

@@ -1,10 +1,10 @@
-// An allocator for torch's memory pools whose pieces of physical memory can be given back and made
-// anew, or lent (hybridrl/hybrid_engine/memory/lending.py), while their addresses stay reserved: tensors
-// and CUDA graphs are valid again once memory is mapped there.
+// An allocator for torch's memory pools. Its pieces of physical memory can be released, replaced or
+// lent (hybridrl/hybrid_engine/memory/lending.py), while their addresses stay reserved. Tensors and
+// CUDA graphs are valid again once memory is mapped there.
 //
-// Only making and ending a piece is done here, since torch calls it under a lock of its own and
-// nothing may wait for Python then. In between others map and unmap (parallel/device_mapping.py)
-// and say here which handle is mapped.
+// This file only creates and destroys pieces: torch does so under its own lock, when nothing may
+// wait for Python. In between, parallel/device_mapping.py maps and unmaps memory, and
+// set_engine_piece records the mapped handle.
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -23,11 +23,11 @@ struct Piece {
   CUmemGenericAllocationHandle handle;  // 0: no memory is mapped
 };
 
-// Never ended: torch may free memory after the statics of a process have ended.
+// Never destroyed: torch may free memory after a process's static objects are destroyed.
 auto& lock = *new std::mutex;
 auto& pieces = *new std::map<CUdeviceptr, Piece>;
 
-// A function of the driver; not linked, so that the library loads where there is no driver.
+// Finds a function of the driver. It is not linked, so that the library loads without a driver.
 template <typename Function>
 Function* function(const char* name) {
   static void* library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -60,7 +60,7 @@ bool make(size_t size, int device, CUdeviceptr* address, CUmemGenericAllocationH
   return false;
 }
 
-// Of each piece address, bytes and handle; in the order of addresses.
+// Returns address, bytes and handle of each piece, by address.
 std::vector<int64_t> engine_pieces() {
   const std::lock_guard<std::mutex> guard(lock);
   std::vector<int64_t> found;
@@ -72,7 +72,7 @@ std::vector<int64_t> engine_pieces() {
   return found;
 }
 
-// Says which memory is mapped at a piece's address, all of it; 0: none.
+// Records the handle of the memory that is mapped at a whole piece; 0 for none.
 void set_engine_piece(int64_t address, int64_t handle) {
   const std::lock_guard<std::mutex> guard(lock);
   const auto found = pieces.find(static_cast<CUdeviceptr>(address));
@@ -82,9 +82,9 @@ void set_engine_piece(int64_t address, int64_t handle) {
 
 }  // namespace
 
-// As torch calls an allocator of a pool; nullptr: the device has no memory.
+// Called by torch to allocate in a pool; returns nullptr if the device is out of memory.
 extern "C" void* hybridrl_make_engine_memory(ssize_t size, int device, cudaStream_t) {
-  constexpr size_t kGranularity = 2 << 20;  // as of parallel/device_mapping.py
+  constexpr size_t kGranularity = 2 << 20;  // as in parallel/device_mapping.py
   const size_t whole = (static_cast<size_t>(size) + kGranularity - 1) / kGranularity * kGranularity;
   CUdeviceptr address = 0;
   CUmemGenericAllocationHandle handle = 0;
@@ -107,9 +107,9 @@ extern "C" void hybridrl_end_engine_memory(void* start, ssize_t, int device, cud
   int current = device;
   cudaGetDevice(&current);
   cudaSetDevice(device);
-  cudaDeviceSynchronize();  // as cudaFree does: work on the device may still use it
+  cudaDeviceSynchronize();  // like cudaFree: work on the device may still use the memory
   cudaSetDevice(current);
-  // What is refused here, as when a process ends, the driver frees with the process.
+  // Errors are ignored: at the end of a process, the driver frees the memory itself.
   if (piece.handle) {
     DRIVER(cuMemUnmap)(address, piece.size);
     DRIVER(cuMemRelease)(piece.handle);

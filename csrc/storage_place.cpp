@@ -1,5 +1,5 @@
-// Lets the storage of a tensor lie at addresses that somebody else maps: tensors and views that
-// share the storage stay what they are, as when torch resizes it.
+// Moves the storage of a tensor to addresses that other code maps. Tensors and views that share the
+// storage stay valid, as when torch resizes it.
 
 #include <torch/library.h>
 
@@ -7,10 +7,10 @@
 
 namespace {
 
-// What the storage held is freed. address: of the tensor's device, num_bytes of it mapped for as
-// long as the storage is used; nobody frees it with the storage. 0, with no bytes: nowhere.
+// Frees the storage's previous memory. address: num_bytes on the tensor's device, which must stay
+// mapped while the storage is used and are not freed with it. Address 0 with 0 bytes: no memory.
 void place_storage(const at::Tensor& tensor, int64_t address, int64_t num_bytes) {
-  TORCH_CHECK(num_bytes >= 0 && (address != 0 || num_bytes == 0), "no bytes lie at address 0");
+  TORCH_CHECK(num_bytes >= 0 && (address != 0 || num_bytes == 0), "address 0 needs 0 bytes");
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();
   storage->set_data_ptr_noswap(c10::DataPtr(reinterpret_cast<void*>(address), tensor.device()));
   storage->set_nbytes(num_bytes);

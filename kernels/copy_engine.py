@@ -1,12 +1,12 @@
-"""Copies many contiguous blocks by the GPU's copy engines, in one call.
+"""Copies many contiguous blocks with the GPU's copy engines, in one call.
 
-Over NVLink a copy engine reads in larger packets than multiprocessors do: 370 GB/s a GPU on four
-H200 against 330 (benchmarks/results/reshard_h200.json). One call for all blocks matters: block by
-block, and in CUDA graphs, the engines stand idle between copies (225 GB/s at 34 MB a block).
+Over NVLink, copy engines read in larger packets than multiprocessors do: 370 GB/s per GPU on four
+H200, against 330 (benchmarks/results/reshard_h200.json). All blocks must be in one call: with one
+call per block, or in CUDA graphs, the engines idle between copies (225 GB/s at 34 MB per block).
 
-`CompiledBlockCopies` is one call of csrc/block_copies.cpp, waits between streams included.
-`BlockCopies` needs nothing compiled: torch's waits, and cuMemcpyBatchAsync of the driver's API,
-which drivers for CUDA 12.8 and later have, through ctypes. Both queue the same work.
+`CompiledBlockCopies` is one call of csrc/block_copies.cpp, including waits between streams.
+`BlockCopies` needs no compiled code: it uses torch's waits and calls cuMemcpyBatchAsync of the
+driver's API (CUDA 12.8 and later) through ctypes. Both queue the same work.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, TypeAlias
 
 import torch
 
-FROM_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in the order of the stream
+FROM_STREAM = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM: sources are read in stream order
 
 
 Stream: TypeAlias = Any
-"""`torch.cuda.Stream`; None where the device has none, which is on CPU."""
+"""`torch.cuda.Stream`; None on CPU."""
 
 Waits: TypeAlias = Sequence[tuple[Stream, Stream]]
-"""(waiting, awaited): what is queued on the first from then on waits for what the second has."""
+"""(waiting, awaited): later work of the first stream waits for all queued work of the second."""
 
 
 class _Location(ctypes.Structure):
@@ -50,7 +50,7 @@ class BlockCopies:
     """A fixed list of copies of contiguous blocks.
 
     Args:
-        pairs: (source, destination) views, contiguous, of equal sizes and types; destinations do
+        pairs: (source, destination) views, contiguous, of equal sizes and types. Destinations do
             not overlap, and tensors keep their addresses. Memory of peers is allowed.
     """
 
@@ -66,18 +66,18 @@ class BlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Calls of the driver that a run makes."""
+        """Number of driver calls in a run."""
         return int(self._count.value > 0)
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
-        """Queues all copies on a stream, which may not be the default one.
+        """Queues all copies on a stream other than the default one.
 
         Args:
-            stream: of the device that is current.
-            first, then: waits that are queued before the copies and after them.
+            stream: Stream of the current device.
+            first, then: Waits queued before and after the copies.
 
         Raises:
-            RuntimeError: the driver refused them.
+            RuntimeError: If the driver refuses the copies.
         """
         for waiting, awaited in first:
             waiting.wait_stream(awaited)
@@ -106,11 +106,11 @@ class BlockCopies:
 
 
 class CompiledBlockCopies:
-    """The same by csrc/block_copies.cpp.
+    """The same copies through csrc/block_copies.cpp.
 
     Args:
-        pairs: as of `BlockCopies`.
-        queue_blocks: the compiled operation.
+        pairs: See `BlockCopies`.
+        queue_blocks: The compiled operation.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class CompiledBlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Calls of the driver that a run makes."""
+        """Number of driver calls in a run."""
         return int(self._table.size(1) > 0)
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
@@ -129,17 +129,18 @@ class CompiledBlockCopies:
 
 
 def block_table(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Returns the addresses and sizes of copies, int64 of shape (3, len(pairs)) on the CPU: a row
-    of destinations, one of sources, one of bytes.
+    """Returns the addresses and sizes of copies, int64 of shape (3, len(pairs)) on the CPU: rows of
+    destinations, sources and bytes.
 
     Raises:
-        ValueError: a pair is not contiguous, or its ends differ in bytes.
+        ValueError: If a view is not contiguous, or a pair's views differ in bytes.
     """
     for source, dest in pairs:
         if source.nbytes != dest.nbytes or not (source.is_contiguous() and dest.is_contiguous()):
             raise ValueError(
-                f"a block of shape {tuple(source.shape)} and strides {source.stride()} to one of "
-                f"{tuple(dest.shape)} and {dest.stride()}: both must be contiguous and as large"
+                f"a copy from shape {tuple(source.shape)} with strides {source.stride()} to shape "
+                f"{tuple(dest.shape)} with strides {dest.stride()}: both must be contiguous and "
+                "of equal size"
             )
     dests = [dest.data_ptr() for _, dest in pairs]
     sources = [source.data_ptr() for source, _ in pairs]
@@ -152,17 +153,17 @@ def _handles(waits: Waits) -> list[int]:
 
 
 def has_copy_engine() -> bool:
-    """Whether this host's driver copies in batches."""
+    """Whether this host's driver supports batched copies."""
     try:
         _batch_call()
-    except (OSError, AttributeError):  # no driver, or one from before CUDA 12.8
+    except (OSError, AttributeError):  # no driver, or older than CUDA 12.8
         return False
     return True
 
 
 @cache
 def _batch_call() -> tuple[Any, tuple[Any, ...]]:
-    """Returns the driver's function, and the argument by which its first form tells what failed."""
+    """Returns the driver's function, and its extra argument in its first version."""
     driver = ctypes.CDLL("libcuda.so.1")
     if hasattr(driver, "cuMemcpyBatchAsync_v2"):
         return driver.cuMemcpyBatchAsync_v2, ()

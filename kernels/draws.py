@@ -1,12 +1,12 @@
-"""Drawing tokens from the softmax of logits, with the randomness of each row, in one launch.
+"""Draws tokens from the softmax of logits, with the randomness of each row, in one launch.
 
-What PyTorch does in some 60 launches and 8 passes over fp32 copies of the logits is two passes here
-over what the model wrote: the largest logit, then sums of exponentials. A block of the vocabulary
-is accumulated a second time, the one in which the draw falls. A row's result depends on nothing
-but the row.
+PyTorch needs some 60 launches and 8 passes over fp32 copies of the logits. This kernel makes two
+passes over the model's own logits: one for the largest logit, one for sums of exponentials. It
+accumulates only the block of the vocabulary that contains the draw a second time. A row's result
+depends on nothing but the row.
 
-Ideal, of B rows and V columns of 2 bytes: 4 B V bytes, the second half of it from the cache of a
-GPU that holds a row.
+Ideal, for B rows and V columns of 2 bytes: 4 B V bytes. The second half comes from the cache if the
+GPU's cache holds a row.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
-# Columns of a block. A row has at most MOST_BLOCKS of them: vocabularies of up to a million.
+# Columns of a block, and the maximum number of blocks in a row: vocabularies of up to a million.
 WIDTH = 4096
 MOST_BLOCKS = 256
 
 
 def fits(vocab: int) -> bool:
-    """Whether rows of so many columns can be drawn from."""
+    """Whether the kernel supports this vocabulary size."""
     return vocab <= WIDTH * MOST_BLOCKS
 
 
@@ -32,7 +32,7 @@ def draw_rows(
     seed_B: torch.Tensor,
     count_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token of each row; arguments and result as of `reference.draw_rows`."""
+    """Draws a token of each row; see `reference.draw_rows` for arguments and result."""
     num_rows, vocab = logits_BV.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
     logps = torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device)
@@ -70,7 +70,7 @@ def _mixed(bits: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _bits(seed: tl.tensor, count: tl.tensor) -> tl.tensor:
-    """64 random bits, as of `reference.row_uniforms`."""
+    """64 random bits; see `reference.row_uniforms`."""
     start = _mixed(seed.to(tl.uint64, bitcast=True))
     return _mixed(start + (count.to(tl.uint64, bitcast=True) + 1) * 0x9E3779B97F4A7C15)
 
@@ -79,7 +79,7 @@ def _bits(seed: tl.tensor, count: tl.tensor) -> tl.tensor:
 def _scaled(
     logits_ptr: tl.tensor, column: tl.tensor, vocab: tl.tensor, temperature: tl.tensor
 ) -> tl.tensor:
-    """Logits of columns by temperature, of columns that there are not -inf."""
+    """Logits divided by the temperature; -inf for columns beyond the vocabulary."""
     loaded = tl.load(logits_ptr + column, mask=column < vocab, other=-float("inf"))
     return loaded.to(tl.float32) / temperature
 
@@ -115,7 +115,7 @@ def _draw_row(
         greedy = tl.where(top > largest, block * WIDTH + tl.argmax(scaled, 0), greedy)
         largest = tl.maximum(largest, top)
 
-    # A NaN among the logits is in the sum, and so in the log-probability, which the caller refuses.
+    # A NaN logit makes the sum and the log-probability NaN, which the caller refuses.
     sums = tl.zeros((BLOCKS,), dtype=tl.float64)
     for block in range(0, blocks):
         column = block * WIDTH + lane
@@ -126,7 +126,7 @@ def _draw_row(
 
     bits = _bits(tl.load(seed_ptr + row), tl.load(count_ptr + row)) >> 16
     drawn = bits.to(tl.float64) * UNIT * total
-    # Sums are rounded in an order of their own: only where there is weight may the draw fall.
+    # The sums' rounding may differ from the draw's, so blocks without weight are excluded.
     reached = tl.min(tl.where((ends > drawn) & (sums > 0), which, BLOCKS), 0)
     last = tl.max(tl.where(sums > 0, which, 0), 0)
     chosen = tl.minimum(reached, last)

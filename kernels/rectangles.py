@@ -1,12 +1,12 @@
-"""Copies many rectangles between tensors in one launch, from a table that is made once.
+"""Copies many rectangles between tensors in one launch, from a table that is built once.
 
-Resharding is this operation throughout: what stays on a rank, what is packed for a peer, what is
-unpacked, and what a rank reads out of a peer's memory are rectangles of one tensor that go to
-rectangles of another. Ideal: every byte is read once and written once, so the time is twice the
-bytes over the memory bandwidth, or the bytes over the link's rate where sources lie across it.
+All copies of a reshard have this form: kept tensors, packing and unpacking for a peer, and reads of
+a peer's memory copy rectangles of one tensor to rectangles of another. Ideal: every byte is read
+once and written once. The time is twice the bytes over the memory bandwidth, or the bytes over the
+link's rate if sources are behind a link.
 
-The table holds, for each tile of a rectangle: both addresses, rows, columns and both row strides.
-Addresses are fixed when it is made, so the tensors must keep theirs.
+The table holds for each tile of a rectangle: both addresses, rows, columns and both row strides.
+Addresses are fixed when it is built, so the tensors must keep theirs.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
-# Units that a program has in flight at once, and how often. A power of two. 2048 x 16 bytes keep
-# the link busy; four of them make the table small: 48 bytes of it for 128 KiB.
+# Units that a program has in flight (a power of two), and the steps of a tile. 2048 x 16 bytes keep
+# the link busy; four steps keep the table small: 48 bytes for 128 KiB of data.
 TILE = 2048
 STEPS = 4
 WARPS = 8
 FIELDS = 6
-# Copies without a cast move units of this size, if all addresses, widths and strides allow it: the
-# element that the kernel loads, and how many of them side by side.
+# Element type and number of elements by unit size in bytes. Copies without a cast use the largest
+# unit that divides all addresses, widths and strides.
 UNITS = {
     16: (torch.int64, 2),
     8: (torch.int64, 1),
@@ -49,7 +49,7 @@ Entry = TypeVar("Entry")
 
 
 class Kind(NamedTuple):
-    """Element types of a copy, and how many elements make a unit."""
+    """Element types of a copy, and the number of elements in a unit."""
 
     source: torch.dtype
     dest: torch.dtype
@@ -60,13 +60,12 @@ class RectangleCopies:
     """A fixed list of copies, run as one launch for each pair of element types.
 
     Args:
-        pairs: (source, destination) views of equal shapes, whose last dim is contiguous;
-            destinations do not overlap. Sources may be of another device whose memory this one can
-            read.
-        device: that runs the copies.
-        lanes: of each pair, what it is read through; None: all the same. Copies of all lanes are
-            spread evenly over the launch, so that all links are busy throughout.
-        programs: most programs at once; None: as many as there is work for, which fill the device.
+        pairs: (source, destination) views of equal shapes, with a contiguous last dim. Destinations
+            do not overlap. Sources may be on another device whose memory this one can read.
+        device: Device that runs the copies.
+        lanes: Link that each pair's source is read through; None if all use the same one. Copies of
+            all lanes are spread evenly over the launch, so that all links stay busy.
+        programs: Maximum number of concurrent programs; None for one program per tile.
     """
 
     def __init__(
@@ -93,7 +92,7 @@ class RectangleCopies:
 
     @property
     def num_launches(self) -> int:
-        """How many kernels a run starts."""
+        """Number of kernels in a run."""
         return len(self._launches)
 
     @property
@@ -102,15 +101,15 @@ class RectangleCopies:
         return sum(table.nbytes for table, _ in self._launches)
 
     def run(self) -> None:
-        """Copies everything, on the current stream."""
+        """Runs all copies on the current stream."""
         for number, (table, kind) in enumerate(self._launches):
             self._compiled[number] = self._launch(table, kind, self._compiled[number])
 
     def _launch(self, table: torch.Tensor, kind: Kind, compiled: Any) -> Any:
-        """Copies what is in one table; returns its kernel, compiled.
+        """Runs the copies of one table; returns the compiled kernel.
 
-        What is compiled once is started by itself: to find it by the types of all arguments, as
-        Triton does, takes the host longer than to start it, and a small copy waits for that.
+        A compiled kernel is launched directly. Triton's own lookup by the types of all arguments
+        takes the host longer than the launch, and delays small copies.
         """
         grid = min(len(table), self._programs or len(table))
         turns = -(-len(table) // grid)
@@ -123,9 +122,9 @@ class RectangleCopies:
             FIELDS,
             TILE,
             STEPS,
-            1 << (turns - 1).bit_length(),  # each number of turns is compiled once
+            1 << (turns - 1).bit_length(),  # a power of two: each value is compiled
         )
-        if compiled is None:  # the first time, and always by Triton's interpreter
+        if compiled is None:  # the first run, and every run of Triton's interpreter
             return _copy_rectangles[(grid,)](*arguments, num_warps=WARPS)
         compiled[(grid, 1, 1)](*arguments)
         return compiled
@@ -143,7 +142,7 @@ def _copy_rectangles(  # type: ignore[no-untyped-def]  # Triton's types are not 
     STEPS: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    # A unit lies at a multiple of its size (_as_units): Triton then moves it as one.
+    # The address of a unit is a multiple of its size (_as_units), so Triton moves it in one access.
     source_size: tl.constexpr = SOURCE.primitive_bitwidth // 8 * UNIT
     dest_size: tl.constexpr = DEST.primitive_bitwidth // 8 * UNIT
     element = tl.arange(0, UNIT)[None, :]
@@ -202,7 +201,7 @@ def _as_units(entry: Tile, itemsize: int) -> tuple[Kind, Tile]:
 
 
 def _tiles(entry: Tile, source_size: int, dest_size: int) -> Iterator[Tile]:
-    """Cuts a rectangle into tiles of whole rows, or of pieces of rows that are longer."""
+    """Splits a rectangle into tiles of whole rows, or of pieces of longer rows."""
     source, dest, rows, columns, source_stride, dest_stride = entry
     most = TILE * STEPS
     step = max(1, most // columns)
@@ -221,7 +220,7 @@ def _tiles(entry: Tile, source_size: int, dest_size: int) -> Iterator[Tile]:
 
 
 def spread(by_lane: Mapping[int, Sequence[Entry]]) -> list[Entry]:
-    """Returns all lanes' tiles, each lane's in order and spread evenly over the whole."""
+    """Returns all tiles, with each lane's tiles in order and spread evenly over the result."""
     placed = [
         ((number + 0.5) / len(tiles), tile)
         for tiles in by_lane.values()

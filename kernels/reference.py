@@ -1,7 +1,7 @@
-"""The meaning of every kernel in plain PyTorch: fp32 accumulation, no launch parameters, no
+"""Definitions of all kernels in plain PyTorch: fp32 accumulation, no launch parameters, no
 collectives.
 
-Shapes: T tokens, D hidden size, V this rank's vocabulary columns, K chosen ones of a token.
+Shapes: T tokens, D hidden size, V this rank's vocabulary columns, K chosen columns of a token.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from typing import NamedTuple
 
 import torch
 
-# Tokens whose logits are held at once: 1024 x 152k x 4 bytes = 0.6 GB at the largest vocabularies.
+# Tokens in a chunk of logits: 1024 x 152k x 4 bytes = 0.6 GB for the largest vocabularies.
 CHUNK_TOKENS = 1024
-# Bytes of gathered weight rows that are held at once, fp32.
+# Bytes in a chunk of gathered weight rows, fp32.
 CHUNK_BYTES = 1 << 27
 LOWEST = -1e30
-RUNS = (512, 256, 128, 64, 32)  # sizes of the runs that a vocabulary is summed in
+RUNS = (512, 256, 128, 64, 32)  # possible sizes of the runs in `invert_rows`
 GOLDEN = 0x9E3779B97F4A7C15
 
 
 class VocabStats(NamedTuple):
-    """What one vocabulary shard knows of its tokens' softmax, each (T,) fp32.
+    """Softmax statistics of tokens over one vocabulary shard, each (T,) fp32.
 
-    max_T: largest logit; sum_T: sum of exp(logit - max); weighted_T: sum of exp(logit - max) *
-    (logit - max); target_T: the target's logit, 0 where the target lies in another shard.
+    Args:
+        max_T: Largest logit.
+        sum_T: Sum of exp(logit - max).
+        weighted_T: Sum of exp(logit - max) * (logit - max).
+        target_T: The target's logit; 0 if the target is in another shard.
     """
 
     max_T: torch.Tensor
@@ -43,11 +46,11 @@ def vocab_stats(
     """Computes the softmax statistics of one vocabulary shard without keeping its logits.
 
     Args:
-        hidden_TD: last hidden states.
-        weight_VD: output weights of this shard, padding columns removed.
-        target_T: the target's column in this shard, -1 where another shard holds it; int64.
-        temperature: divides the logits.
-        cap: bound c of logits, which are c tanh(product / c) before the temperature; 0: none.
+        hidden_TD: Last hidden states.
+        weight_VD: Output weights of this shard, without padding columns.
+        target_T: The target's column in this shard, int64; -1 if it is in another shard.
+        temperature: Divisor of the logits.
+        cap: Soft cap c of logits, which are c tanh(product / c) before the temperature; 0 for none.
     """
     if 0 in (hidden_TD.size(0), weight_VD.size(0)):
         zeros = torch.zeros(hidden_TD.size(0), device=hidden_TD.device)
@@ -81,17 +84,18 @@ def vocab_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes this shard's part of the gradients of log-probability and entropy.
 
-    With z the logits, p = softmax(z), H the entropy: d logp / dz_j = [j is target] - p_j and
-    dH / dz_j = -p_j (log p_j + H).
+    With z the logits, p = softmax(z), H the entropy: d logp / dz_j = [j is target] - p_j and dH /
+    dz_j = -p_j (log p_j + H).
 
     Args:
-        hidden_TD, weight_VD, target_T, temperature, cap: as of `vocab_stats`.
-        max_T, log_sum_T, entropy_T: over all shards, fp32: the largest logit, the logarithm of
-            sum of exp(logit - max), the entropy. log p is logit - max - log_sum in this order,
-            which loses nothing where logits are large.
-        grad_logp_T, grad_entropy_T: of the loss, fp32; no entropy's: nothing depends on it.
-        grad_weight_VD: fp32, that the weight's gradient is added to; None: it is a new tensor of
-            the weight's type.
+        hidden_TD, weight_VD, target_T, temperature, cap: See `vocab_stats`.
+        max_T, log_sum_T, entropy_T: Largest logit, logarithm of the sum of exp(logit - max), and
+            entropy, over all shards, fp32. log p is computed as logit - max - log_sum in this
+            order, which keeps precision for large logits.
+        grad_logp_T, grad_entropy_T: Gradients of the loss, fp32; `grad_entropy_T` is None if the
+            loss does not depend on the entropy.
+        grad_weight_VD: fp32 tensor to which the weight's gradient is added; if None, it is a new
+            tensor of the weight's type.
         is_trained: Whether the weight has a gradient.
 
     Returns:
@@ -127,7 +131,7 @@ def vocab_backward(
 def _fp32_gradient(
     weight_VD: torch.Tensor, grad_weight_VD: torch.Tensor | None, is_trained: bool
 ) -> torch.Tensor | None:
-    """Returns what the gradient of a weight is summed in; None if it has none."""
+    """Returns the tensor that accumulates a weight's gradient; None if it has none."""
     if grad_weight_VD is not None or not is_trained:
         return grad_weight_VD
     return torch.zeros_like(weight_VD, dtype=torch.float32)
@@ -138,16 +142,16 @@ def vocab_top(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Finds each token's largest logits in one vocabulary shard.
 
-    Products are in the tensors' own type, and without a cap, which keeps their order: of columns
-    that they do not tell apart, any is taken.
+    Products have the tensors' own type and no cap, which would not change their order. Among
+    columns with equal products, any may be chosen.
 
     Args:
-        hidden_TD: last hidden states.
-        weight_VD: output weights of this shard, padding columns removed.
-        count: how many to find.
+        hidden_TD: Last hidden states.
+        weight_VD: Output weights of this shard, without padding columns.
+        count: Number of logits to find per token.
 
     Returns:
-        Logits, fp32, and columns in this shard, int64, each (T, count); where the shard has fewer
+        Logits, fp32, and columns in this shard, int64, each (T, count). If the shard has fewer
         columns, the rest is LOWEST and -1.
     """
     shape = hidden_TD.size(0), count
@@ -171,8 +175,8 @@ def vocab_chosen(
     """Returns the logits of given columns, (T, K) fp32.
 
     Args:
-        hidden_TD, weight_VD, temperature, cap: as of `vocab_stats`.
-        columns_TK: columns in this shard; -1, whose logit is 0, where another shard holds one.
+        hidden_TD, weight_VD, temperature, cap: See `vocab_stats`.
+        columns_TK: Columns in this shard; -1 for a column of another shard, whose logit is 0.
     """
     logits_TK = torch.zeros(columns_TK.shape, device=hidden_TD.device)
     for rows in _chosen_chunks(columns_TK, weight_VD):
@@ -195,11 +199,11 @@ def vocab_chosen_backward(
     """Computes this shard's part of the gradients of `vocab_chosen`; no atomics.
 
     Args:
-        hidden_TD, weight_VD, columns_TK, temperature, cap: as of `vocab_chosen`.
-        grad_TK: of the loss, fp32.
-        grad_weight_VD, is_trained: as of `vocab_backward`.
+        hidden_TD, weight_VD, columns_TK, temperature, cap: See `vocab_chosen`.
+        grad_TK: Gradient of the loss, fp32.
+        grad_weight_VD, is_trained: See `vocab_backward`.
 
-    Returns: as `vocab_backward`.
+    Returns: See `vocab_backward`.
     """
     grad_hidden = torch.zeros_like(hidden_TD)
     grad_weight = _fp32_gradient(weight_VD, grad_weight_VD, is_trained)
@@ -220,17 +224,17 @@ def vocab_chosen_backward(
 
 
 def _capped(products: torch.Tensor, cap: float) -> torch.Tensor:
-    """Returns the logits that a soft cap makes of products."""
+    """Returns the logits after a soft cap."""
     return cap * torch.tanh(products / cap) if cap else products
 
 
 def _slope(products: torch.Tensor, cap: float) -> torch.Tensor:
-    """Returns the derivative of `_capped` with a cap."""
+    """Returns the derivative of `_capped`."""
     return 1 - torch.tanh(products / cap).square()
 
 
 def _chosen_chunks(columns_TK: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
-    """Yields rows whose gathered weights are held at once; none where the shard has no column."""
+    """Yields ranges of rows whose weights fit CHUNK_BYTES; none if the shard has no column."""
     step = max(CHUNK_BYTES // (4 * columns_TK.size(1) * weight_VD.size(1)), 1)
     for start in range(0, columns_TK.size(0) if weight_VD.size(0) else 0, step):
         yield slice(start, start + step)
@@ -248,11 +252,11 @@ class BlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Batches that a run starts."""
+        """Number of batches in a run."""
         return int(bool(self._pairs))
 
     def run(self, stream: object = None, first: object = (), then: object = ()) -> None:
-        """Copies all, in their order; there are no streams."""
+        """Copies all blocks in order, without streams."""
         for source, dest in self._pairs:
             dest.copy_(source)
 
@@ -262,9 +266,7 @@ class RectangleCopies:
 
     Args:
         pairs: (source, destination) views of equal shapes; destinations do not overlap.
-        device: that runs the copies; not used here.
-        lanes: what each is read through; not used here.
-        programs: most at once; not used here.
+        device, lanes, programs: Not used here.
     """
 
     num_launches = 0
@@ -280,7 +282,7 @@ class RectangleCopies:
         self._pairs = list(pairs)
 
     def run(self) -> None:
-        """Copies everything."""
+        """Runs all copies."""
         for source, dest in self._pairs:
             dest.copy_(source)
 
@@ -295,10 +297,10 @@ def draw_rows(
     """Draws a token of each row from the softmax of its logits.
 
     Args:
-        logits_BV: any float type; computed with in fp32.
+        logits_BV: Any float type; computed in fp32.
         temperature_B: fp32, above 0; 1 for greedy rows.
         is_greedy_B: bool; such rows take the most probable token.
-        seed_B, count_B: int64; a row's randomness is `row_uniforms` of them.
+        seed_B, count_B: int64; `row_uniforms` computes a row's randomness from them.
 
     Returns:
         tokens_B int64, and logp_B fp32, the log-probabilities of the tokens.
@@ -310,14 +312,14 @@ def draw_rows(
 
 
 def row_uniforms(seed_B: torch.Tensor, count_B: torch.Tensor) -> torch.Tensor:
-    """Returns for each (seed, count) a uniform fp64 number in [0, 1), of 48 bits of a hash.
+    """Returns a uniform fp64 number in [0, 1) for each (seed, count), from 48 bits of a hash.
 
     The hash is the output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
     number generators, OOPSLA 2014, figure 17) at position `count` of the stream that starts at the
     mixed seed.
 
     Args:
-        seed_B, count_B: int64, holding the bits of unsigned numbers.
+        seed_B, count_B: int64, with the bits of unsigned numbers.
     """
     start_B = _mixed(seed_B)
     bits_B = _mixed(start_B + (count_B + 1) * _signed(GOLDEN))
@@ -327,9 +329,9 @@ def row_uniforms(seed_B: torch.Tensor, count_B: torch.Tensor) -> torch.Tensor:
 def invert_rows(logp_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     """Returns the first token whose cumulative probability is above the row's uniform number.
 
-    Sums are float64: a float32 running sum over a large vocabulary is off by more than rare tokens
-    weigh. They are taken of runs of the vocabulary first, so that only those and one run are
-    accumulated: a float64 copy of all probabilities would take longer than the rest of sampling.
+    Sums are float64: the error of a float32 running sum over a large vocabulary exceeds the weight
+    of rare tokens. First, sums over runs of the vocabulary are accumulated, then only the elements
+    of one run. A float64 copy of all probabilities would take longer than the rest of sampling.
     """
     num_rows, vocab = logp_BV.shape
     size = next((size for size in RUNS if vocab % size == 0), vocab)
@@ -337,12 +339,12 @@ def invert_rows(logp_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
     ends_BR = prob_BRS.sum(-1, dtype=torch.float64).cumsum(-1)
     draw_B1 = (uniform_B * ends_BR[:, -1])[:, None]
     # right=True finds the first entry above the draw, never one of probability 0. Only a row of
-    # NaNs (refused by the caller, by its log-probability) runs past the end.
+    # NaNs exceeds the end; the caller refuses its log-probability.
     run_B1 = torch.searchsorted(ends_BR, draw_B1, right=True).clamp_(max=ends_BR.shape[1] - 1)
     before_B1 = torch.where(run_B1 > 0, ends_BR.gather(-1, (run_B1 - 1).clamp_(min=0)), 0.0)
     of_run_BS = prob_BRS.gather(1, run_B1[:, :, None].expand(-1, 1, size))[:, 0]
     cdf_BS = of_run_BS.double().cumsum(-1)
-    # Rounded otherwise than the run's sum was, the rest may be the run's whole: just below it.
+    # Due to rounding, the rest may reach the run's whole sum: keep it just below.
     most_B1 = torch.nextafter(cdf_BS[:, -1:], torch.zeros_like(before_B1))
     rest_B1 = torch.minimum((draw_B1 - before_B1).clamp_(min=0), most_B1)
     place_B1 = torch.searchsorted(cdf_BS, rest_B1, right=True).clamp_(max=size - 1)
@@ -357,7 +359,7 @@ def _mixed(bits_B: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(bits_B: torch.Tensor, places: int) -> torch.Tensor:
-    """Shifts right, zeros in; int64 would let the sign in."""
+    """Shifts right and fills with zeros; a plain int64 shift would copy the sign."""
     return (bits_B >> places) & ((1 << (64 - places)) - 1)
 
 

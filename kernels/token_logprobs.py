@@ -1,13 +1,13 @@
-"""Softmax statistics of a vocabulary shard and their gradients, a chunk of columns at a time.
+"""Softmax statistics of a vocabulary shard and their gradients, one chunk of columns at a time.
 
-cuBLAS makes the matrix products, at the rate of the tensor cores; the kernels do what lies between
-them. A chunk's logits are fp32 in one scratch that all chunks share, so no logit is ever rounded to
-the weight's type. Chunks are of columns, not of tokens: each row of the weight's gradient is
-complete once its chunk is done, and is written once, to where Megatron accumulates gradients.
+cuBLAS computes the matrix products at tensor-core speed; the kernels compute everything between
+them. A chunk's logits are fp32 in a scratch buffer that all chunks share, so no logit is rounded to
+the weight's type. Chunks consist of columns, not tokens: each row of the weight's gradient is
+complete after its chunk, and is written once, to the buffer where Megatron accumulates gradients.
 
-Ideal, of T tokens, V columns and D hidden: 2 T V D FLOPs forward and 6 T V D more backward, which
-makes the logits again. Beside them a logit is 8 bytes of traffic forward (written and read, fp32)
-and 14 backward (its gradient too, in the weight's type, which both products then read).
+Ideal, for T tokens, V columns and D hidden: 2 T V D FLOPs forward and 6 T V D more backward, which
+recomputes the logits. In addition, a logit causes 8 bytes of memory traffic forward (written and
+read, fp32) and 14 backward (its gradient too, in the weight's type, which both products read).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import triton.language as tl
 from hybridrl.kernels import reference
 from hybridrl.kernels.reference import VocabStats
 
-# A chunk is an eighth of the shard, at least what keeps a GPU busy, at most what a GPU full of
-# weights can spare; bytes are of backward's scratch.
+# A chunk is an eighth of the shard, within these limits of backward's scratch: enough to keep a GPU
+# busy, and little enough for a GPU full of weights.
 LEAST_BYTES = 64 << 20
 MOST_BYTES = 1 << 30
-BYTES_PER_LOGIT = 6  # fp32, and a gradient of 2 bytes
-# One program holds a row of the chunk in registers: 32 fp32 of a thread at most.
+BYTES_PER_LOGIT = 6  # an fp32 logit, and a gradient of 2 bytes
+# One program holds a row of the chunk in registers: at most 32 fp32 values per thread.
 LEAST_WIDTH = 1024
 MOST_WIDTH = 16384
 COLUMNS_PER_WARP = 1024
@@ -38,7 +38,7 @@ def vocab_stats(
     temperature: float,
     cap: float = 0.0,
 ) -> VocabStats:
-    """Computes the softmax statistics of one vocabulary shard; arguments as of the reference."""
+    """Computes the softmax statistics of one vocabulary shard; see `reference.vocab_stats`."""
     if 0 in (hidden_TD.size(0), weight_VD.size(0)):
         return reference.vocab_stats(hidden_TD, weight_VD, target_T, temperature, cap)
     num_tokens, width = hidden_TD.size(0), _width(hidden_TD.size(0), weight_VD.size(0))
@@ -77,11 +77,11 @@ def vocab_backward(
     cap: float = 0.0,
     is_trained: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes this shard's part of the gradients; arguments and result as of the reference.
+    """Computes this shard's part of the gradients; see `reference.vocab_backward`.
 
-    The gradient of a logit is rounded to the weight's type; sums of them are fp32.
+    The gradient of a logit is rounded to the weight's type; sums of gradients are fp32.
     """
-    grad_logp_T = grad_logp_T.contiguous()  # autograd may give one number for all tokens
+    grad_logp_T = grad_logp_T.contiguous()  # autograd may expand one number to all tokens
     grad_entropy_T = None if grad_entropy_T is None else grad_entropy_T.contiguous()
     is_added, is_empty = grad_weight_VD is not None, 0 in (hidden_TD.size(0), weight_VD.size(0))
     fresh = torch.zeros_like if is_empty else torch.empty_like
@@ -124,7 +124,7 @@ def vocab_backward(
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    # By an exponential that cannot overflow; near 0, where it cancels, by the series.
+    # An exponential that cannot overflow; near 0, where it loses precision, the series.
     square = x * x
     near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
     power = tl.exp(-2 * tl.abs(x))
@@ -145,7 +145,7 @@ def _add_columns(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     HAS_CAP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # stats has the rows of VocabStats; zeros at first. A program is a token.
+    # stats has the rows of VocabStats, initially zeros. One program handles one token.
     row = tl.program_id(0)
     place = tl.arange(0, WIDTH)
     is_column = place < columns
@@ -157,7 +157,7 @@ def _add_columns(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     stats += row
     total = tl.load(stats + num_tokens)
     weighted = tl.load(stats + 2 * num_tokens)
-    # No sum means no column yet, and that the largest is none.
+    # A sum of 0 means that there was no column yet, and so no largest logit.
     largest = tl.where(total > 0, tl.load(stats), float("-inf"))
     new = tl.maximum(largest, tl.max(logit, 0))
     shift = tl.where(total > 0, largest - new, 0.0)
@@ -217,10 +217,10 @@ def _logit_gradients(  # type: ignore[no-untyped-def]
 def _multiply(
     left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, is_added: bool = False
 ) -> None:
-    """Writes left @ right, summed in fp32, or adds it to what is there."""
+    """Writes left @ right, accumulated in fp32, to `out`, or adds it to `out`."""
     if left.is_cuda and left.dtype != out.dtype:
         torch.addmm(out, left, right, out_dtype=out.dtype, beta=int(is_added), out=out)
-    else:  # torch on CPU has no product of two types
+    else:  # torch on CPU has no product with an output of another type
         left, right = left.to(out.dtype), right.to(out.dtype)
         torch.addmm(out, left, right, beta=int(is_added), out=out)
 
@@ -231,7 +231,7 @@ def _chunks(weight_VD: torch.Tensor, width: int) -> Iterator[tuple[int, torch.Te
 
 
 def _width(num_tokens: int, num_columns: int) -> int:
-    """Returns how many columns a chunk has: a power of two, since each is compiled once."""
+    """Returns the number of columns in a chunk: a power of two, since each value is compiled."""
     column_bytes = BYTES_PER_LOGIT * max(num_tokens, 1)
     most = min(max(num_columns // 8, LEAST_BYTES // column_bytes), MOST_BYTES // column_bytes)
     return min(max(1 << most.bit_length() >> 1, LEAST_WIDTH), MOST_WIDTH)

@@ -105,7 +105,7 @@ class Player:
             return {name: (logps[name], *each) for name, each in taken.items()}
         found_all = {name: (self.ours.logp(name), *each) for name, each in taken.items()}
         self.counts["tokens"] += len(found_all)
-        for step in self.ours.drawn():
+        for step in self.ours.take_steps():
             for name, token, logp in zip(*step, strict=True):
                 assert name not in found_all
                 found_all[name] = (logp, token, None)

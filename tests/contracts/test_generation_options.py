@@ -125,7 +125,7 @@ def refuses_presence(engine: Any, request: Request, is_saved: bool, name: str) -
     engine.step()
     (begun,) = engine.pending()
     assert begun.tokens
-    with pytest.raises(ValueError, match="goes on with presence_penalty"):
+    with pytest.raises(ValueError, match="continues with presence_penalty"):
         if is_saved:
             engine.clear()
             engine.submit([begun])

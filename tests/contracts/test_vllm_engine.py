@@ -35,7 +35,7 @@ from hybridrl.platform import Platform
 from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.vllm.arguments import CPU_BLOCK_SIZE
-from hybridrl.rollout.vllm.decoding import Drawn
+from hybridrl.rollout.vllm.decoding import StepTokens
 
 pytestmark = list(needs("vllm"))
 
@@ -199,14 +199,14 @@ def test_vllm_engine_schedules_as_vllm_does(is_async: bool, is_second_runner: bo
 def test_vllm_engine_generates_by_the_shortcuts() -> None:
     engine = make_engine(QWEN3)
     decoding, taken = engine._decoding, list[int]()
-    drawn = decoding.drawn
+    take_steps = decoding.take_steps
 
-    def noted() -> list[Drawn]:
-        steps = drawn()
+    def noted() -> list[StepTokens]:
+        steps = take_steps()
         taken.extend(len(step.tokens) for step in steps)
         return steps
 
-    decoding.drawn = noted
+    decoding.take_steps = noted
     done = generate(engine, make_requests(6, SamplingParams(max_new_tokens=40)))
     assert sum(taken) == sum(len(one.tokens) - 2 for one in done if len(one.tokens) > 1)
 
@@ -264,12 +264,12 @@ def test_vllm_engine_reports_every_token_to_the_other_ranks_of_its_replica() -> 
 @pytest.mark.parametrize("wrong", [float("nan"), 0.5])
 def test_vllm_engine_refuses_log_probabilities_that_are_none(wrong: float) -> None:
     engine = make_engine(QWEN3)
-    drawn = engine._decoding.drawn
+    take_steps = engine._decoding.take_steps
 
-    def spoiled() -> list[Drawn]:
-        return [step._replace(logps=[*step.logps[:-1], wrong]) for step in drawn()]
+    def spoiled() -> list[StepTokens]:
+        return [step._replace(logps=[*step.logps[:-1], wrong]) for step in take_steps()]
 
-    engine._decoding.drawn = spoiled
+    engine._decoding.take_steps = spoiled
     with pytest.raises(RuntimeError, match=f"log-probability {wrong} for request 102"):
         generate(engine, make_requests(3, SamplingParams(max_new_tokens=12)))
 
@@ -283,7 +283,7 @@ SHORT = SamplingParams(max_new_tokens=4)
         (replace(SHORT, temperature=1e-3), "temperature"),
         (
             replace(SHORT, stop_token_ids=(*range(2, 130),), min_new_tokens=1),
-            "has 129 stop_token_ids, with those of the model; with min_new_tokens vLLM takes 128",
+            "has 129 stop_token_ids, including the model's; vLLM allows at most 128",
         ),
     ],
 )

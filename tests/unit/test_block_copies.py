@@ -143,7 +143,7 @@ def test_blocks_arrive_between_the_waits(
     ],
 )
 def test_what_is_no_block_is_refused(source: torch.Tensor, dest: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="both must be contiguous and as large"):
+    with pytest.raises(ValueError, match="both must be contiguous and of equal size"):
         block_table([(source, dest)])
 
 

@@ -117,7 +117,7 @@ def test_vllms_experts_are_recorded_as_far_as_they_are_computed(
     scheduler._free_request_blocks(request)  # and aborted
     assert freed == ["0-0"] * 2 and row.blobs["routed_experts"].tolist() == expected
     request.num_computed_tokens = 7
-    with pytest.raises(RuntimeError, match="0 places for 7 computed tokens of request 0-0"):
+    with pytest.raises(RuntimeError, match="0 slots for 7 computed tokens of request 0-0"):
         recorder.record_running()
     running.clear()  # nobody wants it
     recorder.record_running()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hybridrl.rollout.vllm import model_folder as module
-from hybridrl.rollout.vllm.model_folder import MOST_AT_ONCE, model_folder
+from hybridrl.rollout.vllm.model_folder import MAX_STARTS, model_folder
 
 CONTENT = {"architectures": ["A"], "hidden_size": 8}
 
@@ -41,8 +41,8 @@ def test_a_start_finds_the_path_of_the_one_before_by_content_place_and_code(
 
 def test_processes_that_start_at_once_have_folders_of_their_own() -> None:
     with ExitStack() as starts:
-        every = [starts.enter_context(model_folder(CONTENT, 0, 0)) for _ in range(MOST_AT_ONCE + 1)]
-        assert len(set(every)) == MOST_AT_ONCE + 1
+        every = [starts.enter_context(model_folder(CONTENT, 0, 0)) for _ in range(MAX_STARTS + 1)]
+        assert len(set(every)) == MAX_STARTS + 1
         kept, temporary = every[:-1], every[-1]
         assert temporary.parent != kept[0].parent == kept[1].parent
     assert path_of(CONTENT) == every[0] and not temporary.exists()

@@ -57,7 +57,7 @@ def test_memory_that_the_trainer_takes_later_is_left_alone() -> None:
     plain = arguments(120, max_batch=4096)["gpu_memory_utilization"]
     reserving = arguments(120, max_batch=4096, reserved_bytes=42 * GIB)["gpu_memory_utilization"]
     assert plain - reserving == pytest.approx(42 / 140, rel=1e-6)
-    with pytest.raises(UserError, match="20.0 GiB, of which 42.0 GiB are for optimizer state"):
+    with pytest.raises(UserError, match="20.0 GiB, of which 42.0 GiB are reserved"):
         arguments(20, reserved_bytes=42 * GIB)
 
 

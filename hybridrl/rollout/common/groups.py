@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.parallel.view import View
+from hybridrl.rollout.common.process_state import replaced
 
 
 def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
@@ -52,6 +55,24 @@ def over_layout(
         return build(mapped, *args, **kwargs)
 
     return build_over_layout
+
+
+@contextlib.contextmanager
+def engine_world(
+    parallel_state: Any, size: int, build_group: Callable[..., Any], build_world: Callable[..., Any]
+) -> Iterator[None]:
+    """Makes a package build its groups with these functions, for a world of `size` ranks."""
+    distributed, torch_view = View(dist), View(torch)
+    distributed.get_world_size = lambda group=None: (
+        size if group is None else dist.get_world_size(group)
+    )
+    torch_view.distributed = distributed
+    with (
+        replaced(parallel_state, "init_model_parallel_group", build_group),
+        replaced(parallel_state, "init_world_group", build_world),
+        replaced(parallel_state, "torch", torch_view),
+    ):
+        yield
 
 
 def check_groups(

@@ -1,9 +1,8 @@
 """The `sglang` engine: SGLang's scheduler in this process, its live parameters written in place.
 
-Owns requests on their way through SGLang's continuous batching, whose tokens stay in SGLang's own
-requests until they are asked for. Not owned: what it shares with other packages
-(common/packaged_engine.py), how SGLang is started (sglang/start.py) and how its loop is driven
-(sglang/scheduler.py).
+Owns requests in SGLang's continuous batching; their tokens stay in SGLang's own requests until they
+are needed. common/packaged_engine.py owns the part shared with other packages, sglang/start.py the
+start of SGLang, and sglang/scheduler.py runs its loop.
 """
 
 from __future__ import annotations
@@ -25,19 +24,24 @@ from hybridrl.rollout.sglang.longrope import settle_longrope
 from hybridrl.rollout.sglang.memory import sleeping_memory
 from hybridrl.rollout.sglang.routing import RecordedExperts
 from hybridrl.rollout.sglang.sampling import request_sampling
-from hybridrl.rollout.sglang.scheduler import drawn_logps, end_soon, synchronize, token_ids
+from hybridrl.rollout.sglang.scheduler import drawn_logps, end_soon, token_ids
 from hybridrl.rollout.sglang.shared_prompts import SharedPrompts
 from hybridrl.rollout.sglang.start import LiveEngine, start, stop
 
-# Turns of SGLang's loop without a batch after which it is taken to be stuck. One may pass where the
-# tokens of the batch before have to be known first.
-MOST_EMPTY_TURNS = 3
+# Turns of SGLang's loop without a batch after which the loop counts as stuck. One empty turn can
+# occur while the previous batch's tokens are awaited.
+MAX_EMPTY_TURNS = 3
 COPIES = LatentCopies("w_kc", "w_vc", "num_local_heads")
 
 
 @dataclass
 class _Running:
-    """A request that SGLang has, and how many of the tokens that it drew were taken."""
+    """A request in SGLang.
+
+    Args:
+        request: SGLang's own request.
+        num_taken: Number of its drawn tokens that were copied to `row`.
+    """
 
     row: RunningRequest
     request: Any
@@ -59,7 +63,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         layout = self._placement
         self._running: dict[int, _Running] = {}  # by request id
         self._shared_prompts = SharedPrompts()
-        # Requests whose text is looked at, and those that a text has ended and SGLang has yet.
+        # Requests with stop strings, and requests that ended at one but are still in SGLang.
         self._by_text: set[int] = set()
         self._leaving: set[int] = set()
         self._num_empty_turns = 0
@@ -78,7 +82,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._scheduler = self._live.scheduler
         self._scheduler.recorder = self._experts
         self._scheduler.before_release = lambda request: self._record([request])
-        self._scheduler.tells_drawn = layout.tp > 1
+        self._scheduler.reports_drawn = layout.tp > 1
         itemsize = getattr(torch, self._settings.dtype).itemsize
         per_token = token_bytes(self._shape, layout.tp, itemsize)
         self._cache_bytes = per_token * self._scheduler.max_total_num_tokens
@@ -94,7 +98,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
     def finish_update(self, version: int) -> None:
         """Maps the KV cache and allows generation with the weights `version`."""
         super().finish_update(version)
-        synchronize(self._device)  # the weights were written on another stream than SGLang's
+        if self._device.type != "cpu":  # weights were written on another stream than SGLang's
+            torch.cuda.synchronize(self._device)
 
     def _forget_cache(self) -> None:
         self._scheduler.forget_requests()
@@ -103,15 +108,15 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._record([running.request for running in self._running.values()])
 
     def _record(self, requests: Sequence[Any], num_tokens: int | None = None) -> None:
-        """Records the experts of unfinished requests while they have their places, of the first
-        `num_tokens` of prompt and response (None: all).
+        """Records the experts of unfinished requests while they have slots, for the first
+        `num_tokens` of prompt and response (all if None).
         """
         if self._experts is None:
             return
         rows: list[tuple[Any, RunningRequest, int]] = []
         for request in requests:
             running = self._running.get(int(request.rid))
-            # Without a token its prompt may not be computed yet.
+            # Before the first token, the prompt may not be computed yet.
             if running is not None and request.output_ids:
                 every = len(request.origin_input_ids) + len(request.output_ids)
                 rows.append((request, running.row, num_tokens or every))
@@ -138,7 +143,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     def _decode(self) -> tuple[list[str], list[int]]:
         scheduler = self._scheduler
-        # No generator is kept: nothing here draws from one.
+        # No random generator needs restoring: nothing here draws from one.
         with torch.no_grad():
             if len(self._running) < len(self._rows):
                 self._begin_queued()
@@ -148,39 +153,39 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._end(request)
         self._end_by_text()
         if scheduler.has_wrong_logp:
-            self._take_drawn()  # raises, unless it was of a row that nobody takes
+            self._take_drawn()  # raises unless the row's request was dropped
             scheduler.has_wrong_logp = False
         is_empty = not ended and not scheduler.last_batch
         self._num_empty_turns = self._num_empty_turns + 1 if is_empty else 0
-        if self._num_empty_turns >= MOST_EMPTY_TURNS:
+        if self._num_empty_turns >= MAX_EMPTY_TURNS:
             raise RuntimeError(f"SGLang runs none of {len(self._running)} unfinished requests")
         drawn, scheduler.drawn = scheduler.drawn, ([], [])
         return drawn
 
     def _begin_queued(self) -> None:
-        """Gives SGLang the first queued requests, as many as it decodes together; of those with the
-        same prompt one alone, until that is computed.
+        """Passes the first queued requests to SGLang, as many as it decodes together. If several
+        have the same prompt, only one starts until that prompt is computed.
         """
-        begun = self._running.keys() | self._leaving
-        if (room := self._settings.max_batch - len(begun)) <= 0:
+        started = self._running.keys() | self._leaving
+        if (room := self._settings.max_batch - len(started)) <= 0:
             return
-        waiting = (row.request for number, row in self._rows.items() if number not in begun)
+        waiting = (row.request for number, row in self._rows.items() if number not in started)
         queued = list(islice(waiting, room))
         for request in self._shared_prompts.due(queued, self._is_computing_prompt):
             self._add(request.request_id, self._rows[request.request_id])
 
     def _is_computing_prompt(self, request_id: int) -> bool:
-        """Whether SGLang has a request and has drawn no token for it; the first one comes with its
-        prompt in the cache.
+        """Whether SGLang has a request but has drawn no token for it. When it draws the first
+        token, the prompt is in the cache.
         """
         running = self._running.get(request_id)
         return running is not None and not running.request.output_ids
 
     def _add(self, request_id: int, row: RunningRequest) -> None:
-        """Gives a request to SGLang; the tokens it has so far are part of the prompt."""
+        """Passes a request to SGLang; its tokens so far become part of the prompt."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
-        asked = TokenizedGenerateReqInput(
+        request = TokenizedGenerateReqInput(
             rid=str(request_id),
             input_text=None,
             input_ids=token_ids([*row.request.prompt, *row.tokens], self._scheduler),
@@ -198,14 +203,14 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             stream=False,
         )
         if row.request.sampling.needs_history:
-            self._scheduler.said.add(asked.rid, row.request)
-        self._running[request_id] = _Running(row, self._scheduler.add(asked))
+            self._scheduler.token_table.add(request.rid, row.request)
+        self._running[request_id] = _Running(row, self._scheduler.add(request))
         if row.request.sampling.stop_strings:
             self._by_text.add(request_id)
 
     def _end_by_text(self) -> None:
-        """Ends requests whose text has a stop string, of which SGLang knows nothing: it draws one
-        more token for them, which nobody takes.
+        """Ends requests whose text has a stop string, which SGLang does not detect. SGLang draws
+        one more token for them, which is ignored.
         """
         for request_id in sorted(self._by_text):
             running = self._running[request_id]
@@ -221,8 +226,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             end_soon(running.request)
 
     def _text_end(self, running: _Running) -> int:
-        """Returns how many tokens a response has with the first that completes a stop string, of
-        those that were not taken yet; 0: none does.
+        """Returns the length of a response up to the token that completes a stop string, searching
+        only tokens that were not copied yet; 0 if there is none.
         """
         row, strings = running.row, running.row.request.sampling.stop_strings
         tokens = [*row.tokens, *running.request.output_ids[running.num_taken :]]
@@ -232,7 +237,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return next((end for end in ends if found(tokens[:end], strings)), 0)
 
     def _end(self, request: Any) -> None:
-        """Takes a request that SGLang has ended, and keeps its completion."""
+        """Copies the last tokens of a request that SGLang has ended, and keeps its completion."""
         request_id = int(request.rid)
         if request_id in self._leaving:
             self._leaving.remove(request_id)
@@ -254,19 +259,17 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
     def _take_drawn(self) -> None:
         for request_id, running in self._running.items():
             if self._take(running) is not None:
-                raise RuntimeError(f"SGLang did not end request {request_id}, which is at its end")
+                raise RuntimeError(f"SGLang did not end request {request_id} after its last token")
 
     def _take(self, running: _Running) -> Completion | None:
-        """Keeps the tokens that SGLang has drawn for a request since; returns its completion if
-        they end it.
-        """
+        """Copies a request's new tokens to its row; returns the completion if they end it."""
         request, since = running.request, running.num_taken
         tokens, logps = list(request.output_ids[since:]), drawn_logps(request)[since:]
         if not tokens:
             return None
         self._check_logps(logps, lambda _: running.row.request.request_id)
         if running.row.request.sampling.stop_strings:
-            for token, logp in zip(tokens, logps, strict=True):  # any may be the last
+            for token, logp in zip(tokens, logps, strict=True):  # any of them may be the last
                 running.num_taken += 1
                 completion = running.row.append(token, logp, self._version)
                 if completion is not None:

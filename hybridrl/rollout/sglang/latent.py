@@ -1,4 +1,4 @@
-"""What SGLang's latent attention needs on CPUs, where its own kernels for it are not installed."""
+"""Repair of SGLang's latent attention on CPUs, where its own kernels are not installed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hybridrl.rollout.sglang.arguments import CPU_ATTENTION
 
 @contextlib.contextmanager
 def latents_on_cpu() -> Iterator[None]:
-    """Makes the engine that starts inside compute latent attention with torch's own.
+    """Makes the engine that starts inside compute latent attention with torch.
 
-    Works around SGLang 0.5.12 to 0.5.16. Its table of attention backends takes Triton's entry for
-    torch's attention, which then looks for keys and values of all heads in a cache of latents; the
-    entry made here stays for the process, and may go once SGLang has one. Its function of positions
-    knows YaRN alone on CPUs: positions without scaling come from what other models use, until it
-    takes such a model.
+    Works around SGLang 0.5.12 to 0.5.16. Its table of attention backends uses Triton's entry for
+    torch's attention, which then expects keys and values of all heads in a cache of latents. The
+    entry added here stays for the process and may be removed once SGLang has one. SGLang's rotary
+    embedding for latents supports only YaRN on CPUs; models without scaling use that of other
+    models, until SGLang supports them.
     """
     from sglang.srt.layers.rotary_embedding import get_rope
     from sglang.srt.models import deepseek_v2
@@ -27,11 +27,11 @@ def latents_on_cpu() -> Iterator[None]:
 
     absorbed = forward_methods.AttnForwardMethod.MLA
     choice.AttentionBackendRegistry.register(CPU_ATTENTION, lambda layer, batch: absorbed)
-    of_yarn = deepseek_v2.get_rope_wrapper
+    get_yarn = deepseek_v2.get_rope_wrapper
 
     def positions(head_size: int, *, rope_scaling: Any, device: str, **sizes: Any) -> Any:
         if rope_scaling is not None:
-            return of_yarn(head_size, rope_scaling=rope_scaling, device=device, **sizes)
+            return get_yarn(head_size, rope_scaling=rope_scaling, device=device, **sizes)
         return get_rope(head_size, **sizes)
 
     with replaced(deepseek_v2, "get_rope_wrapper", positions):

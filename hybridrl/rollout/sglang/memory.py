@@ -1,9 +1,9 @@
-"""Where SGLang allocates weights and KV cache, so that they can be given back and lent.
+"""Allocation of SGLang's weights and KV cache in memory that can be released and lent.
 
-SGLang asks torch_memory_saver for that, which keeps the driver's handles to itself. Where csrc/ was
-compiled, SGLang's regions are memory pools of this engine over pieces of our own
-(csrc/engine_pool.cpp), and common/engine_memory.py gives them back. Elsewhere torch_memory_saver
-does, and nothing can be lent.
+SGLang uses torch_memory_saver for this purpose, which does not expose the driver's handles. If
+csrc/ was compiled, SGLang's regions are memory pools of this engine over our own pieces
+(csrc/engine_pool.cpp), which common/engine_memory.py releases. Otherwise torch_memory_saver
+releases memory, and none can be lent.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from hybridrl.rollout.common.engine_memory import (
 from hybridrl.rollout.common.process_state import keep_generators, replaced
 from hybridrl.rollout.sglang.version import NAME
 
-BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # of SGLang's pools, a tensor for each layer
+BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # in SGLang's pools, a tensor for each layer
 
 
 @dataclass
 class PoolPiece:
-    """Implements `EnginePiece` over csrc/engine_pool.cpp, which releases the handle that `tell`
-    told it last.
+    """Implements `EnginePiece` over csrc/engine_pool.cpp, which releases the handle that the last
+    call of `set_engine_piece` gave it.
     """
 
     address: int
@@ -52,17 +52,17 @@ class PoolPiece:
     tell: Callable[[int, int], object]
 
     def gone(self) -> None:
-        """Tells the allocator that there is no memory."""
+        """Tells the allocator that the piece has no memory."""
         self.set_handle(0)
 
     def set_handle(self, handle: int) -> None:
-        """Lets the allocator keep the handle of other memory, which is mapped now."""
+        """Gives the allocator the handle of the memory that is mapped now."""
         self.handle = handle
         self.tell(self.address, handle)
 
 
 class EnginePools:
-    """Memory pools of one engine, one for each tag. `make_pool` makes a torch.cuda.MemPool."""
+    """Memory pools of one engine, one per tag. `make_pool` creates a torch.cuda.MemPool."""
 
     def __init__(self, operations: Any, make_pool: Callable[[], Any], mapping: Mapping) -> None:
         self._operations, self._mapping = operations, mapping
@@ -71,27 +71,27 @@ class EnginePools:
 
     @contextlib.contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Lets tensors that are made inside lie in the pool of this tag; SGLang calls it once for
-        weights, any number of times for the KV cache.
+        """Allocates tensors that are created inside in the pool of this tag. SGLang calls it once
+        for weights and any number of times for the KV cache.
 
-        At the end of weights, what loading used beside them is given back: SGLang then measures
-        what is left for its cache. Raises RuntimeError if weights are allocated again: torch would
-        hand out pieces that were given back.
+        At the end of the region of weights, temporary memory of loading is released, since SGLang
+        then measures free memory for its cache. Raises RuntimeError if weights are allocated a
+        second time: torch would reuse pieces that were released.
         """
         if tag in self._closed:
-            raise RuntimeError(f"SGLang allocates {tag} after it has made them")
-        with _asking_the_allocator(), torch.cuda.use_mem_pool(self._pools[tag]):
+            raise RuntimeError(f"SGLang allocates {tag} a second time")
+        with _without_expandable_segments(), torch.cuda.use_mem_pool(self._pools[tag]):
             yield
         if tag == WEIGHTS:
             self._closed.add(tag)
             blocks = blocks_in_use()
-            self._mapping.wait()  # a sync point: loading may still be on its way
+            self._mapping.wait()  # a sync point: loading may still use the memory
             for piece in self._pieces():
                 if piece.tag == tag and not blocks_of(piece, blocks):
                     give_back(piece, self._mapping)
 
     def close(self) -> list[PoolPiece]:
-        """Ends allocation; returns the pieces of both pools that have memory, by address."""
+        """Ends allocation; returns the mapped pieces of both pools, by address."""
         self._closed.update(self._pools)
         return self._pieces()
 
@@ -112,9 +112,7 @@ class EnginePools:
 
 
 def engine_pools(device: torch.device) -> EnginePools | None:
-    """Returns pools for an engine that is about to start; None on CPU, and where csrc/ was not
-    compiled.
-    """
+    """Returns pools for a new engine; None on CPU, or if csrc/ was not compiled."""
     operations = compiled_operations() if device.type == "cuda" else None
     if operations is None:
         return None
@@ -127,15 +125,15 @@ def engine_pools(device: torch.device) -> EnginePools | None:
 def _allocator() -> Any:
     names = "hybridrl_make_engine_memory", "hybridrl_end_engine_memory"
     found = torch.cuda.memory.CUDAPluggableAllocator(compiled_library(), *names).allocator()
-    # Pools of torch 2.11 do not keep it, and end by it whenever Python ends them.
+    # Pools of torch 2.11 do not keep a reference to it, but call it when they are destroyed.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
     return found
 
 
 @contextlib.contextmanager
-def _asking_the_allocator() -> Iterator[None]:
-    """Lets torch ask a pool's allocator also where the user has set expandable segments, with which
-    it makes memory itself.
+def _without_expandable_segments() -> Iterator[None]:
+    """Disables expandable segments temporarily if the user enabled them: torch would allocate
+    without the pool's allocator.
     """
     names = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     is_set = any("expandable_segments:True" in os.environ.get(name, "") for name in names)
@@ -150,8 +148,8 @@ def _asking_the_allocator() -> Iterator[None]:
 
 @contextlib.contextmanager
 def allocated_in(pools: EnginePools | None, device: torch.device) -> Iterator[None]:
-    """Lets an engine that starts allocate in these pools; None: as SGLang does by itself, on GPUs
-    by torch_memory_saver.
+    """Makes an engine that starts inside allocate in these pools. If `pools` is None, SGLang
+    allocates, on GPUs with torch_memory_saver.
     """
     if pools is None:
         if device.type != "cpu":
@@ -163,7 +161,7 @@ def allocated_in(pools: EnginePools | None, device: torch.device) -> Iterator[No
     create = TorchMemorySaverAdapter.create
 
     def adapter(enable: bool) -> Any:
-        found: Any = create(enable=False)  # does nothing; graphs are captured as without it
+        found: Any = create(enable=False)  # a no-op adapter, with ordinary capture of graphs
         if enable:
             found.region = pools.region
         return found
@@ -179,8 +177,11 @@ def sleeping_memory(
     in_part: Sequence[Tensor],
     cache_bytes: int,
 ) -> SleepingMemory:
-    """Returns the memory of a started engine; `whole` and `in_part` of `written_parameters`. Raises
-    UserError if its KV cache is not where it should be.
+    """Returns the memory of a started engine. Raises UserError if its KV cache is outside the
+    pools.
+
+    Args:
+        whole, in_part: Results of `written_parameters`.
     """
     if live.pools is None:
         return SaverMemory(live.scheduler, device)
@@ -196,16 +197,16 @@ def caches_of(scheduler: Any) -> list[Tensor]:
 
 
 class SaverMemory:
-    """Implements `SleepingMemory` by SGLang's own calls, while its scheduler has no requests."""
+    """Implements `SleepingMemory` with SGLang's own calls, while its scheduler has no requests."""
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
         self._scheduler, self._device = scheduler, device
-        self.pieces: Sequence[EnginePiece] = ()  # only SGLang knows them
+        self.pieces: Sequence[EnginePiece] = ()  # SGLang does not expose them
         self.is_asleep = False
-        self.released_bytes = 0
+        self.released_bytes = self.lent_bytes = 0
 
     def sleep(self) -> None:
-        """Gives all back, unless that is done."""
+        """Releases all memory, unless it is released already."""
         if not self.is_asleep:
             free, _ = torch.cuda.mem_get_info()
             self._call("release", [KV_CACHE, WEIGHTS])
@@ -213,46 +214,41 @@ class SaverMemory:
             self.is_asleep = True
 
     def wake_up(self, tag: str) -> None:
-        """Brings memory back for what has this tag; the KV cache last."""
+        """Maps memory for this tag; the KV cache must be last."""
         if not self.is_asleep:
             return
         self._call("resume", [tag])
         if tag == KV_CACHE:
-            # What is mapped anew holds anything. Rows that pad a captured batch read place 0.
+            # New memory has arbitrary content, and padding rows of a captured batch read slot 0.
             self._scheduler.req_to_token_pool.req_to_token.zero_()
             self.is_asleep, self.released_bytes = False, 0
 
     def clear_lent(self) -> None:
-        """Nothing is lent."""
+        """Does nothing: no memory is lent."""
 
     def lend(self, num_bytes: int) -> list[Piece]:
         """Returns no piece."""
         return []
 
-    @property
-    def lent_bytes(self) -> int:
-        """Returns 0."""
-        return 0
-
     def _call(self, what: str, tags: list[str]) -> None:
         from sglang.srt.managers import io_struct
 
         request = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=tags)
-        owner = getattr(self._scheduler, "weight_updater", self._scheduler)  # of newer versions
+        owner = getattr(self._scheduler, "weight_updater", self._scheduler)  # newer versions
         with keep_generators(self._device), torch.no_grad():
             getattr(owner, f"{what}_memory_occupation")(request)
 
 
 def _choose_memory_saver() -> None:
-    """Lets SGLang give memory back through torch's own pools, which may be freed at any time.
+    """Makes SGLang release memory through torch's own pools, which may be freed at any time.
 
-    The other way of torch_memory_saver asks for a library that is loaded before Python. In this one
-    the library ends the process where a pool is freed outside of its regions, as torch does when
-    Python ends. Only allocations in its pools come to it: a thread may stay inside a region.
+    torch_memory_saver's other mode needs a library that is loaded before Python. In the torch mode,
+    the library aborts the process if a pool is freed outside of its regions, as torch does at exit.
+    It only handles allocations in its pools, so this thread may stay inside a region.
     """
     from torch_memory_saver import torch_memory_saver as saver
 
-    with contextlib.suppress(AttributeError, AssertionError):  # it was asked before
+    with contextlib.suppress(AttributeError, AssertionError):  # already chosen
         saver.hook_mode = "torch"
     saver._ensure_initialized()
     saver._impl._binary_wrapper.cdll.tms_set_interesting_region(True)

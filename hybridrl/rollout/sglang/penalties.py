@@ -1,13 +1,13 @@
-"""Least lengths and penalties of SGLang's requests: which tokens each has, kept on the device.
+"""Minimum lengths and penalties of SGLang's requests, from a table of their tokens on the device.
 
-SGLang's own penalizers are not used: their repetition penalty passes over the prompt, a request
-that is taken back or continued counts as one that has said nothing, and a running batch adds
-penalties in another order than one alone.
+SGLang's own penalizers are not used. Their repetition penalty ignores the prompt, a request that is
+retracted or continued counts as one without response, and a running batch applies penalties in
+another order than a single request.
 
-A request that asks for any has a row of a table. Every pass over its prompt writes the row from the
-tokens that the host has; each draw adds its token, where logits are computed, whether or not the
-host knows it yet. What is drawn for nobody is overwritten by the pass over the prompt that follows.
-Invariant: before a draw the row has all tokens before it.
+Each request with penalties has a row of a table. Every pass over its prompt writes the row from the
+tokens on the host; each draw adds its token where logits are computed, whether or not the host
+knows it yet. Discarded tokens are overwritten by the next pass over the prompt. Invariant: before a
+draw, the row contains all earlier tokens.
 """
 
 from __future__ import annotations
@@ -29,16 +29,20 @@ from hybridrl.rollout.common.penalties import (
 from hybridrl.rollout.engine import Request, SamplingParams
 
 
-class _Asked(NamedTuple):
-    """What a request asks for, and how many of the tokens that SGLang was given are its prompt."""
+class _Penalized(NamedTuple):
+    """A request with penalties; `num_prompt` of SGLang's prompt tokens are its own prompt."""
 
     sampling: SamplingParams
     num_prompt: int
 
 
 class _Batch(NamedTuple):
-    """The rows of a batch that ask for something: `row_K` are their places in it (None: all, in
-    order), `slot_K` their rows of the table.
+    """The rows of a batch with penalties.
+
+    Args:
+        names: SGLang's names of all requests of the batch.
+        row_K: Positions of these rows in the batch; None if all rows have penalties.
+        slot_K: Their rows of the table.
     """
 
     names: list[str]
@@ -48,44 +52,44 @@ class _Batch(NamedTuple):
 
 
 class TokenTable:
-    """The tokens of requests that look back, and what they make of logits.
+    """Tokens of requests with penalties, and the penalties' effect on logits.
 
-    Costs nothing while there is no such request. Names are SGLang's for its requests; passes are
+    It costs nothing while there is no such request. Requests have SGLang's names; passes are
     computed one after the other, on one stream.
     """
 
     def __init__(self) -> None:
-        self._asked: dict[str, _Asked] = {}
+        self._penalized: dict[str, _Penalized] = {}
         self._slots: dict[str, int] = {}
-        self._table: Tensor | None = None  # (slots, vocabulary) uint8, of penalties.py
-        # The requests of the pass to come, whether it goes over prompts; and the last batch.
+        self._table: Tensor | None = None  # (slots, vocabulary) uint8, see common/penalties.py
+        # Requests of the next pass, and whether it computes prompts.
         self._next: tuple[Sequence[Any], bool] | None = None
         self._batch: _Batch | None = None
 
     def add(self, name: str, request: Request) -> None:
-        """Takes in a request that looks back, which SGLang was given."""
-        self._asked[name] = _Asked(request.sampling, len(request.prompt))
+        """Adds a request with penalties that was passed to SGLang."""
+        self._penalized[name] = _Penalized(request.sampling, len(request.prompt))
 
     def remove(self, name: str) -> None:
-        """Forgets a request that has ended, if it is there."""
-        if self._asked.pop(name, None) is not None:
+        """Removes a request that has ended, if the table has it."""
+        if self._penalized.pop(name, None) is not None:
             self._slots.pop(name, None)
-            if not self._asked:
+            if not self._penalized:
                 self.clear()
 
     def clear(self) -> None:
-        """Forgets all requests, and gives the memory back."""
-        self._asked.clear()
+        """Removes all requests and frees the memory."""
+        self._penalized.clear()
         self._slots.clear()
         self._table = self._batch = self._next = None
 
-    def look(self, requests: Sequence[Any], has_prompts: bool) -> None:
-        """Notes whose logits come next, and whether the pass computes their prompts."""
-        self._next = (requests, has_prompts) if self._asked else None
+    def prepare(self, requests: Sequence[Any], has_prompts: bool) -> None:
+        """Sets the requests of the next logits, and whether the pass computes their prompts."""
+        self._next = (requests, has_prompts) if self._penalized else None
 
     def penalized(self, logits_BV: Tensor, position_B: Tensor) -> Tensor:
-        """Returns the logits of the pass as its requests ask. `position_B` is that of the last
-        token of each row.
+        """Returns the logits of the pass with penalties. `position_B` is the position of each row's
+        last token.
         """
         batch = self._rows(logits_BV)
         if batch is None or self._table is None:
@@ -93,11 +97,12 @@ class TokenTable:
         rows, length_B = batch.row_K, position_B.long() + 1
         if rows is None:
             return penalize(logits_BV, batch.penalties, self._table[batch.slot_K], length_B)
-        part = logits_BV[rows], batch.penalties, self._table[batch.slot_K], length_B[rows]
-        return logits_BV.float().index_copy(0, rows, penalize(*part))
+        seen_KV = self._table[batch.slot_K]
+        part_KV = penalize(logits_BV[rows], batch.penalties, seen_KV, length_B[rows])
+        return logits_BV.float().index_copy(0, rows, part_KV)
 
     def note(self, token_B: Tensor) -> None:
-        """Adds what was drawn from those logits, (B,) int64."""
+        """Adds the tokens drawn from those logits, (B,) int64."""
         if self._next is None or self._batch is None or self._table is None:
             return
         token_K = token_B if self._batch.row_K is None else token_B[self._batch.row_K]
@@ -105,22 +110,21 @@ class TokenTable:
         self._table.view(-1).index_fill_(0, place_K, IN_RESPONSE)
 
     def _rows(self, logits_BV: Tensor) -> _Batch | None:
-        """Returns the rows of the pass that ask for something, with their tokens in the table."""
+        """Returns the rows of the pass with penalties, after their tokens are in the table."""
         if self._next is None:
             return None
         requests, has_prompts = self._next
         names = [request.rid for request in requests]
         if not has_prompts and self._batch is not None and self._batch.names == names:
             return self._batch
-        rows = [row for row, name in enumerate(names) if name in self._asked]
+        rows = [row for row, name in enumerate(names) if name in self._penalized]
         if not rows:
             self._batch = None
             return None
         if has_prompts:
             self._write([requests[row] for row in rows], logits_BV)
         device = logits_BV.device
-        asked = [self._asked[names[row]] for row in rows]
-        sampling, prompts = [one.sampling for one in asked], [one.num_prompt for one in asked]
+        sampling, prompts = zip(*(self._penalized[names[row]] for row in rows), strict=True)
         slots = [self._slots[names[row]] for row in rows]
         self._batch = _Batch(
             names,
@@ -131,21 +135,21 @@ class TokenTable:
         return self._batch
 
     def _write(self, requests: Sequence[Any], logits_BV: Tensor) -> None:
-        """Writes rows of the table, of requests whose prompts are computed."""
+        """Writes the table rows of requests whose prompts are computed."""
         names = [request.rid for request in requests]
         new = [name for name in names if name not in self._slots]
         free = set(range(len(self._slots) + len(new))) - set(self._slots.values())
         self._slots.update(zip(new, sorted(free), strict=False))
         table = self._with_room(max(self._slots.values()) + 1, logits_BV)
-        said = []
+        histories = []
         for request, name in zip(requests, names, strict=True):
-            given, num_prompt = request.origin_input_ids, self._asked[name].num_prompt
+            given, num_prompt = request.origin_input_ids, self._penalized[name].num_prompt
             prompt, response = given[:num_prompt], given[num_prompt:]
-            said.append(TokenHistory(prompt, [*response, *request.output_ids]))
-        mark(table, [self._slots[name] for name in names], said)
+            histories.append(TokenHistory(prompt, [*response, *request.output_ids]))
+        mark(table, [self._slots[name] for name in names], histories)
 
     def _with_room(self, num_slots: int, logits_BV: Tensor) -> Tensor:
-        """Returns the table with so many rows at least."""
+        """Returns the table, enlarged to at least `num_slots` rows."""
         old = self._table
         if old is not None and len(old) >= num_slots:
             return old

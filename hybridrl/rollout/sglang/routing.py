@@ -1,8 +1,8 @@
-"""How SGLang's routers tell the experts that they choose, which are kept by places of the KV cache.
+"""Records the experts that SGLang's routers choose, by slot of the KV cache.
 
-SGLang's recorder copies all choices of each step to pinned host memory, which CPUs do not have.
-This one stands in its place, keeps them on the device (common/experts_by_slot.py), and is read
-before a request loses its place and before the weights change.
+SGLang's own recorder copies all choices of each step to pinned host memory, which CPUs do not have.
+This recorder replaces it and keeps choices on the device (common/experts_by_slot.py). They are read
+before a request loses its slots and before the weights change.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from hybridrl.rollout.engine import RunningRequest
 
 
 class RecordedExperts:
-    """Records the experts of every request of one live engine; SGLang's recorder while that engine
-    takes its turn.
+    """Records the experts of every request of one live engine, as SGLang's recorder during that
+    engine's turn.
 
-    The routers of each layer write into the rows of a pass's tokens, which CUDA graphs capture;
-    after the pass the rows go to the slots of the tokens' keys. Slots and tokens that pad a batch
-    count in `num_slots` and `max_tokens`.
+    The routers of each layer write to the rows of a pass's tokens, which CUDA graphs capture. After
+    the pass the rows are copied to the slots of the tokens' keys. `num_slots` and `max_tokens`
+    include padding.
 
     Raises:
-        ModelError: The layers with experts have no routers that tell what they choose.
+        ModelError: If a layer with experts has no router that reports its choices.
     """
 
     def __init__(
@@ -44,40 +44,40 @@ class RecordedExperts:
     ) -> None:
         self._by_slot = by_slot = ExpertsBySlot("sglang", shape, num_slots, device, _routed(model))
         self._index = {layer: index for index, layer in enumerate(by_slot.layers)}
-        assert shape.moe is not None  # ExpertsBySlot has looked
+        assert shape.moe is not None  # ExpertsBySlot has checked it
         size = max_tokens, len(by_slot.layers), shape.moe.experts_per_token
         self._of_pass = torch.zeros(size, dtype=by_slot.dtype, device=device)
 
     def capture(self, layer_id: int, topk_indices: Tensor) -> None:
-        """Is told by a layer's router what it chose for the tokens of a pass, (T, K)."""
+        """Called by a layer's router with its choices for the tokens of a pass, (T, K)."""
         self._of_pass[: len(topk_indices), self._index[layer_id]] = topk_indices.to(
             self._of_pass.dtype
         )
 
     def on_forward_end(self, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Is told by SGLang that a pass is over, in whose stream it is called."""
+        """Called by SGLang at the end of a pass, in the pass's stream."""
         slots_T = forward_batch.out_cache_loc
         self._by_slot.write_all(slots_T, self._of_pass[: len(slots_T)])
 
     def get_topk(
         self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
     ) -> Array:
-        """Is asked by SGLang for the experts of a finished request, before its slots are free; its
+        """Called by SGLang for the experts of a finished request, before its slots are freed. The
         last token was in no pass.
         """
         del start_len
         return self._by_slot.read(req_to_token_pool.req_to_token[req_pool_idx, : seqlen - 1])
 
     def record(self, rows: Iterable[tuple[Any, RunningRequest, int]], pool: Any) -> None:
-        """Records the experts of unfinished requests that are not recorded yet, before their slots
-        are free. A sync point if there are any.
+        """Records new experts of unfinished requests, before their slots are freed. A sync point if
+        there are new ones.
 
-        A request that was taken back and is read in again has slots for what it has read, and none
-        for the rest, of which everything was recorded when it was taken back.
+        A retracted request that is computed again has slots only for its recomputed tokens.
+        Everything else was recorded when it was retracted.
 
         Args:
-            rows: SGLang's request, where it is recorded, and its tokens of prompt and response, the
-                last of which was in no finished pass.
+            rows: SGLang's request, its row, and its number of prompt and response tokens, of which
+                the last was in no finished pass.
             pool: SGLang's `req_to_token_pool`.
         """
         found: list[RunningRequest] = []
@@ -90,19 +90,19 @@ class RecordedExperts:
         self._by_slot.record(found, slots)
 
     def forget(self) -> None:
-        """Forgets all: the weights change."""
+        """Drops all records, because the weights change."""
         self._by_slot.forget()
 
 
 @contextlib.contextmanager
 def recorded_by(listen: Callable[[int], RecordedExperts | None]) -> Iterator[None]:
-    """Lets an engine that starts inside make its recorder before graphs are captured: `listen`
-    returns it (None: it records nothing) given the slots of the KV cache.
+    """Makes an engine that starts inside create its recorder with `listen`, before graphs are
+    captured. `listen` gets the number of slots of the KV cache; it returns None if nothing is
+    recorded.
     """
     from sglang.srt.model_executor import model_runner
 
     def create(num_tokens: int, **sizes: Any) -> RecordedExperts | None:
-        """Returns the recorder; the arguments are named by SGLang."""
         return listen(num_tokens)
 
     with replaced(model_runner, "RoutedExpertsCapturer", SimpleNamespace(create=create)):
@@ -110,15 +110,15 @@ def recorded_by(listen: Callable[[int], RecordedExperts | None]) -> Iterator[Non
 
 
 def make_current(recorder: RecordedExperts | None) -> None:
-    """Makes it SGLang's recorder, of which a process has one, be there several engines or not."""
+    """Makes it SGLang's recorder; a process has only one, even with several engines."""
     from sglang.srt.state_capturer.routed_experts import set_global_experts_capturer
 
     set_global_experts_capturer(recorder)
 
 
 def _routed(model: torch.nn.Module) -> list[int]:
-    """Returns the layers whose routers tell what they choose; routers that do not know their layer,
-    as Mixtral's, are told.
+    """Returns the layers whose routers report their choices. Sets the layer of routers that do not
+    know it, such as Mixtral's.
     """
     from sglang.srt.layers.moe.topk import TopK
 

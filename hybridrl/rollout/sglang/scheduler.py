@@ -1,9 +1,10 @@
-"""SGLang's scheduler inside this process: one turn of its loop at a time, no sockets, no threads.
+"""Runs SGLang's scheduler inside this process: one turn of its loop at a time, no sockets, no
+threads.
 
-The loop of SGLang's scheduler process runs for one turn and is left where it would ask for requests
-again; what a turn did is read from the requests. Owns what is replaced: sockets, the receiver of
-requests, the sender of tokens, the watchdog, checks of idle servers, and what is done with the
-token of a request that goes on.
+The scheduler's loop runs for one turn and is interrupted when it would receive requests again.
+Results are read from the requests. Owns the replaced parts: sockets, the receiver of requests, the
+sender of tokens, the watchdog, checks of idle servers, and the processing of a token that does not
+end its request.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from hybridrl.rollout.sglang.routing import RecordedExperts, make_current
 
 
 class _TurnIsOverError(Exception):
-    """Raised where the loop asks for requests a second time."""
+    """Raised when the loop receives requests a second time."""
 
 
 class _Silence:
-    """Takes what the scheduler sends to other processes."""
+    """Receives and drops the scheduler's messages to other processes."""
 
     def send_output(self, output: Any, request: Any = None) -> None:
-        """Drops it."""
+        """Drops a message."""
 
 
 @contextlib.contextmanager
 def without_watchdog() -> Iterator[None]:
-    """Makes schedulers start no thread that ends the process when no batch ran for a while."""
+    """Disables the thread that ends the process if no batch runs for a while."""
     from sglang.srt.managers import scheduler
 
     with replaced(scheduler, "create_scheduler_watchdog", lambda *args, **kwargs: None):
@@ -44,30 +45,30 @@ def without_watchdog() -> Iterator[None]:
 
 
 def make_scheduler(server_args: Any, tp_rank: int, ep_rank: int, gpu_id: int) -> Any:
-    """Returns a new scheduler with its model, cache and graphs; the process has SGLang's groups."""
+    """Returns a new scheduler with model, cache and graphs; SGLang's groups must exist."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    driven = type("DrivenScheduler", (_Driven, Scheduler), {"said": TokenTable()})
-    # Only a port that nobody opens is read of the ports: the process group is there already.
+    driven = type("DrivenScheduler", (_Driven, Scheduler), {"token_table": TokenTable()})
+    # SGLang reads only this port and never opens it, since the process group exists already.
     ports = SimpleNamespace(nccl_port=0)
-    others = 0, 0, 0, None  # pipeline, attention's context, experts' data, data parallel
+    others = 0, 0, 0, None  # ranks: pipeline, attention context, MoE data, data parallel
     return driven(server_args, ports, gpu_id, tp_rank, ep_rank, *others)
 
 
 class _Driven:
-    """What a scheduler does otherwise when it is driven by `turn`; before SGLang's class, in which
-    the attributes that it does not make itself are.
+    """Overrides of a scheduler that is driven by `turn`. It precedes SGLang's class, which has all
+    attributes that are not defined here.
     """
 
     running_batch: Any
     recorder: RecordedExperts | None = None
     before_release: Callable[[Any], None]
-    said: TokenTable  # of requests that look back
-    # Since the owner has looked: requests that ended, in order; names of requests and the token
-    # that each drew, where it wants to know; and whether a value is no log-probability.
+    token_table: TokenTable
+    # Results that the owner reads and resets: requests that ended, in order; names of requests and
+    # the token that each drew, if `reports_drawn`; whether some log-probability was invalid.
     ended: list[Any]
     drawn: tuple[list[str], list[int]]
-    tells_drawn = False
+    reports_drawn = False
     has_wrong_logp = False
     _streams: Callable[[], Any]
     _turn_begins: bool
@@ -80,7 +81,7 @@ class _Driven:
         self.idle_sleeper = self.load_snapshot_writer = None
         self.recv_from_tokenizer = self.recv_from_rpc = None
         self.send_to_tokenizer = self.send_to_detokenizer = silence
-        self.ipc_channels = SimpleNamespace(  # of newer versions
+        self.ipc_channels = SimpleNamespace(  # newer versions
             recv_from_tokenizer=None,
             recv_from_rpc=None,
             send_to_tokenizer=silence,
@@ -88,31 +89,31 @@ class _Driven:
             send_metrics_from_scheduler=None,
         )
 
-    def init_request_receiver(self) -> None:  # of newer versions
+    def init_request_receiver(self) -> None:  # newer versions
         self.request_receiver = SimpleNamespace(recv_requests=self.recv_requests)
 
-    def init_output_streamer(self) -> None:  # of newer versions
+    def init_output_streamer(self) -> None:  # newer versions
         ignore = self.stream_output
         self.output_streamer = SimpleNamespace(
             stream_output=ignore, _stream_output_generation=ignore
         )
 
     def recv_requests(self) -> list[Any]:
-        """Gives the loop nothing, once; requests are handed over between turns."""
+        """Returns no requests, once per turn; requests are added between turns."""
         if not self._turn_begins:
             raise _TurnIsOverError
         self._turn_begins = False
         return []
 
     def stream_output(self, *args: Any, **kwargs: Any) -> None:
-        """Sends no tokens: they are read from the requests."""
+        """Sends nothing: tokens are read from the requests."""
 
     def on_idle(self) -> None:
-        """Does nothing: a server without requests would check its pools here."""
+        """Does nothing; a server without requests would check its pools here."""
 
     @property
     def result_queue(self) -> Any:
-        """Batches under way; the loop begins with a new queue, which here is the old one."""
+        """Batches in flight. The loop assigns a new queue at its start, which is ignored."""
         return self.__dict__.setdefault("_batches_under_way", deque())
 
     @result_queue.setter
@@ -121,11 +122,11 @@ class _Driven:
 
     @property
     def takes_arrays(self) -> bool:
-        """Whether token ids are passed as arrays, as newer versions do."""
+        """Whether token ids are passed as arrays, as in newer versions."""
         return hasattr(super(), "init_request_receiver")
 
     def prepare_turns(self) -> None:
-        """Makes the streams that SGLang makes where its loop begins."""
+        """Creates the streams that SGLang creates at the start of its loop."""
         self.ended, self.drawn = [], ([], [])
         self.is_overlapped = self.enable_overlap
         self._streams = contextlib.nullcontext
@@ -148,26 +149,25 @@ class _Driven:
             loop()
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a batch, of which the sampler knows whose tokens it draws."""
-        self.said.look(batch.reqs, not batch.forward_mode.is_decode())
+        """Runs a batch, after telling the token table its requests."""
+        self.token_table.prepare(batch.reqs, not batch.forward_mode.is_decode())
         return super().run_batch(batch, *args, **kwargs)  # type: ignore[misc]
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
-        """Keeps the tokens that a batch drew, once they are there, and ends requests.
+        """Keeps the tokens that a batch drew, and ends requests.
 
-        While a batch decodes, SGLang is left to end requests. With the token of one that goes on it
-        does a dozen things of which none is needed here, one request after another: on the host
-        that takes longer than a small model on the GPU.
+        In a decode batch, SGLang's own code runs only for requests that end. For a token that does
+        not end its request, it does a dozen unneeded things for one request after another. On the
+        host that takes longer than a small model takes on the GPU.
         """
         if not batch.forward_mode.is_decode():
             with _without_insert(batch, result):
                 super().process_batch_result(batch, result)  # type: ignore[misc]
             self._note_ended(batch.reqs)
             begun = [request for request in batch.reqs if request.output_ids]
-            self._note(begun, [one.output_ids[-1] for one in begun])
-            self.has_wrong_logp |= not all(
-                -float("inf") < drawn_logps(one)[-1] <= 0 for one in begun
-            )
+            self._note(begun, [request.output_ids[-1] for request in begun])
+            last_logps = [drawn_logps(request)[-1] for request in begun]
+            self.has_wrong_logp |= not all(-float("inf") < logp <= 0 for logp in last_logps)
             return
         if result.copy_done is not None:
             result.copy_done.synchronize()
@@ -184,16 +184,16 @@ class _Driven:
     def _note_ended(self, requests: Sequence[Any]) -> None:
         ended = [request for request in requests if request.finished()]
         for request in ended:
-            self.said.remove(request.rid)
+            self.token_table.remove(request.rid)
         self.ended += ended
 
     def _note(self, requests: Sequence[Any], tokens: list[int]) -> None:
-        if self.tells_drawn:
+        if self.reports_drawn:
             self.drawn[0].extend(request.rid for request in requests)
             self.drawn[1].extend(tokens)
 
     def update_running_batch(self, batch: Any) -> Any:
-        """Calls `before_release` with each request whose slots are taken back for others."""
+        """Calls `before_release` with each request that is retracted to free its slots."""
         if self.recorder is None:
             return super().update_running_batch(batch)  # type: ignore[misc]
         release = batch.release_req
@@ -209,35 +209,36 @@ class _Driven:
             del batch.release_req
 
     def add(self, request: Any) -> Any:
-        """Queues a request and returns what the scheduler knows of it."""
+        """Queues a request and returns the scheduler's own request."""
         self.handle_generate_request(request)
         queued = self.waiting_queue[-1] if self.waiting_queue else None
         if queued is None or queued.rid != request.rid:
             raise RuntimeError(f"SGLang did not queue request {request.rid}")
-        # No log-probabilities of what is in the prompt, nor, where a request is taken back and
-        # computed again, of what it has drawn already.
+        # No log-probabilities of the prompt, or of earlier tokens of a retracted request.
         queued.logprob_start_len = -1
         return queued
 
     def forget_requests(self) -> None:
-        """Drops all requests, and the KV cache with the prefixes in it."""
-        make_current(None)  # of what is dropped the owner has recorded what it wanted
+        """Drops all requests and the KV cache, including its prefixes."""
+        make_current(None)  # the owner has recorded dropped requests already
         with self._streams():
             while self.result_queue:
                 batch, result = self.result_queue.popleft()
-                super().process_batch_result(batch, result)  # type: ignore[misc]  # nobody reads it
+                super().process_batch_result(batch, result)  # type: ignore[misc]
             if self.device != "cpu":
                 self.device_module.synchronize()
             self.ended.clear()
             self.drawn = [], []
-            self.said.clear()
+            self.token_table.clear()
             self.has_wrong_logp = False
             self.waiting_queue.clear()
             self.chunked_req = self.last_batch = self.cur_batch = None
             self.running_batch = type(self.running_batch)(reqs=[], batch_is_full=False)
             if not self.flush_cache(empty_cache=False):
-                raise RuntimeError("SGLang kept its cache, which holds keys of older weights")
-        if hasattr(self, "new_token_ratio_tracker"):  # of newer versions
+                raise RuntimeError(
+                    "SGLang did not clear its cache, which has keys of older weights"
+                )
+        if hasattr(self, "new_token_ratio_tracker"):  # newer versions
             self.new_token_ratio_tracker.reset()
         else:
             self.new_token_ratio = self.init_new_token_ratio
@@ -245,11 +246,12 @@ class _Driven:
 
 @contextlib.contextmanager
 def _without_insert(batch: Any, result: Any) -> Iterator[None]:
-    """Leaves prompts out of the cache that it has but for the last token: most samples of a prompt.
+    """Does not insert prompts that are in the cache except for their last token, as for most
+    samples of a prompt.
 
-    To look that token up takes a dozen operations of the device, for each request.
+    Looking that token up takes a dozen device operations for each request.
     """
-    lengths = result.extend_input_len_per_req or ()  # None: of requests without log-probabilities
+    lengths = result.extend_input_len_per_req or ()  # None without log-probabilities
     found = [request for request, num in zip(batch.reqs, lengths, strict=False) if num == 1]
     for request in found:
         request.skip_radix_cache_insert = True
@@ -257,15 +259,14 @@ def _without_insert(batch: Any, result: Any) -> Iterator[None]:
         yield
     finally:
         for request in found:
-            request.skip_radix_cache_insert = False  # what they go on to say is of use
+            request.skip_radix_cache_insert = False  # their responses are inserted
 
 
 def keep_tokens(
     requests: Sequence[Any], tokens: Sequence[int], logps: Sequence[float]
 ) -> list[int]:
-    """Gives SGLang's requests the tokens that they drew, but for those that end with them, whose
-    places it returns. Requests that ended or were taken back while the batch was under way get
-    nothing.
+    """Adds drawn tokens to SGLang's requests, except for requests that end with them; returns the
+    positions of those. Ignores requests that ended or were retracted while the batch was in flight.
     """
     ending, is_new = [], hasattr(requests[0], "logprob")  # as in `drawn_logps`
     for place, request in enumerate(requests):
@@ -287,9 +288,7 @@ def keep_tokens(
 
 
 def rows_of(batch: Any, result: Any, places: list[int]) -> tuple[Any, Any]:
-    """Returns a batch of decoding with some of its requests alone, and its result, which is on the
-    host.
-    """
+    """Returns a part of a decode batch, and of its result, which is on the host."""
     batch, result = copy.copy(batch), copy.copy(result)
     batch.reqs = [batch.reqs[place] for place in places]
     output = result.logits_output = copy.copy(result.logits_output)
@@ -300,7 +299,7 @@ def rows_of(batch: Any, result: Any, places: list[int]) -> tuple[Any, Any]:
 
 
 def end_soon(request: Any) -> None:
-    """Makes a request end with the next token that is drawn for it."""
+    """Makes a request end with its next token."""
     from sglang.srt.managers.schedule_batch import FINISH_LENGTH
 
     request.to_finish = FINISH_LENGTH(length=len(request.output_ids))
@@ -308,17 +307,11 @@ def end_soon(request: Any) -> None:
 
 def drawn_logps(request: Any) -> list[float]:
     """Returns the log-probabilities of a request's tokens so far."""
-    holder = getattr(request, "logprob", None)  # of newer versions
+    holder = getattr(request, "logprob", None)  # newer versions
     logps: list[float] = (request if holder is None else holder).output_token_logprobs_val
     return logps
 
 
-def synchronize(device: torch.device) -> None:
-    """Waits for a GPU: weights are written on another stream than SGLang's."""
-    if device.type != "cpu":
-        torch.cuda.synchronize(device)
-
-
 def token_ids(tokens: list[int], scheduler: Any) -> Any:
-    """Returns token ids as this version of SGLang takes them."""
+    """Returns token ids in the form that this version of SGLang expects."""
     return array("q", tokens) if scheduler.takes_arrays else tokens

@@ -1,9 +1,8 @@
-"""Stand-ins for two packages that SGLang's import needs, and names of models that transformers has
-by now.
+"""Stand-ins for two packages that SGLang imports, and a fix for models registered twice.
 
 SGLang imports `torchvision`, whose wheels do not load with a CPU torch, and `sgl_kernel`, which is
-compiled for GPUs. Generation of text on CPUs with torch's own attention calls neither; whatever is
-called of them raises.
+compiled for GPUs. Text generation on CPUs with torch's own attention calls neither. Calls of a
+stand-in raise.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ IMAGES = "AutoImageProcessor"
 
 
 class _Missing:
-    """A function or class of a stood-in package."""
+    """A function or class of a package with a stand-in."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{self._name} was called, which hybridrl stands in for on CPUs")
+        raise RuntimeError(f"{self._name} is not available on CPUs: hybridrl replaces its package")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -40,19 +39,19 @@ class _Missing:
 
 
 class _Module(types.ModuleType):
-    """A module of a stood-in package: it has every name."""
+    """A module of a package with a stand-in; it has every name."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "InterpolationMode":  # made at import, by its members
+        if name == "InterpolationMode":  # SGLang reads its members at import
             modes = "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"
             return enum.Enum(name, modes)
         return _Missing(f"{self.__name__}.{name}")
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds the packages that are stood in for, and all that they could contain."""
+    """Finds the packages with stand-ins, and any submodule of them."""
 
     def __init__(self, roots: Sequence[str]) -> None:
         self._roots = frozenset(roots)
@@ -71,15 +70,15 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing is in it."""
+        """Does nothing: the module is empty."""
 
 
 @contextmanager
 def known_models_kept() -> Iterator[None]:
-    """Passes over kinds of models that SGLang tells transformers of and that it has already.
+    """Ignores model types that SGLang registers and transformers already has.
 
-    SGLang 0.5.16 brings a config for qwen3_asr, which transformers has since 5.19, and which then
-    refuses a second one. May go with the first SGLang that is made for such a transformers.
+    SGLang 0.5.16 registers a config for qwen3_asr, which transformers has since 5.19 and then
+    refuses. May be removed with the first SGLang for such a transformers.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -95,7 +94,7 @@ def known_models_kept() -> Iterator[None]:
 
 
 def stand_in() -> None:
-    """Makes SGLang importable: the packages that are not installed are stood in for from now on."""
+    """Makes SGLang importable by installing stand-ins for missing packages."""
     import transformers
     import transformers.models.auto
     from transformers.utils import import_utils
@@ -104,8 +103,8 @@ def stand_in() -> None:
     if not missing:
         return
     sys.meta_path.append(_Finder(missing))
-    # SGLang registers processors of images with a class that transformers shows only beside
-    # torchvision, in which it now must believe: it may have found out otherwise before.
+    # SGLang registers image processors with a class that transformers only has if torchvision is
+    # available. Clears what transformers may have cached before.
     import_utils.is_torchvision_available.cache_clear()
     for module in (transformers, transformers.models.auto):
         vars(module).get("_object_missing_backend", {}).pop(IMAGES, None)

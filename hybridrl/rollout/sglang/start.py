@@ -1,7 +1,7 @@
-"""Starts an SGLang engine inside this process, cut over the ranks as our own layout says.
+"""Starts an SGLang engine inside this process, with the ranks that our own layout assigns.
 
-Owns environment, process groups and the repairs of the installed version, each with its reason. Who
-waits for whom: `start` and `stop` are collective over the ranks that have an engine.
+`start` and `stop` are collective over the ranks that have an engine. Owns SGLang's environment and
+process groups, and the repairs of the installed version, each with its reason.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hybridrl.console import say
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
-from hybridrl.parallel.view import View
 from hybridrl.rollout.common.cpu_experts import experts_forward
 from hybridrl.rollout.common.groups import (
     check_groups,
     end_groups,
+    engine_world,
     least_free_memory,
     over_layout,
     replica_members,
@@ -53,34 +53,33 @@ from hybridrl.rollout.sglang.stand_ins import known_models_kept, stand_in
 from hybridrl.rollout.sglang.version import NAME, installed_version
 
 ENVIRONMENT = {
-    # Requests end before the length that SGLang is told, which is above the longest request.
+    # SGLang's context length exceeds the longest request, see sglang/arguments.py.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    # The trainer's ranks hold unlike amounts of memory, which SGLang takes for a fault.
+    # The trainer's ranks use different amounts of memory, which SGLang would refuse.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
 }
-# On GPUs it lets layers believe that they run on a CPU, where some pack their weights.
+# On GPUs this variable would make layers assume a CPU, where some pack their weights.
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
-# Variables with which SGLang would keep weights otherwise than its arguments say, and otherwise
-# than training writes them.
+# Variables that would make SGLang store weights in another layout than training writes.
 OTHER_WEIGHTS = (
-    "SGLANG_CPU_QUANTIZATION",  # another loader, which makes the model on the host
-    "SGLANG_CUTLASS_MOE",  # another runner of experts
-    "SGLANG_SHARED_EXPERT_TP1",  # experts that all tokens pass through whole on each rank
-    "SGLANG_ENABLE_EMBED_REPLICATION",  # the embedding whole on each rank
+    "SGLANG_CPU_QUANTIZATION",  # another loader, which builds the model on the host
+    "SGLANG_CUTLASS_MOE",  # another kernel for experts
+    "SGLANG_SHARED_EXPERT_TP1",  # whole shared experts on each rank
+    "SGLANG_ENABLE_EMBED_REPLICATION",  # the whole embedding on each rank
 )
-# Arguments of 0.5.12 that are called otherwise in newer versions.
+# Arguments of 0.5.12 that newer versions renamed.
 RENAMED = {
     "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
     "disable_piecewise_cuda_graph": "disable_prefill_cuda_graph",
 }
-# Engines that are not stopped; SGLang's process groups belong to all of them.
+# Engines that are not stopped; they share SGLang's process groups.
 _OPEN: list[Any] = []
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveEngine(StartedPackage):
-    """A started SGLang engine. `pools` hold weights and KV cache; None: SGLang knows where they
-    are.
+    """A started SGLang engine. `pools` hold weights and KV cache; None if SGLang allocates them
+    itself.
     """
 
     scheduler: Any
@@ -103,13 +102,14 @@ def start(
         weight_bytes: Bytes of this rank's parameters.
         prepare: Called with the new module and SGLang's version, before SGLang measures memory and
             captures graphs.
-        listen: Called after it, before graphs are captured, with the module, the slots of the KV
-            cache and the most tokens that are computed at once; returns what records experts.
+        listen: Called after `prepare`, before graphs are captured, with the module, the number of
+            slots of the KV cache and the maximum number of tokens in a pass; returns the recorder
+            of experts.
 
     Raises:
-        UserError: SGLang is missing, does not fit this host, or refuses the model or its memory.
-        ValueError: The ranks of a replica do not ascend.
-        RuntimeError: There is no process group, or an engine of another layout is still open.
+        UserError: If SGLang is missing, does not fit this host, or refuses the model or its memory.
+        ValueError: If the ranks of a replica do not ascend.
+        RuntimeError: If there is no process group, or an engine of another layout is still open.
     """
     is_cpu = device.type == "cpu"
     version = installed_version(is_cpu)
@@ -155,12 +155,12 @@ def start(
 def _inside_the_trainer(
     settings: EngineSettings, shape: ModelShape, layout: RolloutLayout, device: torch.device
 ) -> Iterator[None]:
-    """Keeps what a start of SGLang would change in this process, and what it would do otherwise."""
+    """Applies all repairs for the start, and restores the process state that SGLang changes."""
     is_cpu = device.type == "cpu"
     has_latents = is_cpu and shape.latent is not None
     if hidden := sorted(os.environ.keys() & set(_other_weights(is_cpu))):
-        why = "weights would not lie where training writes them"
-        say(f"hybridrl: SGLang starts without {', '.join(hidden)}: {why}")
+        why = "SGLang would store weights in another layout than training writes"
+        say(f"hybridrl: ignoring {', '.join(hidden)} of the environment: {why}")
     with (
         keep_generators(device, everywhere=True),
         _kept_threads(),
@@ -176,9 +176,8 @@ def _inside_the_trainer(
 
 
 def _attention() -> dict[str, str]:
-    """Returns which attention to take where SGLang's own choice for Hopper cannot be imported:
-    installations that leave out the libraries of sgl-kernel which they do not use have no
-    FlashAttention 3. Nothing where it can.
+    """Returns the attention backend if SGLang's default for Hopper cannot be imported, else
+    nothing. Installations without the optional libraries of sgl-kernel have no FlashAttention 3.
     """
     if find_spec("sgl_kernel.flash_ops") is not None:
         return {}
@@ -208,19 +207,19 @@ def _make_scheduler(
             scheduler = make_scheduler(server_args, tp_rank, ep_rank, gpu_id)
         except (ValueError, NotImplementedError, AssertionError) as error:
             if not str(error):
-                raise  # says nothing to a user
+                raise  # without a message, the traceback helps more
             raise refused_start(NAME, "SGLang", str(error), version) from error
     keep_seeds()
-    scheduler.model_config.hf_eos_token_id = None  # requests say where they end
-    scheduler.tp_worker.model_runner.sampler = SeededSampler(scheduler.said)
+    scheduler.model_config.hf_eos_token_id = None  # requests have their own stop tokens
+    scheduler.tp_worker.model_runner.sampler = SeededSampler(scheduler.token_table)
     scheduler.prepare_turns()
     return scheduler
 
 
 def _forget_places_of_experts() -> None:
-    """Lets a further engine say where its experts lie: SGLang takes one engine for a process."""
+    """Resets SGLang's expert locations, since it assumes one engine per process."""
     try:
-        from sglang.srt.runtime_context import get_resources  # of newer versions
+        from sglang.srt.runtime_context import get_resources  # newer versions
     except ImportError:
         from sglang.srt.eplb import expert_location
 
@@ -230,16 +229,16 @@ def _forget_places_of_experts() -> None:
 
 
 def renamed(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
-    """Returns the arguments by the names that this version has for them."""
+    """Returns the arguments by their names in this version."""
     known = {field.name for field in dataclasses.fields(server_args)}
     names = {name: name if name in known else RENAMED.get(name, name) for name in arguments}
     return {names[name]: value for name, value in arguments.items()}
 
 
 def stop(engine: LiveEngine) -> None:
-    """Ends the engine; with the last one of the process, SGLang's process groups too.
+    """Ends the engine; with the last engine of the process, SGLang's process groups too.
 
-    Not by SGLang's own shutdown, which destroys the default process group, the trainer's.
+    SGLang's own shutdown is not used: it would also destroy the trainer's default process group.
     """
     from sglang.srt.distributed import parallel_state
 
@@ -255,22 +254,22 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
         os.environ.setdefault(name, value)
     if is_cpu:
         os.environ[CPU_VARIABLE] = "1"
-        # A list of cores for each rank, of which it counts the entries; it binds none.
+        # SGLang requires a list of cores for each rank, but only counts the entries.
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp)))
     try:
         if is_cpu:
             stand_in()
         with quiet(), known_models_kept(), without_variables(_other_weights(is_cpu)):
-            import sglang.srt.managers.scheduler  # noqa: F401  # all that a start needs
+            import sglang.srt.managers.scheduler  # noqa: F401  # imports everything for a start
             import sglang.srt.utils.common as common
-    except (ImportError, OSError) as error:  # OSError: a library that does not load
+    except (ImportError, OSError) as error:  # OSError if a library does not load
         reason = str(error).splitlines()[0]
         raise UserError(NAME, reason, "an SGLang that imports", f"Reinstall {version}.") from error
     if is_cpu and common.cpu_has_amx_support():
         raise UserError(
             NAME,
             "an SGLang with kernels for AMX, which pack the weights",
-            "a build without them: they would not see the weights that training writes",
+            "a build without them: they would ignore the weights that training writes",
             "Run: pip uninstall -y sgl-kernel-cpu",
         )
     if is_cpu:
@@ -278,22 +277,22 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
 
 
 def _other_weights(is_cpu: bool) -> list[str]:
-    """Returns the variables of the environment by which SGLang would keep weights otherwise. It
-    reads a part of them when it is imported, and takes names with SGL_ for those with SGLANG_.
+    """Returns the environment variables that would change SGLang's layout of weights. SGLang reads
+    some of them at import, and accepts the prefix SGL_ instead of SGLANG_.
     """
     names = OTHER_WEIGHTS if is_cpu else (*OTHER_WEIGHTS, CPU_VARIABLE)
     return [*names, *(name.replace("SGLANG_", "SGL_") for name in names)]
 
 
 def _compute_with_local_experts() -> None:
-    """Lets CPU engines deal experts to ranks: SGLang's computation there takes -1, an expert of
-    another rank, for a place.
+    """Makes CPU engines support experts on other ranks: SGLang's own computation uses -1, an expert
+    of another rank, as an index.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
     def forward(layer: Any, hidden_TD: torch.Tensor, chosen: Any, config: Any) -> torch.Tensor:
         if config.apply_router_weight_on_input or config.activation != "silu":
-            raise NotImplementedError("experts other than gated SiLU, weighed after them")
+            raise NotImplementedError("only gated SiLU experts with weights on their outputs")
         weights_TK, experts_TK, _ = chosen
         return experts_forward(hidden_TD, layer.w13_weight, layer.w2_weight, weights_TK, experts_TK)
 
@@ -303,8 +302,8 @@ def _compute_with_local_experts() -> None:
 @contextlib.contextmanager
 def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]:
     """Makes SGLang build its process groups over the ranks that the layout assigns, the same for
-    every replica, and keep those that are there: it takes a replica for the whole world and its
-    ranks from 0 on. Their collectives are bounded as the trainer's.
+    every replica, and keep existing groups. SGLang itself treats a replica as the whole world, with
+    ranks from 0 on. Collectives have the trainer's time limit.
     """
     from sglang.srt.distributed import parallel_state
 
@@ -320,15 +319,8 @@ def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]
             initialize(*args, **kwargs)
 
     bound = None if timeout_s is None else timedelta(seconds=timeout_s)
-    distributed, seen = View(dist), View(torch)
-    distributed.get_world_size = lambda group=None: (
-        layout.tp if group is None else dist.get_world_size(group)
-    )
-    seen.distributed = distributed
     with (
-        replaced(parallel_state, "init_model_parallel_group", build),
-        replaced(parallel_state, "init_world_group", build_world),
-        replaced(parallel_state, "torch", seen),
+        engine_world(parallel_state, layout.tp, build, build_world),
         replaced(parallel_state, "_MODEL_PARALLEL_GROUP_TIMEOUT", bound),
         replaced(_caller_of_groups(), "initialize_model_parallel", initialize_once),
     ):
@@ -336,9 +328,9 @@ def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]
 
 
 def _caller_of_groups() -> Any:
-    """Returns the module that makes SGLang's groups at the start of a model."""
+    """Returns the module that creates SGLang's groups at the start of a model."""
     try:
-        from sglang.srt.distributed import bootstrap  # of newer versions
+        from sglang.srt.distributed import bootstrap  # newer versions
     except ImportError:
         from sglang.srt.model_executor import model_runner
 
@@ -348,9 +340,9 @@ def _caller_of_groups() -> Any:
 
 @contextlib.contextmanager
 def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Calls `prepare` with the module that SGLang has just made, inside the memory pool of weights.
+    """Calls `prepare` with SGLang's new module, inside the memory pool of weights.
 
-    Inside, so that what `prepare` replaces is given back with the pool's other unused memory.
+    The pool can then release the parameters that `prepare` replaces.
     """
     from sglang.srt.model_loader.loader import DummyModelLoader
 
@@ -381,8 +373,8 @@ def _sizes_as_they_are() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _seeds_as_they_are() -> Iterator[None]:
-    """Keeps SGLang's seed where it is: ranks have the same, and a replica that does not begin with
-    rank 0 would wait for a sender that it takes for another rank.
+    """Skips the broadcast of SGLang's seed. All ranks have the same seed, and a replica that does
+    not begin with rank 0 would wait for the wrong sender.
     """
     from sglang.srt.managers import tp_worker
 
@@ -392,7 +384,7 @@ def _seeds_as_they_are() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _kept_threads() -> Iterator[None]:
-    """Keeps the number of torch's threads: SGLang sets it to 1 while it loads, and leaves it so."""
+    """Restores torch's number of threads, which SGLang sets to 1 while it loads."""
     before = torch.get_num_threads()
     try:
         yield

@@ -1,7 +1,8 @@
-"""Which SGLang the adapter runs with, on CPU and on GPUs, and how to get it. No torch, no sglang.
+"""Supported versions of SGLang on CPU and on GPUs, and instructions to install them. No torch, no
+sglang.
 
-Owns the range of versions, and which were tested. Reads package metadata only, so `hybridrl check`
-and the parent of a run can say what is wrong before any rank imports a gigabyte.
+Owns the range of versions, and which ones were tested. Reads package metadata only, so that
+`hybridrl check` and the launcher can report a problem before any rank imports a gigabyte.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from hybridrl.rollout.registry import EnginePackage
 
 PACKAGE_NAME = "sglang"
 NAME = "rollout.engine=sglang"
-# The scheduler is driven from within, by names that SGLang may change with any version: from 0.5.17
-# on it is made in another way.
+# The adapter uses SGLang's private names, which may change in any version: 0.5.17 constructs the
+# scheduler differently.
 OLDEST, NEWEST = "0.5.12", "0.5.16"
 TESTED = {"sglang 0.5.12": "CPU", "sglang 0.5.16": "CPU, H100, H200"}
 ALLOWED = f"sglang {OLDEST} to {NEWEST}"
@@ -30,14 +31,14 @@ INSTALL_CUDA = "Run: pip install 'hybridrl[sglang]'"
 
 
 def is_installed() -> bool:
-    """Whether SGLang is there, of any version."""
+    """Whether SGLang is installed, in any version."""
     return version_of(PACKAGE_NAME) is not None
 
 
 def installed_version(is_cpu: bool) -> str:
     """Returns name and version of the installed SGLang; raises UserError unless it fits this host.
 
-    On CPU its pins are not looked at: the build for GPUs runs with the packages of
+    On CPU its pinned requirements are not checked: the GPU build runs with the packages of
     requirements/sglang*-cpu.txt.
     """
     install = INSTALL_CPU if is_cpu else INSTALL_CUDA
@@ -52,10 +53,10 @@ def installed_version(is_cpu: bool) -> str:
 
 
 def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
-    """Yields the violation if SGLang would build other layers than the model has."""
+    """Yields a violation if SGLang would build other layers than the model has."""
     del is_cpu
     if shape.window is not None:
-        # Its Mistral and Phi-3 are its Llama, whose attention reads no window (0.5.12 to 0.5.16).
+        # SGLang runs Mistral and Phi-3 as Llama, which ignores windows (0.5.12 to 0.5.16).
         yield UserError(
             "model's sliding_window",
             shape.window,
@@ -63,7 +64,7 @@ def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
             "Choose another model, or set rollout.engine=vllm or rollout.engine=hf.",
         )
     elif shape.moe is not None and shape.moe.dense_layers and shape.latent is None:
-        # Its Qwen3-MoE has experts in all layers, whatever config.json says; its DeepSeek does not.
+        # SGLang's Qwen3-MoE has experts in all layers, even if config.json disagrees.
         yield UserError(
             "model's layers without experts",
             ", ".join(map(str, shape.moe.dense_layers)),

@@ -1,7 +1,7 @@
-"""The `vllm` engine: vLLM inside this process, its live parameters written by the hybrid engine.
+"""The `vllm` engine: vLLM inside this process, with live parameters that the hybrid engine writes.
 
-Owns requests on their way through vLLM's continuous batching. Not owned: what it shares with other
-packages (common/packaged_engine.py) and how vLLM is started (vllm/start.py).
+Owns requests in vLLM's continuous batching. common/packaged_engine.py owns the part shared with
+other packages, and vllm/start.py the start of vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hybridrl.rollout.common.live_weights import layout_bytes, written_parameter
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.process_state import keep_generators
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
-from hybridrl.rollout.vllm.decoding import DecodingSteps, Drawn, DrawnSteps
+from hybridrl.rollout.vllm.decoding import DecodingSteps, StepBuffer, StepTokens
 from hybridrl.rollout.vllm.experts import deal_experts
 from hybridrl.rollout.vllm.latent import rotate_with_torch
 from hybridrl.rollout.vllm.memory import allocations
@@ -43,12 +43,13 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return None if COPIES.is_copy(name) else name
 
     def _start(self) -> None:
-        # Requests that vLLM has, by its names. A name is given once: a token of an aborted request
-        # may still be under way.
+        # Requests in vLLM, by its names for them. No name is reused, since vLLM may still return a
+        # token of an aborted request.
         self._running: dict[str, RunningRequest] = {}
         self._num_named = 0
-        # Tokens that are not in their rows yet; those of texts that may end are put there at once.
-        self._drawn, self._looks_at_texts = DrawnSteps(), False
+        # Buffer of tokens that are not in their rows yet. It is flushed after every step while a
+        # request may end at a stop string.
+        self._drawn, self._has_stop_strings = StepBuffer(), False
         self._live = start(
             settings=self._settings,
             shape=self._shape,
@@ -85,7 +86,9 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     def _forget_cache(self) -> None:
         if not self._live.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM kept its prefix cache, which holds keys of older weights")
+            raise RuntimeError(
+                "vLLM did not clear its prefix cache, which has keys of older weights"
+            )
 
     def _record_running(self) -> None:
         if self._experts is not None:
@@ -103,13 +106,13 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         stop(self._live)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises ValueError if an id is held, or vLLM cannot generate such a
+        """Queues requests. Raises ValueError if an id is held, or if vLLM cannot generate such a
         response.
         """
-        ends_by_text = any(request.sampling.stop_strings for request in requests)
-        looks_at_texts = ends_by_text or (self._looks_at_texts and bool(self._rows))
+        is_idle = not self._rows
         super().submit(requests)
-        self._looks_at_texts = looks_at_texts
+        new = any(request.sampling.stop_strings for request in requests)
+        self._has_stop_strings = new or (self._has_stop_strings and not is_idle)
 
     def _request_rules(self, request: Request) -> Iterable[ValueError]:
         return request_rules(request, self._settings)
@@ -117,8 +120,8 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
     def _decode(self) -> tuple[list[str], list[int]]:
         with keep_generators(self._device):
             self._add_waiting()
-            # The core's outputs themselves: vLLM would make a dictionary and several objects of
-            # every token, a quarter of a step's time with small models.
+            # Read the core's outputs directly: vLLM would create a dictionary and several objects
+            # for every token, a quarter of a step's time with small models.
             outputs = self._live.llm.engine_core.get_output().outputs
         if outputs:  # a request's earlier tokens come before its last one
             self._take_drawn()
@@ -128,20 +131,20 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             names += [output.request_id] * len(output.new_token_ids)
             tokens += output.new_token_ids
             self._take(output)
-        for step in self._decoding.drawn():
+        for step in self._decoding.take_steps():
             self._check_logps(step.logps, partial(self._number_of, step))
             names += step.names
             tokens += step.tokens
             if not self._drawn.fits(step):
                 self._take_drawn()
             self._drawn.add(step)
-            if self._looks_at_texts:
+            if self._has_stop_strings:
                 self._take_drawn()
         return names, tokens
 
     def _add_waiting(self) -> None:
-        """Gives vLLM the first requests, as many as it decodes together: others may never begin
-        (`steps.max_policy_lag`), and taking a request in and out again takes 0.15 ms of Python.
+        """Passes the first requests to vLLM, as many as it decodes together. Others may never start
+        (`steps.max_policy_lag`), and adding and removing a request takes 0.15 ms of Python.
         """
         num_held = min(len(self._rows), self._settings.max_batch)
         if len(self._running) >= num_held:
@@ -152,7 +155,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._add(row)
 
     def _add(self, row: RunningRequest) -> None:
-        """Gives a request to vLLM; the tokens it has so far are part of the prompt."""
+        """Passes a request to vLLM; its tokens so far become part of the prompt."""
         params = sampling_params(row.request, len(row.tokens))
         prompt = {"type": "token", "prompt_token_ids": [*row.request.prompt, *row.tokens]}
         llm, name = self._live.llm, f"{row.request.request_id}-{self._num_named}"
@@ -163,19 +166,19 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._running[name] = row
         self._num_named += 1
 
-    def _number_of(self, step: Drawn, place: int) -> int | None:
-        """Returns the id of a request of a step; None if it was aborted since."""
+    def _number_of(self, step: StepTokens, place: int) -> int | None:
+        """Returns the id of a request of a step; None if the request was aborted since."""
         row = self._running.get(step.names[place])
         return None if row is None else row.request.request_id
 
     def _take(self, output: Any) -> None:
-        """Keeps a request's new tokens."""
+        """Adds a request's new tokens to its row."""
         name = output.request_id
         row = self._running.get(name)
         if row is None:  # aborted since
             return
         completion: Completion | None = None
-        for token in output.new_token_ids:  # one, or none
+        for token in output.new_token_ids:  # at most one
             logp = self._decoding.logp(name)
             self._check_logps([logp], lambda _: row.request.request_id)
             completion = row.append(token, logp, self._version)
@@ -193,7 +196,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._end_by_text(name, row, completion)
 
     def _take_drawn(self) -> None:
-        """Puts the tokens that are kept by step into their requests' rows."""
+        """Adds the buffered tokens to their requests' rows."""
         for name, tokens, logps in self._drawn.take():
             row = self._running.get(name)
             if row is None:  # aborted since
@@ -203,9 +206,9 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 self._end_by_text(name, row, completion)
 
     def _end_by_text(self, name: str, row: RunningRequest, completion: Completion) -> None:
-        """Takes a request from vLLM, which knows nothing of texts, and keeps its completion."""
+        """Aborts a request that ended at a stop string, unknown to vLLM; keeps its completion."""
         if not row.request.sampling.stop_strings:
-            raise RuntimeError(f"vLLM goes on with request {name} after its last token")
+            raise RuntimeError(f"vLLM did not end request {name} after its last token")
         self._live.llm.engine_core.abort_requests([name])
         del self._running[name]
         self._finish(replace(completion, blobs=row.blobs))  # the abort recorded its last blobs

@@ -1,6 +1,6 @@
-"""vLLM's own arguments, made of an engine's settings.
+"""vLLM's own arguments, computed from an engine's settings.
 
-Owns how much memory the KV cache gets. No vLLM here, so that it can be judged without one.
+Owns the size of the KV cache. It does not import vLLM, so that it can be tested without it.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hybridrl.rollout.common.settings import (
     usable_bytes,
 )
 
-# Positions in one block of the CPU's KV cache; 128 if not told, longer than many whole responses.
+# Positions in a block of the CPU's KV cache; vLLM's default of 128 exceeds many whole responses.
 CPU_BLOCK_SIZE = 32
-CPU_LATENT_BLOCK_SIZE = 16  # the only one of vLLM's kernel for latent attention
+CPU_LATENT_BLOCK_SIZE = 16  # the only size that vLLM's kernel for latent attention supports
 CPU_PREFILL_TOKENS = 8192
-# Tokens that a step computes. The least is vLLM's own number for an engine inside a process (2,048,
-# arg_utils.py, 0.26). Of short prompts it takes only some of the requests into a step, which then
-# begin and end in turn, and each step with a prompt or a last token is scheduled the long way. A
-# small model takes more, as long as what it holds of them is little beside its cache.
+# Tokens that a step computes. The minimum is vLLM's own default for an engine inside a process
+# (2,048, arg_utils.py, 0.26). With it, a step accepts only some requests with short prompts. They
+# then start and end at different steps, and vLLM's slow scheduler runs in each such step. A small
+# model therefore computes more tokens, as long as their activations are small.
 GPU_MIN_PREFILL_TOKENS, GPU_MAX_PREFILL_TOKENS, GPU_PREFILL_BYTES = 2048, 8192, 256 << 20
-GPU_BLOCK_SIZE = 64  # the largest that vLLM's attention kernels for dense models take
-# How much of the memory that generation may use weights and the KV cache take together before vLLM
-# is asked to measure what is left; the rest is for its activations and CUDA graphs.
+GPU_BLOCK_SIZE = 64  # the largest size that vLLM's attention kernels for dense models support
+# Maximum share of usable memory for weights and a KV cache of the size that we compute; the rest is
+# for activations and CUDA graphs. If they need more, vLLM measures how large a cache fits.
 GPU_KNOWN_SHARE = 0.8
 
 
@@ -40,9 +40,12 @@ def engine_arguments(
     weight_bytes: int,
     device_memory: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Returns the keywords of vLLM's EngineArgs, which mean the same in all supported versions.
-    `device_memory`: least free bytes of all engines' GPUs, since all must choose alike, and total
-    bytes; None on CPU.
+    """Returns keywords of vLLM's EngineArgs, which have the same meaning in all supported versions.
+
+    Args:
+        weight_bytes: Bytes of this rank's parameters.
+        device_memory: Minimum free bytes over all engines' GPUs, because all must choose the same
+            sizes, and total bytes of a GPU; None on CPU.
     """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -62,7 +65,7 @@ def engine_arguments(
     if settings.ep > 1:
         arguments["enable_expert_parallel"] = True
     if shape.moe is not None and device_memory is not None:
-        # Other kernels for GPUs keep gate and up in another order, or packed.
+        # Other GPU kernels pack gate and up, or reorder them.
         arguments["moe_backend"] = "triton"
     if settings.timeout_s is not None:
         arguments["distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
@@ -71,12 +74,12 @@ def engine_arguments(
         block_size = CPU_BLOCK_SIZE
         if shape.latent is not None:
             block_size = CPU_LATENT_BLOCK_SIZE
-            # The other one packs the projection up once and for all (common/latent_copies.py).
+            # The other backend packs the up-projection permanently (common/latent_copies.py).
             arguments["attention_backend"] = "CPU_MLA"
         arguments |= {
             "block_size": block_size,
-            # A prompt in several pieces takes back the draws of seeded requests by moving their
-            # generators' offset, which CPU generators do not have.
+            # For a prompt in several chunks, vLLM resets the generators of seeded requests by their
+            # offset, which CPU generators do not have.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(CPU_PREFILL_TOKENS, settings.max_tokens),
             "kv_cache_memory_bytes": settings.kv_cache_bytes
@@ -91,25 +94,25 @@ def engine_arguments(
 
 
 def prefill_tokens(settings: EngineSettings, shape: ModelShape, tp: int) -> int:
-    """Returns the most tokens that a step of a GPU's engine computes, mostly of prompts; a token of
-    each request at least.
+    """Returns the maximum number of tokens that a step on a GPU computes, mostly of prompts. It is
+    at least one token for each request.
     """
     width, copies = shape.ffn_size, 1
     if (moe := shape.moe) is not None:
         width = moe.experts_per_token * moe.expert_ffn_size + moe.shared_ffn_size
         copies += moe.experts_per_token
-    # The feed-forward layer's halves and their product, and hidden states.
+    # Gate, up and their product in the feed-forward layer, and hidden states.
     itemsize = getattr(torch, settings.dtype).itemsize
-    of_token = itemsize * (3 * width // tp + (3 + copies) * shape.hidden_size)
-    most = min(GPU_PREFILL_BYTES // of_token // 256 * 256, GPU_MAX_PREFILL_TOKENS)
+    token_size = itemsize * (3 * width // tp + (3 + copies) * shape.hidden_size)
+    most = min(GPU_PREFILL_BYTES // token_size // 256 * 256, GPU_MAX_PREFILL_TOKENS)
     return max(most, GPU_MIN_PREFILL_TOKENS, settings.max_batch)
 
 
 def _gpu_memory(
     settings: EngineSettings, shape: ModelShape, tp: int, weight_bytes: int, free: int, total: int
 ) -> dict[str, Any]:
-    """Returns vLLM's keywords about memory: no larger a KV cache than requests can fill, so that it
-    is quickly mapped, and no more than the trainer leaves.
+    """Returns vLLM's keywords for memory. The KV cache is no larger than requests can fill, so that
+    it is mapped quickly, and no larger than the trainer allows.
     """
     usable = usable_bytes(settings, free, total, least=0)
     needed = settings.kv_cache_bytes or _kv_cache_bytes(settings, shape, tp, GPU_BLOCK_SIZE)
@@ -122,7 +125,7 @@ def _gpu_memory(
 def _kv_cache_bytes(
     settings: EngineSettings, shape: ModelShape, tp: int, block_size: int, most: int | None = None
 ) -> int:
-    """Returns what `max_batch` longest requests need, at most `most` bytes but one such request."""
+    """Returns the bytes for `kv_cache_blocks`."""
     block = block_size * token_bytes(shape, tp, getattr(torch, settings.dtype).itemsize)
-    # Block 0 is never handed out.
+    # One more: vLLM never assigns block 0.
     return block * (kv_cache_blocks(settings, block, block_size, most) + 1)

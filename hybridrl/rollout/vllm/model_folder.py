@@ -1,4 +1,4 @@
-"""The folder with a config.json that an engine takes for its model. No engine and no torch here."""
+"""The folder with the config.json that an engine loads. No engine and no torch here."""
 
 from __future__ import annotations
 
@@ -16,52 +16,52 @@ from typing import Any
 from hybridrl.config.cache import cache_folder
 
 CONFIG, LOCK = "config.json", "lock"
-MOST_AT_ONCE = 16  # processes that start the same part of an engine on one machine
+MAX_STARTS = 16  # concurrent starts of the same part of an engine on one machine
 
 
 @contextlib.contextmanager
 def model_folder(content: Mapping[str, Any], replica: int, tp_rank: int) -> Iterator[Path]:
-    """Gives a folder with this config.json whose path is the same at every start of this place of
-    an engine.
+    """Provides a folder with this config.json at a path that is the same whenever this rank's
+    engine starts.
 
-    vLLM finds what it has compiled by the path of the model: with another path it compiles again,
-    25 to 40 s. What it has compiled knows the tensor-parallel rank of the job and this package's
-    changes of the model, which the key does not contain: so each place, and each state of this
-    package's code, has a folder of its own, and so have processes of several jobs at a time. It
-    lies in `cache_folder("engines")`; where that cannot be written, it is temporary.
+    vLLM finds compiled code by the path of the model; with a new path it compiles for 25 to 40 s.
+    Compiled code also depends on the tensor-parallel rank and on this package's changes of the
+    model, which are not part of vLLM's key. Each rank of a replica and each version of this
+    package's code therefore has its own folder, and so do processes of concurrent jobs. The folder
+    is in `cache_folder("engines")`, or temporary if that is not writable.
     """
     text = json.dumps(content, sort_keys=True).encode()
     name = hashlib.sha256(text + _code().encode()).hexdigest()[:16]
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
             place = cache_folder("engines") / f"{name}-{replica}-{tp_rank}"
-            folder = _taken(place, text, held)
+            folder = _locked(place, text, stack)
             _write(folder, text)
         except OSError:
-            folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             _write(folder, text)
         yield folder
 
 
 @functools.cache
 def _code() -> str:
-    """Returns a digest of what changes models of engines before they are compiled."""
+    """Returns a digest of the code that changes engines' models before compilation."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
-def _taken(place: Path, text: bytes, held: contextlib.ExitStack) -> Path:
-    """Returns the first folder of a place that no other process starts from, until `held` ends.
-    Where there are no locks, or nothing can be written to a folder that is right, others may.
+def _locked(place: Path, text: bytes, stack: contextlib.ExitStack) -> Path:
+    """Returns the first folder for `place` that no other process uses, locked until `stack` closes.
+    Without file locks, or if the folder is complete but not writable, processes may share it.
 
     Raises:
-        OSError: it cannot be written, or too many start at once.
+        OSError: If the folder cannot be written, or too many processes start at the same time.
     """
-    for number in range(MOST_AT_ONCE):
+    for number in range(MAX_STARTS):
         folder = place if number == 0 else place.with_name(f"{place.name}-{number}")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = held.enter_context((folder / LOCK).open("ab"))
+            lock = stack.enter_context((folder / LOCK).open("ab"))
         except OSError:
             if _has(folder, text):
                 return folder
@@ -72,10 +72,10 @@ def _taken(place: Path, text: bytes, held: contextlib.ExitStack) -> Path:
             continue
         except OSError:  # the file system has no locks
             return folder
-        # Not by closing it alone: a process that was forked meanwhile may have it open.
-        held.callback(fcntl.flock, lock, fcntl.LOCK_UN)
+        # Closing the file is not enough: a forked process may also have it open.
+        stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         return folder
-    raise BlockingIOError(f"{MOST_AT_ONCE} processes start from {place}")
+    raise BlockingIOError(f"{MAX_STARTS} processes start from {place}")
 
 
 def _has(folder: Path, text: bytes) -> bool:
@@ -85,11 +85,11 @@ def _has(folder: Path, text: bytes) -> bool:
 
 
 def _write(folder: Path, text: bytes) -> None:
-    """Writes config.json where it is not there already; readers see all of it or none."""
+    """Writes config.json unless it exists already; readers see all of it or nothing."""
     if _has(folder, text):
         return
     number, partial = tempfile.mkstemp(dir=folder)
     with os.fdopen(number, "wb") as written:
         written.write(text)
-    os.chmod(partial, 0o644)  # others may share the cache
+    os.chmod(partial, 0o644)  # other users may share the cache
     os.replace(partial, folder / CONFIG)

@@ -1,4 +1,4 @@
-"""What vLLM is asked for: which requests it can take, and a request's sampling as it has it."""
+"""Checks requests for vLLM, and translates their sampling parameters."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hybridrl.rollout.engine import Request
 from hybridrl.rollout.registry import ENGINES
 
 LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
-MOST_STOP_TOKENS = 128  # that vLLM's second model runner keeps from being drawn too early
+MAX_STOP_TOKENS = 128  # stop tokens that vLLM's second model runner can exclude early
 
 
 def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueError]:
-    """Yields what vLLM cannot do of a request."""
+    """Yields the reasons why vLLM cannot generate a response to a request."""
     yield from too_long(request, settings)
     name, sampling = f"request {request.request_id}", request.sampling
     if 0 < sampling.temperature < LOWEST_TEMPERATURE:
@@ -25,21 +25,20 @@ def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueE
             f"{LOWEST_TEMPERATURE} and above"
         )
     if sampling.min_new_tokens:
-        # vLLM counts those of the model too.
+        # vLLM adds the model's own end tokens.
         stops = {*sampling.stop_token_ids, *end_tokens_of(settings.hf_config)}
-        if len(stops) > MOST_STOP_TOKENS:
+        if len(stops) > MAX_STOP_TOKENS:
             yield ValueError(
-                f"{name} has {len(stops)} stop_token_ids, with those of the model; with "
-                f"min_new_tokens vLLM takes {MOST_STOP_TOKENS} at most: give fewer, or "
-                "min_new_tokens=0"
+                f"{name} has {len(stops)} stop_token_ids, including the model's; vLLM allows at "
+                f"most {MAX_STOP_TOKENS} with min_new_tokens. Give fewer, or min_new_tokens=0."
             )
     if (violation := _lost_presence(request, len(request.tokens))) is not None:
         yield violation
 
 
 def sampling_params(request: Request, num_tokens: int) -> Any:
-    """Returns vLLM's SamplingParams of the rest of a response that has `num_tokens`, which vLLM
-    gets as a part of the prompt. Raises ValueError if it goes on with presence_penalty.
+    """Returns vLLM's SamplingParams for the rest of a response, whose first `num_tokens` tokens
+    become part of vLLM's prompt. Raises ValueError if such a response has a presence_penalty.
     """
     from vllm.sampling_params import SamplingParams
 
@@ -56,22 +55,24 @@ def sampling_params(request: Request, num_tokens: int) -> Any:
         repetition_penalty=sampling.repetition_penalty,
         presence_penalty=sampling.presence_penalty,
         ignore_eos=True,
-        # vLLM keeps seeds as signed 64-bit numbers, and takes -1 for none.
+        # vLLM stores seeds as signed 64-bit numbers; -1 means none.
         seed=int(draw_seeds([request.seed], [0])[0] >> 1),
         logprobs=0,
         detokenize=False,
-        skip_clone=True,  # nobody else has them; a deep copy is a tenth of a CPU's step
+        skip_clone=True,  # not shared; a deep copy takes a tenth of a CPU step
     )
 
 
 def _lost_presence(request: Request, num_tokens: int) -> ValueError | None:
-    """Returns the refusal of a request that goes on after its first tokens with presence_penalty:
-    vLLM gets them as a part of the prompt, of which this penalty says nothing.
+    """Returns the refusal of a continued request with presence_penalty: vLLM treats its tokens as
+    part of the prompt, to which the penalty does not apply.
 
-    Configurations do not lead here: penalties are refused where samples are trained on, and no
-    evaluation is saved before its end. A script that gives the sampler SamplingParams may.
+    Configurations cannot cause this: training refuses penalties, and an evaluation is not
+    interrupted. A script that passes SamplingParams to the sampler can.
     """
     if not request.sampling.presence_penalty or not num_tokens:
         return None
     name = f"request {request.request_id}"
-    return ValueError(f"{name} goes on with presence_penalty, which needs all its tokens")
+    return ValueError(
+        f"{name} continues with presence_penalty, which vLLM cannot apply to earlier tokens"
+    )

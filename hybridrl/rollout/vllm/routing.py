@@ -1,8 +1,8 @@
-"""How vLLM's routers tell the experts that they choose, which are kept by places of the KV cache.
+"""Records the experts that vLLM's routers choose, by slot of the KV cache.
 
-vLLM's own way exists in newer versions only, and not with the runner that CPUs have. Here each
-router writes where the token's keys lie (common/experts_by_slot.py), which is read before a request
-loses its place and before weights change.
+vLLM's own recording exists only in newer versions, and not with the runner for CPUs. Here each
+router writes to the slot of the token's keys (common/experts_by_slot.py). The slots are read before
+a request loses them and before weights change.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from hybridrl.rollout.vllm.decoding import cache_fits
 
 
 class RecordedExperts:
-    """Records the experts of every request of one live engine; made before graphs are captured.
-    `cache` is vLLM's `KVCacheConfig` of this rank. vLLM gives tokens that pad a batch the place -1,
-    of which the last row is.
+    """Records the experts of every request of one live engine; created before graphs are captured.
+
+    Args:
+        cache: vLLM's `KVCacheConfig` of this rank. vLLM gives padding tokens the slot -1, which is
+            the last row.
 
     Raises:
-        ModelError: The layers with experts have no routers that can be listened to, or keys do not
-            stay where they are until a request ends.
+        ModelError: If a layer with experts has no observable router, or if keys may lose their
+            slots before a request ends.
     """
 
     def __init__(
@@ -35,28 +37,27 @@ class RecordedExperts:
     ) -> None:
         found, groups = _routers(model), cache.kv_cache_groups
         if len(groups) != 1:
-            raise _no_places()
+            raise _no_fixed_slots()
         self._block_size = groups[0].kv_cache_spec.block_size
-        # The last row is of place -1, which is that of no token.
+        # The last row is for slot -1, that of padding tokens.
         num_slots = cache.num_blocks * self._block_size + 1
         self._experts = ExpertsBySlot("vllm", shape, num_slots, device, found)
         for index, layer in enumerate(self._experts.layers):
             found[layer].set_capture_fn(self._writer(index))
 
     def attach(self, scheduler: Any, running: Mapping[str, RunningRequest]) -> None:
-        """Begins to read what was written of each request of `running`, by vLLM's names, before its
-        place is taken away. Raises ModelError if keys do not stay where they are until a request
-        ends.
+        """Starts to record the experts of each request of `running`, by vLLM's names, before its
+        slots are freed. Raises ModelError if keys may lose their slots before a request ends.
         """
         self._manager, self._running = scheduler.kv_cache_manager, running
         if not cache_fits(self._manager):
-            raise _no_places()
+            raise _no_fixed_slots()
         block_size = self._manager.coordinator.single_type_managers[0].block_size
         if block_size != self._block_size:
             sizes = f"blocks of {block_size} and {self._block_size}"
             raise unfit("vllm", sizes, "one size of blocks")
         self._requests = scheduler.requests
-        # Called for requests that end, are aborted, or are preempted.
+        # vLLM calls it for requests that end, are aborted, or are preempted.
         self._free = scheduler._free_request_blocks
         scheduler._free_request_blocks = self._record_and_free
 
@@ -65,7 +66,7 @@ class RecordedExperts:
 
         def write(experts_TK: Tensor) -> None:
             slots_of_layers = get_forward_context().slot_mapping
-            if not slots_of_layers:  # a run to warm up, of no request
+            if not slots_of_layers:  # a warm-up run without requests
                 return
             slots_T = next(iter(slots_of_layers.values()))[: len(experts_TK)]
             self._experts.write(slots_T, index, experts_TK)
@@ -73,21 +74,21 @@ class RecordedExperts:
         return write
 
     def record_running(self) -> None:
-        """Records what has been computed of all running requests; they stay where they are.
+        """Records the computed tokens of all running requests, which keep their slots.
 
-        vLLM's requests must have been told what they drew (`DecodingSteps.write`).
+        vLLM's requests must be up to date (`DecodingSteps.write`).
         """
         self._record(self._requests[name] for name in self._running if name in self._requests)
 
     def _record_and_free(self, request: Any) -> None:
-        """Records a request's experts before its place in the KV cache is taken away."""
+        """Records a request's experts before its slots are freed."""
         self._record([request])
         self._free(request)
 
     def _record(self, requests: Iterable[Any]) -> None:
-        """Records the experts of tokens that were computed and have none yet: of a prompt in part
-        only the pieces that were, of a request that was preempted and is computed again nothing
-        until it gets further than before. A sync point if there are any.
+        """Records the experts of computed tokens that have none yet. A partly computed prompt has
+        only its computed chunks. A preempted request has nothing new until it gets further than
+        before. A sync point if there are new tokens.
         """
         rows: list[RunningRequest] = []
         slots: list[Tensor] = []
@@ -99,27 +100,27 @@ class RecordedExperts:
         self._experts.record(rows, slots)
 
     def _slots(self, request: Any, start: int) -> Tensor:
-        """Returns the places of a request's computed tokens from `start` on."""
+        """Returns the slots of a request's computed tokens from `start` on."""
         (blocks,) = self._manager.get_block_ids(request.request_id)
         size, end = self._block_size, request.num_computed_tokens
         if len(blocks) * size < end:
-            places = f"{len(blocks) * size} places for {end} computed tokens"
-            raise RuntimeError(f"vLLM has {places} of request {request.request_id}")
+            slots = f"{len(blocks) * size} slots for {end} computed tokens"
+            raise RuntimeError(f"vLLM has {slots} of request {request.request_id}")
         position = torch.arange(start, end)
         return torch.tensor(blocks)[position // size] * size + position % size
 
     def forget(self) -> None:
-        """Forgets all: the weights change."""
+        """Drops all records, because the weights change."""
         self._experts.forget()
 
 
-def _no_places() -> ModelError:
-    kinds = "attention that does not keep all keys, or several kinds of it"
+def _no_fixed_slots() -> ModelError:
+    kinds = "attention that drops keys, or several kinds of attention"
     return unfit("vllm", kinds, "full attention in all layers")
 
 
 def _routers(model: torch.nn.Module) -> dict[int, Any]:
-    """Returns the routers of vLLM's layers that can be listened to, by layer."""
+    """Returns the observable routers of vLLM's layers, by layer."""
     found: dict[int, Any] = {}
     for name, part in model.named_modules():
         router = getattr(part, "router", None)

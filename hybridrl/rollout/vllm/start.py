@@ -1,8 +1,7 @@
-"""Starts a vLLM engine inside this process, cut over the ranks as our own layout says.
+"""Starts a vLLM engine inside this process, with the ranks that our own layout assigns.
 
-Owns everything that is about vLLM's start and not about generation: environment, process groups,
-and the few repairs of the installed version, each with its reason. Who waits for whom: `start` and
-`stop` are collective over the world.
+`start` and `stop` are collective over the world. Owns vLLM's environment and process groups, and
+the few repairs of the installed version, each with its reason; it does not own generation.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from hybridrl import ops
 from hybridrl.errors import UserError
 from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import Place, RolloutLayout
-from hybridrl.parallel.view import View
 from hybridrl.rollout.common.groups import (
     check_groups,
     end_groups,
+    engine_world,
     least_free_memory,
     over_layout,
     replica_members,
@@ -40,17 +39,17 @@ from hybridrl.rollout.vllm.model_folder import model_folder
 from hybridrl.rollout.vllm.version import NAME, installed_version, refusal
 
 ENVIRONMENT = {
-    # The engine core runs in this process: external_launcher asserts it.
+    # The engine core runs in this process, which external_launcher requires.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
-    # FlashInfer's sampler knows no seeds of requests, and compiles itself at the first start.
+    # FlashInfer's sampler ignores requests' seeds, and is compiled at the first start.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-# The architectures beside dense ones that vLLM 0.26 computes with its second model runner.
+# vLLM 0.26's list of further architectures, besides dense ones, for its second model runner.
 SECOND_RUNNER_LIST = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
-# Engines that are not stopped. vLLM's process groups belong to all of them, and one that Python
-# collected would take the groups along.
+# Engines that are not stopped. They share vLLM's process groups, which garbage collection of one
+# engine would destroy.
 _OPEN: list[Any] = []
 
 
@@ -81,9 +80,9 @@ def start(
             captured.
 
     Raises:
-        UserError: vLLM is missing, does not fit this host, or refuses the model or its memory.
-        ValueError: The ranks of a replica do not ascend.
-        RuntimeError: There is no process group, or an engine of another layout is still open.
+        UserError: If vLLM is missing, does not fit this host, or refuses the model or its memory.
+        ValueError: If the ranks of a replica do not ascend.
+        RuntimeError: If there is no process group, or an engine of another layout is still open.
     """
     is_cpu = device.type == "cpu"
     version = installed_version(is_cpu)
@@ -109,7 +108,7 @@ def start(
     _OPEN.append(llm)
     finalizer = getattr(llm.engine_core, "_finalizer", None)  # since 0.32
     if finalizer is not None:
-        finalizer.detach()  # it runs vLLM's shutdown, see `stop`
+        finalizer.detach()  # it would run vLLM's shutdown, see `stop`
     check_groups("vLLM", parallel_state, _OPEN, rank, members)
     group = parallel_state.get_tp_group()
     runner = runner_of(llm)
@@ -126,9 +125,9 @@ def runner_of(llm: Any) -> Any:
 
 
 def caches_of(runner: Any) -> list[Tensor]:
-    """Returns the memory of keys and values of all layers, as bytes, once each."""
+    """Returns the storages of all layers' keys and values as bytes, each once."""
     found: dict[int, Tensor] = {}
-    for layer in runner.kv_caches:  # of some models several of a layer
+    for layer in runner.kv_caches:  # some models have several caches in a layer
         for cache in [layer] if isinstance(layer, Tensor) else layer:
             whole = torch.empty(0, dtype=torch.uint8, device=cache.device)
             whole.set_(cache.untyped_storage())
@@ -146,24 +145,24 @@ def _make_engine(
     set_num_threads = torch.set_num_threads
     with (
         model_folder(settings.config_json(), *place) as folder,
-        # vLLM looks at the model's class in a process of its own, which takes 17 s to import all
-        # that this one has imported, so that no GPU is touched; this process does so anyway.
+        # vLLM inspects the model's class in a subprocess, so that its own process does not use a
+        # GPU. That takes 17 s for imports, and this process uses a GPU anyway.
         replaced(registry, "_run_in_subprocess", lambda look: look(), if_there=True),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
         try:
             return LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
-        except ValueError as error:  # pydantic's too: a model or a size that vLLM refuses
+        except ValueError as error:  # also pydantic's: vLLM refuses the model or a size
             raise refusal(str(error), settings.max_tokens, version) from error
         finally:
-            torch.set_num_threads = set_num_threads  # vLLM on CPU puts one that does nothing
+            torch.set_num_threads = set_num_threads  # vLLM on CPU disables it
 
 
 def stop(engine: LiveEngine) -> None:
-    """Ends the engine; with the last one of the process, vLLM's process groups too.
+    """Ends the engine; with the last engine of the process, vLLM's process groups too.
 
-    Not by vLLM's own shutdown, which destroys the default process group, the trainer's.
+    vLLM's own shutdown is not used: it would also destroy the trainer's default process group.
     """
     from vllm.distributed import parallel_state
 
@@ -183,22 +182,22 @@ def _import_vllm(version: str, is_cpu: bool) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     try:
         import vllm.platforms
-    except (ImportError, OSError) as error:  # OSError: a library that does not load
+    except (ImportError, OSError) as error:  # OSError if a library does not load
         reason = str(error).splitlines()[0]
         raise UserError(NAME, reason, "a vLLM that imports", f"Reinstall {version}.") from error
     if is_cpu:
         _compute_with_live_parameters()
-        # Two helpers of the sampler are compiled by inductor, that is by g++, 3 to 17 s at the
-        # first token; they do next to nothing.
+        # Inductor would compile two trivial helpers of the sampler with g++, for 3 to 17 s at the
+        # first token.
         type(vllm.platforms.current_platform).simple_compile_backend = "eager"
 
 
 def _compute_with_live_parameters() -> None:
-    """Makes CPU layers compute with their parameters, which the hybrid engine writes.
+    """Makes CPU layers compute with their live parameters, which the hybrid engine writes.
 
     vLLM on CPU packs each linear layer's weight for oneDNN (bf16 on AMX machines: for its own
-    kernels) and leaves an empty parameter, or for lm_head a stale one. F.linear reads the live one.
-    Experts are packed in place (vllm/experts.py).
+    kernels) and leaves an empty parameter, or for lm_head a stale one. F.linear reads the live
+    parameter. vllm/experts.py does the same for experts.
     """
     from vllm import _custom_ops
     from vllm.model_executor.layers import utils
@@ -212,8 +211,8 @@ def _compute_with_live_parameters() -> None:
 def _groups_of(layout: RolloutLayout) -> Iterator[None]:
     """Makes vLLM build its process groups over the ranks that the layout assigns.
 
-    vLLM lays its grid (replicas, ..., tensor parallel) over consecutive ranks; here every place of
-    the grid is translated into the rank that the layout puts there.
+    vLLM maps its grid (replicas, ..., tensor parallel) to consecutive ranks; here each grid
+    position is translated to the rank that the layout assigns.
     """
     from vllm.distributed import parallel_state
 
@@ -223,27 +222,18 @@ def _groups_of(layout: RolloutLayout) -> Iterator[None]:
     def build_over_engines(_: list[int], *args: Any, **kwargs: Any) -> Any:
         return build_world(list(layout.ranks), *args, **kwargs)
 
-    # vLLM takes the ranks that have an engine for the whole world.
-    distributed, seen = View(dist), View(torch)
-    distributed.get_world_size = lambda group=None: (
-        len(layout.ranks) if group is None else dist.get_world_size(group)
-    )
-    seen.distributed = distributed
-    with (
-        replaced(parallel_state, "init_model_parallel_group", build),
-        replaced(parallel_state, "init_world_group", build_over_engines),
-        replaced(parallel_state, "torch", seen),
-    ):
+    with engine_world(parallel_state, len(layout.ranks), build, build_over_engines):
         yield
 
 
 @contextlib.contextmanager
 def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
-    """Makes the tensor-parallel collectives of CPU engines wait without burning a core.
+    """Makes the tensor-parallel collectives of CPU engines wait without occupying a core.
 
-    vLLM's own run through shared memory and spin. With more ranks than cores a rank so keeps the
-    core that its peer needs: 1.6 s a token with 4 ranks on 2 busy cores, gloo 0.05 s. And the
-    shared memory is named after the ranks alone, so two jobs of one machine would meet in it.
+    vLLM's own collectives spin on shared memory. With more ranks than cores, a waiting rank then
+    occupies the core that its peer needs: 1.6 s per token with 4 ranks on 2 busy cores, against
+    0.05 s with gloo. The shared memory is also named after the ranks only, so two jobs on a machine
+    would share it.
     """
     if not is_cpu:
         yield
@@ -257,9 +247,9 @@ def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Calls `prepare` with the module that vLLM has just made, inside the memory pool of weights.
+    """Calls `prepare` with vLLM's new module, inside the memory pool of weights.
 
-    Inside, so that the pool gives back what `prepare` replaces.
+    The pool can then release the parameters that `prepare` replaces.
     """
     from vllm.v1.worker.gpu_worker import Worker  # CPU workers too
 
@@ -286,7 +276,7 @@ def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]
 
 @contextlib.contextmanager
 def _after_caching(listen: Callable[[torch.nn.Module, Any], object]) -> Iterator[None]:
-    """Calls `listen` with the module and the KV cache's configuration once the cache is there."""
+    """Calls `listen` with the module and the KV cache's configuration, once it is allocated."""
     from vllm.v1.worker.gpu_worker import Worker
 
     initialize = Worker.initialize_from_config
@@ -302,11 +292,11 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], object]) -> Iterator
 
 @contextlib.contextmanager
 def second_runner(architectures: Sequence[str]) -> Iterator[None]:
-    """Makes an engine that starts inside compute with vLLM's second model runner, where it can.
+    """Makes an engine that starts inside use vLLM's second model runner if possible.
 
-    vLLM 0.26 takes it for dense models and for the mixtures of experts of a list; newer versions
-    have no list. A step of a Qwen3 mixture was 1.07 to 1.6 times as fast with it on H200.
-    VLLM_USE_V2_MODEL_RUNNER in the environment goes before.
+    vLLM 0.26 uses it for dense models and for a list of mixtures of experts; newer versions have no
+    list. A step of a Qwen3 mixture was 1.07 to 1.6 times as fast with it on H200.
+    VLLM_USE_V2_MODEL_RUNNER in the environment takes precedence.
     """
     from vllm.config import vllm as config
 
@@ -316,10 +306,10 @@ def second_runner(architectures: Sequence[str]) -> Iterator[None]:
 
 
 def compute_on_current_stream(runner: type) -> None:
-    """Lets vLLM's second model runner compute on the stream that is current.
+    """Makes vLLM's second model runner compute on the current stream.
 
-    It keeps the stream of its first step as `main_stream` (0.26, 0.32): a step in another thread,
-    on a stream of its own (generation/beside.py), would have tokens copied before they are drawn.
+    The runner stores the stream of its first step as `main_stream` (0.26, 0.32). A step in another
+    thread with its own stream (generation/background.py) would then copy tokens too early.
     """
     if hasattr(runner, "main_stream"):
         current = property(lambda own: torch.cuda.current_stream(own.device))
@@ -327,9 +317,9 @@ def compute_on_current_stream(runner: type) -> None:
 
 
 def _draw_by_seed_and_position(runner: Any) -> None:
-    """Makes a token's randomness a function of its request's seed and its position, and draws all
-    rows at once, as the second model runner does. The first one keeps a generator a request, which
-    a continued request has lost, and launches a draw for each row.
+    """Makes a token's randomness a function of its request's seed and position, and draws all rows
+    together, as the second model runner does. The first runner has a generator for each request,
+    whose state is lost in a continued request, and launches one draw per row.
     """
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
@@ -339,7 +329,10 @@ def _draw_by_seed_and_position(runner: Any) -> None:
         k_B: torch.Tensor | None,
         p_B: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        device, rows = logits_BV.device, list(generators)  # others are greedy: vLLM's to replace
+        device, rows = (
+            logits_BV.device,
+            list(generators),
+        )  # vLLM overwrites the other rows, which are greedy
         requests = [runner.requests[runner.input_batch.req_ids[row]] for row in rows]
         seeds = [request.sampling_params.seed for request in requests]
         drawn = uniforms(seeds, [request.num_tokens for request in requests])

@@ -1,8 +1,9 @@
-"""Requests of vLLM that all decode, a token a step, until one of them begins, ends or is taken out.
+"""Counters of vLLM requests that all decode, one token a step, until one begins, ends or is
+removed.
 
-Between such events a step changes the same few numbers of every request by one. They are counted
-here for all of them at once, and written into vLLM's requests when somebody is to read these: at a
-request's edges of blocks of the KV cache, and for all where the run of steps ends.
+Between such events a step changes the same few counters of every request by one. They are counted
+here for all requests together and written to vLLM's requests before these are read: for one request
+at a block boundary of the KV cache, and for all requests at the end of the run of steps.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ from typing import Any
 
 import numpy as np
 
-# Steps whose tokens are kept before they are written into all requests.
-MOST_KEPT = 256
+# Steps whose tokens are buffered before they are written to all requests.
+MAX_BUFFERED = 256
 
 
 class SteadyRows:
-    """Rows of requests that decode in step: all that run, in the scheduler's order, which `fit`.
-    `size` is the tokens of a block of the cache, at least 3; `is_async`: a step is scheduled before
-    the tokens of the one before it are known.
+    """Requests that decode together: all running requests, in the scheduler's order, for which
+    `fit` is true.
+
+    Args:
+        size: Tokens in a block of the cache; at least 3.
+        is_async: Whether a step is scheduled before the previous step's tokens are known.
     """
 
     def __init__(
@@ -28,33 +32,33 @@ class SteadyRows:
         self._requests, self._is_async = list(requests), is_async
         self.names: list[str] = [request.request_id for request in requests]
         self._computed = np.array([request.num_computed_tokens for request in requests])
-        # Steps that were scheduled before and whose tokens are yet to come.
+        # Steps in flight when the steady run begins.
         self._under_way: int = requests[0].num_in_flight_tokens
         self._drawn = np.array([len(one._output_token_ids) for one in requests]) + self._under_way
         self._stops: set[int | None] = {None}
         for request in requests:
             params = request.sampling_params
             self._stops |= {*params.stop_token_ids, params.eos_token_id}
-        # Tokens that can be taken until one is a request's last.
+        # Number of steps before a request reaches its last token.
         self._room = min(
             min(one.num_prompt_tokens + one.max_tokens, max_model_len) - 1 - len(one._all_token_ids)
             for one in requests
         )
         places = self._computed % size
-        # By the number of a step, modulo a block: rows at a block's first token; at either edge.
+        # By step number modulo the block size: rows at a block's first token, and at either end.
         steps = [(places + step) % size for step in range(size)]
         self._firsts = [np.flatnonzero(place == 0) for place in steps]
         self._edges = [np.flatnonzero((place == 0) | (place == size - 1)) for place in steps]
         self._size = size
         self._num_handed = self._num_taken = 0
-        self._kept: list[list[int]] = []  # tokens of the last steps that were taken, by row
-        # Of each row, steps that were handed out and taken and are in its request.
+        self._kept: list[list[int]] = []  # buffered tokens of the last steps, by row
+        # Numbers of scheduled and of taken steps that each row's request already contains.
         self._written = [(0, 0)] * len(requests)
 
     @staticmethod
     def fit(requests: Sequence[Any]) -> bool:
-        """Whether requests that decode may be rows: each has drawn a token, none was preempted, and
-        the same steps are under way for all.
+        """Whether decoding requests can be steady rows: each has drawn a token, none was preempted,
+        and all have the same number of steps in flight.
         """
         under_way = {request.num_in_flight_tokens for request in requests}
         return len(under_way) == 1 and all(
@@ -63,7 +67,7 @@ class SteadyRows:
 
     @property
     def can_be_handed_out(self) -> bool:
-        """Whether the next step may be of all rows again."""
+        """Whether the next step can have all rows again."""
         if self._is_async:
             return self._num_taken < self._room
         return not self._num_under_way
@@ -73,11 +77,12 @@ class SteadyRows:
         return self._under_way + self._num_handed - self._num_taken
 
     def edges(self) -> list[tuple[int, Any, int]]:
-        """Returns the rows that the next step finds at an edge of a block, where the cache may have
-        to be told: number, request, which is written, and tokens that are computed.
+        """Returns the rows at a block boundary in the next step, which may need a change of the
+        cache: row number, request (up to date), and number of computed tokens.
 
-        That is a block's first token; and its last one, with which it is known by its tokens, but
-        not where the token before is under way: then that comes with the next block's first.
+        A boundary is a block's first token, or its last token, after which vLLM can identify the
+        block by its tokens. If the previous token is still in flight, that happens with the next
+        block's first token.
         """
         of_step = self._firsts if self._num_under_way else self._edges
         rows: list[int] = of_step[self._num_handed % self._size].tolist()
@@ -89,17 +94,17 @@ class SteadyRows:
         return found
 
     def hand_out(self) -> tuple[list[int], list[int]]:
-        """Takes a step for handed out; returns how many tokens of each row were computed before it,
-        and how many it had drawn.
+        """Counts a scheduled step; returns each row's number of computed tokens and of drawn tokens
+        before it.
         """
         number = self._num_handed
         self._num_handed += 1
         return (self._computed + number).tolist(), (self._drawn + number).tolist()
 
     def take(self, index: dict[str, int], sampled: Sequence[Sequence[int]]) -> list[int] | None:
-        """Takes a step's tokens and returns them by row; None, and takes none, where one is its
-        request's last, or some row has not exactly one. `index` has the places of names in
-        `sampled`.
+        """Counts a step's tokens and returns them by row. Returns None, and counts nothing, if a
+        token is its request's last, or some row does not have exactly one. `index` gives the
+        positions of names in `sampled`.
         """
         if self._num_taken >= self._room:
             return None
@@ -111,12 +116,12 @@ class SteadyRows:
             return None
         self._kept.append(tokens)
         self._num_taken += 1
-        if len(self._kept) >= MOST_KEPT:
+        if len(self._kept) >= MAX_BUFFERED:
             self.write()
         return tokens
 
     def write(self) -> None:
-        """Writes all that is kept into vLLM's requests."""
+        """Updates all of vLLM's requests."""
         for row in range(len(self._requests)):
             self._write(row)
         self._kept.clear()

