@@ -46,8 +46,8 @@ class Turns:
     requests taken back and whole prompts in parts. The host gets tokens a pass late.
     """
 
-    def __init__(self, said: TokenTable, seed: int) -> None:
-        self.said, self.rng = said, np.random.default_rng(seed)
+    def __init__(self, table: TokenTable, seed: int) -> None:
+        self.table, self.rng = table, np.random.default_rng(seed)
         self.waiting: list[Any] = []
         self.running: list[Any] = []
         self.late: list[tuple[Any, int]] = []
@@ -60,7 +60,7 @@ class Turns:
         earlier = rng.integers(0, VOCAB, 3).tolist() if number % 3 == 0 else []
         name = f"r{number}"
         if sampling.needs_history:
-            self.said.add(name, Request(number, tuple(prompt), 7, sampling))
+            self.table.add(name, Request(number, tuple(prompt), 7, sampling))
         one = SimpleNamespace(rid=name, origin_input_ids=prompt + earlier, output_ids=[])
         one.sampling, one.prompt, one.response, one.length = sampling, prompt, earlier, 24
         self.waiting.append(one)
@@ -71,8 +71,8 @@ class Turns:
         logits_BV = torch.from_numpy(3 * self.rng.normal(size=(rows, VOCAB))).float()
         before = logits_BV.clone()
         position = [len(one.prompt) + len(one.response) - 1 for one in requests]
-        self.said.look(requests, has_prompts)
-        found_BV = self.said.penalized(logits_BV, torch.tensor(position))
+        self.table.prepare(requests, has_prompts)
+        found_BV = self.table.penalized(logits_BV, torch.tensor(position))
         assert torch.equal(logits_BV, before)
         for one, given_V, found_V in zip(requests, logits_BV, found_BV, strict=True):
             wanted = by_definition(given_V.tolist(), one.sampling, one.prompt, one.response)
@@ -82,7 +82,7 @@ class Turns:
             assert one.sampling.needs_history or torch.equal(given_V, found_V)
             self.num_compared += 1
         token_B = torch.from_numpy(self.rng.integers(0, VOCAB, rows))
-        self.said.note(token_B)
+        self.table.note(token_B)
         for one, token in self.late:
             one.output_ids.append(token)
         self.late.clear()
@@ -115,12 +115,12 @@ class Turns:
                 self.compute(self.running, has_prompts=False)
         for one in [one for one in self.running if len(one.response) >= one.length]:
             self.running.remove(one)
-            self.said.remove(one.rid)
+            self.table.remove(one.rid)
 
 
 def test_logits_are_those_of_the_definition_whatever_comes_and_goes() -> None:
-    said = TokenTable()
-    turns = Turns(said, 3)
+    table = TokenTable()
+    turns = Turns(table, 3)
     for number in range(40):
         turns.add(number)
         for _ in range(4):
@@ -128,15 +128,15 @@ def test_logits_are_those_of_the_definition_whatever_comes_and_goes() -> None:
     while turns.running or turns.waiting:
         turns.turn()
     assert turns.num_compared > 700 and turns.num_taken_back > 10
-    assert said._table is None and not said._slots, "its memory is given back"
+    assert table._table is None and not table._slots, "its memory is given back"
 
 
 def test_without_such_requests_nothing_is_held_or_computed() -> None:
-    said, logits_BV = TokenTable(), torch.randn(2, VOCAB)
-    said.look([SimpleNamespace(rid="a"), SimpleNamespace(rid="b")], True)
-    assert said.penalized(logits_BV, torch.tensor([3, 4])) is logits_BV
-    said.note(torch.tensor([1, 2]))
-    said.add("c", Request(1, (3,), 7, KINDS[0]))
-    said.look([SimpleNamespace(rid="a"), SimpleNamespace(rid="b")], False)
-    assert said.penalized(logits_BV, torch.tensor([3, 4])) is logits_BV
-    assert said._table is None
+    table, logits_BV = TokenTable(), torch.randn(2, VOCAB)
+    table.prepare([SimpleNamespace(rid="a"), SimpleNamespace(rid="b")], True)
+    assert table.penalized(logits_BV, torch.tensor([3, 4])) is logits_BV
+    table.note(torch.tensor([1, 2]))
+    table.add("c", Request(1, (3,), 7, KINDS[0]))
+    table.prepare([SimpleNamespace(rid="a"), SimpleNamespace(rid="b")], False)
+    assert table.penalized(logits_BV, torch.tensor([3, 4])) is logits_BV
+    assert table._table is None

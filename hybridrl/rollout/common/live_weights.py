@@ -1,4 +1,4 @@
-"""Checks an engine's live fused parameters against the weight table, and shares the trainer's.
+"""An engine's live fused parameters by the layout's names, and the trainer's in their place.
 
 Used by engines of packages whose parameters have the layout of `fused_layout`.
 """
@@ -6,28 +6,21 @@ Used by engines of packages whose parameters have the layout of `fused_layout`.
 from __future__ import annotations
 
 import gc
-from math import prod
-from typing import Any, Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from hybridrl.hybrid_engine.memory.alias import is_view, shared_views
-from hybridrl.models.boxes import Shape
+from hybridrl.hybrid_engine.memory.alias import shared_views
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout
-from hybridrl.rollout.common.scheme import check_parameters, check_placement
-from hybridrl.rollout.engine import Holding
 
 STACKS = ("w13_weight", "w2_weight")  # all experts of a rank: gate over up, and down
 
 
-class Names(Protocol):
-    """Translates a package's parameter name into that of `fused_layout`; returns None for a copy of
-    other parameters, which the layout does not contain.
-    """
-
-    def __call__(self, name: str) -> str | None: ...
+Names = Callable[[str], str | None]
+"""Translates a package's parameter name into that of `fused_layout`; returns None for a copy of
+other parameters, which the layout does not contain."""
 
 
 def live_tensors(model: torch.nn.Module, layout_name: Names) -> dict[str, Tensor]:
@@ -46,22 +39,6 @@ def live_tensors(model: torch.nn.Module, layout_name: Names) -> dict[str, Tensor
     return found
 
 
-def check_live(
-    model: torch.nn.Module,
-    layout: RankLayout,
-    shapes: dict[str, Shape],
-    version: str,
-    layout_name: Names,
-) -> None:
-    """Raises ModelError unless the layout describes a new module's parameters; overwrites their
-    contents.
-    """
-    tensors = live_tensors(model, layout_name)
-    load: Any = model.load_weights
-    check_parameters(layout, tensors, version)
-    check_placement(layout, tensors, shapes, load, version)
-
-
 def share(
     model: torch.nn.Module,
     shard: TrainingShard | None,
@@ -78,42 +55,6 @@ def share(
     for name, view in views.items():
         live[name].data = view
     return views
-
-
-def still_shared(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> frozenset[str]:
-    """Returns the names of parameters that are still the trainer's. A layer that is repacked after
-    loading gets its own memory.
-    """
-    return frozenset(name for name, one in tensors.items() if is_view(name, one, views))
-
-
-def written_parameters(
-    tensors: dict[str, Tensor], shared: frozenset[str], layout: RankLayout
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the parameters that an update writes completely, and those that it writes in part
-    because they contain padding. Excludes the trainer's parameters.
-    """
-    padded = {name for name, _ in layout.padding}
-    own = [(name, one) for name, one in tensors.items() if name not in shared]
-    return [t for name, t in own if name not in padded], [t for name, t in own if name in padded]
-
-
-def weight_holdings(
-    tensors: dict[str, Tensor], shared: frozenset[str], stays: bool
-) -> dict[str, Holding]:
-    """Returns the memory of parameters, with the trainer's parameters as a separate entry."""
-    sizes = {name: t.numel() * t.element_size() for name, t in tensors.items()}
-    num_shared = sum(sizes[name] for name in shared)
-    return {
-        "weights": Holding(sum(sizes.values()) - num_shared, stays),
-        "weights shared with the trainer": Holding(num_shared, is_shared=True),
-    }
-
-
-def layout_bytes(layout: RankLayout, dtype: str) -> int:
-    """Returns the bytes of a rank's parameters in this dtype, e.g. "bfloat16"."""
-    itemsize: int = getattr(torch, dtype).itemsize
-    return sum(prod(size) for size in layout.shapes.values()) * itemsize
 
 
 def free_bytes(device: torch.device) -> int:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl.errors import ModelError, UserError
+from hybridrl.hybrid_engine.memory.alias import is_view
 from hybridrl.hybrid_engine.memory.lending import Piece
 from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_experts
 from hybridrl.models.family import Family
@@ -32,15 +33,13 @@ from hybridrl.rollout.common.agreement import TokenAgreement
 from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS, SleepingMemory
 from hybridrl.rollout.common.latent_copies import LatentCopies, set_epsilon
 from hybridrl.rollout.common.live_weights import (
-    check_live,
     free_bytes,
     live_tensors,
     share,
-    still_shared,
-    weight_holdings,
 )
 from hybridrl.rollout.common.queue import QueuedEngine
 from hybridrl.rollout.common.sampling import no_logprob
+from hybridrl.rollout.common.scheme import check_parameters, check_placement
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Holding, Request
 from hybridrl.rollout.registry import ENGINES, engine_package
@@ -120,6 +119,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             raise violation
         self._placement, self._rank = layout, rank
         self._layout = self._weight_layout()
+        itemsize: int = getattr(torch, settings.dtype).itemsize
+        self._weight_bytes = itemsize * sum(map(math.prod, self._layout.shapes.values()))
         self._experts: Recorder | None = None
         self._keeps_memory = False
         self._memory: SleepingMemory | None = None
@@ -132,7 +133,10 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self.close()
             raise self._refusals[0]
         self._tensors = live_tensors(self._live.model, self._layout_name)
-        self.shared = still_shared(self._views, self._tensors)
+        # A layer that was repacked after loading has its own memory again.
+        self.shared = frozenset(
+            name for name, tensor in self._tensors.items() if is_view(name, tensor, self._views)
+        )
         ahead = int(self._runs_ahead and not settings.eager)
         self._agreement = TokenAgreement.over(self._live.tp_group, settings.timeout_s, ahead)
         if self._device.type != "cpu":
@@ -214,9 +218,12 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         captures graphs.
         """
         latent, shapes = self._shape.latent, hf_shapes(self._family, self._shape)
+        load: Any = model.load_weights
         try:
             self._settle(model, version)
-            check_live(model, self._layout, shapes, version, self._layout_name)
+            tensors = live_tensors(model, self._layout_name)
+            check_parameters(self._layout, tensors, version)
+            check_placement(self._layout, tensors, shapes, load, version)
             if latent is not None:
                 self.copies.check(model, latent, self._shape.num_layers, version)
         except ModelError as error:
@@ -233,6 +240,15 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             except ModelError as error:
                 self._refusals.append(error)
         return self._experts
+
+    def _written_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the parameters that an update writes completely, and those with padding, which it
+        writes in part. Excludes the trainer's parameters.
+        """
+        padded = {name for name, _ in self._layout.padding}
+        own = {name: t for name, t in self._tensors.items() if name not in self.shared}
+        whole = [tensor for name, tensor in own.items() if name not in padded]
+        return whole, [tensor for name, tensor in own.items() if name in padded]
 
     def _check_logps(self, logps: Sequence[float], number_of: Callable[[int], int | None]) -> None:
         """Raises the error of `no_logprob` if a value is not a log-probability. Ignores values for
@@ -318,7 +334,11 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         the engine sleeps.
         """
         never_sleeps = self._device.type == "cpu" or self._keeps_memory
-        return weight_holdings(self._tensors, self.shared, never_sleeps) | {
+        sizes = {name: tensor.nbytes for name, tensor in self._tensors.items()}
+        shared_bytes = sum(sizes[name] for name in self.shared)
+        return {
+            "weights": Holding(sum(sizes.values()) - shared_bytes, never_sleeps),
+            "weights shared with the trainer": Holding(shared_bytes, is_shared=True),
             "KV cache": Holding(self._cache_bytes, never_sleeps),
             "graphs and workspace": Holding(self._kept_bytes, stays=True),
         }

@@ -9,7 +9,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,17 +35,9 @@ def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[
 
 
 @contextlib.contextmanager
-def ranks_in_environment() -> Iterator[None]:
-    """Sets the rank variables that vLLM's worker reads at its start, if torchrun did not start this
-    process.
-
-    They are removed afterwards. Otherwise a command started by this process would take itself for a
-    rank, and vLLM on CPU would assume that every rank of a node has an engine.
-    """
-    names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+def kept_variables(names: Iterable[str]) -> Iterator[None]:
+    """Restores variables of the environment."""
     before = {name: os.environ.get(name) for name in names}
-    for name in ("RANK", "LOCAL_RANK"):
-        os.environ.setdefault(name, str(dist.get_rank()))
     try:
         yield
     finally:
@@ -56,13 +48,26 @@ def ranks_in_environment() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_variables(names: Iterable[str]) -> Iterator[None]:
-    """Removes variables from the environment temporarily."""
-    before = {name: os.environ.pop(name) for name in names if name in os.environ}
-    try:
+def ranks_in_environment() -> Iterator[None]:
+    """Sets the rank variables that vLLM's worker reads at its start, if torchrun did not start this
+    process.
+
+    They are removed afterwards. Otherwise a command started by this process would take itself for a
+    rank, and vLLM on CPU would assume that every rank of a node has an engine.
+    """
+    with kept_variables(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+        for name in ("RANK", "LOCAL_RANK"):
+            os.environ.setdefault(name, str(dist.get_rank()))
         yield
-    finally:
-        os.environ.update(before)
+
+
+@contextlib.contextmanager
+def without_variables(names: Sequence[str]) -> Iterator[None]:
+    """Removes variables from the environment temporarily."""
+    with kept_variables(names):
+        for name in names:
+            os.environ.pop(name, None)
+        yield
 
 
 @contextlib.contextmanager

@@ -389,13 +389,9 @@ def _refuse_undecodable(config: Any) -> None:
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         is_settled = rope.get("short_factor", ()) == rope.get("long_factor")
         if rope.get("rope_type") in ("dynamic", "longrope") and not is_settled:
-            raise _undecodable("rope_parameters.rope_type", rope["rope_type"], "a fixed scaling")
-
-
-def _undecodable(key: str, value: object, allowed: str) -> ModelError:
-    return ModelError(
-        f"config.json: {key}",
-        value,
-        f"{allowed}, for rollout.engine=hf",
-        "Use another rollout engine, or another model.",
-    )
+            raise ModelError(
+                "config.json: rope_parameters.rope_type",
+                rope["rope_type"],
+                "a fixed scaling, for rollout.engine=hf",
+                "Use another rollout engine, or another model.",
+            )

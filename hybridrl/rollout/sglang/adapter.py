@@ -16,7 +16,6 @@ import torch
 
 from hybridrl.rollout.common.engine_memory import SleepingMemory
 from hybridrl.rollout.common.latent_copies import LatentCopies
-from hybridrl.rollout.common.live_weights import layout_bytes, written_parameters
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.settings import token_bytes, too_long
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
@@ -73,7 +72,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             layout=layout,
             rank=self._rank,
             device=self._device,
-            weight_bytes=layout_bytes(self._layout, self._settings.dtype),
+            weight_bytes=self._weight_bytes,
             prepare=self._prepare,
             listen=lambda model, slots, longest: self._record_with(
                 lambda: RecordedExperts(model, self._shape, slots, longest, self._device)
@@ -92,7 +91,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         settle_longrope(model, version)
 
     def _own_memory(self) -> SleepingMemory:
-        written = written_parameters(self._tensors, self.shared, self._layout)
+        written = self._written_parameters()
         return sleeping_memory(self._live, self._device, *written, self._cache_bytes)
 
     def finish_update(self, version: int) -> None:

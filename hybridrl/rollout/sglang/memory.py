@@ -79,7 +79,7 @@ class EnginePools:
         second time: torch would reuse pieces that were released.
         """
         if tag in self._closed:
-            raise RuntimeError(f"SGLang allocates {tag} a second time")
+            raise RuntimeError(f"SGLang allocates {tag} after its pool was closed")
         with _without_expandable_segments(), torch.cuda.use_mem_pool(self._pools[tag]):
             yield
         if tag == WEIGHTS:
@@ -181,7 +181,7 @@ def sleeping_memory(
     pools.
 
     Args:
-        whole, in_part: Results of `written_parameters`.
+        whole, in_part: Parameters that an update writes completely, and in part.
     """
     if live.pools is None:
         return SaverMemory(live.scheduler, device)

@@ -102,10 +102,8 @@ def recorded_by(listen: Callable[[int], RecordedExperts | None]) -> Iterator[Non
     """
     from sglang.srt.model_executor import model_runner
 
-    def create(num_tokens: int, **sizes: Any) -> RecordedExperts | None:
-        return listen(num_tokens)
-
-    with replaced(model_runner, "RoutedExpertsCapturer", SimpleNamespace(create=create)):
+    capturer = SimpleNamespace(create=lambda num_tokens, **sizes: listen(num_tokens))
+    with replaced(model_runner, "RoutedExpertsCapturer", capturer):
         yield
 
 

@@ -156,6 +156,9 @@ def _inside_the_trainer(
     settings: EngineSettings, shape: ModelShape, layout: RolloutLayout, device: torch.device
 ) -> Iterator[None]:
     """Applies all repairs for the start, and restores the process state that SGLang changes."""
+    from sglang.srt.managers import tp_worker
+    from sglang.srt.model_executor import model_runner
+
     is_cpu = device.type == "cpu"
     has_latents = is_cpu and shape.latent is not None
     if hidden := sorted(os.environ.keys() & set(_other_weights(is_cpu))):
@@ -165,8 +168,11 @@ def _inside_the_trainer(
         keep_generators(device, everywhere=True),
         _kept_threads(),
         _groups_of(layout, settings.timeout_s),
-        _sizes_as_they_are(),
-        _seeds_as_they_are(),
+        # On CPU, SGLang would pad the model's sizes for AMX.
+        replaced(model_runner, "adjust_config_with_unaligned_cpu_tp", _keep_config),
+        # Seeds are not broadcast: all ranks have the same, and a replica that does not begin with
+        # rank 0 would wait for the wrong sender.
+        replaced(tp_worker, "broadcast_pyobj", lambda data, *args, **kwargs: data),
         latents_on_cpu() if has_latents else contextlib.nullcontext(),
         without_variables(_other_weights(is_cpu)),
         without_watchdog(),
@@ -359,27 +365,8 @@ def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]
         yield
 
 
-@contextlib.contextmanager
-def _sizes_as_they_are() -> Iterator[None]:
-    """Makes CPU engines keep the model's sizes, which SGLang pads for AMX."""
-    from sglang.srt.model_executor import model_runner
-
-    def keep(model_config: Any, load_config: Any, tp_size: int) -> Any:
-        return model_config
-
-    with replaced(model_runner, "adjust_config_with_unaligned_cpu_tp", keep):
-        yield
-
-
-@contextlib.contextmanager
-def _seeds_as_they_are() -> Iterator[None]:
-    """Skips the broadcast of SGLang's seed. All ranks have the same seed, and a replica that does
-    not begin with rank 0 would wait for the wrong sender.
-    """
-    from sglang.srt.managers import tp_worker
-
-    with replaced(tp_worker, "broadcast_pyobj", lambda data, *args, **kwargs: data):
-        yield
+def _keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
+    return model_config
 
 
 @contextlib.contextmanager

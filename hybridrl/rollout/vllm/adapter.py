@@ -16,7 +16,6 @@ import torch
 from hybridrl.errors import ModelError
 from hybridrl.rollout.common.engine_memory import SleepingMemory, check_caches, own_memory
 from hybridrl.rollout.common.latent_copies import LatentCopies
-from hybridrl.rollout.common.live_weights import layout_bytes, written_parameters
 from hybridrl.rollout.common.packaged_engine import PackagedEngine
 from hybridrl.rollout.common.process_state import keep_generators
 from hybridrl.rollout.engine import Completion, Request, RunningRequest
@@ -56,7 +55,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             layout=self._placement,
             rank=self._rank,
             device=self._device,
-            weight_bytes=layout_bytes(self._layout, self._settings.dtype),
+            weight_bytes=self._weight_bytes,
             prepare=self._prepare,
             listen=lambda model, cache: self._record_with(
                 lambda: RecordedExperts(model, cache, self._shape, self._device)
@@ -81,7 +80,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
     def _own_memory(self) -> SleepingMemory:
         caches, pieces = caches_of(runner_of(self._live.llm)), allocations()
         check_caches(caches, self._cache_bytes, pieces, NAME, self._live.version)
-        whole, in_part = written_parameters(self._tensors, self.shared, self._layout)
+        whole, in_part = self._written_parameters()
         return own_memory(self._device, pieces, [*whole, *caches], in_part)
 
     def _forget_cache(self) -> None:
