@@ -21,7 +21,6 @@ class AbsentEngine(QueuedEngine):
     """
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Raises ValueError if there are requests."""
         if requests:
             raise ValueError(f"{len(requests)} requests for a rank that has no engine")
 
@@ -29,9 +28,7 @@ class AbsentEngine(QueuedEngine):
         """Does nothing."""
 
     def layout(self) -> RankLayout:
-        """Returns the layout of a rank without parameters."""
         return NOTHING
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns no tensor."""
         return {}

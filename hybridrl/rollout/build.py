@@ -63,7 +63,6 @@ class ComputingEngine(EngineAdapter, Protocol):
     @property
     def model(self) -> torch.nn.Module:
         """This rank's module, for inspection only."""
-        ...
 
 
 @runtime_checkable

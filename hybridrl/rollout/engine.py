@@ -200,40 +200,31 @@ class RolloutEngine(Protocol):
     @property
     def version(self) -> int:
         """The version given to the last `finish_update`; -1 before the first."""
-        ...
 
     @property
     def has_unfinished(self) -> bool:
         """Whether a submitted request is not finished yet."""
-        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests without any computation. Raises ValueError if an id is held already."""
-        ...
 
     def step(self) -> None:
         """Starts queued requests if there is room, and advances every running request."""
-        ...
 
     def collect(self) -> list[Completion]:
         """Returns the responses that finished since the last call, in the order they finished."""
-        ...
 
     def pending(self) -> list[Request]:
         """Returns the unfinished requests with their tokens; any engine can continue them."""
-        ...
 
     def clear(self) -> None:
         """Drops all requests and uncollected responses; must not be called during a step."""
-        ...
 
     def memory(self) -> Mapping[str, Holding]:
         """Returns the engine's memory on this rank's device during rollout, by purpose."""
-        ...
 
     def close(self) -> None:
         """Releases memory and process groups; the engine cannot be used afterwards."""
-        ...
 
 
 def check_versions(name: str, num: int, first: int | None, versions: Versions) -> None:

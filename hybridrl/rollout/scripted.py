@@ -57,20 +57,16 @@ class ScriptedEngine(QueuedEngine):
         self._max_batch = max_batch
 
     def layout(self) -> RankLayout:
-        """Returns the layout of whole HF tensors under their own names."""
         return hf_layout({name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the tensors that an update writes."""
         return self._tensors
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests and calls the script for their whole responses."""
         super().submit(requests)
         self._responses |= {request.request_id: self._script(request) for request in requests}
 
     def clear(self) -> None:
-        """Drops all requests, and responses that were not collected."""
         super().clear()
         self._responses.clear()
 

@@ -43,11 +43,9 @@ class EnginePiece(Protocol):
 
     def gone(self) -> None:
         """Tells the allocator that the piece has no memory."""
-        ...
 
     def set_handle(self, handle: int) -> None:
         """Gives the allocator the handle of the memory that is mapped now."""
-        ...
 
 
 class SleepingMemory(Protocol):

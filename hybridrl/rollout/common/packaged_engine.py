@@ -203,7 +203,6 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     # Used by adapters
 
     def _weight_layout(self) -> RankLayout:
-        """Returns the layout of this rank's part of a replica."""
         _, tp_rank = self._placement.place(self._rank)
         tp, ep = self._placement.tp, self._settings.ep
         layout = fused_layout(self._family, self._shape, tp, tp_rank, ep)
@@ -267,7 +266,6 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return self._layout
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the live parameters, which updates write in place and never replace."""
         return self._tensors
 
     def stale_copy(self) -> str | None:
@@ -286,7 +284,6 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._memory.sleep()
 
     def lend(self, num_bytes: int) -> list[Piece]:
-        """Lends memory to training, see `lending.MemoryLender`."""
         return [] if self._memory is None else self._memory.lend(num_bytes)
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
@@ -297,7 +294,6 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return memory is not None and (not keeps_memory or memory.lent_bytes > 0)
 
     def released_bytes(self) -> int:
-        """Returns the bytes of tensors without memory, see `lending.MemoryLender`."""
         return 0 if self._memory is None else self._memory.released_bytes
 
     def begin_update(self) -> None:
@@ -345,7 +341,6 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     @property
     def model(self) -> torch.nn.Module:
-        """This rank's live module, for inspection only."""
         return self._live.model
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -370,13 +365,11 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._agreement.settle(is_last=True)
 
     def pending(self) -> list[Request]:
-        """Returns the unfinished requests with their tokens so far."""
         self._take_drawn()
         self._record_running()
         return super().pending()
 
     def clear(self) -> None:
-        """Drops all requests, and responses that were not collected."""
         self._agreement.settle(is_last=True)
         if self._rows:
             self._drop_running()

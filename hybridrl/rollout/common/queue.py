@@ -15,7 +15,7 @@ from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest
 
 class QueuedEngine:
     """Implements `RolloutEngine` apart from `step`, and the calls of `WeightTarget` that need no
-    tensors.
+    tensors. These protocols document the methods.
     """
 
     name: ClassVar[str]
@@ -28,16 +28,13 @@ class QueuedEngine:
 
     @property
     def version(self) -> int:
-        """The version of the weights; -1 before the first update."""
         return self._version
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a submitted request is not finished yet."""
         return bool(self._rows)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises ValueError if another unfinished request has the same id."""
         rows: dict[int, RunningRequest] = {}
         for request in requests:
             number = request.request_id
@@ -47,16 +44,13 @@ class QueuedEngine:
         self._rows |= rows
 
     def collect(self) -> list[Completion]:
-        """Returns the responses that finished since the last call, in the order they finished."""
         finished, self._finished = self._finished, []
         return finished
 
     def pending(self) -> list[Request]:
-        """Returns the unfinished requests with their tokens so far."""
         return [row.to_request() for row in self._rows.values()]
 
     def clear(self) -> None:
-        """Drops all requests, and responses that were not collected."""
         self._rows.clear()
         self._finished.clear()
 
@@ -76,7 +70,6 @@ class QueuedEngine:
         self.begin_update()
 
     def finish_update(self, version: int) -> None:
-        """Allows generation with the weights `version`."""
         self._version, self._is_updating = version, False
 
     def _check_weights(self) -> None:
@@ -87,6 +80,5 @@ class QueuedEngine:
             )
 
     def _finish(self, completion: Completion) -> None:
-        """Moves a request to the finished responses."""
         del self._rows[completion.request_id]
         self._finished.append(completion)

@@ -95,7 +95,6 @@ class HfEngine(QueuedEngine):
         return hf_layout({name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the engine's parameters by HF name, which updates write in place."""
         return self._tensors
 
     def begin_update(self) -> None:
@@ -108,12 +107,10 @@ class HfEngine(QueuedEngine):
     # RolloutEngine
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises ValueError if another unfinished request has the same id."""
         super().submit(requests)
         self._waiting.extend(self._rows[request.request_id] for request in requests)
 
     def clear(self) -> None:
-        """Drops all requests, and responses that were not collected."""
         super().clear()
         self._waiting.clear()
         self._running.clear()
@@ -124,12 +121,10 @@ class HfEngine(QueuedEngine):
         return {"weights": Holding(size, stays=True)}
 
     def close(self) -> None:
-        """Frees the KV cache."""
         self._cache.free()
 
     @property
     def model(self) -> torch.nn.Module:
-        """The module that generates, for inspection only."""
         model: torch.nn.Module = self._model
         return model
 
@@ -293,7 +288,6 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
                 cached[:, targets] = cached[:, sources]
 
     def free(self) -> None:
-        """Frees the memory."""
         self._kv = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

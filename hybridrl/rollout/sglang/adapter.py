@@ -95,7 +95,6 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return sleeping_memory(self._live, self._device, *written, self._cache_bytes)
 
     def finish_update(self, version: int) -> None:
-        """Maps the KV cache and allows generation with the weights `version`."""
         super().finish_update(version)
         if self._device.type != "cpu":  # weights were written on another stream than SGLang's
             torch.cuda.synchronize(self._device)
@@ -129,12 +128,10 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._scheduler.forget_requests()
 
     def clear(self) -> None:
-        """Drops all requests, and responses that were not collected."""
         super().clear()
         self._shared_prompts.forget()
 
     def close(self) -> None:
-        """Ends the engine; collective over the ranks that have one."""
         stop(self._live)
 
     def _request_rules(self, request: Request) -> Iterable[ValueError]:
@@ -261,7 +258,6 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 raise RuntimeError(f"SGLang did not end request {request_id} after its last token")
 
     def _take(self, running: _Running) -> Completion | None:
-        """Copies a request's new tokens to its row; returns the completion if they end it."""
         request, since = running.request, running.num_taken
         tokens, logps = list(request.output_ids[since:]), drawn_logps(request)[since:]
         if not tokens:

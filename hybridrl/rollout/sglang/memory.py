@@ -52,11 +52,9 @@ class PoolPiece:
     tell: Callable[[int, int], object]
 
     def gone(self) -> None:
-        """Tells the allocator that the piece has no memory."""
         self.set_handle(0)
 
     def set_handle(self, handle: int) -> None:
-        """Gives the allocator the handle of the memory that is mapped now."""
         self.handle = handle
         self.tell(self.address, handle)
 
@@ -227,7 +225,6 @@ class SaverMemory:
         """Does nothing: no memory is lent."""
 
     def lend(self, num_bytes: int) -> list[Piece]:
-        """Returns no piece."""
         return []
 
     def _call(self, what: str, tags: list[str]) -> None:

@@ -90,7 +90,6 @@ class RecordedExperts:
         self._by_slot.record(found, slots)
 
     def forget(self) -> None:
-        """Drops all records, because the weights change."""
         self._by_slot.forget()
 
 

@@ -101,13 +101,9 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._live.llm.engine_core.abort_requests(names)
 
     def close(self) -> None:
-        """Ends the engine; collective over the world."""
         stop(self._live)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises ValueError if an id is held, or if vLLM cannot generate such a
-        response.
-        """
         is_idle = not self._rows
         super().submit(requests)
         new = any(request.sampling.stop_strings for request in requests)
@@ -171,7 +167,6 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return None if row is None else row.request.request_id
 
     def _take(self, output: Any) -> None:
-        """Adds a request's new tokens to its row."""
         name = output.request_id
         row = self._running.get(name)
         if row is None:  # aborted since
@@ -195,7 +190,6 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._end_by_text(name, row, completion)
 
     def _take_drawn(self) -> None:
-        """Adds the buffered tokens to their requests' rows."""
         for name, tokens, logps in self._drawn.take():
             row = self._running.get(name)
             if row is None:  # aborted since

@@ -125,7 +125,6 @@ def _gpu_memory(
 def _kv_cache_bytes(
     settings: EngineSettings, shape: ModelShape, tp: int, block_size: int, most: int | None = None
 ) -> int:
-    """Returns the bytes for `kv_cache_blocks`."""
     block = block_size * token_bytes(shape, tp, getattr(torch, settings.dtype).itemsize)
     # One more: vLLM never assigns block 0.
     return block * (kv_cache_blocks(settings, block, block_size, most) + 1)

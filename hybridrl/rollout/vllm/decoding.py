@@ -60,7 +60,6 @@ class StepBuffer:
         return not self._steps or self._steps[-1].names == step.names
 
     def add(self, step: StepTokens) -> None:
-        """Buffers a step that fits."""
         self._steps.append(step)
 
     def take(self) -> Iterator[tuple[str, tuple[int, ...], tuple[float, ...]]]:

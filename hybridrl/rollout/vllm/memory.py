@@ -23,15 +23,12 @@ class Allocation:
 
     @property
     def handle(self) -> int:
-        """The driver's handle of the mapped memory."""
         return ctypes.c_uint64.from_address(self.handle_address).value
 
     def gone(self) -> None:
-        """Tells vLLM that the piece has no memory."""
         self.record.is_asleep = True
 
     def set_handle(self, handle: int) -> None:
-        """Gives vLLM the handle of the memory that is mapped now."""
         ctypes.c_uint64.from_address(self.handle_address).value = handle
         self.record.is_asleep = False
 

@@ -81,7 +81,6 @@ class RecordedExperts:
         self._record(self._requests[name] for name in self._running if name in self._requests)
 
     def _record_and_free(self, request: Any) -> None:
-        """Records a request's experts before its slots are freed."""
         self._record([request])
         self._free(request)
 
@@ -110,7 +109,6 @@ class RecordedExperts:
         return torch.tensor(blocks)[position // size] * size + position % size
 
     def forget(self) -> None:
-        """Drops all records, because the weights change."""
         self._experts.forget()
 
 
