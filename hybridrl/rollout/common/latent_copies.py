@@ -1,4 +1,4 @@
-"""Copies of projection weights, and norms, in engines of packages with latent attention.
+"""Repairs latent attention in engines of packages: stale copies of weights, epsilons of norms.
 
 For decoding, an engine multiplies queries and outputs by the up-projection of keys and values.
 After loading it splits and transposes that weight into two further tensors. This module updates

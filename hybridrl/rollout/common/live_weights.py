@@ -1,4 +1,4 @@
-"""An engine's live fused parameters by the layout's names, and the trainer's in their place.
+"""Names an engine's live parameters as the weight layout does, and shares the trainer's.
 
 Used by engines of packages whose parameters have the layout of `fused_layout`.
 """

@@ -147,7 +147,7 @@ def _filter(scaled_BV: Tensor, rows: RowSampling) -> Tensor:
     sorted_BV = sorted_BV.masked_fill(rank_V >= rows.top_k_B[:, None], -torch.inf)
     prob_BV = sorted_BV.double().softmax(-1)
     before_BV = prob_BV.cumsum(-1) - prob_BV
-    # The most probable token always stays: the sum before it is 0 (but for rounding, hence rank).
+    # The rank keeps the most probable token even if rounding makes the sum before it exceed 0.
     is_out_BV = (before_BV >= rows.top_p_B[:, None]) & (rank_V > 0)
     sorted_BV = sorted_BV.masked_fill(is_out_BV, -torch.inf)
     return torch.empty_like(scaled_BV).scatter_(-1, order_BV, sorted_BV)

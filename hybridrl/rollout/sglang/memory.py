@@ -123,7 +123,7 @@ def engine_pools(device: torch.device) -> EnginePools | None:
 def _allocator() -> Any:
     names = "hybridrl_make_engine_memory", "hybridrl_end_engine_memory"
     found = torch.cuda.memory.CUDAPluggableAllocator(compiled_library(), *names).allocator()
-    # Pools of torch 2.11 do not keep a reference to it, but call it when they are destroyed.
+    # Pools of torch 2.11 keep no reference to the allocator, but call it at their end.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
     return found
 
@@ -231,7 +231,7 @@ class SaverMemory:
         from sglang.srt.managers import io_struct
 
         request = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=tags)
-        owner = getattr(self._scheduler, "weight_updater", self._scheduler)  # newer versions
+        owner = getattr(self._scheduler, "weight_updater", self._scheduler)  # in newer versions
         with keep_generators(self._device), torch.no_grad():
             getattr(owner, f"{what}_memory_occupation")(request)
 

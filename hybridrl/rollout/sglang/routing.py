@@ -107,7 +107,7 @@ def recorded_by(listen: Callable[[int], RecordedExperts | None]) -> Iterator[Non
 
 
 def make_current(recorder: RecordedExperts | None) -> None:
-    """Makes it SGLang's recorder; a process has only one, even with several engines."""
+    """Sets SGLang's recorder, of which a process has only one, even with several engines."""
     from sglang.srt.state_capturer.routed_experts import set_global_experts_capturer
 
     set_global_experts_capturer(recorder)

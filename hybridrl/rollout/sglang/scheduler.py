@@ -81,7 +81,7 @@ class _Driven:
         self.idle_sleeper = self.load_snapshot_writer = None
         self.recv_from_tokenizer = self.recv_from_rpc = None
         self.send_to_tokenizer = self.send_to_detokenizer = silence
-        self.ipc_channels = SimpleNamespace(  # newer versions
+        self.ipc_channels = SimpleNamespace(  # used by newer versions
             recv_from_tokenizer=None,
             recv_from_rpc=None,
             send_to_tokenizer=silence,
@@ -89,10 +89,10 @@ class _Driven:
             send_metrics_from_scheduler=None,
         )
 
-    def init_request_receiver(self) -> None:  # newer versions
+    def init_request_receiver(self) -> None:  # used by newer versions
         self.request_receiver = SimpleNamespace(recv_requests=self.recv_requests)
 
-    def init_output_streamer(self) -> None:  # newer versions
+    def init_output_streamer(self) -> None:  # used by newer versions
         ignore = self.stream_output
         self.output_streamer = SimpleNamespace(
             stream_output=ignore, _stream_output_generation=ignore
@@ -238,7 +238,7 @@ class _Driven:
                 raise RuntimeError(
                     "SGLang did not clear its cache, which has keys of older weights"
                 )
-        if hasattr(self, "new_token_ratio_tracker"):  # newer versions
+        if hasattr(self, "new_token_ratio_tracker"):  # used by newer versions
             self.new_token_ratio_tracker.reset()
         else:
             self.new_token_ratio = self.init_new_token_ratio
@@ -307,7 +307,7 @@ def end_soon(request: Any) -> None:
 
 def drawn_logps(request: Any) -> list[float]:
     """Returns the log-probabilities of a request's tokens so far."""
-    holder = getattr(request, "logprob", None)  # newer versions
+    holder = getattr(request, "logprob", None)  # used by newer versions
     logps: list[float] = (request if holder is None else holder).output_token_logprobs_val
     return logps
 

@@ -225,7 +225,7 @@ def _make_scheduler(
 def _forget_places_of_experts() -> None:
     """Resets SGLang's expert locations, since it assumes one engine per process."""
     try:
-        from sglang.srt.runtime_context import get_resources  # newer versions
+        from sglang.srt.runtime_context import get_resources  # in newer versions
     except ImportError:
         from sglang.srt.eplb import expert_location
 
@@ -336,7 +336,7 @@ def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]
 def _caller_of_groups() -> Any:
     """Returns the module that creates SGLang's groups at the start of a model."""
     try:
-        from sglang.srt.distributed import bootstrap  # newer versions
+        from sglang.srt.distributed import bootstrap  # in newer versions
     except ImportError:
         from sglang.srt.model_executor import model_runner
 
