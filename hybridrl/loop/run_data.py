@@ -285,6 +285,6 @@ def make_sets(
     found = {}
     for name, section in config.eval.sets.items():
         reward = section.scored_by
-        scorer = Scorer(reward, tokenizer, fewest=1)
+        scorer = Scorer(reward, tokenizer, min_samples=1)
         found[name] = EvaluationSet(prompts[name], reward, config.eval.samples_of(section), scorer)
     return found

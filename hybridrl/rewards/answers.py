@@ -1,8 +1,8 @@
 """Rewards that compare a response with the row's "answer" column. No torch.
 
-Each is made with its options as keyword arguments and called as functions.py says. An answer is a
-text or a number; of a list each element is right. `check_row` raises for an answer that the reward
-cannot read, so that it is found before ranks start.
+Their options are keyword arguments of the constructor; functions.py describes the call. An answer
+is a text or a number; if it is a list, each element is right. `check_row` raises for an answer that
+the reward cannot read, so that it is found before ranks start.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 from hybridrl.errors import DataError, UserError, short
 
-MOST_BOXES, MOST_BOX_CHARS = 5, 2_000
+MAX_BOXES, MAX_BOX_CHARS = 5, 2_000
 _NUMBER = r"-?(?:\\?\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-# A dollar sign of money, which is no delimiter of a formula; not the one behind a line break.
+# A dollar sign for money, which does not delimit a formula; not one after a line break (\\\\).
 _MONEY = re.compile(r"(?<!\\)\\\$")
 _NO_VALUE = re.compile(r"\\?\$|\\[()\[\]]|[\s{}]")
 _COUNTED = re.compile(r"(?<=\d)\s+\([A-Za-z][A-Za-z .,'-]{2,}\)$")
@@ -27,21 +27,21 @@ _TEXT = re.compile(r"\\(?:text|mathrm)(?:bf|it|rm|normal)?\{([^{}]*)\}|\\mathbf\
 
 
 class ExactMatch:
-    """1 if the answer found in the response is the row's "answer" column, else 0.
+    """1 if the answer in the response equals the row's "answer" column, otherwise 0.
 
     Args:
-        extract: a regular expression; group 1 of its last match (that is not empty) is the
-            answer, no match scores 0. None takes the whole response. White space at both ends
-            does not count.
+        extract: Regular expression; group 1 of its last non-empty match is the answer, and no match
+            scores 0. Without it, the whole response is the answer. White space at both ends does
+            not count.
 
     Raises:
         UserError: `extract` is not a regular expression with a group.
     """
 
     def __init__(self, extract: str | None = None) -> None:
-        self._pattern = pattern("reward.extract", extract) if extract is not None else None
+        self._pattern = compile_pattern("reward.extract", extract) if extract is not None else None
         if self._pattern is not None and self._pattern.groups < 1:
-            raise _no_group(extract)
+            raise _group_error(extract)
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns 1.0 or 0.0."""
@@ -56,19 +56,20 @@ class ExactMatch:
         """Returns the answer in a response, if there is one."""
         if self._pattern is None:
             return response.strip()
-        # `([^,]*)$` matches "15,08,85" twice, at last with nothing: such a match is no answer.
+        # `([^,]*)$` matches "15,08,85" twice; the last, empty match is not an answer.
         found = [m[1].strip() for m in self._pattern.finditer(response) if m[1]]
         return found[-1] if found else None
 
 
 class Gsm8k:
-    """1 if the response's number is that of the "answer" column in GSM8K's published form, else 0.
+    """1 if the response's number equals that of the "answer" column in GSM8K's published form,
+    otherwise 0.
 
     Args:
-        method: 'strict' takes the number after the last `####`; 'flexible' the last number.
+        method: 'strict' takes the number after the last `####`, 'flexible' the last number.
 
     Raises:
-        UserError: there is no such method.
+        UserError: There is no such method.
     """
 
     def __init__(self, method: str = "strict") -> None:
@@ -81,35 +82,37 @@ class Gsm8k:
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns 1.0 or 0.0."""
-        return float(self._found(response) in self._wanted(prompt, columns))
+        return float(self._response_number(response) in self._expected(prompt, columns))
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for an answer that is no number."""
-        self._wanted(prompt, columns)
+        """Raises DataError for an answer that is not a number."""
+        self._expected(prompt, columns)
 
-    def _wanted(self, prompt: str, columns: Mapping[str, object]) -> list[Decimal]:
+    def _expected(self, prompt: str, columns: Mapping[str, object]) -> list[Decimal]:
         found = []
         for answer in answers_of(prompt, columns):
             if (number := _number(answer.rpartition("####")[2].strip())) is None:
-                raise _unread(answer[-40:], "a number, alone or after ####, or a list of these")
+                raise _answer_error(
+                    answer[-40:], "a number, alone or after ####, or a list of them"
+                )
             found.append(number)
         return found
 
-    def _found(self, response: str) -> Decimal | None:
+    def _response_number(self, response: str) -> Decimal | None:
         found = self._pattern.findall(response)
         return _number(found[-1]) if found else None
 
     def answer(self, response: str) -> str | None:
         """Returns the number in a response, if there is one."""
-        found = self._found(response)
+        found = self._response_number(response)
         return None if found is None else f"{found.normalize():f}"
 
 
 class Math:
-    """1 if the response's answer is mathematically equal to the "answer" column, else 0.
+    """1 if the response's answer is mathematically equal to the "answer" column, otherwise 0.
 
-    By math-verify, which reads LaTeX, numbers and the last `\\boxed{}`. It may take for ever on
-    terms such as 9^9^9, so it runs in processes that are killed.
+    Uses math-verify, which reads LaTeX, numbers and the last `\\boxed{}`. It may run forever on
+    terms such as 9^9^9, so it runs in processes that can be killed.
     """
 
     runs = "process"
@@ -123,17 +126,17 @@ class Math:
             raise UserError(
                 "reward.function", "math", allowed, f"Run: pip install 'hybridrl[math]' ({error})"
             ) from error
-        # It warns that nothing limits its time: the process is limited.
+        # Its warning that it has no time limit does not apply: the process has one.
         logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
         self._library = math_verify
         self._whole = [math_verify.LatexExtractionConfig()]
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns 1.0 or 0.0."""
-        answers, boxed = self._wanted(prompt, columns), last_box(response)
+        answers, boxed = self._expected(prompt, columns), last_box(response)
         if boxed is not None and plain_math(boxed) in map(plain_math, answers):
-            return 1.0  # the same text, be it a formula or not
-        # Its own limits are signals; that of the process is enough.
+            return 1.0  # equal texts, whether or not they are formulas
+        # Its own time limits use signals; the process's limit is enough.
         found = self._library.parse(_MONEY.sub("", response), parsing_timeout=None)
         return float(
             any(
@@ -143,30 +146,31 @@ class Math:
         )
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for an answer that has no value; takes no time to parse formulas."""
-        self._wanted(prompt, columns)
+        """Raises DataError for an answer without a value; quick, because it parses no formulas."""
+        self._expected(prompt, columns)
 
-    def _wanted(self, prompt: str, columns: Mapping[str, object]) -> list[str]:
+    def _expected(self, prompt: str, columns: Mapping[str, object]) -> list[str]:
         found = [one.rpartition("####")[2].strip() for one in answers_of(prompt, columns)]
         for answer in found:
             if not _NO_VALUE.sub("", answer):
-                raise _unread(answer)
+                raise _answer_error(answer)
         return found
 
     def _parsed(self, answer: str) -> list[Any]:
-        """Returns the value of an answer, which is all of its text and not a formula somewhere in
+        """Returns the value of an answer. The whole text is the answer, not a formula somewhere in
         it, unless it is a solution with a box.
         """
         is_solution = "\\boxed" in answer or "\\fbox" in answer
         text = answer if is_solution else f"\\boxed{{{_COUNTED.sub('', answer)}}}"
         found: list[Any] = self._library.parse(text, self._whole, parsing_timeout=None)
         if not found:
-            raise _unread(answer)
+            raise _answer_error(answer)
         return found
 
     def answer(self, response: str) -> str | None:
-        """Returns what the last box of a response holds, or its last number, as text. Of two ways
-        to write a value (1/2 and 0.5) each is an answer of its own, but for those of `plain_math`.
+        """Returns the content of the last box of a response, or its last number, as text. Different
+        spellings of a value (1/2 and 0.5) count as different answers, except those that
+        `plain_math` unifies.
         """
         boxed = last_box(response)
         if boxed is not None:
@@ -176,12 +180,12 @@ class Math:
 
 
 class Choice:
-    """1 if the response chooses the letter in the "answer" column, else 0.
+    """1 if the response chooses the letter in the "answer" column, otherwise 0.
 
-    The choice of a response is, by the first of these rules that finds one: the letter in its last
-    `\\boxed{}`; the letter after its last "answer" ("Answer: B", "the answer is (B)"); the letter
-    that it begins with, alone or before one of . ) : and a space. Letters are A to Z as capitals;
-    after "answer" and alone in a response also small ones.
+    The choice is found by the first of these rules that applies: the letter in the last
+    `\\boxed{}`; the letter after the last "answer" ("Answer: B", "the answer is (B)"); the letter
+    that begins the response, alone or before one of . ) : and a space. Letters are capitals A to Z;
+    small letters count after "answer" and alone in a response.
     """
 
     _AFTER = re.compile(
@@ -192,17 +196,17 @@ class Choice:
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns 1.0 or 0.0."""
-        return float(self.answer(response) in self._wanted(prompt, columns))
+        return float(self.answer(response) in self._expected(prompt, columns))
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for an answer that is no letter."""
-        self._wanted(prompt, columns)
+        """Raises DataError for an answer that is not a letter."""
+        self._expected(prompt, columns)
 
-    def _wanted(self, prompt: str, columns: Mapping[str, object]) -> list[str]:
+    def _expected(self, prompt: str, columns: Mapping[str, object]) -> list[str]:
         found = [answer.strip().upper() for answer in answers_of(prompt, columns)]
         for letter in found:
             if len(letter) != 1 or not "A" <= letter <= "Z":
-                raise _unread(letter, "a letter, or a list of letters")
+                raise _answer_error(letter, "a letter A to Z, or a list of letters")
         return found
 
     def answer(self, response: str) -> str | None:
@@ -210,7 +214,7 @@ class Choice:
         boxed = _without_text_commands(last_box(response) or "").strip("(). ")
         if len(boxed) == 1 and "A" <= boxed.upper() <= "Z":
             return boxed.upper()
-        # "The answer is a fruit": a small letter is a choice only where nothing else follows it.
+        # "The answer is a fruit": a small letter is a choice only if no word follows it.
         for found in reversed(list(self._AFTER.finditer(response))):
             rest = response[found.end() : found.end() + 2].strip("*_)]\"' ")
             if found[1].isupper() or not rest or rest[0] in ".,;\n":
@@ -223,15 +227,15 @@ class Choice:
 
 
 def last_box(text: str) -> str | None:
-    """Returns what the last `\\boxed{...}` holds that is closed within MOST_BOX_CHARS, with braces
-    balanced; of a text of many only the last few are looked at.
+    """Returns the content of the last `\\boxed{...}` that is closed within MAX_BOX_CHARS, with
+    balanced braces; only the last MAX_BOXES boxes of a text are tried.
     """
     at = len(text)
-    for _ in range(MOST_BOXES):
+    for _ in range(MAX_BOXES):
         if (at := text.rfind("\\boxed{", 0, at)) < 0:
             return None
         start, depth = at + len("\\boxed{"), 1
-        for end in range(start, min(len(text), start + MOST_BOX_CHARS)):
+        for end in range(start, min(len(text), start + MAX_BOX_CHARS)):
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             if depth == 0:
                 return text[start:end]
@@ -239,9 +243,9 @@ def last_box(text: str) -> str | None:
 
 
 def plain_math(text: str) -> str:
-    """Returns an answer without what changes no value: spaces, dollar signs, `\\left` and
-    `\\right`, `\\text{}`, `\\dfrac` for `\\frac`, commas between thousands, a point at the end,
-    zeros after the decimal point.
+    """Returns an answer without notation that does not change its value: spaces, dollar signs,
+    `\\left` and `\\right`, `\\text{}`, `\\dfrac` for `\\frac`, thousands separators, a final
+    period, zeros after the decimal point.
     """
     found = _without_text_commands(text)
     found = re.sub(r"\\(?:(?:left|right|quad)(?![a-z])|[,!;: $])|[\s$]", "", found)
@@ -251,10 +255,10 @@ def plain_math(text: str) -> str:
 
 
 def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
-    """Returns the row's answers as texts: one, or of a list all, each of which is right.
+    """Returns the row's answers as texts: one, or all of a list, each of which is right.
 
     Raises:
-        DataError: it has none, or something else than texts and numbers.
+        DataError: The row has none, or something else than texts and numbers.
     """
     given: Any = columns.get("answer")
     if given is None:
@@ -264,19 +268,19 @@ def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
             "data.answer_key",
             f"no answer for the prompt {short(prompt, 60)}, {got}",
             "a column with the answer in every row",
-            "Set data.answer_key to its name, or leave that row out.",
+            "Set data.answer_key to its name, or remove that row.",
         )
     if getattr(given, "shape", ()):  # an array
         given = given.tolist()
     texts = list(map(_as_text, given if isinstance(given, list | tuple) else [given]))
     found = [text for text in texts if text is not None]
     if not found or len(found) < len(texts):
-        raise _unread(given, "a text, a number, or a list of these")
+        raise _answer_error(given, "a text, a number, or a list of these")
     return found
 
 
 def _as_text(value: object) -> str | None:
-    """Returns a text or number as text; None for anything else. An integer that became a float, as
+    """Returns a text or number as text; None for anything else. A float with an integral value, as
     in a column with nulls, is written as an integer.
     """
     if isinstance(value, str | bool | Rational):
@@ -286,14 +290,14 @@ def _as_text(value: object) -> str | None:
     return None
 
 
-def _unread(
+def _answer_error(
     answer: object, allowed: str = "a number, formula or text, or a list of these"
 ) -> DataError:
     return DataError(
         "data.answer_key",
         f"the answer {short(answer)}",
         allowed,
-        "Fix or leave out that row, or use another reward.",
+        "Fix or remove that row, or use another reward.",
     )
 
 
@@ -301,16 +305,16 @@ def _without_text_commands(text: str) -> str:
     return _TEXT.sub(lambda found: found[1] or found[2] or "", text)
 
 
-def pattern(key: str, text: object) -> re.Pattern[str]:
+def compile_pattern(key: str, text: object) -> re.Pattern[str]:
     """Returns the compiled expression, or raises UserError naming `key`."""
     try:
         return re.compile(text)  # type: ignore[call-overload, no-any-return]
     except (re.error, TypeError) as error:
         allowed = "a regular expression"
-        raise UserError(key, repr(text), allowed, f"Mend it: {error}.") from error
+        raise UserError(key, repr(text), allowed, f"Fix it: {error}.") from error
 
 
-def _no_group(extract: str | None) -> UserError:
+def _group_error(extract: str | None) -> UserError:
     return UserError(
         "reward.extract",
         repr(extract),

@@ -1,11 +1,11 @@
-"""From sampled tokens to rewards: decodes responses, has them scored, settles what failed.
+"""Scores sampled responses: decodes them, calls the scorers, handles failures.
 
-A reward is the weighted sum of its scorers. One may run in place, in threads or in processes
-(functions.py says which); then `begin` hands it a sample as soon as that is generated, and `score`
-waits for what is still under way. What a scorer does wrong becomes a BatchError that names the
-function, its file and line, and the sample, or, if `reward.on_error` says so, is counted: never a
-zero that nobody sees. Every rank scores the samples it is given; making one rank's error known to
-the others is the caller's business.
+A reward is the weighted sum of its scorers. A scorer runs in place, in threads or in processes
+(functions.py decides). In the latter two, `begin` submits a sample as soon as it is generated, and
+`score` waits for those still running. A scorer's fault becomes a BatchError that names the
+function, its file and line, and the sample, or is counted if `reward.on_error` says so; it never
+becomes a silent zero. Every rank scores the samples that it is given. The caller shares one rank's
+error with the others.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from hybridrl.errors import DataError, UserError
 from hybridrl.rewards.functions import (
     NOT_CALLED,
     TURNS,
-    OfTurns,
     RewardFunction,
+    TurnRewards,
     find_reward,
     where,
 )
@@ -46,14 +46,14 @@ from hybridrl.rewards.traits import traits_of
 
 logger = logging.getLogger(__name__)
 Key = tuple[int, tuple[int, ...]]
-"""A sample: its number and its response's tokens."""
+"""Key of a sample: its number and its response's tokens."""
 
 
 class TextDecoder(Protocol):
-    """What is used of a tokenizer here; any transformers tokenizer fits."""
+    """The part of a tokenizer that is used here; any transformers tokenizer fits."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Returns the text of these tokens."""
+        """Returns the text of the tokens."""
         ...
 
 
@@ -61,9 +61,14 @@ class Part:
     """One scorer of the sum.
 
     Args:
-        name: in metrics.
-        function: that scores.
-        config: how it is run; None: in place, of weight 1.
+        name: Name in metrics.
+        function: Function that scores.
+        config: Section that says how to run it; without it the function runs in place, with weight
+            1.
+
+    Attributes:
+        is_in_place: Whether the calling thread scores.
+        can_begin: Whether single samples can be scored while others are generated.
     """
 
     def __init__(
@@ -81,47 +86,40 @@ class Part:
             self._pool = Pool(partial(Scoring, config), config.workers, name, most)
         elif config is not None and place == "thread":
             self._pool = Pool(lambda: partial(call_reward, function), config.workers, name)
-        self._begun: dict[Key, Future[list[Outcome]]] = {}
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether the calling thread scores."""
-        return self._pool is None
-
-    @property
-    def can_begin(self) -> bool:
-        """Whether single samples can be scored beside the calling thread."""
-        return not self.is_in_place and not self.is_batched
+        self._pending: dict[Key, Future[list[Outcome]]] = {}
+        self.is_in_place = self._pool is None
+        self.can_begin = not self.is_in_place and not self.is_batched
 
     def begin(self, sample: int, tokens: tuple[int, ...], job: Job) -> None:
-        """Hands over one sample."""
+        """Submits one sample."""
         assert self._pool is not None
-        self._begun[sample, tokens] = self._pool.submit(job)
+        self._pending[sample, tokens] = self._pool.submit(job)
 
     def start(self, keys: Sequence[Key], job: Job) -> list[Future[list[Outcome]]]:
-        """Hands over these samples, of which some may have begun, and forgets all others.
+        """Submits these samples, unless they already were, and cancels all other submitted ones.
 
         Returns:
-            What comes of each sample, or of all at once; nothing if it scores in place.
+            A future for each sample, or one for all if the function is batched; nothing if it runs
+            in place.
         """
-        begun, self._begun = self._begun, {}
+        pending, self._pending = self._pending, {}
         if self._pool is None:
             return []
         if self.is_batched:
             return [self._pool.submit(job)]
         futures = []
         for key, *arguments in zip(keys, *job, strict=True):
-            one: Job = tuple([argument] for argument in arguments)  # type: ignore[assignment]
-            futures.append(begun.pop(key) if key in begun else self._pool.submit(one))
-        self._begun = begun
+            single: Job = tuple([argument] for argument in arguments)  # type: ignore[assignment]
+            futures.append(pending.pop(key) if key in pending else self._pool.submit(single))
+        self._pending = pending
         self.forget()
         return futures
 
     def forget(self) -> None:
-        """Gives up samples that have begun."""
-        begun, self._begun = self._begun, {}
-        for late in begun.values():
-            late.cancel()
+        """Cancels the submitted samples."""
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            future.cancel()
 
     def close(self) -> None:
         """Ends its processes and threads."""
@@ -129,48 +127,39 @@ class Part:
             self._pool.close()
 
 
-class PartOfTurns(Part):
-    """What the environment gave for the turns of each response.
+class TurnPart(Part):
+    """The environment's rewards for the turns of each response.
 
     Args:
-        name: in metrics.
-        weight: None: its rewards count nothing, its failures do.
-        environment: how messages call it.
+        name: Name in metrics.
+        weight: Weight of the rewards; None ignores the rewards but not the failures.
+        environment: Name of the environment in messages.
     """
 
     def __init__(self, name: str, weight: float | None, environment: str) -> None:
-        super().__init__(name, OfTurns())
+        super().__init__(name, TurnRewards())
         self.weight, self.is_counted = weight or 0.0, weight is not None
-        self.producer = Producer.of(OfTurns, f"environment {environment!r}")
+        self.producer = Producer.of(TurnRewards, f"environment {environment!r}")
         self.ended: dict[int, Outcome] = {}
-
-    @property
-    def is_in_place(self) -> bool:
-        """No: it is known already."""
-        return False
-
-    @property
-    def can_begin(self) -> bool:
-        """No."""
-        return False
+        self.is_in_place = False
 
     def start(self, keys: Sequence[Key], job: Job) -> list[Future[list[Outcome]]]:
-        """Returns what was told of these samples, and forgets it."""
-        known: Future[list[Outcome]] = Future()
-        known.set_result([self.ended.pop(sample) for sample, _ in keys])
-        return [known]
+        """Returns the outcomes of these samples, and removes them."""
+        future: Future[list[Outcome]] = Future()
+        future.set_result([self.ended.pop(sample) for sample, _ in keys])
+        return [future]
 
 
 class Scorer:
     """Scores batches.
 
     Args:
-        config: names the functions.
-        tokenizer: decodes responses; special tokens are left out of the text.
-        function: Function from Python to use instead, called as functions.py says, or several,
-            whose scores are added; their names are those of their metrics.
-        fewest: samples of a group that can be compared with each other.
-        environment: that takes part in responses, if it names one.
+        config: Section that names the functions.
+        tokenizer: Decodes responses; special tokens are left out of the text.
+        function: Function to use instead, called as functions.py describes, or several whose scores
+            are added; their names become names of metrics.
+        min_samples: Smallest number of samples of a group that can be compared.
+        environment: Environment of the responses, if it has a name.
 
     Raises:
         UserError: `config` names no function.
@@ -181,24 +170,24 @@ class Scorer:
         config: RewardConfig,
         tokenizer: TextDecoder,
         function: RewardFunction | Sequence[RewardFunction] | None = None,
-        fewest: int = 2,
+        min_samples: int = 2,
         environment: EnvironmentConfig | None = None,
     ) -> None:
-        self._config, self._tokenizer, self._fewest = config, tokenizer, fewest
+        self._config, self._tokenizer, self._min_samples = config, tokenizer, min_samples
         environment = environment or EnvironmentConfig()
         self._pieces: dict[int, str] = {}
         self._sees_all = environment.reward_sees == "response"
         if function is not None:
-            self.parts = _given_parts([function] if callable(function) else function)
+            self.parts = _script_parts([function] if callable(function) else function)
         else:
             called = [x for x in config.scorers().items() if x[1].function not in NOT_CALLED]
             self.parts = [Part(name, find_reward(one), one) for name, one in called]
         weights = {n: s.weight for n, s in config.scorers().items() if s.function == TURNS}
-        self._turns: PartOfTurns | None = None
+        self._turns: TurnPart | None = None
         if environment.name is not None:
             name = next(iter(weights), TURNS)
             weight = None if function is not None else weights.get(name)
-            self._turns = PartOfTurns(name, weight, environment.name)
+            self._turns = TurnPart(name, weight, environment.name)
             self.parts.append(self._turns)
         self.name = " + ".join([part.name for part in self.parts] or [SERVED])
         self._producer = self.parts[0].producer if self.parts else Producer.here(SERVED)
@@ -206,15 +195,15 @@ class Scorer:
 
     @property
     def drops(self) -> bool:
-        """Whether samples that have no score are left out."""
+        """Whether samples without a score are left out."""
         return self._config.on_error == "drop"
 
     def responses(self, batch: RolloutBatch) -> list[str]:
-        """Returns the text of each sample's response, observations too, without special tokens."""
+        """Returns the text of each response, with observations, without special tokens."""
         return [self._text(tokens) for tokens, _ in _responses(batch)]
 
     def pieces(self, batch: RolloutBatch) -> list[list[str]]:
-        """Returns the text of each token of each sample's response alone, "" of special tokens."""
+        """Returns the text of each token of each response; empty for special tokens."""
         return [[self._piece(token) for token in tokens] for tokens, _ in _responses(batch)]
 
     def begin(
@@ -224,7 +213,7 @@ class Scorer:
         tokens: Sequence[int],
         observed: Sequence[bool] | None = None,
     ) -> None:
-        """Has a finished sample scored while others are still generated, where a scorer can."""
+        """Submits a finished sample to scorers that can run while others are generated."""
         parts = [part for part in self.parts if part.can_begin]
         if parts:
             tokens = self._seen(tokens, observed)
@@ -233,24 +222,25 @@ class Scorer:
                 part.begin(sample, tuple(tokens), job)
 
     def end_episode(self, sample: int, outcome: Outcome) -> None:
-        """Takes in what the environment gave for all turns of a sample, or why nothing."""
+        """Stores the environment's outcome for all turns of a sample."""
         if self._turns is not None:
             self._turns.ended[sample] = outcome
 
     def score(self, batch: RolloutBatch) -> ScoredBatch | None:
-        """Returns the batch with its rewards; its parts are the scores by scorer, unweighted.
+        """Returns the batch with its rewards; its reward parts are the unweighted scores of the
+        scorers.
 
         Args:
-            batch: of whole groups, which a batched scorer may want to see.
+            batch: Samples of whole groups, because batched scorers may compare them.
 
         Returns:
-            The samples, but for those that `reward.on_error` drops, with the rest of a group that
-            has too few left to compare; None if there are none left.
+            The samples, except those that `reward.on_error` drops and the rest of their group if
+            too few are left to compare; None if no sample is left.
 
         Raises:
-            BatchError: a scorer failed, and `reward.on_error` is 'stop'; at the first failure,
-                without waiting for the other samples.
-            DataError: likewise, if it was for what the row has.
+            BatchError: A scorer failed and `reward.on_error` is 'stop'; raised at the first
+                failure, without waiting for the other samples.
+            DataError: The same, if the row caused the failure.
         """
         tokens = [self._seen(*response) for response in _responses(batch)]
         keys = list(zip(batch.sample_ids_B.tolist(), map(tuple, tokens), strict=True))
@@ -258,32 +248,32 @@ class Scorer:
         job = ([p.asked for p in prompts], texts, [p.columns_with_text for p in prompts])
         total_B, scores = torch.zeros(batch.num_samples, dtype=torch.float64), {}
         failed: set[int] = set()
-        unturned: list[int] = []
+        without_turns: list[int] = []
         for part, found in zip(self.parts, self._outcomes(keys, job), strict=True):
             failed |= self._settle(part, batch, found)
-            if isinstance(part, PartOfTurns) and not part.is_counted:
-                unturned = [i for i, one in enumerate(found) if isinstance(one, ScorerFailure)]
+            if isinstance(part, TurnPart) and not part.is_counted:
+                without_turns = [i for i, one in enumerate(found) if isinstance(one, ScorerFailure)]
                 continue
             scores[part.name] = torch.tensor([self._number(x) for x in found], dtype=torch.float64)
             total_B += part.weight * scores[part.name]
-        # What is left of a response whose environment failed says nothing.
-        total_B[unturned] = self._config.error_value
+        # Other scorers' rewards mean nothing for a response whose environment failed.
+        total_B[without_turns] = self._config.error_value
         floats = {name: score_B.float() for name, score_B in scores.items()}
         scored = batch.scored(total_B.float(), floats, self._producer)
         if not failed or not self.drops:
             return scored
-        rest = _comparable(batch.group_B.tolist(), failed, self._fewest)
+        rest = _comparable(batch.group_B.tolist(), failed, self._min_samples)
         return scored.select(rest) if rest else None
 
     def take_counts(self) -> dict[str, int]:
-        """Returns, since the last call, the samples with an error or a note of each scorer, by the
-        metric's name.
+        """Returns the numbers of samples with an error or a note since the last call, by metric
+        name.
         """
         counts, self._counts = self._counts, dict.fromkeys(self._count_names(), 0)
         return counts
 
     def forget(self) -> None:
-        """Gives up samples whose scoring has begun."""
+        """Cancels the submitted samples."""
         for part in self.parts:
             part.forget()
 
@@ -293,20 +283,20 @@ class Scorer:
             part.close()
 
     def nothing_left(self) -> UserError:
-        """Returns the error of a step whose every response was dropped."""
+        """Returns the error for a step in which every response was dropped."""
         return UserError(
             f"reward {self.name!r}",
-            "no score for any response of a step, all dropped",
-            f"at least {self._fewest} scores for a prompt that has as many responses",
-            "Look into logs/rank_N.log for the scorer's errors, or set reward.on_error=stop.",
+            "no score for any response of a step",
+            f"at least {self._min_samples} scores for one prompt",
+            "Read the scorer's errors in logs/rank_N.log, or set reward.on_error=stop.",
         )
 
     def _outcomes(self, keys: Sequence[Key], job: Job) -> list[list[Outcome]]:
-        """Returns what each scorer made of the samples; where a failure stops the run, what there
-        is when the first is known, with a number for what is not.
+        """Returns each scorer's outcomes of the samples. If a failure stops the run, returns at the
+        first one, with a number in place of missing outcomes.
 
-        A function gets the row's prompt, the response's text and the row's other columns, once a
-        sample, or once with lists of all where it is batched, and returns a float a sample.
+        A function gets the row's prompt, the response's text and the row's other columns, once per
+        sample, or once with lists of all if it is batched. It returns one float per sample.
         """
         stops = self._config.on_error == "stop"
         started = [part.start(keys, job) for part in self.parts]
@@ -324,12 +314,12 @@ class Scorer:
             for future in waiting:
                 future.cancel()
         return [
-            found or list(chain.from_iterable(map(_known, futures)))
+            found or list(chain.from_iterable(map(_result_if_done, futures)))
             for found, futures in zip(here, started, strict=True)
         ]
 
     def _settle(self, part: Part, batch: RolloutBatch, found: Sequence[Outcome]) -> set[int]:
-        """Counts what failed and was noted; returns the failed samples, or raises the first."""
+        """Counts failures and notes; returns the failed samples, or raises the first failure."""
         failed = {i for i, outcome in enumerate(found) if isinstance(outcome, ScorerFailure)}
         if failed:
             first = min(failed)
@@ -338,10 +328,10 @@ class Scorer:
             got = failure.got.replace(WHERE, f"sample {int(batch.sample_ids_B[first])}")
             if self._config.on_error == "stop" and isinstance(failure.cause, DataError):
                 raise failure.cause
-            # Of a step's failures the first one's traceback is enough.
+            # Only the first failure's traceback is logged.
             error = BatchError(part.producer, "reward_B", got, failure.expected, failure.log())
             if self._config.on_error == "stop":
-                raise error from failure.cause or failure.reported()
+                raise error from failure.cause
             logger.warning("%d of %d samples failed; the first: %s", len(failed), len(found), error)
         self._counts[f"reward/{part.name}/errors"] += len(failed)
         for outcome in found:
@@ -367,7 +357,7 @@ class Scorer:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def _piece(self, token: int) -> str:
-        if token not in self._pieces:  # as many as the vocabulary has, at most
+        if token not in self._pieces:  # at most the size of the vocabulary
             self._pieces[token] = self._text([token])
         return self._pieces[token]
 
@@ -376,24 +366,24 @@ def _has_failed(found: Sequence[Outcome]) -> bool:
     return any(isinstance(outcome, ScorerFailure) for outcome in found)
 
 
-def _known(future: Future[list[Outcome]]) -> list[Outcome]:
+def _result_if_done(future: Future[list[Outcome]]) -> list[Outcome]:
     is_known = future.done() and not future.cancelled()
     return future.result() if is_known else [0.0]
 
 
-def _comparable(groups: Sequence[int], failed: set[int], fewest: int) -> list[int]:
-    """Returns the samples that did not fail, but for those of a group that fell below `fewest`."""
+def _comparable(groups: Sequence[int], failed: set[int], min_samples: int) -> list[int]:
+    """Returns the samples that did not fail and whose group still has `min_samples`."""
     before = Counter(groups)
     left = Counter(group for i, group in enumerate(groups) if i not in failed)
     return [
         i
         for i, group in enumerate(groups)
-        if i not in failed and (left[group] >= fewest or left[group] == before[group])
+        if i not in failed and (left[group] >= min_samples or left[group] == before[group])
     ]
 
 
 def _responses(batch: RolloutBatch) -> list[tuple[list[int], list[bool] | None]]:
-    """Returns the response of each sample on this rank, and which of its tokens were observed."""
+    """Returns each response on this rank, and whether its tokens were observed."""
     prompt_lengths_H, ends = batch.of_held(batch.prompt_lengths_B), batch.offsets[1:]
     starts = (batch.offsets[:-1] + prompt_lengths_H).tolist()
     bounds = [slice(*bound) for bound in zip(starts, ends.tolist(), strict=True)]
@@ -402,25 +392,20 @@ def _responses(batch: RolloutBatch) -> list[tuple[list[int], list[bool] | None]]
     return [(tokens[one], None if observed is None else observed[one]) for one in bounds]
 
 
-def _given_parts(functions: Sequence[RewardFunction]) -> list[Part]:
+def _script_parts(functions: Sequence[RewardFunction]) -> list[Part]:
     """Returns a part for each function of a user's script.
 
     Raises:
-        UserError: there is none, one is no function, or two have one name.
+        UserError: The list is empty, an entry is not a function, or two have the same name.
     """
-    allowed = "a function f(prompt, response, columns), or a list of such with different names"
+    allowed = "a function f(prompt, response, columns), or a list of them with different names"
     if not functions:
-        raise UserError("reward", "an empty list", allowed, "Leave it out to use the section.")
+        raise UserError("reward", "an empty list", allowed, "Remove it to use the section reward.")
     for function in functions:
         if not callable(function):
-            raise UserError("reward", type(function).__name__, allowed, "Give the function itself.")
-    names = [_name_of(function) for function in functions]
+            raise UserError("reward", type(function).__name__, allowed, "Pass the function itself.")
+    names = [str(getattr(f, "__name__", type(f).__name__)) for f in functions]
     if repeated := [name for name, count in Counter(names).items() if count > 1]:
-        remedy = "Give each a __name__ of its own: its metrics have it."
+        remedy = "Give each function a different __name__, which names its metrics."
         raise UserError("reward", f"{repeated[0]} twice", allowed, remedy)
     return [Part(name, function) for name, function in zip(names, functions, strict=True)]
-
-
-def _name_of(function: RewardFunction) -> str:
-    named = function if hasattr(function, "__name__") else type(function)
-    return str(named.__name__)

@@ -1,10 +1,11 @@
-"""Reward functions by name, and how a user's own is found. No torch, so that a run can be checked
+"""Reward functions by name, and the lookup of a user's own. No torch, so that a run can be checked
 early.
 
 A reward function takes `(prompt, response: str, columns: Mapping)` and returns a float. `prompt` is
-what the row has, a text or the messages of a chat; `columns` is the rest of the row, with the text
-that the model was given as `rendered_prompt`. One with the attribute `batched = True` takes lists
-of the three, for all samples at once, and returns one float a sample. traits.py has all attributes.
+the row's prompt, a text or the messages of a chat. `columns` has the other columns of the row, and
+as `rendered_prompt` the text that the model got. A function with the attribute `batched = True`
+takes lists of the three, for all samples, and returns one float per sample. traits.py lists all
+attributes.
 """
 
 from __future__ import annotations
@@ -34,24 +35,25 @@ RewardFunction = Callable[..., Any]
 NOT_CALLED = (SERVED, TURNS)
 
 
-class OfTurns:
+class TurnRewards:
     """The sum of an environment's rewards, which come with responses (generation/episodes.py)."""
 
     runs = "world"
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Is never called."""
+        """Never called."""
         raise NotImplementedError
 
 
 class ServedModel:
-    """A reward model, which the trainer runs in its own world (roles/reward_models.py).
+    """A reward model, which the trainer runs on its own ranks (roles/reward_models.py).
 
     Args:
-        path: HF directory with a value head, as `hybridrl convert` makes of a reward_model run.
+        path: HF directory with a value head, such as `hybridrl convert` writes for a reward_model
+            run.
 
     Raises:
-        UserError: there is none.
+        UserError: The directory has no model.
     """
 
     runs = "world"
@@ -66,12 +68,12 @@ class ServedModel:
             )
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Is never called: the model scores tokens."""
+        """Never called: the model scores tokens."""
         raise NotImplementedError
 
 
 def no_reward(prompt: str, response: str, columns: Mapping[str, object]) -> float:
-    """Returns 0: of training that learns from no reward and was given none."""
+    """Returns 0, for training that learns from no reward and has none configured."""
     return 0.0
 
 
@@ -84,37 +86,37 @@ REWARDS: dict[str, Callable[..., RewardFunction] | str] = {
     "regex": Regex,
     "format": Format,
     "length": Length,
-    "code": "hybridrl.services.sandbox.code_reward:Code",  # imported when it is named
+    "code": "hybridrl.services.sandbox.code_reward:Code",  # imported only if used
     "remote": Remote,
     SERVED: ServedModel,
-    TURNS: OfTurns,
+    TURNS: TurnRewards,
 }
 NEEDS_ANSWER = ("exact_match", "gsm8k", "math", "choice")
 
 
-def _class_of(name: str) -> Callable[..., RewardFunction]:
-    """Returns what the table has under a name."""
+def _reward_class(name: str) -> Callable[..., RewardFunction]:
+    """Returns the class for a name of the table, imported if needed."""
     entry = REWARDS[name]
     return imported(entry) if isinstance(entry, str) else entry
 
 
 def find_reward(config: ScorerConfig) -> RewardFunction:
-    """Returns the function that the section names, from the table or a dotted path
-    `module:function`, with its options.
+    """Returns the section's function, from the table or a dotted path `module:function`, with its
+    options.
 
     Raises:
-        UserError: there is no such function, or its settings are wrong.
+        UserError: There is no such function, or its settings are wrong.
     """
     name = config.function
     if name in REWARDS:
         options = dict(config.options)
         if name == "exact_match" and config.extract is not None:
             options["extract"] = config.extract
-        reward_class = _class_of(name)
+        reward_class = _reward_class(name)
         _check_options(name, reward_class, options)
-        made = reward_class(**options)
-        _check_run(config, made)
-        return made
+        reward = reward_class(**options)
+        _check_run(config, reward)
+        return reward
     if ":" not in name:
         near = get_close_matches(name, REWARDS, 1)
         raise _unknown(name, f"Did you mean {near[0]!r}?" if near else "Check the name.")
@@ -132,47 +134,47 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
 
 
 class RowCheck:
-    """Asks rewards whether they can score responses to a row, before there are any.
+    """Checks whether rewards can score responses to a row, before there are responses.
 
     Args:
-        config: names the rewards.
+        config: Section that names the rewards.
     """
 
     def __init__(self, config: RewardConfig) -> None:
         scorers = config.scorers().values()
         self._scorers = [
-            one
-            for one in scorers
-            if one.function in REWARDS and hasattr(_class_of(one.function), "check_row")
+            scorer
+            for scorer in scorers
+            if scorer.function in REWARDS and hasattr(_reward_class(scorer.function), "check_row")
         ]
 
     def identity(self) -> list[object]:
-        """Returns, for JSON, what decides which rows are right."""
+        """Returns, for JSON, everything that determines which rows pass."""
         return [
-            [one.function, one.options, hashlib.sha256(file.read_bytes()).hexdigest()]
-            for one in self._scorers
-            for file in [Path(inspect.getfile(_class_of(one.function)))]
+            [scorer.function, scorer.options, hashlib.sha256(file.read_bytes()).hexdigest()]
+            for scorer in self._scorers
+            for file in [Path(inspect.getfile(_reward_class(scorer.function)))]
         ]
 
     def __call__(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for the first reward that cannot, UserError for wrong options."""
+        """Raises DataError for the first reward that fails, UserError for wrong options."""
         for check in self._checks:
             check(prompt, columns)
 
     @functools.cached_property
     def _checks(self) -> list[Callable[[str, Mapping[str, object]], None]]:
-        found = [traits_of(find_reward(one)).check_row for one in self._scorers]
+        found = [traits_of(find_reward(scorer)).check_row for scorer in self._scorers]
         return [check for check in found if check is not None]
 
 
 def check_rewards(config: RewardConfig) -> list[UserError]:
-    """Returns what is wrong with each scorer of the section."""
+    """Returns an error for each wrong scorer of the section."""
     found = []
     for name, scorer in config.scorers().items():
         try:
             find_reward(scorer)
         except UserError as error:
-            if config.functions:  # where the key stands
+            if config.functions:  # then the key is there
                 key = error.name.replace("reward.", f"reward.functions.{name}.", 1)
                 error = UserError(key, error.value, error.allowed, error.remedy)
             found.append(error)
@@ -180,7 +182,7 @@ def check_rewards(config: RewardConfig) -> list[UserError]:
 
 
 def where(config: ScorerConfig, function: RewardFunction) -> str:
-    """Returns where a function that the section names is called: "here", "thread", "process"."""
+    """Returns the place of a section's function: "here", "thread", "process" or "world"."""
     traits = traits_of(function)
     is_own = ":" in config.function and not traits.batched
     usual = traits.runs or ("process" if is_own else "here")
@@ -190,11 +192,11 @@ def where(config: ScorerConfig, function: RewardFunction) -> str:
 
 
 def _check_run(config: ScorerConfig, function: RewardFunction) -> None:
-    """Raises UserError if the section says how the function is run, and it is not run so."""
+    """Raises UserError if the section sets an option that has no effect on this function."""
     place = where(config, function)
     remedies = {
-        "here": "Remove it, or set isolated=true, which gives the function processes.",
-        "thread": "Remove it: the function's own options bound it.",
+        "here": "Remove it, or set isolated=true to run the function in processes.",
+        "thread": "Remove it; the function has its own limits as options.",
     }
     unread = {"here": ("timeout_s", "workers"), "thread": ("timeout_s", "isolated")}
     knobs = unread.get(place, ("timeout_s", "workers", "isolated") if place == "world" else ())
@@ -213,8 +215,8 @@ def _check_run(config: ScorerConfig, function: RewardFunction) -> None:
             )
 
 
-def _check_options(name: str, made: Callable[..., Any], options: dict[str, Any]) -> None:
-    known = inspect.signature(made).parameters
+def _check_options(name: str, reward: Callable[..., Any], options: dict[str, Any]) -> None:
+    known = inspect.signature(reward).parameters
     for option in options:
         if option not in known:
             near = get_close_matches(option, known, 1)

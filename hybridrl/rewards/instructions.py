@@ -1,11 +1,11 @@
-"""Whether a response follows instructions that a rule can check, as IFEval states them (Zhou et al.
-2023, arXiv 2311.07911, appendix). No torch.
+"""Checks whether a response follows the verifiable instructions of IFEval (Zhou et al. 2023, arXiv
+2311.07911, appendix). No torch.
 
 A row has `instruction_id_list`, names from the table CHECKS, and `kwargs`, their arguments in the
-same order; arguments that are null are left out. It may stand alone as a reward on other prompts.
+same order; null arguments are ignored. The reward also works alone on other prompts.
 
-What differs from the published checks: sentences end at . ! or ? before a space or the end, where
-those use a trained splitter; `change_case` looks at the letters and not at the language; and
+Differences from the published checks: sentences end at . ! or ? before a space or the end, where
+those use a trained splitter; `change_case` looks only at the letters, not at the language; and
 `language:response_language` needs the package langdetect.
 """
 
@@ -26,13 +26,14 @@ _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 class Instructions:
-    """The share of a row's instructions that a response follows, or 1 only where it follows all.
+    """The share of a row's instructions that a response follows, or 1 only if it follows all.
 
     Args:
-        partial: True: the share; False: all or nothing, IFEval's strict accuracy of prompts.
+        partial: Whether to return the share; otherwise all or nothing, IFEval's strict prompt
+            accuracy.
     """
 
-    runs = "process"  # regular expressions over responses of any kind
+    runs = "process"  # regular expressions may take exponential time on some response
 
     def __init__(self, partial: bool = False) -> None:
         self._partial = partial
@@ -41,20 +42,19 @@ class Instructions:
         """Returns a score from 0 to 1.
 
         Raises:
-            DataError: the row's instructions are not ones that are known here, or their arguments
-                are not theirs.
+            DataError: The row has unknown instructions, or wrong arguments of one.
         """
         asked = instructions_of(columns)
         followed = [response.strip() != "" and follows(*one, prompt, response) for one in asked]
         return sum(followed) / len(asked) if self._partial else float(all(followed))
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for instructions that are not known here."""
+        """Raises DataError for unknown instructions."""
         instructions_of(columns)
 
 
 def instructions_of(columns: Mapping[str, object]) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the names of a row's instructions with their arguments; raises DataError."""
+    """Returns a row's instructions and their arguments; raises DataError if they are invalid."""
     names, given = columns.get("instruction_id_list"), columns.get("kwargs")
     if given is None and isinstance(names, list):
         given = [{} for _ in names]
@@ -63,29 +63,29 @@ def instructions_of(columns: Mapping[str, object]) -> list[tuple[str, dict[str, 
     if not is_whole or not names or not has_arguments:
         got = short({"instruction_id_list": names, "kwargs": given}, 200)
         allowed = "lists of equal length, of names and of their arguments"
-        raise DataError("instruction_id_list", got, allowed, "Mend that row.")
+        raise DataError("instruction_id_list", got, allowed, "Fix that row.")
     assert isinstance(names, list) and isinstance(given, list)
     found = []
     for name, arguments in zip(names, given, strict=True):
         if name not in CHECKS:
-            raise DataError("instruction_id_list", short(name), ", ".join(CHECKS), "Mend that row.")
+            raise DataError("instruction_id_list", short(name), ", ".join(CHECKS), "Fix that row.")
         found.append((str(name), {k: v for k, v in arguments.items() if v is not None}))
     return found
 
 
 def follows(name: str, arguments: Mapping[str, Any], prompt: Asked, response: str) -> bool:
-    """Whether a response follows one instruction; raises DataError for arguments it has not."""
+    """Whether a response follows one instruction; raises DataError for wrong arguments."""
     given = dict(arguments)
     if name == "combination:repeat_prompt":
-        given.setdefault("prompt_to_repeat", _asked(prompt))
+        given.setdefault("prompt_to_repeat", _prompt_text(prompt))
     try:
         return bool(CHECKS[name](response, **given))
     except (TypeError, ValueError, AttributeError) as error:
         got, allowed = f"{short(dict(arguments), 120)} ({error})", f"the arguments of {name}"
-        raise DataError("kwargs", got, allowed, "Mend that row.") from error
+        raise DataError("kwargs", got, allowed, "Fix that row.") from error
 
 
-def _compared(count: int, relation: str, number: int) -> bool:
+def _compare(count: int, relation: str, number: int) -> bool:
     if relation not in ("at least", "less than"):
         raise ValueError(f"relation is {relation!r}, not 'at least' or 'less than'")
     return count >= int(number) if relation == "at least" else count < int(number)
@@ -104,7 +104,7 @@ def _existence(text: str, keywords: Sequence[str]) -> bool:
 
 
 def _frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _compared(text.lower().count(keyword.lower()), relation, frequency)
+    return _compare(text.lower().count(keyword.lower()), relation, frequency)
 
 
 def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
@@ -112,29 +112,29 @@ def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
 
 
 def _letters(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compared(text.lower().count(letter.lower()), let_relation, let_frequency)
+    return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
 
 
 def _language(text: str, language: str) -> bool:
     try:
         import langdetect
     except ImportError as error:
-        raise UserError(  # no fault of the row: reward.on_error must not make a score of it
+        raise UserError(  # not a fault of the row, so reward.on_error must not apply
             "instruction_id_list",
             "language:response_language",
-            "that only with the package langdetect",
-            "Run: pip install langdetect, or leave such rows out.",
+            "this instruction only with the package langdetect",
+            "Run: pip install langdetect, or remove such rows.",
         ) from error
     langdetect.DetectorFactory.seed = 0
     try:
         return str(langdetect.detect(text)) == language
-    except langdetect.LangDetectException:  # it has no words; the published check lets that pass
+    except langdetect.LangDetectException:  # no words; the published check passes these
         return True
 
 
 def _sentences(text: str, num_sentences: int, relation: str) -> bool:
     parts = [part for part in _SENTENCE_END.split(text) if part.strip()]
-    return _compared(len(parts), relation, num_sentences)
+    return _compare(len(parts), relation, num_sentences)
 
 
 def _paragraphs(text: str, num_paragraphs: int) -> bool:
@@ -146,7 +146,7 @@ def _paragraphs(text: str, num_paragraphs: int) -> bool:
 
 
 def _num_words(text: str, num_words: int, relation: str) -> bool:
-    return _compared(len(_words(text)), relation, num_words)
+    return _compare(len(_words(text)), relation, num_words)
 
 
 def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
@@ -208,8 +208,8 @@ def _two_responses(text: str) -> bool:
     return len(whole) == 2 and all(whole) and whole[0] != whole[1]
 
 
-def _asked(prompt: Asked) -> str:
-    """Returns the text of a prompt: of a chat what the user said last."""
+def _prompt_text(prompt: Asked) -> str:
+    """Returns the text of a prompt, or the last message of the user in a chat."""
     if isinstance(prompt, str):
         return prompt
     texts = [str(message["content"]) for message in prompt if message["role"] == "user"]
@@ -226,7 +226,7 @@ def _ends(text: str, end_phrase: str) -> bool:
 
 def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
     count = sum(1 for word in _words(text) if word.isupper())
-    return _compared(count, capital_relation, capital_frequency)
+    return _compare(count, capital_relation, capital_frequency)
 
 
 def _quoted(text: str) -> bool:

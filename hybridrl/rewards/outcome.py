@@ -1,8 +1,8 @@
-"""What a scorer made of one sample: a number, or why there is none. No torch.
+"""The outcome of scoring one sample: a number, or a failure. No torch.
 
-Owns the border with users' code: whatever a reward function does wrong becomes a ScorerFailure,
-and whatever number it returns a float that fits into float32. A DataError of a reward, about the
-row that it was given, is a failure too, so that `reward.on_error` decides; other UserErrors pass.
+Owns the border with users' code: any fault of a reward function becomes a ScorerFailure, and any
+number that it returns a float that fits into float32. A DataError from a reward, about its row, is
+also a failure, so `reward.on_error` applies; other UserErrors propagate.
 """
 
 from __future__ import annotations
@@ -26,36 +26,32 @@ from hybridrl.rewards.traits import traits_of
 
 LARGEST = float(np.finfo(np.float32).max)
 WHERE = "\0"
-MAX_WAITING = 64  # calls of an async function that a process has under way at a time
-MOST_LOGGED = 1000  # tracebacks that are remembered
+MAX_WAITING = 64  # concurrent calls of an async function in a process
+MAX_LOGGED = 1000  # tracebacks to keep for comparison
 _LOGGED: set[str] = set()
 
 
 class Noted(float):
-    """A reward with something to count beside it, such as a limit that a program ran into."""
+    """A reward with a word to count, such as a limit that a program reached."""
 
     note: str
 
     def __new__(cls, value: float, note: str) -> Noted:
-        """Makes the reward `value`; `note` is one word, which becomes part of a metric's name."""
-        made = super().__new__(cls, value)
-        made.note = note
-        return made
-
-
-class ReportedError(Exception):
-    """The traceback of an exception in another process, for who sees this process's traceback."""
+        """Creates the reward `value`; `note` is one word, and part of a metric's name."""
+        noted = super().__new__(cls, value)
+        noted.note = note
+        return noted
 
 
 @dataclass(frozen=True)
 class ScorerFailure:
-    """Why a sample has no score.
+    """The reason why a sample has no score.
 
     Args:
-        got: what the scorer did; WHERE stands for the sample's name.
-        expected: what it should have done.
-        cause: what it raised, if that was in this process, or what is wrong with the row.
-        trace: the whole traceback of what it raised, "" if it raised nothing.
+        got: The scorer's fault, as a verb phrase; WHERE is a placeholder for the sample's name.
+        expected: The allowed result.
+        cause: Exception that the scorer raised in this process, or the error about the row.
+        trace: Traceback; empty if nothing was raised.
     """
 
     got: str
@@ -64,27 +60,23 @@ class ScorerFailure:
     trace: str = ""
 
     def log(self) -> str:
-        """Writes the traceback to the log of this rank, the same one once; returns where it is, for
-        a message, "" if there is none.
+        """Writes the traceback to this rank's log, each traceback once. Returns a sentence that
+        names the log, for a message; empty if there is no traceback.
         """
         if not self.trace or not (self.trace in _LOGGED or failure.log(self.trace)):
             return ""
-        if len(_LOGGED) < MOST_LOGGED:
+        if len(_LOGGED) < MAX_LOGGED:
             _LOGGED.add(self.trace)
-        return f"The whole traceback is in {rank_file('.log')}."
-
-    def reported(self) -> ReportedError | None:
-        """Returns what stands for an exception of another process, if there was one."""
-        return ReportedError(f"\n{self.trace}") if self.trace else None
+        return f"The traceback is in {rank_file('.log')}."
 
     def as_json(self) -> dict[str, object]:
-        """Returns what `failed` reads: a process sends back no objects."""
+        """Returns the fields as JSON for `failed`, because processes exchange no objects."""
         row = {"row": self.cause.parts()} if isinstance(self.cause, DataError) else {}
         return {"got": self.got, "expected": self.expected, "trace": self.trace, **row}
 
 
 def failed(entry: Mapping[str, Any]) -> ScorerFailure:
-    """Returns a failure that a process told, of whatever kind its parts are."""
+    """Returns the failure that a process sent, which may have fields of any type."""
     name, value, allowed, remedy = map(str, entry.get("row", [""] * 4))
     cause = DataError(name, value, allowed, remedy) if "row" in entry else None
     trace = str(entry.get("trace", ""))
@@ -99,23 +91,23 @@ Job = tuple[Sequence[Asked], Sequence[str], Sequence[Mapping[str, object]]]
 def call_reward(
     function: Callable[..., Any], job: Job, stops: bool = False, limit_s: float | None = None
 ) -> list[Outcome]:
-    """Calls a reward function on these samples: one call each, or one for all if it is batched.
-    Calls of an async function wait beside each other.
+    """Calls a reward function on samples: once for each, or once for all if it is batched. Calls of
+    an async function run concurrently.
 
     Args:
-        function: that scores.
-        job: the samples.
-        stops: call it no more after the first failure; samples without an outcome have 0, or are
-            left out behind it.
-        limit_s: longest time of one call of an async function.
+        function: Function that scores.
+        job: The samples.
+        stops: Whether to make no further calls after the first failure; samples without an outcome
+            get 0, or are missing at the end.
+        limit_s: Time limit of one call of an async function.
 
     Raises:
-        UserError: from the function, which says itself what is wrong with the configuration.
+        UserError: The function found a fault in the configuration.
     """
     if traits_of(function).batched:
         return _batched(function, job)
     if traits_of(function).is_async:
-        found: list[Outcome] = awaited(_beside_each_other(function, job, stops, limit_s))
+        found: list[Outcome] = awaited(_call_concurrently(function, job, stops, limit_s))
         return found
     found = []
     for arguments in zip(*job, strict=True):
@@ -125,7 +117,7 @@ def call_reward(
     return found
 
 
-async def _beside_each_other(
+async def _call_concurrently(
     function: Callable[..., Any], job: Job, stops: bool, limit_s: float | None
 ) -> list[Outcome]:
     found: list[Outcome] = [0.0] * len(job[0])
@@ -135,13 +127,13 @@ async def _beside_each_other(
         async with room:
             found[index] = await _single_async(function, limit_s, *arguments)
 
-    calls = [asyncio.create_task(score(i, *one)) for i, one in enumerate(zip(*job, strict=True))]
+    calls = [asyncio.create_task(score(i, *row)) for i, row in enumerate(zip(*job, strict=True))]
     try:
         for call in asyncio.as_completed(calls):
             await call
             if stops and any(isinstance(outcome, ScorerFailure) for outcome in found):
                 break
-        return list(found)  # before the others are cancelled
+        return list(found)  # a copy, before the other calls are cancelled
     finally:
         for task in calls:
             task.cancel()
@@ -156,10 +148,10 @@ async def _single_async(
             value = await function(*arguments)
         return _reward(value)
     except DataError as error:
-        return _of_row(error, WHERE)
+        return _row_failure(error, WHERE)
     except UserError:
         raise
-    except BaseException as error:  # any error of the user's own code, and of what it returned
+    except BaseException as error:  # users' code may raise anything
         if limit.expired():
             return ScorerFailure(f"took longer than {limit_s:g} s for {WHERE}")
         return raised(error, WHERE)
@@ -169,10 +161,10 @@ def _single(function: Callable[..., Any], *arguments: object) -> Outcome:
     try:
         return _reward(awaited(function(*arguments)))
     except DataError as error:
-        return _of_row(error, WHERE)
+        return _row_failure(error, WHERE)
     except UserError:
         raise
-    except BaseException as error:  # any error of the user's own code, and of what it returned
+    except BaseException as error:  # users' code may raise anything
         return raised(error, WHERE)
 
 
@@ -183,7 +175,7 @@ def _reward(value: Any) -> Outcome:
     number = value.item() if hasattr(value, "item") else value
     if not isinstance(number, Real):
         return ScorerFailure(f"returned a {type(value).__name__} for {WHERE}")
-    if isinstance(number, int) and abs(number) > LARGEST:  # a float may not hold it
+    if isinstance(number, int) and abs(number) > LARGEST:  # it may not convert to a float
         return ScorerFailure(f"returned {short(int(number))} for {WHERE}")
     if not math.isfinite(reward := float(number)) or abs(reward) > LARGEST:
         return ScorerFailure(f"returned {reward} for {WHERE}")
@@ -196,10 +188,10 @@ def _batched(function: Callable[..., Any], job: Job) -> list[Outcome]:
         value = awaited(function(*job))
         found = _array(value)
     except DataError as error:
-        return [_of_row(error, "the batch")] * num
+        return [_row_failure(error, "the batch")] * num
     except UserError:
         raise
-    except BaseException as error:  # any error of the user's own code, and of what it returned
+    except BaseException as error:  # users' code may raise anything
         return [raised(error, "the batch")] * num
     if isinstance(found, np.ndarray) and found.shape == (num,):
         return [
@@ -213,7 +205,7 @@ def _batched(function: Callable[..., Any], job: Job) -> list[Outcome]:
 
 
 def _array(value: Any) -> np.ndarray | str:
-    """Returns a batch's rewards as an array of numbers, or what they are instead."""
+    """Returns a batch's rewards as an array of numbers, or a description of the wrong value."""
     if hasattr(value, "detach"):  # a torch tensor
         value = value.detach().cpu().double().numpy()
     if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
@@ -228,26 +220,28 @@ def _array(value: Any) -> np.ndarray | str:
 
 
 def raised(
-    error: BaseException, where: str, expected: str = "a finite float a sample"
+    error: BaseException, where: str, expected: str = "a finite float per sample"
 ) -> ScorerFailure:
-    """Returns the failure of code that raised, with the user's lines of it.
+    """Returns the failure of code that raised `error`, with the user's lines.
 
     Raises:
-        UserError: it was interrupted, perhaps from the keyboard, so nothing may go on.
+        UserError: The code was interrupted, for example from the keyboard; the run has to end.
     """
     lines = own_lines(error)
-    if not lines:  # a reward of hybridrl's: the line that was run last, if the call itself did fit
+    if not lines:  # a reward of hybridrl: its last line, unless the call itself failed
         frames = traceback.extract_tb(error.__traceback__)[1:]
         lines = "".join(f"{f.filename}:{f.lineno}" for f in frames[-1:] if f.filename != __file__)
     at = f" at {lines}" if lines else ""
     got = f"{did(error)}{at}{',' * (', ' in at)} on {where}"
     if isinstance(error, KeyboardInterrupt):
         got = got.replace(WHERE, "a sample")
-        raise UserError("users' code", f"code that {got}", expected, "Start again.") from error
+        raise UserError(
+            "users' code", f"code that {got}", expected, "Start the run again."
+        ) from error
     got += "" if isinstance(error, SystemExit) else f": {said(error)}"
     return ScorerFailure(got, expected, error, traceback_text(error))
 
 
-def _of_row(error: DataError, where: str) -> ScorerFailure:
+def _row_failure(error: DataError, where: str) -> ScorerFailure:
     """Returns the failure of a reward that cannot score responses to this row."""
     return ScorerFailure(f"raised DataError on {where}: {said(error)}", cause=error)

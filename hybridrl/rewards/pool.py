@@ -1,9 +1,10 @@
-"""Scoring beside the calling thread: in processes that can be killed, or in threads that wait.
+"""Scores outside the calling thread: in processes that can be killed, or in threads that wait. No
+torch.
 
-Each of a pool's threads takes one job after the other; the caller gets futures and waits for whom
-it needs. A thread with a process gives it a wall-clock limit a job: one that is over it, or dies,
-is killed with all that it started in its session, its sample gets a failure, and the next job a new
-process. No torch.
+Each thread of a pool takes one job after the other; the caller gets futures and waits for those
+that it needs. A thread with a process gives each job a wall-clock limit. If the process exceeds it
+or dies, it is killed with everything that it started in its session, its sample gets a failure, and
+the next job a new process.
 """
 
 from __future__ import annotations
@@ -31,52 +32,51 @@ from hybridrl.parallel import progress
 from hybridrl.rewards.outcome import WHERE, Noted, Outcome, ScorerFailure, failed
 
 START_S = 120.0
-GRACE_S = 2.0  # for a process to end calls that are late
-APART = "code that writes to no file descriptor that it did not open"
+GRACE_S = 2.0  # time for a process to end late calls
+SEPARATE_OUTPUT = "code that writes only to file descriptors that it opened"
 LENGTH = struct.Struct("<Q")
-MOST_BYTES = 64 << 20  # of the answer to one job
+MAX_BYTES = 64 << 20  # size of the answer to one job
 
 
 class Timed(Protocol):
-    """A section of the configuration whose calls have a limit."""
+    """A section of the configuration with a time limit of one call."""
 
     @property
     def timeout_s(self) -> float:
-        """Of one call."""
+        """Seconds of one call."""
         ...
 
 
 class NoAnswerError(Exception):
-    """A process wrote something else where it answers."""
+    """A process wrote something else than an answer."""
 
 
 C = TypeVar("C", bound=Timed)
 R = TypeVar("R")
 Run = Callable[[Any], list[R]]
-"""Takes a job, whose first part is a list, and returns a result for each of its entries."""
+"""Takes a job, whose first part is a list, and returns one result for each entry of that list."""
 
 
 class Pool(Generic[R]):
     """Threads that score.
 
     Args:
-        make: makes what one thread scores with, there.
-        num: of threads.
-        name: of the scorer.
-        most: jobs that a thread hands over together where so many wait, whose calls then wait
-            beside each other.
+        make: Function that builds a thread's scoring function, in that thread.
+        num: Number of threads.
+        name: Name of the scorer.
+        max_jobs: Most waiting jobs that a thread merges into one; their calls run concurrently.
     """
 
-    def __init__(self, make: Callable[[], Run[R]], num: int, name: str, most: int = 1) -> None:
-        self._make, self._num, self._name, self._most = make, num, name, most
+    def __init__(self, make: Callable[[], Run[R]], num: int, name: str, max_jobs: int = 1) -> None:
+        self._make, self._num, self._name, self._max_jobs = make, num, name, max_jobs
         self._jobs: queue.SimpleQueue[tuple[Any, Future[list[R]]] | None]
         self._jobs = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Any) -> Future[list[R]]:
-        """Returns the results to come; a UserError of the users' code is raised from the future."""
+        """Returns a future for the results; a UserError of the users' code is raised from it."""
         if len(self._threads) < self._num:
-            # The threads stay: a process ends with the thread that started it (PR_SET_PDEATHSIG).
+            # Threads live on: a process ends with the thread that started it (PR_SET_PDEATHSIG).
             name = f"reward {self._name}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
             self._threads[-1].start()
@@ -85,8 +85,8 @@ class Pool(Generic[R]):
         return future
 
     def close(self) -> None:
-        """Ends the threads after the jobs they are at, and their processes with them; waits a
-        second for it.
+        """Ends the threads after their current jobs, and their processes with them; waits at most a
+        second.
         """
         for _ in self._threads:
             self._jobs.put(None)
@@ -100,7 +100,7 @@ class Pool(Generic[R]):
         while (item := self._jobs.get()) is not None:
             taken = [
                 (job, future)
-                for job, future in (item, *self._more())
+                for job, future in (item, *self._waiting_jobs())
                 if future.set_running_or_notify_cancel()
             ]
             if not taken:
@@ -108,9 +108,9 @@ class Pool(Generic[R]):
             jobs, futures = zip(*taken, strict=True)
             try:
                 run = run or self._make()
-                found = iter(run(jobs[0] if len(jobs) == 1 else _joined(jobs)))
+                found = iter(run(jobs[0] if len(jobs) == 1 else _merge_jobs(jobs)))
                 results = [list(islice(found, len(job[0]))) for job in jobs]
-            except BaseException as error:  # goes to whom waits for the future
+            except BaseException as error:  # raised from the future
                 for future in futures:
                     future.set_exception(error)
             else:
@@ -120,44 +120,44 @@ class Pool(Generic[R]):
         if isinstance(run, Worker):
             run.kill()
 
-    def _more(self) -> Iterator[tuple[Any, Future[list[R]]]]:
-        """Yields the jobs that wait already, so many that there are `most` with the one before."""
-        for _ in range(self._most - 1):
+    def _waiting_jobs(self) -> Iterator[tuple[Any, Future[list[R]]]]:
+        """Yields jobs that already wait, at most `max_jobs` - 1."""
+        for _ in range(self._max_jobs - 1):
             try:
                 item = self._jobs.get_nowait()
             except queue.Empty:
                 return
-            if item is None:  # the end, which this thread has to read again
+            if item is None:  # the end marker, which this thread has to read again
                 self._jobs.put(None)
                 return
             yield item
 
 
 class Worker(Generic[C, R]):
-    """A process that runs users' code, started when first needed; a subclass says which.
+    """A process that runs users' code and starts when first needed; a subclass says which code.
 
     Args:
-        config: names the code.
+        config: Section that names the code.
     """
 
-    module: str  # what Python runs
-    key: str  # what to name when it does not start
+    module: str  # module that the process runs
+    key: str  # configuration key that an error at the start names
 
     def __init__(self, config: C) -> None:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_jobs = 0  # of the process, which says to which of them it answers
+        self._num_jobs = 0  # jobs of this process; each answer has the number of its job
 
     def decoded(self, entry: dict[str, Any]) -> R:
-        """Returns what the process said of one entry."""
+        """Returns the result in one entry of the process's answer."""
         raise NotImplementedError
 
     def allowed_s(self, job: Any) -> float:
-        """Returns how long the process may take for a job."""
+        """Returns the time limit of a job."""
         return self._config.timeout_s
 
     def __call__(self, job: Any) -> list[R | ScorerFailure]:
-        """Returns what the code made of the entries, or for each that it was killed or died."""
+        """Returns the results of the entries, or failures if the process was killed or died."""
         if self._process is None:
             self._start()
         try:
@@ -165,7 +165,7 @@ class Worker(Generic[C, R]):
         except TimeoutError:
             failure = ScorerFailure(f"took longer than {self._config.timeout_s:g} s for {WHERE}")
         except NoAnswerError:
-            failure = ScorerFailure(f"wrote what is no answer into its answers on {WHERE}", APART)
+            failure = ScorerFailure(f"wrote to the pipe of its answers on {WHERE}", SEPARATE_OUTPUT)
         except (OSError, EOFError):
             failure = ScorerFailure(f"{self.kill()} on {WHERE}")
         self.kill()
@@ -177,7 +177,7 @@ class Worker(Generic[C, R]):
         if process is None:
             return "it had ended"
         try:
-            process.wait(timeout=0.2)  # what died says by itself how
+            process.wait(timeout=0.2)  # a process that died has an exit code
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -209,9 +209,9 @@ class Worker(Generic[C, R]):
             ended = self.kill()
             raise UserError(
                 self.key,
-                "what does not start",
+                "code whose process does not start",
                 f"code whose process starts within {START_S:g} s",
-                f"It {ended} ({type(error).__name__}). Look at the lines before this.",
+                f"It {ended} ({type(error).__name__}). Read the lines above.",
             ) from error
 
     def _ask(self, job: Any) -> list[R | ScorerFailure]:
@@ -229,9 +229,9 @@ class Worker(Generic[C, R]):
             data = data[os.write(file, data) :]
 
     def _receive(self, num: int, deadline: float) -> list[R | ScorerFailure]:
-        """Returns an answer of `num` results; users' code can write there too, and anything."""
+        """Returns an answer with `num` results. Users' code can write anything to the same pipe."""
         (size,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
-        if size > MOST_BYTES:
+        if size > MAX_BYTES:
             raise NoAnswerError
         try:
             answer = parse_json(bytes(self._read(size, deadline)), allows_half_pairs=True)
@@ -240,12 +240,14 @@ class Worker(Generic[C, R]):
                 name, value, allowed, remedy = map(str, answer["user_error"])
                 mistake = UserError(name, value, allowed, remedy)
             else:
-                told = answer["outcomes"]
-                found = [failed(one) if "got" in one else self.decoded(one) for one in told]
+                entries = answer["outcomes"]
+                found = [
+                    failed(entry) if "got" in entry else self.decoded(entry) for entry in entries
+                ]
                 mistake = None
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise NoAnswerError from error
-        if number != self._num_jobs:  # or each answer that follows went to the sample before
+        if number != self._num_jobs:  # otherwise later answers would go to the wrong samples
             raise NoAnswerError
         if mistake is not None:
             raise mistake
@@ -271,8 +273,8 @@ class Scoring(Worker[ScorerConfig, Outcome]):
     module, key = "hybridrl.rewards.worker", "reward.function"
 
     def allowed_s(self, job: Any) -> float:
-        """Returns the limit of a call. Calls of an async function, which wait beside each other,
-        are ended by their own process; one that holds up the others, by the death of that.
+        """Returns the limit of a call. The process itself ends concurrent calls of an async
+        function that are late; if one blocks the others, the process is killed.
         """
         return self._config.timeout_s + GRACE_S * (len(job[0]) > 1)
 
@@ -283,18 +285,18 @@ class Scoring(Worker[ScorerConfig, Outcome]):
         return Noted(value, str(entry["note"])) if "note" in entry else value
 
 
-def _joined(jobs: Sequence[Any]) -> Any:
+def _merge_jobs(jobs: Sequence[Any]) -> Any:
     """Returns one job with the entries of several."""
     return tuple([*chain.from_iterable(parts)] for parts in zip(*jobs, strict=True))
 
 
 def framed(data: bytes) -> bytes:
-    """Returns the data with its length before it."""
+    """Returns the data, preceded by its length."""
     return LENGTH.pack(len(data)) + data
 
 
 def encoded(outcome: Outcome) -> dict[str, object]:
-    """Returns an outcome as JSON, which `Scoring` reads: a process sends back no objects."""
+    """Returns an outcome as JSON for `Scoring`, because processes exchange no objects."""
     if isinstance(outcome, ScorerFailure):
         return outcome.as_json()
     note = {"note": outcome.note} if isinstance(outcome, Noted) else {}

@@ -1,9 +1,9 @@
-"""A scorer behind HTTP: another process or host gives the score. No torch.
+"""A scorer behind HTTP: another process or host computes the score. No torch.
 
-One POST a sample, `{"prompt", "response", "columns"}` as JSON, the prompt of a chat as messages.
-The answer is a JSON object whose "reward" is a finite number. Invariant: no attempt outlasts its
-wall-clock limit, whatever keeps it: looking up the name, connecting, a TLS handshake, or a server
-that sends slowly.
+Sends one POST per sample, `{"prompt", "response", "columns"}` as JSON, with the prompt of a chat as
+messages. The answer is a JSON object whose "reward" is a finite number. Invariant: no attempt
+exceeds its wall-clock limit, whether name resolution, connecting, a TLS handshake or a slow server
+takes the time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from hybridrl.errors import UserError
 
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 RETRIED = (408, 425, 429, 500, 502, 503, 504)
 
 
@@ -30,18 +30,18 @@ class RemoteError(Exception):
 
 
 class Remote:
-    """Asks a server for the score of each response.
+    """Gets the score of each response from a server.
 
     Args:
-        url: of the scorer, http or https.
-        attempt_s: wall-clock limit of one attempt.
-        retries: further attempts after no answer, or one that says to try later.
-        wait_s: before the first of them; twice as long before each next.
-        headers: sent along, for a key say.
-        reward_key: the answer's field.
+        url: Address of the scorer, http or https.
+        attempt_s: Wall-clock limit of one attempt.
+        retries: Further attempts after an error that may pass.
+        wait_s: Seconds before the first further attempt; doubled for each next one.
+        headers: Headers to send, such as a key.
+        reward_key: Field of the answer that has the score.
 
     Raises:
-        UserError: the options are wrong.
+        UserError: The options are wrong.
     """
 
     runs = "thread"
@@ -77,7 +77,7 @@ class Remote:
         """Returns the score.
 
         Raises:
-            RemoteError: there was none after all attempts, or the answer is not as it must be.
+            RemoteError: No attempt gave a score, or an answer does not have the required form.
         """
         body = {"prompt": prompt, "response": response, "columns": dict(columns)}
         data = json.dumps(body, default=str).encode()
@@ -99,9 +99,9 @@ class Remote:
     def _post(self, data: bytes) -> tuple[int, bytes]:
         """Returns status and body, within the limit.
 
-        A thread of its own makes the attempt: neither the resolver nor a TLS handshake knows a
-        limit of wall-clock time. One that is late is left behind with its socket shut, and ends by
-        itself, in a resolver at the latest when that gives up.
+        The attempt runs in another thread, because neither the resolver nor a TLS handshake has a
+        wall-clock limit. A late attempt is abandoned with its socket shut down; its thread ends, at
+        the latest when the resolver gives up.
         """
         attempt = _Attempt(self._url, self._context, data, self._headers, self._attempt_s)
         thread = threading.Thread(target=attempt.run, name="reward remote", daemon=True)
@@ -109,7 +109,7 @@ class Remote:
         thread.join(self._attempt_s)
         if thread.is_alive():
             attempt.stop()
-            raise TimeoutError(f"no whole answer in {self._attempt_s:g} s")
+            raise TimeoutError(f"no complete answer in {self._attempt_s:g} s")
         if attempt.error is not None:
             raise attempt.error
         assert attempt.answer is not None
@@ -119,17 +119,17 @@ class Remote:
         try:
             found = json.loads(answer)
         except ValueError as error:
-            raise RemoteError(f"answered no JSON: {answer[:60]!r}") from error
+            raise RemoteError(f"answer is not JSON: {answer[:60]!r}") from error
         value = found.get(self._key) if isinstance(found, dict) else None
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise RemoteError(f"answered {str(found)[:60]}, without a number as {self._key!r}")
+            raise RemoteError(f"answer {str(found)[:60]} has no number as {self._key!r}")
         if not math.isfinite(value):
-            raise RemoteError(f"answered {self._key} = {value}, which is not finite")
+            raise RemoteError(f"answer has {self._key} = {value}, which is not finite")
         return float(value)
 
 
 class _Attempt:
-    """One POST: `answer` or `error` afterwards."""
+    """One POST; sets `answer` or `error`."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class _Attempt:
         self._headers, self._limit_s = headers, limit_s
         self.answer: tuple[int, bytes] | None = None
         self.error: Exception | None = None
-        # A second handle of the connection: TLS takes the first one over.
+        # A duplicate of the connection's socket, because TLS takes over the first one.
         self._handle: socket.socket | None = None
         self._is_stopped = False
 
@@ -151,14 +151,14 @@ class _Attempt:
         """Makes the attempt."""
         try:
             self.answer = self._ask()
-        except Exception as error:  # goes to whom waits for the thread
+        except Exception as error:  # raised by the waiting thread
             self.error = error
         finally:
             if self._handle is not None:
                 self._handle.close()
 
     def stop(self) -> None:
-        """Wakes the thread where it waits for the server."""
+        """Wakes the thread if it waits for the server."""
         self._is_stopped = True
         if self._handle is not None:
             with contextlib.suppress(OSError):
@@ -181,6 +181,6 @@ class _Attempt:
             path = (url.path or "/") + (f"?{url.query}" if url.query else "")
             connection.request("POST", path, self._data, dict(self._headers))
             answer = connection.getresponse()
-            return answer.status, answer.read(MOST_BYTES + 1)
+            return answer.status, answer.read(MAX_BYTES + 1)
         finally:
             connection.close()

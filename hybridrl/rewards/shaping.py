@@ -1,20 +1,21 @@
-"""Rewards for the form of a response: regular expressions, sections in order, length. No torch."""
+"""Rewards for the form of a response: regular expressions, ordered sections, length. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
 from hybridrl.errors import UserError
-from hybridrl.rewards.answers import pattern as compiled
+from hybridrl.rewards.answers import compile_pattern
 
 
 class Regex:
     """Rewards responses that a regular expression matches; `.` matches line ends only with (?s).
 
     Args:
-        pattern: the expression.
-        whole: it must match the whole response, white space at both ends aside; False: a part.
-        match, no_match: the scores.
+        pattern: Regular expression.
+        whole: Whether it must match the whole response, except white space at both ends, and not a
+            part.
+        match, no_match: Scores with and without a match.
     """
 
     runs = "process"  # a pattern may take exponential time on some response
@@ -22,7 +23,7 @@ class Regex:
     def __init__(
         self, pattern: str, whole: bool = False, match: float = 1.0, no_match: float = 0.0
     ) -> None:
-        self._pattern, self._whole = compiled("reward.options.pattern", pattern), whole
+        self._pattern, self._whole = compile_pattern("reward.options.pattern", pattern), whole
         self._scores = (float(no_match), float(match))
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
@@ -33,11 +34,11 @@ class Regex:
 
 
 class Format:
-    """The share of tags that occur exactly once as <tag>...</tag>, 0 if they are not in order.
+    """The share of tags that occur exactly once as <tag>...</tag>; 0 if they are out of order.
 
     Args:
-        tags: in the order in which they should occur.
-        outside: whether text outside of them is allowed; if not, such a response scores 0.
+        tags: Names of the tags, in order.
+        outside: Whether text outside of the tags is allowed; otherwise such a response scores 0.
     """
 
     def __init__(self, tags: Sequence[str] = ("think", "answer"), outside: bool = False) -> None:
@@ -67,13 +68,13 @@ class Format:
 
 
 class Length:
-    """0 up to a length, then falling linearly to -1 at another: DAPO's overlong shaping
-    (Yu et al. 2025, arXiv 2503.14476, eq. 13) in characters. Shorter than `min_chars` is -1 too.
+    """0 up to a length, then falling linearly to -1 at another: DAPO's overlong shaping (Yu et al.
+    2025, arXiv 2503.14476, eq. 13), in characters. Responses below `min_chars` get -1 too.
 
     Args:
-        max_chars: where it reaches -1.
-        buffer_chars: before that, where it begins to fall; 0: at once.
-        min_chars: fewest without a penalty.
+        max_chars: Length at which the score reaches -1.
+        buffer_chars: Number of characters before `max_chars` over which it falls; 0 for a step.
+        min_chars: Smallest length without a penalty.
     """
 
     def __init__(self, max_chars: int, buffer_chars: int = 0, min_chars: int = 0) -> None:
@@ -82,12 +83,12 @@ class Length:
                 raise UserError(
                     f"reward.options.{name}", value, f"0 to max_chars = {max_chars}", "Lower it."
                 )
-        self._most, self._buffer, self._fewest = max_chars, buffer_chars, min_chars
+        self._most, self._buffer, self._min_samples = max_chars, buffer_chars, min_chars
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns -1 to 0."""
+        """Returns a score from -1 to 0."""
         length = len(response)
-        if length < self._fewest or length > self._most:
+        if length < self._min_samples or length > self._most:
             return -1.0
         over = length - (self._most - self._buffer)
         return -over / self._buffer if over > 0 else 0.0

@@ -1,14 +1,14 @@
-"""What a reward function says of itself by its attributes. No torch.
+"""Attributes of reward functions. No torch.
 
-A user's function may be a plain callable that has none of them. So the attributes are looked up
-here, with their defaults, and nowhere else.
+A user's function may be a plain callable without them, so this module looks them up, with defaults;
+no other module does.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 
@@ -17,16 +17,18 @@ class FunctionTraits:
     """The attributes of a reward function.
 
     Args:
-        batched: it takes lists of prompts, responses and columns, and returns one float a sample.
-        is_async: it is a coroutine function, of which many calls may wait at a time.
-        runs: where it is called: "here" (in place), "process" (it may hang), "thread" (it waits for
-            others) or "world" (by the trainer). None: it does not say.
-        notes: words that its rewards may carry (`Noted`), each of which becomes a metric.
-        memory_bytes: most address space that its process may take; None: no limit.
-        answer: returns the answer in a response, in a form in which equal ones are equal texts, or
-            None where it has none; quickly, whatever the response is. None: it knows of no answers.
-        check_row: raises DataError for a prompt's text and columns to which it can score no
-            response; quickly. None: it looks at no column, or does not say.
+        batched: Whether it takes lists of prompts, responses and columns, and returns one float per
+            sample.
+        is_async: Whether it is a coroutine function, so that many calls may wait concurrently.
+        runs: Place to call it: "here" (in place), "process" (it may hang), "thread" (it waits for
+            others) or "world" (the trainer calls it); None for the default.
+        notes: Words that its rewards may carry (`Noted`); each becomes a metric.
+        memory_bytes: Limit of its process's address space; None for no limit.
+        answer: Function that returns the answer in a response, quickly and in a form in which equal
+            answers are equal texts; None for a response without an answer. Not set if there is no
+            such form.
+        check_row: Function that takes a prompt's text and columns, and quickly raises DataError if
+            no response to it can be scored.
     """
 
     batched: bool = False
@@ -39,14 +41,8 @@ class FunctionTraits:
 
 
 def traits_of(function: Callable[..., Any]) -> FunctionTraits:
-    """Returns the traits of a reward function, defaults where it has no such attribute."""
-    usual = FunctionTraits()
-    return FunctionTraits(
-        batched=bool(getattr(function, "batched", usual.batched)),
-        is_async=any(map(inspect.iscoroutinefunction, (function, type(function).__call__))),
-        runs=getattr(function, "runs", usual.runs),
-        notes=getattr(function, "notes", usual.notes),
-        memory_bytes=getattr(function, "memory_bytes", usual.memory_bytes),
-        answer=getattr(function, "answer", usual.answer),
-        check_row=getattr(function, "check_row", usual.check_row),
-    )
+    """Returns the traits of a reward function, with defaults for missing attributes."""
+    names = [field.name for field in fields(FunctionTraits) if field.name != "is_async"]
+    found = {name: getattr(function, name) for name in names if hasattr(function, name)}
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+    return FunctionTraits(is_async=is_async, **found)

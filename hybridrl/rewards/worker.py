@@ -1,7 +1,7 @@
-"""The process of a scorer: reads jobs, calls the function, writes what came of them. No torch.
+"""The process of a scorer: reads jobs, calls the function, writes the outcomes. No torch.
 
-`serve` does the same with other code of users. It is alone with that code: its output goes to the
-error stream, and it ends with the thread that started it, whatever the code is at.
+`serve` also serves other code of users. The process runs only that code. The code's output goes to
+the error stream, and the process ends with the thread that started it, whatever the code does.
 """
 
 from __future__ import annotations
@@ -33,17 +33,21 @@ def serve(
     """Answers jobs until the input ends.
 
     Args:
-        make: makes, of the configuration that comes first, what returns the results of a job.
-        encode: makes JSON of one result.
+        make: Function that takes the configuration, which is the first input, and returns the
+            function that computes the results of a job.
+        encode: Function that returns one result as JSON.
     """
-    for number in (signal.SIGINT, signal.SIGTERM):  # of a scheduler, to all; the trainer ends this
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # sent to all processes; the trainer ends this one
         signal.signal(number, lambda number, frame: None)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(2, 1)  # what the function prints is no answer
+    os.dup2(2, 1)  # the function's output must not mix with answers
     config = _read(jobs)
     try:
         run = make(config)
@@ -83,7 +87,7 @@ def _write(file: BinaryIO, number: int, answer: dict[str, Any]) -> None:
     try:
         file.write(data)
         file.flush()
-    except BrokenPipeError:  # who asked has ended: nobody is left to tell, here or at exit
+    except BrokenPipeError:  # the caller has ended; skip exit handlers, which would write too
         os._exit(0)
 
 

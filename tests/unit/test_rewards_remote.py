@@ -104,15 +104,15 @@ def test_what_may_pass_is_tried_again(server):
     [
         ({"reward": 1}, 500, "no score in 3 attempts, the last: status 500", 3),
         ({"error": "who are you"}, 403, "status 403", 1),
-        (b"<html>", 200, "answered no JSON: b'<html>'", 1),
-        ({"score": 1}, 200, "without a number as 'reward'", 1),
-        ({"reward": "1"}, 200, "without a number", 1),
-        ({"reward": True}, 200, "without a number", 1),
-        ({"reward": None}, 200, "without a number", 1),
-        ([1], 200, "without a number", 1),
+        (b"<html>", 200, "answer is not JSON: b'<html>'", 1),
+        ({"score": 1}, 200, "has no number as 'reward'", 1),
+        ({"reward": "1"}, 200, "has no number", 1),
+        ({"reward": True}, 200, "has no number", 1),
+        ({"reward": None}, 200, "has no number", 1),
+        ([1], 200, "has no number", 1),
         (b'{"reward": Infinity}', 200, "not finite", 1),
         (b'{"reward": NaN}', 200, "not finite", 1),
-        (b'{"reward": 1, "x": "' + b"y" * (2 << 20) + b'"}', 200, "answered no JSON", 1),
+        (b'{"reward": 1, "x": "' + b"y" * (2 << 20) + b'"}', 200, "answer is not JSON", 1),
     ],
 )
 def test_an_answer_against_the_schema_is_an_error(server, content, status, said, attempts):

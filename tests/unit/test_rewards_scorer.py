@@ -124,7 +124,7 @@ def test_an_error_in_a_library_names_the_users_lines_and_logs_the_whole_tracebac
     at = ", called at ".join(f"{__file__}:{line}" for line in lines)
     log = tmp_path / "rank_3.log"
     told = f"raised JSONDecodeError at {at}, on sample 0: Expecting value"
-    check_message(caught.value, my_reward, told, f"The whole traceback is in {log}.")
+    check_message(caught.value, my_reward, told, f"The traceback is in {log}.")
     trace = log.read_text()
     assert trace.startswith("Traceback") and "json/decoder.py" in trace and "in parsed" in trace
     with pytest.raises(BatchError, match="traceback is in"):
