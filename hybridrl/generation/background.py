@@ -1,11 +1,11 @@
-"""Runs work on a thread of its own while the main thread goes on.
+"""Runs work on a background thread while the main thread continues.
 
 Who waits for whom: the main thread waits in `join` for the work; the work waits for no main thread,
 on this rank or another. Collectives of the work use process groups that the main thread does not
 use meanwhile, so their order does not matter.
 
-On a GPU the work has a stream of its own, which begins after the main thread's kernels and is done
-when `join` returns.
+On a GPU, the work runs on a separate stream. It begins after the main thread's kernels, and it is
+done when `join` returns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from hybridrl.metrics.timing import Span
 
-POLL_S = 0.05  # how often the main thread looks whether the job goes on
+POLL_S = 0.05  # interval at which the main thread checks the job
 
 
 class BackgroundThread:
@@ -37,24 +37,24 @@ class BackgroundThread:
         self.span: Span | None = None
 
     def start(self, work: Callable[[], None], name: str) -> None:
-        """Begins work; the last one must have been joined."""
+        """Begins work; earlier work must have been joined."""
         if self._thread is not None:
-            raise RuntimeError(f"{name}: the work before is not joined")
+            raise RuntimeError(f"{name}: earlier work is not joined")
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         self._error, self._began = None, time.perf_counter()
-        # A daemon: a process that fails does not wait for it.
+        # A daemon thread, so that a failing process does not wait for it.
         self._thread = threading.Thread(target=self._run, args=[work], name=name, daemon=True)
         self._thread.start()
 
     def join(self, poll: Callable[[], None], timeout_s: float | None = None) -> bool:
-        """Waits until the work is done; False if it is not after `timeout_s`.
+        """Waits until the work is done; returns False if it is not done after `timeout_s`.
 
         Args:
-            poll: called now and then; may raise.
+            poll: Function called every POLL_S; may raise.
 
         Raises:
-            What the work raised.
+            The exception of the work.
         """
         if (thread := self._thread) is None:
             return True
@@ -76,10 +76,10 @@ class BackgroundThread:
             if self._stream is None:
                 work()
             else:
-                torch.cuda.set_device(self._device)  # a thread has its own
+                torch.cuda.set_device(self._device)  # the current device is per thread
                 with torch.cuda.stream(self._stream):
                     work()
-                self._stream.synchronize()  # who joins may read what was computed
+                self._stream.synchronize()  # after `join` the results can be read
         except BaseException as error:  # raised again by `join`
             self._error = error
         finally:

@@ -1,14 +1,15 @@
-"""Responses of several turns: what the policy samples and what its environment answers, in turn.
+"""Responses of several turns, in which the policy and its environment alternate.
 
-Token in, token out: a turn's request is the prompt and every token so far, those sampled as they
-were sampled, those observed as they were encoded once. So what is trained on is what the engine was
-fed. Owns the responses under way; the engine is the sampler's, the environments are the stages'.
+Token in, token out: the request of a turn is the prompt and every token so far, sampled tokens as
+they were sampled and observed ones as they were first encoded. So training sees exactly the
+engine's inputs. Owns the unfinished responses; the sampler owns the engine, and the stages own the
+environments.
 
-Who waits for whom: of a replica's ranks the first alone has environments, and tells the others what
-they answered. All its ranks call `advance`, or `end_turns` and `answer_due`, alike. `advance` takes
-answers as they come: while an environment thinks, the engine goes on with other responses. Where
-what is finished when must not depend on time, `answer_due` takes those that were asked for before
-its last call, and waits for them.
+Who waits for whom: only the first rank of a replica has environments, and sends their answers to
+the other ranks. All ranks of the replica must call `advance`, or `end_turns` and `answer_due`, in
+the same order. `advance` takes answers as they arrive: while an environment works, the engine
+continues with other responses. `answer_due` makes the order of completion independent of time: it
+takes the answers requested before its last call, and waits for them.
 """
 
 from __future__ import annotations
@@ -38,21 +39,23 @@ from hybridrl.rollout.engine import (
     versions_from_json,
 )
 
-LONGEST_WAIT_S = 1.0  # for an environment; then it is asked whether ranks are to stop
-NO_VERSION = -1  # of what an environment gave before the policy's first turn, until that has one
+LONGEST_WAIT_S = 1.0  # longest wait for an environment before a check for a stop
+NO_VERSION = -1  # version of observations before the policy's first turn, until that ends
 End = Literal["done", "turns", "tokens", "failure"]
 
 
 @dataclass(frozen=True)
 class Response(Completion):
-    """A finished response of several turns, observations among its tokens.
+    """A finished response of several turns, with observations among its tokens.
 
     Args:
         observed: Whether the environment gave each token.
         num_turns: Turns of the policy.
-        ended: What ended it: the environment; max_turns; its tokens; a failure of the environment.
-        failure: What the environment did and should have done.
-        notes: How often the environment noted each word.
+        ended: Reason for the end: the environment, max_turns, the token limit, or a failure of the
+            environment.
+        reward: Sum of the environment's rewards.
+        failure: The environment's fault and the allowed behaviour.
+        notes: Counts of the environment's notes.
     """
 
     observed: tuple[bool, ...] = ()
@@ -64,28 +67,30 @@ class Response(Completion):
 
     @property
     def outcome(self) -> Outcome:
-        """What the environment's rewards add up to, or why there are none."""
+        """The sum of the environment's rewards, or its failure."""
         return self.reward if self.failure is None else ScorerFailure(*self.failure)
 
 
-def restored(fields: Mapping[str, Any]) -> Completion:
-    """Returns a completion or response from what `saved_fields` made of it, after a trip through
+def completion_from_json(fields: Mapping[str, Any]) -> Completion:
+    """Returns the completion or response that `saved_fields` saved, after conversion to and from
     JSON.
     """
     names = {"tokens", "logps", "observed", "failure"} & set(fields)
-    made: dict[str, Any] = {name: fields[name] and tuple(fields[name]) for name in names}
-    made["blobs"] = blobs_from_json(fields)
-    made["versions"] = versions_from_json(fields)
-    kind = Response if "observed" in fields else Completion
-    given = {name: value for name, value in fields.items() if name != "experts"}
-    return kind(**{**given, **made})
+    values = {name: value for name, value in fields.items() if name != "experts"}
+    values |= {name: fields[name] and tuple(fields[name]) for name in names}
+    values |= {"blobs": blobs_from_json(fields), "versions": versions_from_json(fields)}
+    return (Response if "observed" in fields else Completion)(**values)
 
 
 @dataclass
 class _Episode:
-    """A response under way; `actions` are tokens and text of its turns, `waits` whether the last
-    of them (or the beginning) is with the environment, `runs` which weights made how many of its
-    tokens, [version, number]: what is observed counts with the turn before it.
+    """An unfinished response.
+
+    Attributes:
+        actions: Tokens and text of each turn.
+        runs: Runs of tokens with one version of the weights, [version, number]; observations count
+            with the turn before them.
+        waits: Whether the last turn (or the beginning) is with the environment.
     """
 
     step: int
@@ -105,7 +110,7 @@ class _Episode:
     blobs: Blobs = field(default_factory=dict)
 
     def add_turn(self, done: Completion) -> None:
-        """Adds what the policy sampled."""
+        """Adds the tokens that the policy sampled."""
         self._add(done.tokens, done.logps, is_observed=False)
         for version, count in done.runs:
             if self.runs and self.runs[-1][0] in (version, NO_VERSION):
@@ -116,7 +121,7 @@ class _Episode:
         self.num_turns += 1
 
     def add_observed(self, tokens: Sequence[int]) -> None:
-        """Adds what the environment gave."""
+        """Adds the tokens that the environment gave."""
         self._add(tokens, [0.0] * len(tokens), is_observed=True)
         if self.runs:
             self.runs[-1][1] += len(tokens)
@@ -130,7 +135,7 @@ class _Episode:
 
     @property
     def room(self) -> int:
-        """Tokens that may follow."""
+        """Number of tokens that may follow."""
         return self.sampling.max_new_tokens - len(self.tokens)
 
     def response(self, ended: End) -> Response:
@@ -159,11 +164,11 @@ _SAVED = (
 
 @dataclass(frozen=True)
 class OpenResponse:
-    """A response under way, for another replica or another process to go on with.
+    """An unfinished response, which another replica or process can continue.
 
     Args:
-        turns: From `Episodes.state`, perhaps after a trip through JSON; not changed.
-        request: Turn that the engine has; None: it waits for its environment.
+        turns: Entry of `Episodes.state`, possibly after conversion to and from JSON; never changed.
+        request: Turn in the engine; None if the response waits for its environment.
     """
 
     turns: Mapping[str, Any]
@@ -171,19 +176,19 @@ class OpenResponse:
 
     @property
     def request_id(self) -> int:
-        """The number of the sample."""
+        """Number of the sample."""
         number: int = self.turns["sample_id"]
         return number
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Which weights made how many of its tokens so far."""
+        """Runs of tokens so far, (version, number)."""
         whole = tuple((version, count) for version, count in self.turns["runs"])
         return whole if self.request is None else whole + self.request.runs
 
 
 class Episodes:
-    """The responses of one replica that are under way.
+    """The unfinished responses of one replica.
 
     Raises:
         UserError: There is no such environment.
@@ -201,8 +206,8 @@ class Episodes:
         self._tokenizer, self._encoder = tokenizer, encoder
         self._stages = Stages(config) if replica.is_first else None
         self._open: dict[int, _Episode] = {}
-        self._plays: dict[int, Future[list[Answer]]] = {}  # of the first rank
-        self._asked: list[int] = []  # those that waited when `answer_due` was last called
+        self._plays: dict[int, Future[list[Answer]]] = {}  # only on the first rank
+        self._due: list[int] = []  # responses that waited at the last `answer_due`
 
     @property
     def is_waiting(self) -> bool:
@@ -217,12 +222,12 @@ class Episodes:
         sampling: SamplingParams,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins a response, or goes on with one of `state`, which may be with the engine; the
-        `max_new_tokens` of `sampling` count all turns and observations.
+        """Begins a response, or continues one of `state`, which may be in the engine. The
+        `max_new_tokens` of `sampling` limits all turns and observations together.
         """
         episode = _Episode(step, sample_id, prompt, sampling)
         if saved is not None:
-            if "runs" not in saved:  # a checkpoint of before responses had several versions
+            if "runs" not in saved:  # an old checkpoint, in which a response has one version
                 runs = [[saved["version"], len(saved["tokens"])]] if saved["tokens"] else []
                 saved = {**saved, "runs": runs}
             for name in _SAVED:
@@ -233,59 +238,61 @@ class Episodes:
         self._open[sample_id] = episode
         if episode.waits:
             self._ask(episode)
-            self._asked.append(sample_id)
+            self._due.append(sample_id)
 
     def advance(
         self, completions: Sequence[Completion], blocks: bool
     ) -> tuple[list[Response], list[Request]]:
-        """Takes in turns that the policy ended and what environments answered; returns responses
-        that ended, and the requests of further turns.
+        """Takes the policy's finished turns and the environments' answers. Returns responses that
+        ended, and requests for further turns.
 
         Args:
-            blocks: Whether to wait for an answer, if no response can go on without.
+            completions: Finished turns.
+            blocks: Whether to wait for an answer if no response can continue without one.
         """
         responses = self.end_turns(completions)
-        answered, requests = self._go_on(self._answers(blocks and not responses))
+        answered, requests = self._continue(self._answers(blocks and not responses))
         return responses + answered, requests
 
     def end_turns(self, completions: Sequence[Completion]) -> list[Response]:
-        """Takes in turns that the policy ended, and asks the environments for what comes next;
-        returns responses that ended without an answer.
+        """Takes the policy's finished turns and asks the environments for answers; returns
+        responses that ended without an answer.
         """
-        ended = [self._turn_ended(done) for done in completions]
+        ended = [self._end_turn(done) for done in completions]
         responses = [response for response in ended if response is not None]
         for response in responses:
             del self._open[response.request_id]
         return responses
 
     def answer_due(self, gives_up: Callable[[], bool]) -> tuple[list[Response], list[Request]]:
-        """Takes in the answers to questions that environments had when this was last called, or
-        when their responses began, and waits for those that are missing. Answers to later questions
-        are left for the next call. So which answers a call takes in does not depend on how long
-        environments think. Returns what `advance` does.
+        """Takes the answers that were requested before the last call, or when their responses
+        began, and waits for missing ones. Later requests are left for the next call, so the answers
+        of a call do not depend on how long environments take. Returns the same as `advance`.
 
         Args:
-            gives_up: Asked now and then; true ends the wait, and there are no answers.
+            gives_up: Polled during the wait; true ends it without answers.
         """
         answers: list[tuple[int, Answer]] | UserError = []
-        if self._stages is not None and self._are_there(self._asked, gives_up):
-            answers = self._results(self._asked)
-        found = self._go_on(self._told(answers) if self._asked else [])
-        self._asked = [one for one, episode in self._open.items() if episode.waits]
+        if self._stages is not None and self._wait_for(self._due, gives_up):
+            answers = self._results(self._due)
+        found = self._continue(self._broadcast(answers) if self._due else [])
+        self._due = [number for number, episode in self._open.items() if episode.waits]
         return found
 
-    def _are_there(self, asked: Sequence[int], gives_up: Callable[[], bool]) -> bool:
-        plays = [self._plays[one] for one in asked]
+    def _wait_for(self, numbers: Sequence[int], gives_up: Callable[[], bool]) -> bool:
+        plays = [self._plays[number] for number in numbers]
         while wait(plays, LONGEST_WAIT_S).not_done:
             if gives_up():
                 return False
         return True
 
-    def _go_on(self, answers: Sequence[tuple[int, Answer]]) -> tuple[list[Response], list[Request]]:
-        """Returns the responses that end with these answers, and the requests of further turns."""
+    def _continue(
+        self, answers: Sequence[tuple[int, Answer]]
+    ) -> tuple[list[Response], list[Request]]:
+        """Returns the responses that end with these answers, and requests for further turns."""
         responses, requests = list[Response](), list[Request]()
         for sample_id, answer in answers:
-            found = self._answered(self._open[sample_id], answer)
+            found = self._take_answer(self._open[sample_id], answer)
             if isinstance(found, Request):
                 requests.append(found)
             else:
@@ -294,24 +301,24 @@ class Episodes:
         return responses, requests
 
     def finish(self) -> None:
-        """Ends the environments of responses that ended otherwise; none is under way."""
+        """Ends the environments of responses that ended early; no response is unfinished."""
         if self._stages is not None:
             self._stages.clear()
 
     def forget(self) -> None:
-        """Gives up all responses under way."""
-        self._open, self._plays, self._asked = {}, {}, []
+        """Drops all unfinished responses."""
+        self._open, self._plays, self._due = {}, {}, []
         self.finish()
 
     def state(self) -> list[dict[str, Any]]:
-        """Returns the responses under way, for JSON; a turn's request is the engine's."""
+        """Returns the unfinished responses as JSON values; the engine has the request of a turn."""
         return [
             {
-                "sample_id": one.sample_id,
-                "blobs": blobs_to_json(one.blobs),
-                **{name: getattr(one, name) for name in _SAVED},
+                "sample_id": episode.sample_id,
+                "blobs": blobs_to_json(episode.blobs),
+                **{name: getattr(episode, name) for name in _SAVED},
             }
-            for one in self._open.values()
+            for episode in self._open.values()
         ]
 
     def close(self) -> None:
@@ -327,43 +334,45 @@ class Episodes:
             self._plays[episode.sample_id] = self._stages.play(play, episode.sample_id)
 
     def _answers(self, blocks: bool) -> Sequence[tuple[int, Answer]]:
-        """Returns what environments answered since the last call, on all ranks of the replica."""
+        """Returns the environments' answers since the last call, on all ranks of the replica."""
         if not self.is_waiting:
             return []
         answers: list[tuple[int, Answer]] | UserError = []
         if self._stages is not None:
             if blocks:
                 wait(self._plays.values(), LONGEST_WAIT_S, FIRST_COMPLETED)
-            answers = self._results([one for one, play in self._plays.items() if play.done()])
-        return self._told(answers)
+            answers = self._results([number for number, play in self._plays.items() if play.done()])
+        return self._broadcast(answers)
 
     def _results(self, ready: Sequence[int]) -> list[tuple[int, Answer]] | UserError:
-        """Returns what is there of these responses; an error for all of the replica to raise."""
+        """Returns the finished answers for these responses; an error for all ranks to raise."""
         try:
-            return [(one, _plain(self._plays.pop(one).result()[0])) for one in ready]
+            return [(n, _without_cause(self._plays.pop(n).result()[0])) for n in ready]
         except UserError as error:
             return error
 
-    def _told(self, answers: list[tuple[int, Answer]] | UserError) -> Sequence[tuple[int, Answer]]:
+    def _broadcast(
+        self, answers: list[tuple[int, Answer]] | UserError
+    ) -> Sequence[tuple[int, Answer]]:
         """Returns the first rank's answers on all ranks of the replica."""
-        told: list[tuple[int, Answer]] | UserError = self._replica.broadcast_object(answers)
-        if isinstance(told, UserError):
-            raise told
-        return told
+        received: list[tuple[int, Answer]] | UserError = self._replica.broadcast_object(answers)
+        if isinstance(received, UserError):
+            raise received
+        return received
 
-    def _turn_ended(self, done: Completion) -> Response | None:
+    def _end_turn(self, done: Completion) -> Response | None:
         episode = self._open[done.request_id]
         episode.add_turn(done)
         if episode.failure is not None:
             return episode.response("failure")
-        if done.finish_reason == "length":  # cut off, and so nothing to answer
+        if done.finish_reason == "length":  # truncated, so the environment gets no turn
             return episode.response("tokens")
         text = text_of_turn(self._tokenizer, done.tokens)
         episode.actions.append((list(done.tokens), text))
         self._ask(episode)
         return None
 
-    def _answered(self, episode: _Episode, answer: Answer) -> Response | Request:
+    def _take_answer(self, episode: _Episode, answer: Answer) -> Response | Request:
         episode.waits = False
         if not isinstance(answer, ScorerFailure):
             episode.reward += answer.reward
@@ -389,43 +398,43 @@ class Episodes:
             episode.failure = (answer.got, answer.expected)
             if episode.actions:
                 return episode.response("failure")
-            # Without a token of the policy it would be no response; its first turn is its last.
+            # A response needs a token of the policy, so its first turn follows and is the last.
         return self._request(episode)
 
     def _request(self, episode: _Episode) -> Request:
-        """Returns the request of the next turn."""
+        """Returns the request for the next turn."""
         longest = min(episode.room, self._config.max_turn_tokens or episode.room)
         turn = len(episode.actions)
         seed = request_seed(self._seed, episode.step, episode.sample_id, turn)
         prompt = (*episode.prompt.tokens, *episode.tokens)
         sampling = replace(episode.sampling, max_new_tokens=longest)
-        # What earlier turns recorded stays, also where their positions are computed anew.
+        # Blobs of earlier turns are kept, even if the engine computes those positions again.
         return Request(episode.sample_id, prompt, seed, sampling, blobs=episode.blobs)
 
 
-def _plain(answer: Answer) -> Answer:
-    """Returns an answer that can travel: without what the user's code raised."""
+def _without_cause(answer: Answer) -> Answer:
+    """Returns an answer without the user's exception, so that it can be sent."""
     return replace(answer, cause=None) if isinstance(answer, ScorerFailure) else answer
 
 
 def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:
-    """Returns what `episode_metrics` is made of, to be added up over ranks."""
+    """Returns the counts for `episode_metrics`, to sum over ranks."""
     found: Counter[str] = Counter()
-    for one in responses:
-        assert isinstance(one, Response)
-        found.update({f"environment/{note}": count for note, count in one.notes.items()})
-        found.update({RESPONSES: 1, TURNS: one.num_turns})
-        found.update({TRUNCATED + end: one.ended == end for end in ("turns", "tokens")})
+    for response in responses:
+        assert isinstance(response, Response)
+        found.update({f"environment/{note}": count for note, count in response.notes.items()})
+        found.update({RESPONSES: 1, TURNS: response.num_turns})
+        found.update({TRUNCATED + end: response.ended == end for end in ("turns", "tokens")})
     return dict(found)
 
 
-# No note of an environment can be one of these.
+# Names that no note of an environment can have.
 RESPONSES, TURNS, TRUNCATED = "environment/#responses", "environment/#turns", "environment/#cut_"
 
 
 def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Returns `environment/turns_mean`, the shares of responses that were cut off by max_turns and
-    by their tokens, and how often each word was noted.
+    """Returns `environment/turns_mean`, the shares of responses that max_turns or the token limit
+    ended, and the count of each note.
     """
     num = counts.get(RESPONSES, 0)
     if not num:
@@ -437,8 +446,15 @@ def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def as_rollout(done: Completion, prompt: Prompt) -> Rollout:
-    """Returns a completion or response as the data contract has it."""
-    observed = done.observed if isinstance(done, Response) else None
-    reason, version = done.finish_reason, done.version
-    parts = prompt, done.tokens, done.logps, reason, version, observed
-    return Rollout(done.request_id, *parts, blobs=done.blobs, versions=done.versions)
+    """Returns a completion or response as a Rollout."""
+    return Rollout(
+        sample_id=done.request_id,
+        prompt=prompt,
+        tokens=done.tokens,
+        logps=done.logps,
+        finish_reason=done.finish_reason,
+        version=done.version,
+        observed=done.observed if isinstance(done, Response) else None,
+        blobs=done.blobs,
+        versions=done.versions,
+    )

@@ -1,9 +1,10 @@
-"""Groups of a run with a lag that are under way: between steps, and while a step generates.
+"""Groups in flight of a run with a lag: between steps, and while a step generates.
 
-Collective: all ranks call alike and know all groups; each rank keeps the samples of its replica,
-finished and begun. At the beginning of a step groups are dealt to replicas, and tokens travel to
-where they go on. A step that is interrupted is taken again from its beginning: what it generated is
-dropped, or its samples would differ from those of an uninterrupted run.
+Collective: all ranks make the same calls and know all groups; each rank keeps the samples of its
+replica, finished and unfinished. At the beginning of a step, groups are assigned to replicas, and
+tokens move to the replica that continues them. An interrupted step restarts from its beginning,
+without the samples that it generated. Otherwise its samples would differ from those of an
+uninterrupted run.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ from typing import Any
 
 from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.prompts import PromptSource
-from hybridrl.generation.episodes import OpenResponse, restored
+from hybridrl.generation.episodes import OpenResponse, completion_from_json
 from hybridrl.generation.sampler_metrics import lag_metrics, queue_metrics
 from hybridrl.generation.saved_rollouts import (
     done_fits,
-    joined,
-    of_sample,
+    merge_states,
     request_fits,
     rollout_state,
+    sampling_of,
     saved_sampling,
     turns_fit,
 )
-from hybridrl.generation.schedule import Group, Runs, Schedule, deal
+from hybridrl.generation.schedule import Group, Runs, Schedule, assign_replicas
 from hybridrl.generation.spread import ResponseLengths
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.layout import RolloutLayout
@@ -34,18 +35,20 @@ from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
 Sample = Completion | Request | OpenResponse
 States = tuple[tuple[Runs, ...], tuple[bool, ...]]
-"""The versions of the tokens of a group's samples, and whether each sample is finished."""
+"""Versions of the tokens of a group's samples, and whether each sample is finished."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Groups under way at one moment; replaced, never changed.
+    """Groups in flight at one moment; replaced, never changed.
 
     Args:
-        groups: In the order of their numbers, the same on all ranks.
-        samples: Samples of this rank's replica by number; on rank 0 also those of groups without a
+        groups: Groups in the order of their numbers, the same on all ranks.
+        samples: Samples of this rank's replica, by number; on rank 0 also those of groups without a
             replica.
-        cursors: Place in the data before the prompts of a step were taken, by step.
+        next_number: Number of the next new group.
+        cursors: Positions in the data before the prompts of a step were taken, by step.
+        response_lengths: State of the expected response lengths.
     """
 
     groups: tuple[Group, ...] = ()
@@ -55,7 +58,7 @@ class Pool:
     response_lengths: Mapping[str, float] = field(default_factory=dict)
 
     def with_states(self, known: Mapping[int, States]) -> Pool:
-        """Returns the pool with the states that replicas report of their groups, by number."""
+        """Returns the pool with the states of groups, by number, that replicas reported."""
         groups = (
             replace(group, runs=known[group.number][0], is_done=known[group.number][1])
             for group in self.groups
@@ -63,16 +66,16 @@ class Pool:
         return replace(self, groups=tuple(groups))
 
     def rollouts(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Returns the samples of these numbers that are here, for a checkpoint; JSON."""
-        own = [self.samples[one] for one in numbers if one in self.samples]
-        whole = [one for one in own if isinstance(one, Completion)]
-        begun = [one for one in own if isinstance(one, Request)]
-        turns = [one for one in own if isinstance(one, OpenResponse)]
-        begun += [one.request for one in turns if one.request is not None]
-        return rollout_state(whole, begun, [one.turns for one in turns], {})
+        """Returns this rank's samples among these numbers, for a checkpoint, as JSON values."""
+        own = [self.samples[number] for number in numbers if number in self.samples]
+        whole = [sample for sample in own if isinstance(sample, Completion)]
+        requests = [sample for sample in own if isinstance(sample, Request)]
+        turns = [sample for sample in own if isinstance(sample, OpenResponse)]
+        requests += [sample.request for sample in turns if sample.request is not None]
+        return rollout_state(whole, requests, [sample.turns for sample in turns], {})
 
     def table(self) -> dict[str, Any]:
-        """Returns the groups for a checkpoint, without samples and lengths; JSON."""
+        """Returns the groups for a checkpoint, without samples and lengths, as JSON values."""
         return {
             "groups": [[g.number, g.born, g.place, len(g.is_done)] for g in self.groups],
             "next_number": self.next_number,
@@ -81,10 +84,10 @@ class Pool:
 
 
 class InFlight:
-    """Keeps the groups under way.
+    """Keeps the groups in flight.
 
     Args:
-        lengths: Expected lengths of responses; the sampler's own.
+        lengths: Expected lengths of responses, shared with the sampler.
 
     Attributes:
         pool: Present groups and samples.
@@ -107,18 +110,18 @@ class InFlight:
         place = layout.assignment[world.rank]
         self._own_replica = None if place is None else place[0]
         self.pool = Pool()
-        self._began: Pool | None = None  # at the beginning of the step under way
+        self._began: Pool | None = None  # pool at the beginning of the current step
         self._step = -1
-        self._cursor: Mapping[str, int | str] | None = None  # before the last `take`
+        self._cursor: Mapping[str, int | str] | None = None  # position before the last `take`
         self._left: dict[int, int] = {}  # unfinished samples of this replica, by group
-        # Groups that the present round completes, and that the next one completes.
+        # Number of groups that the present round and the next one complete.
         self._room = self._next_room = schedule.per_step
-        self._taken, self._num_dropped = list[Group](), 0  # in the step under way
-        self._num_prompts = 0  # of the step under way
+        self._taken, self._num_dropped = list[Group](), 0  # in the current step
+        self._num_prompts = 0  # prompts that the current step has begun
         self._lag: dict[str, float] = {}
 
     def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
-        """Returns the prompts to begin, so that the next round completes `per_step` groups."""
+        """Returns the prompts to begin so that the next round completes `per_step` groups."""
         self._next_room = per_step
         return self._take(source, self._schedule.num_new(len(self.pool.groups), room=per_step))
 
@@ -131,8 +134,8 @@ class InFlight:
         return source.take(num)
 
     def begin_round(self, step: int, num_new: int) -> bool:
-        """Begins a step, or a further round of it, with a number of new prompts; returns whether it
-        is the step's first round.
+        """Begins a step, or a further round of it, with `num_new` prompts; returns whether it is
+        the step's first round.
 
         Raises:
             ValueError: The round would never end, even if all prompts were answered.
@@ -141,29 +144,28 @@ class InFlight:
         is_first = self._began is None or step != self._step
         if is_first:
             self._taken, self._num_dropped = [], 0
-            self.drop_late(step - 1)  # of a step that nobody ended
+            self.drop_late(step - 1)  # the last step may not have been ended
             self.pool = replace(self.pool, response_lengths=self._lengths.state())
             self._began = self.pool
         born = [group.born for group in self.pool.groups] + [step] * num_new
         held = self._schedule.by_deadline(born, step)
         if not self._schedule.may_end(held, held, self._room):
             raise ValueError(
-                f"step {step} was given {num_new} prompts beside {len(born) - num_new} under way, "
-                f"of which it completes {self._room}, and each later step "
-                f"{self._schedule.per_step}, within {self._schedule.max_lag} steps. Give "
-                "`generate` the prompts of `take`."
+                f"step {step} got {num_new} prompts in addition to {len(born) - num_new} in flight. "
+                f"It completes {self._room} of them and each later step {self._schedule.per_step}, "
+                f"within {self._schedule.max_lag} steps. Pass the prompts of `take` to `generate`."
             )
         self._step = step
         return is_first
 
-    def deal(
+    def assign(
         self, prompts: Sequence[Prompt], greedy: bool
     ) -> list[tuple[Group, dict[int, Sample | None]]]:
-        """Deals all groups and new prompts to replicas and brings begun samples there; returns this
-        replica's groups with their samples by number, the oldest group first. Collective.
+        """Assigns all groups and new prompts to replicas and moves their samples there. Returns
+        this replica's groups with their samples by number, the oldest group first. Collective.
         """
         pool, num = self.pool, self._samples_per_prompt + greedy
-        # Prompts of one step follow each other in the data: one cursor is enough.
+        # Prompts of one step are consecutive in the data, so one cursor is enough.
         first = self._num_prompts if self._step in pool.cursors else 0
         self._num_prompts = first + len(prompts)
         new = [
@@ -180,21 +182,19 @@ class InFlight:
         ]
         groups, longest = (*pool.groups, *new), self._sampling.max_new_tokens
         lengths = self._lengths.expected([group.prompt for group in groups], float(longest))
-        expected = {group.number: one for group, one in zip(groups, lengths, strict=True)}
-        replica_of = deal(groups, expected, longest, self._layout.replicas)
-        samples = self._moved(groups, replica_of)
+        expected = {g.number: length for g, length in zip(groups, lengths, strict=True)}
+        replica_of = assign_replicas(groups, expected, longest, self._layout.replicas)
+        samples = self._exchange_samples(groups, replica_of)
         cursors = dict(pool.cursors)
         if new and self._cursor is not None:
             cursors.setdefault(self._step, self._cursor)
-        dealt = tuple(replace(group, replica=replica_of[group.number]) for group in groups)
+        assigned = tuple(replace(group, replica=replica_of[group.number]) for group in groups)
         self.pool = replace(
-            pool, groups=dealt, cursors=cursors, next_number=pool.next_number + len(new)
+            pool, groups=assigned, cursors=cursors, next_number=pool.next_number + len(new)
         )
-        mine = [group for group in dealt if group.replica == self._own_replica]
+        mine = [group for group in assigned if group.replica == self._own_replica]
         self._left = {group.number: group.is_done.count(False) for group in mine}
-        return [
-            (group, {one: samples.get(one) for one in self.sample_ids(group)}) for group in mine
-        ]
+        return [(group, {n: samples.get(n) for n in self.sample_ids(group)}) for group in mine]
 
     def sample_ids(self, group: Group) -> list[int]:
         """Returns the numbers of a group's samples, the greedy one's last."""
@@ -202,11 +202,11 @@ class InFlight:
         numbers = [*range(first, first + self._samples_per_prompt), -1 - group.number]
         return numbers[: len(group.is_done)]
 
-    def _moved(
+    def _exchange_samples(
         self, groups: Sequence[Group], replica_of: Mapping[int, int]
     ) -> Mapping[int, Sample]:
-        """Returns the samples of the groups that this rank's replica goes on with; the first rank
-        of each replica sends those that leave it. Collective.
+        """Returns the samples of the groups that this rank's replica continues; the first rank of
+        each replica sends those that move elsewhere. Collective.
         """
         sent: dict[int, list[Sample]] = {}
         kept: dict[int, Sample] = {}
@@ -214,8 +214,8 @@ class InFlight:
             own = self._samples_of(group)
             target = replica_of[group.number]
             if target == self._own_replica:
-                kept |= own  # nothing, if another replica has them
-            if not own or not self._reports(group) or group.replica == target:
+                kept |= own  # empty if another replica has them
+            if not own or not self._is_reporter(group) or group.replica == target:
                 continue
             for rank in self._layout.ranks:
                 if rank != self._world.rank and self._layout.place(rank)[0] == target:
@@ -226,38 +226,38 @@ class InFlight:
 
     def _samples_of(self, group: Group) -> dict[int, Sample]:
         samples = self.pool.samples
-        return {one: samples[one] for one in self.sample_ids(group) if one in samples}
+        return {number: samples[number] for number in self.sample_ids(group) if number in samples}
 
-    def _reports(self, group: Group) -> bool:
-        """Whether this rank sends a group's samples to others: the first of the replica that has
-        them, or rank 0 for those that came from a checkpoint.
+    def _is_reporter(self, group: Group) -> bool:
+        """Whether this rank sends a group's samples to others: the first rank of the replica that
+        has them, or rank 0 for samples from a checkpoint.
         """
         if group.replica is None:
             return self._world.rank == 0
         return self._replica.is_first and group.replica == self._own_replica
 
     def finish_sample(self, group: int) -> bool:
-        """Counts a finished sample; returns whether its group is complete now."""
+        """Counts a finished sample; returns whether its group is now complete."""
         self._left[group] -= 1
         return not self._left[group]
 
     def num_complete(self) -> list[int]:
-        """Returns the complete groups of this replica by deadline, on its first rank."""
+        """Returns the number of complete groups by deadline, on a replica's first rank."""
         whole = [g.born for g in self.pool.groups if self._left.get(g.number) == 0]
         return self._schedule.by_deadline(whole if self._replica.is_first else [], self._step)
 
     def num_unfinished(self) -> int:
-        """Returns the unfinished samples of this replica, on its first rank."""
+        """Returns the number of unfinished samples; 0 except on a replica's first rank."""
         return sum(self._left.values()) if self._replica.is_first else 0
 
     def may_end(self, complete: Sequence[int]) -> bool:
-        """Returns whether the round may end with these `num_complete` of all replicas together."""
+        """Returns whether the round may end, given the sum of `num_complete` over all replicas."""
         held = self._schedule.by_deadline([g.born for g in self.pool.groups], self._step)
         return self._schedule.may_end(complete, held, self._room)
 
     def leave_engine(self, samples: Mapping[int, Sample]) -> dict[int, States] | None:
-        """Keeps this replica's samples, which no engine has any more; returns the states of its
-        groups, on its first rank, for `note_states` of all ranks.
+        """Stores this replica's samples, which were removed from the engine. Returns the states of
+        its groups on its first rank, for `note_states` on all ranks.
         """
         self.pool = replace(self.pool, samples=samples)
         if not self._replica.is_first:
@@ -265,30 +265,30 @@ class InFlight:
         found = {}
         for group in self.pool.groups:
             if group.number in self._left:
-                own = [samples[one] for one in self.sample_ids(group)]
-                is_done = tuple(isinstance(one, Completion) for one in own)
-                found[group.number] = tuple(one.runs for one in own), is_done
+                own = [samples[number] for number in self.sample_ids(group)]
+                is_done = tuple(isinstance(sample, Completion) for sample in own)
+                found[group.number] = tuple(sample.runs for sample in own), is_done
         return found
 
     def note_states(self, reports: Sequence[Mapping[int, States] | None]) -> None:
-        """Takes in what the ranks reported of all groups."""
-        known = {number: state for one in reports if one for number, state in one.items()}
+        """Stores the reported states of all groups."""
+        known = {n: state for report in reports if report for n, state in report.items()}
         self.pool = self.pool.with_states(known)
 
     def end_round(self) -> list[Group]:
-        """Takes the groups of the round out of the pool and returns them."""
+        """Removes the groups of the round from the pool and returns them."""
         taken, left, late = self._schedule.choose(self.pool.groups, self._step, self._room)
         self._taken += taken
         self._lag = lag_metrics(self._taken, self._num_dropped, self._step)
-        # A further round of the step may still take those that are late.
+        # A further round of the step may still take late groups.
         self._keep(sorted([*left, *late], key=lambda group: group.number))
         return taken
 
     def drop_late(self, step: int | None = None) -> None:
-        """Drops what no step after this one may learn from.
+        """Drops groups that no later step may learn from.
 
         Args:
-            step: Step; None: the present one.
+            step: Step; the default is the present one.
         """
         step = self._step if step is None else step
         _, left, late = self._schedule.choose(self.pool.groups, step, room=0)
@@ -299,54 +299,54 @@ class InFlight:
                 self._lag = lag_metrics(self._taken, self._num_dropped, step)
 
     def _keep(self, groups: Sequence[Group]) -> None:
-        kept = {one for group in groups for one in self.sample_ids(group)}
+        kept = {number for group in groups for number in self.sample_ids(group)}
         born = {group.born for group in groups}
         self.pool = replace(
             self.pool,
             groups=tuple(groups),
-            samples={one: sample for one, sample in self.pool.samples.items() if one in kept},
+            samples={n: sample for n, sample in self.pool.samples.items() if n in kept},
             cursors={step: at for step, at in self.pool.cursors.items() if step in born},
         )
 
     def end_step(self) -> None:
-        """Ends the step: its samples were learned from, and the others stay under way."""
+        """Ends the step, which has learned from its samples; the others stay in flight."""
         self.drop_late()
         self._began = None
 
     def rewind(self) -> None:
-        """Goes back to the beginning of the step under way, if there is one."""
+        """Returns to the beginning of the current step, if there is one."""
         if self._began is not None:
             self.pool, self._began = self._began, None
             self._lengths.load_state(self.pool.response_lengths)
 
     def metrics(self) -> dict[str, float]:
-        """Returns how old the samples of the step are, dropped and replaced ones included, and how
-        many are under way for later steps.
+        """Returns the ages of the step's samples, including dropped and replaced ones, and the
+        number of samples in flight for later steps.
         """
         return self._lag | queue_metrics(self.pool.groups)
 
     def state(self) -> dict[str, Any]:
-        """Returns what was under way at the beginning of the step, with the samples of all replicas
-        on rank 0 and none on others; JSON. Collective.
+        """Returns the groups in flight at the beginning of the step, as JSON values, with the
+        samples of all replicas on rank 0 and none on others. Collective.
         """
         pool = self._began or replace(self.pool, response_lengths=self._lengths.state())
-        reported = [group for group in pool.groups if self._reports(group)]
-        mine = pool.rollouts([one for group in reported for one in self.sample_ids(group)])
+        reported = [group for group in pool.groups if self._is_reporter(group)]
+        mine = pool.rollouts([number for group in reported for number in self.sample_ids(group)])
         sent = {0: mine} if reported else {}
         parts = [part for part in self._world.exchange_objects(sent) if part is not None]
         return {
-            **joined(parts),
+            **merge_states(parts),
             "response_lengths": pool.response_lengths,
             "in_flight": pool.table(),
         }
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None) -> None:
-        """Goes on from a checkpoint, without samples that were drawn in another way than the run
-        draws now. Collective; rank 0 alone needs the samples.
+        """Continues from a checkpoint, without samples whose sampling parameters differ from the
+        run's. Collective; only rank 0 needs the samples.
 
         Args:
-            state: State of a checkpoint, after a trip through JSON.
-            source: Prompts of the run, where they stood then; None: nothing goes on.
+            state: State of a checkpoint, after conversion to and from JSON.
+            source: Prompts of the run, at the saved position; without it, nothing continues.
         """
         self._began, self.pool = None, Pool()
         if state.get("in_flight") is None or source is None:
@@ -363,13 +363,13 @@ def restored_pool(
     sample_ids: Callable[[Group], list[int]],
     sampling: SamplingParams,
 ) -> Pool:
-    """Returns the pool of a checkpoint, without the samples that were drawn in another way than
-    `sampling`; leaves `source` where it stands.
+    """Returns the pool of a checkpoint, without samples whose sampling parameters differ from
+    `sampling`; does not move `source`.
     """
     saved = state["in_flight"]
     samples = _restored_samples(state, sampling)
     cursors = {int(step): cursor for step, cursor in saved["cursors"].items()}
-    prompts = _taken_again(source, saved["groups"], cursors)
+    prompts = _retake_prompts(source, saved["groups"], cursors)
     groups = []
     for number, born, place, num in saved["groups"]:
         empty = Group(
@@ -381,9 +381,9 @@ def restored_pool(
             runs=((),) * num,
             is_done=(False,) * num,
         )
-        own = [samples.get(one) for one in sample_ids(empty)]
-        runs = tuple(() if one is None else one.runs for one in own)
-        is_done = tuple(isinstance(one, Completion) for one in own)
+        own = [samples.get(number) for number in sample_ids(empty)]
+        runs = tuple(() if sample is None else sample.runs for sample in own)
+        is_done = tuple(isinstance(sample, Completion) for sample in own)
         groups.append(replace(empty, runs=runs, is_done=is_done))
     return Pool(tuple(groups), samples, saved["next_number"], cursors)
 
@@ -391,29 +391,29 @@ def restored_pool(
 def _restored_samples(state: Mapping[str, Any], sampling: SamplingParams) -> dict[int, Sample]:
     began, found = saved_sampling(state), dict[int, Sample]()
     turns_of = {turns["sample_id"]: turns for turns in state["episodes"]}
-    requests = {one["request_id"]: Request.from_dict(one) for one in state["requests"]}
+    requests = {entry["request_id"]: Request.from_dict(entry) for entry in state["requests"]}
     for number in requests.keys() | turns_of.keys():
         request, turns = requests.get(number), turns_of.get(number)
-        how = of_sample(sampling, number)
+        how = sampling_of(sampling, number)
         if request is not None and not request_fits(request, how, is_turn=turns is not None):
             continue
         if turns is None:
             found[number] = requests[number]
-        elif request is not None or turns_fit(began and of_sample(began, number), how):
+        elif request is not None or turns_fit(began and sampling_of(began, number), how):
             found[number] = OpenResponse(turns, request)
-    for done in map(restored, state["completions"]):
+    for done in map(completion_from_json, state["completions"]):
         number = done.request_id
-        if done_fits(done, began and of_sample(began, number), of_sample(sampling, number)):
+        if done_fits(done, began and sampling_of(began, number), sampling_of(sampling, number)):
             found[number] = done
     return found
 
 
-def _taken_again(
+def _retake_prompts(
     source: PromptSource,
     groups: Sequence[Sequence[int]],
     cursors: Mapping[int, Mapping[str, int | str]],
 ) -> dict[tuple[int, int], Prompt]:
-    """Returns the prompts of groups by step and place; leaves the source where it stands."""
+    """Returns the prompts of groups by step and place; does not move the source."""
     present = source.state()
     found: dict[tuple[int, int], Prompt] = {}
     for step, cursor in cursors.items():

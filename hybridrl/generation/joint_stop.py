@@ -1,4 +1,4 @@
-"""Decides, in steps of the engines, when engines of several replicas stop together."""
+"""Decides when the engines of several replicas stop together, in steps of the engines."""
 
 from __future__ import annotations
 
@@ -6,47 +6,48 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-BegunSum = Callable[[], torch.Tensor]
-"""Waits for a sum over ranks, and returns it."""
+PendingSum = Callable[[], torch.Tensor]
+"""Waits for a sum over ranks and returns it."""
 
 STEPS_BETWEEN_SUMS = 8
 
 
 class JointStop:
-    """Adds up counts every STEPS_BETWEEN_SUMS engine steps, to see whether all ranks may stop.
+    """Sums counts every STEPS_BETWEEN_SUMS engine steps, to find out whether all ranks may stop.
 
-    A rank reads a sum at the next one, long after it is there: it waits for another rank only if
-    that is a whole interval behind. The sum before the first step is read immediately, since there
-    may be nothing to do. Ranks stop at the same number of steps, which follows from the counts and
-    not from the time.
+    A rank reads a sum when the next one is due, long after it is complete: it waits for another
+    rank only if that is a whole interval behind. The sum before the first step is read immediately,
+    because there may be nothing to do. Ranks stop at the same number of steps, which depends on the
+    counts and not on time.
 
     Args:
-        begin: Begins a sum over the ranks; collective over them.
-        ends: Whether ranks may stop, by a sum of counts.
+        begin: Starts a sum over the ranks; collective over them.
+        ends: Returns whether ranks may stop, given a sum of counts.
     """
 
     def __init__(
-        self, begin: Callable[[torch.Tensor], BegunSum], ends: Callable[[list[int]], bool]
+        self, begin: Callable[[torch.Tensor], PendingSum], ends: Callable[[list[int]], bool]
     ) -> None:
         self._begin, self._ends = begin, ends
-        self._begun: BegunSum | None = None
+        self._pending: PendingSum | None = None
 
     def is_reached(self, num_steps: int, counts: Callable[[], Sequence[int]]) -> bool:
         """Returns whether all ranks stop now; collective every STEPS_BETWEEN_SUMS steps.
 
         Args:
-            num_steps: Steps that this rank's engine has taken, idle ones included.
+            num_steps: Steps that this rank's engine has taken, including idle ones.
+            counts: Returns this rank's counts.
         """
         if num_steps % STEPS_BETWEEN_SUMS:
             return False
-        begun, self._begun = self._begun, None
-        if begun is not None and self._is_over(begun):
+        pending, self._pending = self._pending, None
+        if pending is not None and self._is_over(pending):
             return True
-        begun = self._begin(torch.tensor(counts()))
+        pending = self._begin(torch.tensor(counts()))
         if num_steps == 0:
-            return self._is_over(begun)
-        self._begun = begun
+            return self._is_over(pending)
+        self._pending = pending
         return False
 
-    def _is_over(self, begun: BegunSum) -> bool:
-        return self._ends(begun().tolist())
+    def _is_over(self, pending: PendingSum) -> bool:
+        return self._ends(pending().tolist())

@@ -1,9 +1,10 @@
-"""Replaces groups that teach nothing by further prompts' (dynamic sampling, DAPO, Yu et al. 2025,
-arXiv 2503.14476, sec. 3.2): those whose advantages are all 0, as they are where rewards are equal.
+"""Replaces groups from which nothing is learned by groups of further prompts (dynamic sampling,
+DAPO, Yu et al. 2025, arXiv 2503.14476, sec. 3.2): those whose advantages are all 0 because their
+rewards are equal.
 
 Collective: every rank sees the same rewards, so all replace the same groups by the same prompts,
-which are the next ones of the source. A step always has as many groups as without: what is still
-uninformative after the last round stays, and is counted.
+the next ones of the source. The number of groups in a step does not change: groups that are still
+uninformative after the last round stay, and are counted.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from hybridrl.generation.sample_tables import with_token_versions
 
 UNIFORM = "reward/uniform_groups"
 TRUNCATED = "response_tokens/truncated"
-UNIFORM_STEPS = 10  # in a row, from which on a run is warned
+UNIFORM_STEPS = 10  # uninformative steps in a row before a repeated warning
 WARN_EVERY_STEPS = 50
 
 Take = Callable[[int], Sequence[Prompt]]
-"""Returns the prompts that are to be generated next, so that as many groups as asked for come."""
+"""Returns the prompts to generate next, to complete a number of further groups."""
 Respond = Callable[[Sequence[Prompt], int], ScoredBatch | None]
-"""Returns the scored samples of prompts, the first of which has this group number; None where no
-response has a score."""
+"""Returns the scored samples of prompts, given the first prompt's group number; None if no response
+has a score."""
 
 
 def replace_uniform_groups(
@@ -36,13 +37,13 @@ def replace_uniform_groups(
     next_group: int,
 ) -> tuple[ScoredBatch, dict[str, float]]:
     """Replaces uninformative groups by informative ones of the next prompts, in up to
-    `algorithm.max_resampling` rounds; with 0 groups are only counted. A round without any score
-    brings none.
+    `algorithm.max_resampling` rounds; with 0, groups are only counted. A round in which no response
+    has a score brings no groups.
 
     Returns:
-        The batch, in order of sample numbers, and `reward/uniform_groups`, the share of its groups
-        that teach nothing, `generate/resampled_groups`, how many more were generated, and
-        `generate/resampling_rounds`.
+        The batch, in the order of sample numbers, and metrics: `reward/uniform_groups`, the share
+            of uninformative groups; `generate/resampled_groups`, the number of further groups
+            generated; and `generate/resampling_rounds`.
     """
     first_group, rounds = next_group, 0
     is_lost_B = algorithm.uninformative(batch)
@@ -55,7 +56,7 @@ def replace_uniform_groups(
             found = new.select(good)
             stays_B = ~torch.isin(batch.group_B, lost[: len(found.group_B.unique())])
             stays = stays_B.nonzero()[:, 0]
-            batch = _joined([batch.select(stays), found] if len(stays) else [found])
+            batch = _merge([batch.select(stays), found] if len(stays) else [found])
         is_lost_B = algorithm.uninformative(batch)
     num_lost = len(batch.group_B[is_lost_B].unique())
     return batch, {
@@ -65,59 +66,58 @@ def replace_uniform_groups(
     }
 
 
-def _joined(parts: Sequence[ScoredBatch]) -> ScoredBatch:
-    """Returns one batch, in order of sample numbers."""
+def _merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
+    """Returns one batch, in the order of sample numbers."""
     if any(part.versions_T is not None for part in parts):
         parts = [with_token_versions(part) for part in parts]
     batch = ScoredBatch.concat(parts)
-    if bool((batch.sample_ids_B.diff() < 0).any()):  # with a lag an older group may come later
+    if bool((batch.sample_ids_B.diff() < 0).any()):  # with a lag, an older group may finish later
         batch = batch.select(batch.sample_ids_B.argsort())
     return batch
 
 
 class UniformGroupsWarning:
-    """Warns when no group of a step teaches anything: once at the first such step, and from the
-    tenth in a row on every 50 steps. Responses that are cut off are named first, as the likeliest
-    reason.
+    """Warns when no group of a step is informative: at the first such step, and from the tenth in a
+    row every 50 steps. Truncated responses are mentioned first, as the likeliest reason.
     """
 
     def __init__(self) -> None:
-        self._is_said, self._in_a_row = False, 0
+        self._has_warned, self._in_a_row = False, 0
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Returns what to tell the user after a step, if anything."""
+        """Returns the warning for a step, if there is one."""
         if metrics.get(UNIFORM) != 1:
             self._in_a_row = 0
             return None
         self._in_a_row += 1
-        is_first, self._is_said = not self._is_said, True
-        cut_off = _cut_off(metrics[TRUNCATED])
+        is_first, self._has_warned = not self._has_warned, True
+        cut_off = _truncation_text(metrics[TRUNCATED])
         if self._in_a_row >= UNIFORM_STEPS:
             if (self._in_a_row - UNIFORM_STEPS) % WARN_EVERY_STEPS:
                 return None
             return (
                 f"warning: step {step}: {cut_off}all advantages have been 0 for "
                 f"{self._in_a_row} steps in a row ({UNIFORM} is 1), and the policy learns nothing "
-                f"from rewards. reward/mean is {metrics['reward/mean']:.3g}. Look at responses and "
-                "rewards in the run's rollouts/: if all fail, take easier data.prompts, or fix the "
-                "reward or the answer's format; if all pass, take harder ones. rollout.temperature "
-                "and steps.samples_per_prompt make responses differ more; algorithm.max_resampling "
-                "replaces such groups."
+                f"from rewards. reward/mean is {metrics['reward/mean']:.3g}. Read responses and "
+                "rewards in the run's rollouts/. If all fail, use easier data.prompts, or fix the "
+                "reward or the answer's format; if all pass, use harder prompts. Raise "
+                "rollout.temperature or steps.samples_per_prompt to get more different responses, "
+                "or set algorithm.max_resampling to replace such groups."
             )
         if not is_first:
             return None
         return (
-            f"step {step}: {cut_off}all advantages are 0 ({UNIFORM} is 1), since no prompt has "
-            "responses that the algorithm can tell apart by their rewards: the policy learns "
-            "nothing from rewards in this step; said once"
+            f"step {step}: {cut_off}all advantages are 0 ({UNIFORM} is 1), because no prompt has "
+            "responses with different rewards. The policy learns nothing from rewards in this "
+            "step. This message is not repeated"
         )
 
 
-def _cut_off(share: float) -> str:
-    """Returns that most responses were cut off, as the beginning of a message, if they were."""
+def _truncation_text(share: float) -> str:
+    """Returns the beginning of a warning, if most responses were truncated."""
     if share <= 0.5:
         return ""
     return (
         f"{share:.0%} of the responses were cut off at rollout.max_new_tokens, most likely before "
-        "their answer: raise it, or make sure that responses end; "
+        "their answer (raise it, or make responses end earlier); "
     )

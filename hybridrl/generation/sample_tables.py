@@ -1,4 +1,4 @@
-"""What all ranks know of a step's samples: lengths, groups, rewards. Tokens stay where they are."""
+"""Shares per-sample values (lengths, groups, rewards) with all ranks. Tokens do not move."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from hybridrl.contracts.holders import Holders, Ranks
 from hybridrl.contracts.ragged import repeated_versions
 
 Table = dict[str, Any]
-"""The per-sample columns of a batch, as arrays by name."""
+"""Per-sample columns of a batch, as arrays by name."""
 
 
-def compared_with_greedy(batch: ScoredBatch) -> ScoredBatch | None:
-    """Makes the rewards of greedy responses a part of their groups' samples; without groups whose
-    greedy response has no reward.
+def with_greedy_rewards(batch: ScoredBatch) -> ScoredBatch | None:
+    """Makes the rewards of greedy responses a reward part of their groups' samples; leaves out
+    groups whose greedy response has no reward.
     """
     is_greedy_B = batch.sample_ids_B < 0
     groups = batch.group_B[is_greedy_B].tolist()
@@ -45,7 +45,7 @@ def compared_with_greedy(batch: ScoredBatch) -> ScoredBatch | None:
 
 
 def with_token_versions(batch: ScoredBatch) -> ScoredBatch:
-    """Returns the batch with the version of each token, also where one made each response."""
+    """Returns the batch with the version of each token, even if every response has one version."""
     if batch.versions_T is not None:
         return batch
     held = map(batch.of_held, (batch.versions_B, batch.lengths_B, batch.prompt_lengths_B))
@@ -53,7 +53,7 @@ def with_token_versions(batch: ScoredBatch) -> ScoredBatch:
 
 
 def table_of(batch: ScoredBatch) -> Table:
-    """Returns the per-sample columns of a batch that is whole on its rank, to be told to all."""
+    """Returns the per-sample columns of a batch that is whole on this rank, to send to all."""
     declared = columns_of(ScoredBatch)
     names = [name for name in batch.columns() if not declared[name].per_token]
     table: Table = {name: getattr(batch, name).numpy() for name in (*names, *LENGTHS)}
@@ -75,11 +75,14 @@ def gathered_batch(
     prompts: Mapping[int, Prompt],
     ranks: Ranks,
 ) -> ScoredBatch:
-    """Returns the batch of all ranks' samples, in order of their numbers; each rank has the tokens
-    of its own.
+    """Returns the batch of all ranks' samples, in the order of their numbers; each rank has the
+    tokens of the samples that it passed.
 
     Args:
-        tables: Tables by rank, None where it has no sample; at least one rank has one.
+        tables: Tables by rank, None for a rank without a sample; at least one rank has samples.
+        own: This rank's samples.
+        prompts: Prompts by group.
+        ranks: All ranks.
     """
     found = [table for table in tables if table is not None]
     counts = [0 if table is None else len(table["sample_ids_B"]) for table in tables]
@@ -88,17 +91,17 @@ def gathered_batch(
     observed, blobs = columns.pop("num_observed_B"), columns.pop("blobs")
     sizes = [count for count in counts if count]
     has_versions = any(columns.pop("has_versions"))
-    has_observed = any(one is not None for one in observed)
+    has_observed = any(count_B is not None for count_B in observed)
     if has_observed:
         pairs = zip(observed, sizes, strict=True)
         columns["num_observed_B"] = [
-            np.zeros(size, np.int64) if one is None else one for one, size in pairs
+            np.zeros(size, np.int64) if count_B is None else count_B for count_B, size in pairs
         ]
     order = np.concatenate(columns["sample_ids_B"]).argsort()
     maker_B = torch.from_numpy(np.repeat(np.arange(len(counts)), counts)[order])
     tensors, part_tensors = (
-        {name: torch.from_numpy(np.concatenate(one)[order]) for name, one in given.items()}
-        for given in (columns, {name: [part[name] for part in parts] for name in parts[0]})
+        {name: torch.from_numpy(np.concatenate(arrays)[order]) for name, arrays in group.items()}
+        for group in (columns, {name: [part[name] for part in parts] for name in parts[0]})
     )
     if own is not None and bool((own.sample_ids_B.diff() < 0).any()):
         own = own.select(own.sample_ids_B.argsort())
@@ -116,33 +119,33 @@ def gathered_batch(
 
 
 def _blobs(
-    of_tables: Sequence[Mapping[str, tuple[Any, torch.Tensor]]],
+    table_blobs: Sequence[Mapping[str, tuple[Any, torch.Tensor]]],
     own: ScoredBatch | None,
     sizes: Sequence[int],
     order: Any,
 ) -> dict[str, Blob]:
-    """Returns the blobs of all samples with the rows of this rank's.
+    """Returns the blobs of all samples, with the rows of this rank's samples.
 
     Args:
-        of_tables: Each table's numbers of rows, and no rows, by name of the blob.
+        table_blobs: For each table, by name of the blob, the numbers of rows and an array without
+            rows.
         own: This rank's samples.
         sizes: Number of samples of each table.
         order: Order of all samples.
     """
     found = {}
-    for name in {name: None for one in of_tables for name in one}:
-        kinds = [one[name][1] for one in of_tables if name in one]
-        nothing = kinds[0]
-        if other := [k for k in kinds if (k.shape, k.dtype) != (nothing.shape, nothing.dtype)]:
+    for name in {name: None for blobs in table_blobs for name in blobs}:
+        empty, *others = [blobs[name][1] for blobs in table_blobs if name in blobs]
+        if other := [o for o in others if (o.shape, o.dtype) != (empty.shape, empty.dtype)]:
             got = f"returned rows of {tuple(other[0].shape[1:])} {other[0].dtype} on some rank"
-            allowed = f"{tuple(nothing.shape[1:])} {nothing.dtype} on all"
+            allowed = f"{tuple(empty.shape[1:])} {empty.dtype} on all ranks"
             raise BatchError(Producer.here("the gathered rollouts"), name, got, allowed)
         num_rows = [
-            one[name][0] if name in one else np.zeros(size, np.int64)
-            for one, size in zip(of_tables, sizes, strict=True)
+            blobs[name][0] if name in blobs else np.zeros(size, np.int64)
+            for blobs, size in zip(table_blobs, sizes, strict=True)
         ]
         mine = None if own is None else own.blobs.get(name)
-        values_N = nothing if mine is None else mine.values_N
+        values_N = empty if mine is None else mine.values_N
         found[name] = Blob(values_N, torch.from_numpy(np.concatenate(num_rows)[order]))
     return found
 
@@ -150,7 +153,7 @@ def _blobs(
 def _own_tokens(
     own: ScoredBatch | None, has_observed: bool, has_versions: bool
 ) -> dict[str, torch.Tensor]:
-    """Returns the per-token columns of this rank's samples; empty ones if it has none."""
+    """Returns the per-token columns of this rank's samples; empty columns if it has none."""
     num_tokens = 0 if own is None else own.num_tokens
     absent = set() if has_observed else {"observed_T"}
     if not has_versions:

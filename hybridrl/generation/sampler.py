@@ -1,26 +1,26 @@
-"""Generation over all replicas: prompts are dealt out, responses are scored where they were made,
-and all ranks learn the lengths and rewards.
+"""Generates and scores samples on all replicas, and shares their lengths and rewards with all
+ranks.
 
-Collective: every rank calls with the same prompts. A replica generates the samples of whole
-prompts, so a reward that looks at a group sees all of it; which prompts follows from how long
-responses were so far (spread.py). Afterwards every rank has the same batch, in the order of sample
-numbers, with the tokens of the samples that it has scored: each rank of a replica scores its share.
-With an environment (episodes.py) what ends in the engine goes to it, and comes back as the
-request of the next turn or as a response.
+Collective: every rank calls with the same prompts. A replica generates all samples of a prompt, so
+that a reward can compare a group. Expected response lengths decide which prompts a replica gets
+(spread.py). Afterwards every rank has the same batch, in the order of sample numbers, with the
+tokens of the samples that it scored; the ranks of a replica divide the scoring. With an environment
+(episodes.py), a turn that ends in the engine goes to the environment, and continues as the request
+of the next turn or ends as a response.
 
-What starts when is the schedule's (schedule.py). Without a lag each replica runs until its share of
-the step is done; a checkpoint in the middle of it keeps finished and begun responses. With a lag
-all engines stop together when enough groups are complete, and in_flight.py keeps the others for the
-next step (partial rollouts, Kimi k1.5, arXiv 2501.12599, sec. 2.6.2). Where a step ends follows
-from the samples and not from the time, so a run repeats itself. (On another number of replicas too,
-while `rollout.max_batch` holds all requests of each and its engine advances each by a token a step,
-which SGLang does not where samples wait for the first one of their prompt.) Engines with ranks of
-their own also generate while the policy trains (docs/adr/0011), on a thread that the main thread
-waits for before new weights come.
+The schedule decides when groups start (schedule.py). Without a lag, each replica runs until its
+share of the step is done; a checkpoint taken meanwhile keeps finished and unfinished responses.
+With a lag, all engines stop together when enough groups are complete, and in_flight.py keeps the
+others for the next step (partial rollouts, Kimi k1.5, arXiv 2501.12599, sec. 2.6.2). The samples,
+not the time, determine where a step ends, so runs are reproducible. (This holds for any number of
+replicas if `rollout.max_batch` fits all requests of a replica and its engine advances each request
+by one token per step. SGLang does not do so for samples that wait for the first sample of their
+prompt.) Engines on separate ranks also generate while the policy trains (docs/adr/0011), on a
+thread; the main thread waits for it before new weights arrive.
 
-Where an algorithm compares with it, the greedy response to each prompt is one more sample of the
-group, number -1 - group; its reward becomes a reward part of the group's samples, and it leaves the
-batch.
+If the algorithm compares with the greedy response to each prompt, that is one more sample of the
+group, with number -1 - group. Its reward becomes a reward part of the group's samples, and the
+sample is removed from the batch.
 """
 
 from __future__ import annotations
@@ -49,23 +49,23 @@ from hybridrl.generation.episodes import (
 )
 from hybridrl.generation.in_flight import InFlight, Sample, States
 from hybridrl.generation.joint_stop import STEPS_BETWEEN_SUMS, JointStop
-from hybridrl.generation.sample_tables import compared_with_greedy, gathered_batch, table_of
+from hybridrl.generation.sample_tables import gathered_batch, table_of, with_greedy_rewards
 from hybridrl.generation.sampler_metrics import (
     Clock,
     WaitClock,
-    added,
+    add_clocks,
     busy_of_replicas,
     idle_shares,
 )
 from hybridrl.generation.saved_rollouts import (
     SavedRollouts,
-    digest_of,
-    joined,
-    of_sample,
+    merge_states,
+    prompt_digest,
     rollout_state,
-    without_samples,
+    sampling_of,
+    without_sample_data,
 )
-from hybridrl.generation.schedule import SYNCHRONOUS, Group, Schedule
+from hybridrl.generation.schedule import SYNCHRONOUS, Schedule
 from hybridrl.generation.spread import ResponseLengths, group_work, spread
 from hybridrl.metrics.flops import GeneratedLengths, num_generated
 from hybridrl.metrics.timing import Span
@@ -84,11 +84,11 @@ from hybridrl.rollout.engine import (
     request_seed,
 )
 
-# Engine steps after which the ranks of a replica ask each other for a stop signal: they must leave
-# generation together, and asking is a collective.
+# Engine steps between checks for a stop signal. The ranks of a replica must leave generation
+# together, so the check is a collective.
 STEPS_BETWEEN_STOP_CHECKS = 32
-DROPPED_GROUPS = "reward/dropped_groups"  # groups without a sample
-CANCEL_S = 60.0  # a thread that generates sees that it is cancelled after two sums at most
+DROPPED_GROUPS = "reward/dropped_groups"  # number of groups without a sample
+CANCEL_S = 60.0  # a thread that generates notices its cancellation within two sums
 logger = logging.getLogger(__name__)
 
 
@@ -96,13 +96,13 @@ class Sampler:
     """Samples responses to prompts with this rank's engine replica and its peers.
 
     Args:
-        episodes: Responses of several turns; None: there is no environment.
+        episodes: Responses of several turns; None without an environment.
         reward_models: Reward models that add their scores to a batch.
 
     Attributes:
         in_flight: Groups that take several steps; empty without a lag.
-        generated: Lengths of what the last step generated on all replicas, with greedy responses
-            and those that were replaced or dropped; not of evaluations.
+        generated: Lengths of everything that the last step generated on all replicas, including
+            greedy, replaced and dropped responses, but not evaluations.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class Sampler:
         self.generated: GeneratedLengths = {}
         self._step, self._next_step = -1, 0
         self._is_evaluation = self._has_greedy = False
-        self._prompts: dict[int, Prompt] = {}  # of the batch, by group
+        self._prompts: dict[int, Prompt] = {}  # prompts of the batch, by group
         self._owners: dict[int, tuple[Prompt, int]] = {}  # prompt and group, by sample
         self._done: dict[int, Completion] = {}
-        self._earlier: dict[int, Completion] = {}  # of earlier calls of the step
-        self._digests: dict[int, str] = {}  # of the step's prompts, by sample
-        self._saved = SavedRollouts()  # of the checkpoint that was loaded
-        self._drawn = sampling  # how the responses of the current step are drawn
+        self._earlier: dict[int, Completion] = {}  # from earlier calls for the step
+        self._digests: dict[int, str] = {}  # digests of the step's prompts, by sample
+        self._saved = SavedRollouts()  # from the loaded checkpoint
+        self._drawn = sampling  # sampling parameters of the current step
         self._lengths = ResponseLengths()
         self.in_flight = InFlight(
             schedule=schedule,
@@ -143,16 +143,18 @@ class Sampler:
             sampling=sampling,
             lengths=self._lengths,
         )
-        # Since the last `score_or_none`.
+        # Values since the last `score_or_none`.
         self._episode_counts: dict[str, int] = {}
-        self._busy_s = 0.0  # work of this rank's engine
+        self._busy_s = 0.0  # seconds that this rank's engine worked
         self._waits = WaitClock()
-        # In the step, over all ranks.
+        # Values of the step, over all ranks.
         self._reward_counts: dict[str, int] = {}
-        self._busy_of_calls: list[tuple[float, float]] = []  # mean and longest, by `generate` call
-        self._clocks: Sequence[Clock] = ()  # of earlier rounds
+        self._busy_of_calls: list[
+            tuple[float, float]
+        ] = []  # mean and longest, for each `generate` call
+        self._clocks: Sequence[Clock] = ()  # from earlier rounds
         self._idle: dict[str, float] = {}
-        # Generation while the policy trains.
+        # State of generation during training.
         self._busy_ahead_s = 0.0
         self._is_cancelled = self._is_awaited = False
         if schedule.generates_ahead:
@@ -160,7 +162,7 @@ class Sampler:
             self._thread = BackgroundThread(world.platform.device)
 
     def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
-        """Returns the prompts that the next `generate` begins, so that it completes `per_step`."""
+        """Returns the prompts that `generate` has to begin next, to complete `per_step` groups."""
         if self.schedule.carries_over:
             return self.in_flight.take(source, per_step)
         return source.take(per_step)
@@ -177,34 +179,36 @@ class Sampler:
     ) -> RolloutBatch | None:
         """Generates this replica's share of the samples of a step.
 
-        Without a lag, and for evaluations, these are the samples of the prompts. With a lag these
-        prompts come to those under way, and as many groups are completed as the last `take` was
-        asked for, or as a step has.
+        Without a lag, and for evaluations, these are the samples of the prompts. With a lag, the
+        prompts join those in flight, and the step completes as many groups as the last `take`
+        requested (by default, as many as a step has).
 
         Args:
-            prompts: Prompts to begin, the same on all ranks; with a lag those of `take`.
-            samples_per_prompt: Responses to each prompt, in place of the sampler's own.
-            step: Step, which enters the seeds; negative: an evaluation; None: one more than last
-                time.
-            first_group: Number of the first prompt's group; a further call for a step (dynamic
-                sampling) gives how many groups came before. With a lag groups have numbers of the
-                run.
-            sampling: How responses are drawn, in place of the sampler's own.
-            greedy: Whether to generate the greedy response to each prompt as well.
+            prompts: Prompts to begin, the same on all ranks; with a lag, those of `take`.
+            samples_per_prompt: Responses to each prompt; the default is the sampler's.
+            step: Step, which is part of the seeds; negative for an evaluation; the default is the
+                last step plus one.
+            first_group: Group number of the first prompt. A further call for a step (dynamic
+                sampling) passes the number of earlier groups. With a lag, group numbers are unique
+                in the run.
+            sampling: Sampling parameters; the default is the sampler's.
+            greedy: Whether to also generate the greedy response to each prompt.
 
         Returns:
-            The samples in order of their numbers; None where this replica has no prompt.
+            The samples in the order of their numbers; None if this replica has no prompt.
 
         Raises:
-            StopAsked: A signal asks to stop; what was generated so far is kept, for `state`.
-            ValueError: With a lag: the step could never end with these prompts, or samples are to
-                be drawn in another way than the run's.
+            StopAsked: A signal requested a stop; `state` keeps the samples so far.
+            ValueError: With a lag, if the step could never end with these prompts, or
+                `samples_per_prompt` or `sampling` is given.
         """
         if step is None:
             step, self._next_step = self._next_step, self._next_step + 1
         if step >= 0 and self.schedule.carries_over:
             if samples_per_prompt is not None or sampling is not None:
-                raise ValueError("steps with max_policy_lag sample as the run does")
+                raise ValueError(
+                    "with max_policy_lag, samples_per_prompt and sampling cannot be set per step"
+                )
             self._generate_enough(prompts, step, greedy)
         else:
             with self.world.all_agree("generation"):
@@ -224,22 +228,24 @@ class Sampler:
         return self.collect()
 
     def _must_stop(self, num_steps: int) -> bool:
-        """Whether this replica leaves generation for a signal, after so many engine steps."""
-        is_asked = self._is_asked_to_stop()
+        """Whether this replica stops for a signal after `num_steps` engine steps."""
+        is_requested = self._is_stop_requested()
         if self.layout.tp == 1:
-            return is_asked
-        # An idle engine waits for tools, for long.
+            return is_requested
+        # Steps of an idle engine are long, because it waits for tools: check at each.
         is_due = num_steps % STEPS_BETWEEN_STOP_CHECKS == 0 or not self.engine.has_unfinished
-        return is_due and self._replica.is_any(is_asked)
+        return is_due and self._replica.is_any(is_requested)
 
-    def _is_asked_to_stop(self) -> bool:
+    def _is_stop_requested(self) -> bool:
         return self.world.heartbeat.stop_signal != 0
 
     def _generate_enough(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> None:
         """Generates until all replicas together have completed the step's groups."""
         began = time.perf_counter()
         if self.engine.version != step:
-            raise RuntimeError(f"step {step} generates with version {self.engine.version}")
+            raise RuntimeError(
+                f"step {step} has an engine with weights of version {self.engine.version}"
+            )
         if self.in_flight.begin_round(step, len(prompts)):
             self._forget_counts(step)
         self._is_evaluation = False
@@ -252,10 +258,10 @@ class Sampler:
             for num_steps in itertools.count():
                 if stop.is_reached(
                     num_steps,
-                    lambda: [int(self._is_asked_to_stop()), *self.in_flight.num_complete()],
+                    lambda: [int(self._is_stop_requested()), *self.in_flight.num_complete()],
                 ):
                     break
-                self._advance_in_time(num_steps, self._is_asked_to_stop)
+                self._advance_in_time(num_steps, self._is_stop_requested)
             agreement.value = self._leave_engine()
         self._waits.waited_s += time.perf_counter() - began
         check_stop(self.world)
@@ -273,17 +279,17 @@ class Sampler:
         sampling: SamplingParams | None = None,
         greedy: bool = False,
     ) -> None:
-        """Hands this replica's requests to its engine; those that a checkpoint knows go on from
-        there.
+        """Submits this replica's requests to its engine; samples in the loaded checkpoint continue
+        from there.
 
         Raises:
-            UserError: Greedy responses are asked for, and a scorer has the name of their part.
+            UserError: `greedy` is set and a scorer has the name of the greedy reward part.
         """
         if greedy and GREEDY in (part.name for part in self.scorer.parts):
             raise UserError(
                 "reward",
                 f"a scorer named {GREEDY!r}",
-                "another name where greedy responses are compared with",
+                "another name, because the algorithm compares with greedy responses",
                 "Rename that scorer.",
             )
         self._step, self._owners, self._done = step, {}, {}
@@ -305,18 +311,18 @@ class Sampler:
             for prompt, tokens in zip(prompts, expected, strict=True)
         ]
         shares = [[first_group + i for i in share] for share in spread(work, self.layout.replicas)]
-        saved = self._saved_of(
-            step, [[one for group in share for one in numbers(group)] for share in shares]
+        saved = self._saved_samples(
+            step, [[number for group in share for number in numbers(group)] for share in shares]
         )
         requests = []
         place = self.layout.assignment[self.world.rank]
         for group in [] if place is None else shares[place[0]]:
             prompt = self._prompts[group]
-            digest = digest_of(prompt.tokens)
+            digest = prompt_digest(prompt.tokens)
             for sample_id in numbers(group):
                 self._owners[sample_id] = (prompt, group)
                 self._digests[sample_id] = digest
-                found = saved.find(step, sample_id, prompt, of_sample(params, sample_id))
+                found = saved.find(step, sample_id, prompt, sampling_of(params, sample_id))
                 if found.whole is not None:
                     self._done[sample_id] = found.whole
                 elif request := self._request(sample_id, step, prompt, found.request, found.turns):
@@ -332,10 +338,10 @@ class Sampler:
         begun: Request | None,
         turns: Mapping[str, Any] | None,
     ) -> Request | None:
-        """Returns what the engine begins a sample with, or goes on with; None where the environment
-        comes first.
+        """Returns the request with which the engine begins or continues a sample; None if the
+        environment acts first.
         """
-        sampling = of_sample(self._drawn, sample_id)
+        sampling = sampling_of(self._drawn, sample_id)
         if self.episodes is not None:
             self.episodes.begin(step, sample_id, prompt, sampling, turns)
             return begun
@@ -343,72 +349,68 @@ class Sampler:
         return begun or Request(sample_id, prompt.tokens, seed, sampling)
 
     def _submit_in_flight(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> None:
-        """Hands all groups under way and new prompts to the engines; collective."""
+        """Submits all groups in flight and new prompts to the engines; collective."""
         self._step, self._has_greedy, self._drawn = step, greedy, self.sampling
         self._owners, self._done = {}, {}
-        dealt = self.in_flight.deal(prompts, greedy)
+        assigned = self.in_flight.assign(prompts, greedy)
         if self.episodes is not None:
-            self.episodes.forget()  # evaluations may have had some
+            self.episodes.forget()  # an evaluation may have left some
         requests = []
-        for group, samples in dealt:
+        for group, samples in assigned:
             for sample_id, sample in samples.items():
                 self._owners[sample_id] = (group.prompt, group.number)
                 if isinstance(sample, Completion):
                     self._done[sample_id] = sample
-                elif request := self._request_in_flight(sample_id, sample, group):
-                    requests.append(request)
+                elif isinstance(sample, Request):
+                    requests.append(sample)
+                else:
+                    saved = (None, None) if sample is None else (sample.request, sample.turns)
+                    request = self._request(sample_id, group.born, group.prompt, *saved)
+                    requests += [] if request is None else [request]
         self.engine.submit(requests)
 
-    def _request_in_flight(
-        self, sample_id: int, sample: Request | OpenResponse | None, group: Group
-    ) -> Request | None:
-        if isinstance(sample, Request):
-            return sample
-        begun, turns = (None, None) if sample is None else (sample.request, sample.turns)
-        return self._request(sample_id, group.born, group.prompt, begun, turns)
-
     def _forget_counts(self, step: int) -> None:
-        """Begins the counts of a step, or of an evaluation."""
+        """Resets the counts at the beginning of a step or evaluation."""
         self._busy_of_calls, self._earlier, self._reward_counts = [], {}, {}
         self._digests = {}
         self._is_evaluation = step < 0
         if not self._is_evaluation:
             self.generated, self._clocks = {}, ()
 
-    def _saved_of(self, step: int, numbers: Sequence[Sequence[int]]) -> SavedRollouts:
-        """Returns what the loaded checkpoint has of this replica's samples, which rank 0 sends;
+    def _saved_samples(self, step: int, numbers: Sequence[Sequence[int]]) -> SavedRollouts:
+        """Returns the loaded checkpoint's data of this replica's samples, which rank 0 sends;
         collective.
         """
         if step < 0 or step != self._saved.step:
             return SavedRollouts()
         sent: dict[int, dict[str, Any]] = {}
         if self.world.rank == 0:
-            parts = [self._saved.of(of_replica) for of_replica in numbers]
+            parts = [self._saved.select(replica_numbers) for replica_numbers in numbers]
             sent = {rank: parts[self.layout.place(rank)[0]] for rank in self.layout.ranks}
         return SavedRollouts(self.world.exchange_objects(sent)[0])
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a response of what was submitted is not finished."""
+        """Whether a submitted response is not finished."""
         is_waiting = self.episodes is not None and self.episodes.is_waiting
         return self.engine.has_unfinished or is_waiting
 
     def advance(self) -> None:
-        """Lets the engine take one step, keeps what finished and has it scored meanwhile."""
+        """Lets the engine take one step, and stores and scores finished responses."""
         if self.engine.has_unfinished:
             began = time.perf_counter()
-            self.engine.step()  # returns with the tokens, so the device is done
+            self.engine.step()  # returns tokens, so the device has finished
             self._busy_s += time.perf_counter() - began
             progress.advance()
         self._keep(self._take_turns(self.engine.collect()))
 
     def _advance_in_time(self, num_steps: int, gives_up: Callable[[], bool]) -> None:
-        """Lets the engine take a step, if it has something to do. Environments answer before each
-        sum of counts what they were asked before the last one, so the samples do not depend on how
-        long they take.
+        """Lets the engine take one step, if it has work. Before each sum of counts, environments
+        must answer the questions from before the previous sum, so the samples do not depend on how
+        long environments take.
 
         Args:
-            gives_up: Whether not to wait for environments any more.
+            gives_up: Returns whether to stop waiting for environments.
         """
         if self.has_unfinished:
             self.advance()
@@ -418,32 +420,32 @@ class Sampler:
             self._keep(ended)
 
     @property
-    def _goes_on_later(self) -> bool:
-        """Whether what is unfinished when generation ends goes on in the next step."""
+    def _carries_over(self) -> bool:
+        """Whether responses that are unfinished when generation ends continue in the next step."""
         return self.schedule.carries_over and not self._is_evaluation
 
     def _take_turns(self, completions: Sequence[Completion]) -> Sequence[Completion]:
         """Returns the responses that ended; the engine gets the next turns of the others."""
         if self.episodes is None:
             return completions
-        if self._goes_on_later:
+        if self._carries_over:
             return self.episodes.end_turns(completions)
         ended, requests = self.episodes.advance(completions, not self.engine.has_unfinished)
         self.engine.submit(requests)
         return ended
 
     def _keep(self, finished: Sequence[Completion]) -> None:
-        """Keeps responses that ended, and has them scored while others are generated; with a lag
-        whole groups only, since others may move to another replica.
+        """Stores responses that ended, and submits them to scorers while others are generated; with
+        a lag only whole groups, because the others may move to another replica.
         """
         self._done |= {done.request_id: done for done in finished}
         for done in finished:
             prompt, group = self._owners[done.request_id]
             scored = [done.request_id]
-            if self._goes_on_later:
+            if self._carries_over:
                 scored = []
                 if self.in_flight.finish_sample(group):
-                    scored = [one for one, (_, number) in self._owners.items() if number == group]
+                    scored = [n for n, (_, number) in self._owners.items() if number == group]
             if self._is_mine_to_score(group):
                 for number in scored:
                     whole = self._done[number]
@@ -451,11 +453,11 @@ class Sampler:
                     self.scorer.begin(number, prompt, whole.tokens, observed)
 
     def _is_mine_to_score(self, group: int) -> bool:
-        """Whether this rank scores a group: the ranks of a replica share whole groups out."""
+        """Whether this rank scores a group; the ranks of a replica divide whole groups."""
         return group % self.layout.tp == self.layout.tp_rank(self.world.rank)
 
     def _leave_engine(self) -> dict[int, States] | None:
-        """Takes all samples out of the engine; returns the states of this replica's groups."""
+        """Removes all samples from the engine; returns the states of this replica's groups."""
         begun = {request.request_id: request for request in self.engine.pending()}
         self.engine.clear()
         samples: dict[int, Sample] = {**begun, **self._done}
@@ -470,11 +472,11 @@ class Sampler:
     def ahead(
         self, source: PromptSource, waits: AbstractContextManager[None] | None = None
     ) -> Iterator[None]:
-        """Generates while the block runs, if the schedule says so: what is under way and further
+        """Generates while the block runs, if the schedule says so: groups in flight and further
         prompts, with the present weights. Collective.
 
         Args:
-            waits: Context of the wait for generation, after the block.
+            waits: Context for the wait for generation, after the block.
         """
         if not self.schedule.generates_ahead:
             yield
@@ -498,15 +500,15 @@ class Sampler:
             self._thread.start(self._generate_ahead, "generate ahead")
 
     def _generate_ahead(self) -> None:
-        """Generates until few samples of all replicas are unfinished; on a thread of its own, on
-        the ranks with an engine. One that fails makes the others stop with it.
+        """Generates until few samples of all replicas are unfinished; runs on a thread, on the
+        ranks with an engine. If one rank fails, the others stop with it.
         """
         failure: Exception | None = None
         pause_at = self.schedule.ahead_until
         assert pause_at is not None
 
         def counts() -> list[int]:
-            has_failed = failure is not None or self._gives_up_ahead()
+            has_failed = failure is not None or self._must_end_ahead()
             return [int(has_failed), self.in_flight.num_unfinished()]
 
         stop = JointStop(
@@ -517,48 +519,48 @@ class Sampler:
                 break
             try:
                 if failure is None:
-                    self._advance_in_time(num_steps, self._gives_up_ahead)
+                    self._advance_in_time(num_steps, self._must_end_ahead)
             except Exception as error:
                 failure = error
         if failure is not None:
             raise failure
 
-    def _gives_up_ahead(self) -> bool:
-        """Whether generation beside training ends now: nobody will use its samples, or a signal
-        asks to stop and training is done. Until then it goes on after a signal: if it ends by
-        itself, the run that goes on has the same samples.
+    def _must_end_ahead(self) -> bool:
+        """Whether to end generation during training immediately: its samples will not be used, or a
+        signal requested a stop and training is done. Before that, generation continues after a
+        signal: if it ends as planned, the resumed run has the same samples.
         """
-        return self._is_cancelled or (self._is_awaited and self._is_asked_to_stop())
+        return self._is_cancelled or (self._is_awaited and self._is_stop_requested())
 
     def _end_ahead(self) -> None:
-        """Waits until the engines pause, and takes their samples out."""
+        """Waits until the engines pause, and removes their samples from them."""
         began = time.perf_counter()
         self._is_awaited = True
         with self.world.all_agree("generating ahead") as agreement:
             self._thread.join(self.world.check)
             agreement.value = self._leave_engine()
         self._waits.waited_s += time.perf_counter() - began
-        # Part of the next step, also where an evaluation comes before it.
+        # This time counts for the next step, even if an evaluation comes first.
         self._busy_ahead_s, self._busy_s = self._busy_s, 0.0
         self.in_flight.note_states(agreement.values)
 
     def _cancel_ahead(self) -> None:
-        """Ends generation beside training, for nobody to use; all ranks with an engine call it, or
-        end.
+        """Ends generation during training, and discards its samples. All ranks with an engine must
+        call it or exit.
         """
         self._is_cancelled = True
         try:
             self._thread.join(self.world.check, CANCEL_S)
-        except Exception as error:  # the error that ended the step is the one to raise
+        except Exception as error:  # the error that ended the step is raised instead
             logger.warning("generating ahead: %s: %s", type(error).__name__, error)
 
     @property
     def ahead_span(self) -> Span | None:
-        """When this rank's engine last generated while the policy trained."""
+        """Time span of this rank's last generation during training."""
         return self._thread.span if self.schedule.generates_ahead else None
 
     def collect(self) -> RolloutBatch | None:
-        """Returns the finished samples of what was submitted; the engine must have nothing left."""
+        """Returns the finished samples of the submitted requests; the engine must be empty."""
         owners, done = self._owners, self._done
         self._earlier |= done
         self._owners, self._done = {}, {}
@@ -573,25 +575,25 @@ class Sampler:
         return RolloutBatch.from_rollouts(rollouts, groups, producer)
 
     def score(self, local: RolloutBatch | None) -> ScoredBatch:
-        """Scores what the last `generate` gave and tells all ranks of the samples of all replicas,
-        ordered by sample number; tokens stay on the rank that scored them.
+        """Scores the samples of the last `generate` and shares those of all replicas with all
+        ranks, ordered by sample number; tokens stay on the rank that scored them.
 
         Raises:
             UserError, PeerError: The reward failed on some rank, or no response has a score; raised
-                on all of them.
+                on all ranks.
         """
         if (scored := self.score_or_none(local)) is None:
             raise self.scorer.nothing_left()
         return scored
 
     def score_or_none(self, local: RolloutBatch | None) -> ScoredBatch | None:
-        """Returns what `score` does, but None, on all ranks, where no response has a score."""
+        """Returns the result of `score`, or None on all ranks if no response has a score."""
         with self.world.all_agree("the reward") as agreement:
             groups = [] if local is None else local.group_B.tolist()
             rows = [i for i, group in enumerate(groups) if self._is_mine_to_score(group)]
             scored = self.scorer.score(local.select(rows)) if local is not None and rows else None
             if scored is not None and self._has_greedy:
-                scored = compared_with_greedy(scored)
+                scored = with_greedy_rewards(scored)
             mine = None if scored is None else table_of(scored)
             counts = self.scorer.take_counts() | self._episode_counts
             agreement.value = (self._take_clock(), mine, counts, self._lengths_of(local))
@@ -609,11 +611,11 @@ class Sampler:
         batch = gathered_batch(tables, scored, self._prompts, self.world)
         for model in self.reward_models:
             batch = model(batch)
-        self._observe(batch)
+        self._note_lengths(batch)
         return batch
 
     def _lengths_of(self, local: RolloutBatch | None) -> GeneratedLengths:
-        """Returns the lengths that this rank's replica has generated, on its first rank."""
+        """Returns the lengths that this replica generated; only on the replica's first rank."""
         if local is None or self._is_evaluation or not self._replica.is_first:
             return {}
         found: GeneratedLengths = {}
@@ -623,10 +625,12 @@ class Sampler:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Returns `generate/idle_share`, the part of the generation of the last step that replicas
-        waited for the slowest, on average, `generate/tokens`, of all prompts and responses with
-        their observations, the scorers' counts and what `episode_metrics` says; with a lag also
-        `lag/*`, and `idle/*` where engines generate ahead. The same on all ranks.
+        """Returns the metrics of the last step, the same on all ranks.
+
+        These are `generate/idle_share`, the mean share of generation time that replicas waited for
+        the slowest; `generate/tokens`, the tokens of all prompts and responses, with observations;
+        the scorers' counts; and those of `episode_metrics`. With a lag also `lag/*`, and `idle/*`
+        if engines generate ahead.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
         took = sum(longest for _, longest in self._busy_of_calls)
@@ -639,8 +643,8 @@ class Sampler:
         }
 
     def num_errors(self) -> int:
-        """Returns on how many responses a scorer failed, since the first groups of the step; the
-        same on all ranks.
+        """Returns the number of responses on which a scorer failed since the first groups of the
+        step; the same on all ranks.
         """
         return sum(n for name, n in self._reward_counts.items() if name.endswith("/errors"))
 
@@ -649,8 +653,8 @@ class Sampler:
             self._reward_counts[name] = self._reward_counts.get(name, 0) + count
 
     def _take_clock(self) -> Clock:
-        """Returns this rank's times since the last handover of samples."""
-        if not self._goes_on_later:
+        """Returns this rank's times since samples were last exchanged."""
+        if not self._carries_over:
             return Clock(self._busy_s)
         busy_s, self._busy_ahead_s = self._busy_s + self._busy_ahead_s, 0.0
         return self._waits.take(busy_s)
@@ -659,11 +663,11 @@ class Sampler:
         self._busy_s = 0.0
         self._busy_of_calls.append(busy_of_replicas(clocks, self.layout))
         if self.schedule.generates_ahead and not self._is_evaluation:
-            self._clocks = added(self._clocks, clocks)
+            self._clocks = add_clocks(self._clocks, clocks)
             self._idle = idle_shares(self._clocks, self.layout.ranks)
 
-    def _observe(self, batch: ScoredBatch) -> None:
-        """Takes in how long the responses to each prompt were."""
+    def _note_lengths(self, batch: ScoredBatch) -> None:
+        """Records the mean response length of each prompt."""
         groups, first_B, counts = np.unique(batch.group_B, return_index=True, return_counts=True)
         sums = np.add.reduceat(batch.response_lengths_B.numpy(), first_B)
         for group, total, count in zip(groups.tolist(), sums, counts, strict=True):
@@ -671,8 +675,8 @@ class Sampler:
 
     @contextmanager
     def judged_by(self, scorer: Scorer) -> Iterator[None]:
-        """Has what is generated in the block scored by another scorer alone: without environment
-        and reward models.
+        """Scores everything that is generated in the block only with another scorer, without
+        environment and reward models.
         """
         kept = self.scorer, self.reward_models, self.episodes
         self.scorer, self.reward_models, self.episodes = scorer, (), None
@@ -683,21 +687,19 @@ class Sampler:
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether there are responses of a step under way that a checkpoint would keep, on some
-        rank. With a lag it keeps what the step began with.
+        """Whether a checkpoint would keep responses of a step in progress, on some rank. With a lag
+        it keeps the samples from the step's beginning instead.
         """
         return self._step >= 0 and not self.schedule.carries_over
 
     def end_step(self) -> None:
-        """Forgets the responses of a step, which were learned from."""
+        """Drops the responses of a finished step."""
         self._step, self._earlier = -1, {}
         self._saved = SavedRollouts()
         self.in_flight.end_step()
 
     def drop(self) -> None:
-        """Forgets all responses of the step under way, whole and begun ones, and what the engine is
-        to generate.
-        """
+        """Drops all responses of the current step, finished or not, and the engine's requests."""
         self._step, self._earlier, self._owners, self._done = -1, {}, {}, {}
         self.engine.clear()
         self.scorer.forget()
@@ -706,11 +708,11 @@ class Sampler:
         self.in_flight.rewind()
 
     def state(self) -> dict[str, Any]:
-        """Returns the rollouts that a checkpoint keeps, of all replicas on rank 0 and none on
-        others, and the lengths that responses had; JSON. Collective.
+        """Returns the rollouts for a checkpoint, as JSON values: those of all replicas on rank 0,
+        none on others; also the response lengths. Collective.
 
-        Without a lag these are the finished and begun ones of the current step, until `end_step`;
-        with a lag those that were under way at its beginning.
+        Without a lag these are the finished and unfinished responses of the current step, until
+        `end_step`; with a lag, those in flight at its beginning.
         """
         found = {"next_step": self._next_step}
         if self.schedule.carries_over:
@@ -726,21 +728,21 @@ class Sampler:
             **found,
             "step": self._step,
             "sampling": dataclasses.asdict(self._drawn),
-            **joined(parts),
+            **merge_states(parts),
             "response_lengths": self._lengths.state(),
         }
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None = None) -> None:
-        """Makes the next `generate` of the saved step go on from these rollouts; drops what the
-        engine has. Collective.
+        """Makes the next `generate` of the saved step continue from these rollouts; drops the
+        engine's requests. Collective.
 
         Args:
-            state: Result of `state`, after a trip through JSON; that of rank 0 is used.
-            source: Prompts of the run, where they stood then.
+            state: Result of `state`, after conversion to and from JSON; that of rank 0 is used.
+            source: Prompts of the run, at the saved position.
         """
         is_first = self.world.rank == 0
-        told = self.world.broadcast_object(without_samples(state) if is_first else None, 0)
-        state = state if is_first else told
+        received = self.world.broadcast_object(without_sample_data(state) if is_first else None, 0)
+        state = state if is_first else received
         self.drop()
         self._saved = SavedRollouts(state)
         self._lengths.load_state(state.get("response_lengths", {}))
@@ -751,18 +753,18 @@ class Sampler:
     def _note_episodes(
         self, done: Mapping[int, Completion], owners: Mapping[int, tuple[Prompt, int]]
     ) -> None:
-        """Tells the scorer what environments gave the responses that this rank scores."""
+        """Gives the scorer the environments' outcomes of the responses that this rank scores."""
         if self.episodes is None:
             return
         self.episodes.finish()
-        mine = [one for one in done.values() if self._is_mine_to_score(owners[one.request_id][1])]
-        for one in mine:
-            assert isinstance(one, Response)
-            self.scorer.end_episode(one.request_id, one.outcome)
-        self._episode_counts = episode_counts(mine)
+        own = [r for r in done.values() if self._is_mine_to_score(owners[r.request_id][1])]
+        for response in own:
+            assert isinstance(response, Response)
+            self.scorer.end_episode(response.request_id, response.outcome)
+        self._episode_counts = episode_counts(own)
 
     def close(self) -> None:
-        """Ends what scores and answers in processes of its own."""
+        """Ends the processes of scorers and environments."""
         self.scorer.close()
         if self.episodes is not None:
             self.episodes.close()

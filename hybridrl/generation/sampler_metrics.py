@@ -1,4 +1,4 @@
-"""Metrics of generation: how old samples are, and how long ranks wait for each other. No torch."""
+"""Metrics of generation: ages of samples, and times that ranks wait for each other. No torch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ class Clock(NamedTuple):
     """Seconds of one rank since its last report.
 
     Args:
+        busy_s: Work of its engine.
+        waited_s: Wait for samples.
         all_s: Whole time; 0 in the first report.
     """
 
@@ -24,10 +26,10 @@ class Clock(NamedTuple):
 
 
 class WaitClock:
-    """Takes the time between two handovers of samples.
+    """Measures the time between two exchanges of samples.
 
     Attributes:
-        waited_s: Seconds that this rank waited for samples since the last one.
+        waited_s: Seconds that this rank waited for samples since the last exchange.
     """
 
     def __init__(self) -> None:
@@ -41,46 +43,48 @@ class WaitClock:
         return found
 
 
-def added(clocks: Sequence[Clock], others: Sequence[Clock]) -> Sequence[Clock]:
-    """Returns the times of two parts of a step, by rank; those of the second alone where the first
-    is missing or its length is not known.
+def add_clocks(clocks: Sequence[Clock], others: Sequence[Clock]) -> Sequence[Clock]:
+    """Returns the sums of two parts of a step, by rank; only the second part if the first is
+    missing or of unknown length.
     """
-    if not clocks or not all(one.all_s for one in clocks):
+    if not clocks or not all(clock.all_s for clock in clocks):
         return others
-    pairs = zip(clocks, others, strict=True)
-    return [Clock(*(a + b for a, b in zip(one, other, strict=True))) for one, other in pairs]
+    return [Clock(*map(sum, zip(*pair, strict=True))) for pair in zip(clocks, others, strict=True)]
 
 
 def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, float]:
-    """Returns the share of the time that ranks wait, as means over a side: `idle/training` for
-    samples, `idle/rollout` for new weights or other engines. Nothing where no time is known.
+    """Returns the mean share of time that ranks wait: `idle/training` of training ranks, for
+    samples; `idle/rollout` of ranks with an engine, for new weights or other engines. Empty if a
+    time is unknown.
 
     Args:
         engines: Ranks with an engine; the others train.
     """
-    if not all(one.all_s for one in clocks):
+    if not all(clock.all_s for clock in clocks):
         return {}
     waits = [1 - clocks[rank].busy_s / clocks[rank].all_s for rank in engines]
-    others = [one for rank, one in enumerate(clocks) if rank not in engines]
+    others = [clock for rank, clock in enumerate(clocks) if rank not in engines]
     return {
-        "idle/training": sum(one.waited_s / one.all_s for one in others) / len(others),
+        "idle/training": sum(clock.waited_s / clock.all_s for clock in others) / len(others),
         "idle/rollout": sum(waits) / len(waits),
     }
 
 
 def busy_of_replicas(clocks: Sequence[Clock], layout: RolloutLayout) -> tuple[float, float]:
-    """Returns the mean and the longest work of the replicas, whose ranks work together."""
-    busy = [one.busy_s for rank, one in enumerate(clocks) if layout.tp_rank(rank) == 0]
+    """Returns the mean and the longest work of replicas, whose ranks work together."""
+    busy = [clock.busy_s for rank, clock in enumerate(clocks) if layout.tp_rank(rank) == 0]
     return sum(busy) / len(busy), max(busy)
 
 
 def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str, float]:
-    """Returns how old the samples of a step are, in steps between the weights that made a token and
-    those that learn from it: `lag/mean` and `lag/max` over all their tokens; `lag/token_share/N`,
-    the share of those that are N steps old; `lag/mixed_share`, the share of samples that several
-    versions made; `lag/dropped`, samples that were thrown away.
+    """Returns metrics of the age of a step's samples, in steps between the weights that sampled a
+    token and those that learn from it.
+
+    These are `lag/mean` and `lag/max`, over all tokens; `lag/token_share/N`, the share of tokens
+    that are N steps old; `lag/mixed_share`, the share of samples with several versions; and
+    `lag/dropped`, the number of discarded samples.
     """
-    runs = [one for group in taken for sample in group.runs for one in sample]
+    runs = [run for group in taken for sample in group.runs for run in sample]
     tokens = sum(count for _, count in runs)
     by_age: Counter[int] = Counter()
     for version, count in runs:
@@ -96,10 +100,10 @@ def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str
 
 
 def queue_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Returns `lag/unfinished`, samples that are still generated, and `lag/waiting`, finished
-    samples that no step has taken.
+    """Returns `lag/unfinished`, the number of samples in generation, and `lag/waiting`, the number
+    of finished samples that no step has taken.
     """
-    is_done = [one for group in groups for one in group.is_done]
+    is_done = [done for group in groups for done in group.is_done]
     return {
         "lag/unfinished": float(is_done.count(False)),
         "lag/waiting": float(is_done.count(True)),

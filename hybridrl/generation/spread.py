@@ -1,8 +1,8 @@
-"""Which replica generates which groups, by the work that they are expected to be. No torch.
+"""Divides groups among replicas by their expected work. No torch.
 
-Pure, and fed with what every rank has (the prompts, and lengths of gathered responses), so all
-ranks come to the same division without asking each other. Whole groups only: the samples of a
-prompt share its prefix, and a reward may look at all of them.
+Pure, with inputs that every rank has (prompts, and lengths of collected responses), so all ranks
+compute the same division without communication. Groups are not split: the samples of a prompt share
+its prefix, and a reward may compare them.
 """
 
 from __future__ import annotations
@@ -15,45 +15,45 @@ from collections.abc import Mapping, Sequence
 from hybridrl.contracts.prompts import Prompt
 
 PROMPT_TOKEN_WORK = 0.1
-"""Work of a prompt token, in response tokens; it counts once a group, as its samples share it.
+"""Work of a prompt token, in response tokens; counted once per group, whose samples share it.
 
-Prompt tokens are computed thousands at a time, while each response token waits for a pass over all
-weights: engines serve about ten times as many of them a second. The exact value matters little,
-because prompts of one source differ less in length than responses do.
+Engines compute thousands of prompt tokens together, but need a pass over all weights for each
+response token: they process about ten times as many prompt tokens per second. The exact value
+matters little, because prompts of one source differ less in length than responses do.
 """
 SHARE_OF_NEWEST = 0.5
-"""Weight of the newest mean length of a prompt's responses; the rest is what came before."""
+"""Weight of the newest mean length of a prompt's responses in its average."""
 
 
 class ResponseLengths:
-    """Expects of a prompt what its responses were like: an exponential average of their length.
+    """Predicts response lengths: an exponential average of each prompt's earlier responses.
 
-    A prompt is known by its tokens, so training and evaluation prompts can meet here.
+    A prompt is identified by its tokens, so training and evaluation share predictions.
     """
 
     def __init__(self) -> None:
         self._means: dict[str, float] = {}
 
     def observe(self, prompt: Prompt, mean_tokens: float) -> None:
-        """Takes in the mean number of tokens of the responses that a prompt just got."""
+        """Records the mean number of tokens of a prompt's latest responses."""
         key = _key(prompt)
         before = self._means.get(key, mean_tokens)
         self._means[key] = before + SHARE_OF_NEWEST * (mean_tokens - before)
 
     def expected(self, prompts: Sequence[Prompt], unknown: float) -> list[float]:
-        """Returns the expected tokens of one response to each prompt: for a prompt without
-        responses so far the mean over the others, or `unknown` where there are none.
+        """Returns the expected tokens of one response to each prompt: for a prompt without earlier
+        responses the mean over the others, or `unknown` if there are none.
         """
         if self._means:
             unknown = math.fsum(self._means.values()) / len(self._means)
         return [self._means.get(_key(prompt), unknown) for prompt in prompts]
 
     def state(self) -> dict[str, float]:
-        """Returns what `load_state` needs, as plain JSON values."""
+        """Returns the state for `load_state`, as plain JSON values."""
         return dict(self._means)
 
     def load_state(self, state: Mapping[str, float]) -> None:
-        """Expects what the object that returned `state` expected."""
+        """Restores the predictions of a saved state."""
         self._means = dict(state)
 
 
@@ -63,12 +63,12 @@ def group_work(prompt: Prompt, response_tokens: float, num_samples: int) -> floa
 
 
 def spread(work: Sequence[float], num_replicas: int) -> list[list[int]]:
-    """Gives the largest remaining group to the replica with the least work so far; returns the
-    groups of each replica, largest first: begun last, a long one would run alone.
+    """Assigns the largest remaining group to the replica with the least work so far. Returns the
+    groups of each replica, largest first, because a long group that started last would run alone.
 
-    A replica was the least loaded when it got its last group, so the work of any two differs by at
-    most one group's; the longest takes at most 4/3 of the best division (Graham 1969, SIAM J. Appl.
-    Math. 17(2), 416-429).
+    A replica had the least work when it got its last group, so the work of any two differs by at
+    most one group. The longest takes at most 4/3 of the time of the best division (Graham 1969,
+    SIAM J. Appl. Math. 17(2), 416-429).
     """
     replicas: list[list[int]] = [[] for _ in range(num_replicas)]
     least = [(0.0, number) for number in range(num_replicas)]

@@ -30,7 +30,7 @@ from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
 from hybridrl.contracts.prompts import Content
 from hybridrl.generation.episodes import as_rollout
 from hybridrl.generation.sample_tables import gathered_batch, table_of
-from hybridrl.generation.saved_rollouts import SavedRollouts, digest_of, rollout_state
+from hybridrl.generation.saved_rollouts import SavedRollouts, prompt_digest, rollout_state
 from hybridrl.loop.saved_batch import SavedBatch
 from hybridrl.models.families.llama import FAMILY
 from hybridrl.models.family import Family, HfConfig
@@ -144,7 +144,7 @@ def finished(world: World) -> list[Completion]:
         row = RunningRequest(begun)
         row.append(tokens[0], -1.0, 0)
         done = Completion(sample, tokens, (-1.0,) * len(tokens), "stop", 0, blobs=blobs_of(sample))
-        digests = dict.fromkeys((sample, sample + 50), digest_of(prompt.tokens))
+        digests = dict.fromkeys((sample, sample + 50), prompt_digest(prompt.tokens))
         state = rollout_state([done], [row.to_request()], [], digests)
         state |= {"step": STEP, "sampling": asdict(SAMPLING)}
         saved = SavedRollouts(json.loads(json.dumps(state)))

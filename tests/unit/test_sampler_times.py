@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from hybridrl.generation.background import BackgroundThread
-from hybridrl.generation.sampler_metrics import Clock, added, idle_shares
+from hybridrl.generation.sampler_metrics import Clock, add_clocks, idle_shares
 
 
 def test_times_of_rounds_add_up_where_they_are_known() -> None:
     first, second = [Clock(1.0, 2.0, 4.0)] * 2, [Clock(0.5, 0.5, 1.0)] * 2
-    assert added(first, second) == [Clock(1.5, 2.5, 5.0)] * 2
-    assert added((), second) == second == added([Clock(3.0)] * 2, second)
+    assert add_clocks(first, second) == [Clock(1.5, 2.5, 5.0)] * 2
+    assert add_clocks((), second) == second == add_clocks([Clock(3.0)] * 2, second)
 
 
 def test_idle_shares_are_means_of_a_side() -> None:

@@ -13,10 +13,10 @@ from hybridrl.contracts.batch import Prompt
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.in_flight import restored_pool
 from hybridrl.generation.saved_rollouts import (
-    Found,
+    SavedSample,
     SavedRollouts,
-    digest_of,
-    joined,
+    prompt_digest,
+    merge_states,
     rollout_state,
 )
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
@@ -31,20 +31,20 @@ TURNS = {"sample_id": 2, "actions": [[[6], "six"]]}
 
 @pytest.fixture
 def saved() -> SavedRollouts:
-    digests = dict.fromkeys(range(3), digest_of(PROMPT.tokens))
+    digests = dict.fromkeys(range(3), prompt_digest(PROMPT.tokens))
     parts = [
         rollout_state([WHOLE], [], [], {0: digests[0]}),
         rollout_state([], [BEGUN, TURN], [TURNS], {1: digests[1], 2: digests[2]}),
     ]
-    state = {"step": 5, "sampling": asdict(SAMPLING), **joined(parts)}
+    state = {"step": 5, "sampling": asdict(SAMPLING), **merge_states(parts)}
     return SavedRollouts(json.loads(json.dumps(state)))
 
 
 def test_saved_rollouts_find_what_was_saved(saved: SavedRollouts) -> None:
-    assert saved.find(5, 0, PROMPT, SAMPLING) == Found(whole=WHOLE)
-    assert saved.find(5, 1, PROMPT, SAMPLING) == Found(request=BEGUN)
-    assert saved.find(5, 2, PROMPT, SAMPLING) == Found(request=TURN, turns=TURNS)
-    assert saved.find(5, 3, PROMPT, SAMPLING) == Found()
+    assert saved.find(5, 0, PROMPT, SAMPLING) == SavedSample(whole=WHOLE)
+    assert saved.find(5, 1, PROMPT, SAMPLING) == SavedSample(request=BEGUN)
+    assert saved.find(5, 2, PROMPT, SAMPLING) == SavedSample(request=TURN, turns=TURNS)
+    assert saved.find(5, 3, PROMPT, SAMPLING) == SavedSample()
 
 
 def test_saved_rollouts_keep_recorded_experts() -> None:
@@ -53,7 +53,7 @@ def test_saved_rollouts_keep_recorded_experts() -> None:
         [replace(WHOLE, blobs={"routed_experts": experts})],
         [replace(BEGUN, blobs={"routed_experts": experts[:3]})],
     )
-    digests = dict.fromkeys(range(2), digest_of(PROMPT.tokens))
+    digests = dict.fromkeys(range(2), prompt_digest(PROMPT.tokens))
     state = {"step": 5, "sampling": asdict(SAMPLING), **rollout_state(*parts, [], digests)}
     saved = SavedRollouts(json.loads(json.dumps(state)))
     whole, begun = (saved.find(5, sample_id, PROMPT, SAMPLING) for sample_id in range(2))
@@ -66,7 +66,7 @@ def test_saved_rollouts_keep_recorded_experts() -> None:
 def test_saved_rollouts_keep_the_versions_of_tokens() -> None:
     whole = replace(WHOLE, versions=((2, 1), (4, 2)))
     begun = replace(BEGUN, tokens=(6, 7), logps=(-1.0, -2.0), versions=((2, 1), (3, 1)))
-    digests = dict.fromkeys(range(2), digest_of(PROMPT.tokens))
+    digests = dict.fromkeys(range(2), prompt_digest(PROMPT.tokens))
     state = {"step": 5, "sampling": asdict(SAMPLING)}
     state |= rollout_state([whole], [begun], [], digests)
     saved = SavedRollouts(json.loads(json.dumps(state)))
@@ -85,8 +85,8 @@ def test_versions_that_do_not_fit_the_tokens_are_refused(
 def test_saved_rollouts_are_of_their_step_and_prompt_alone(saved: SavedRollouts) -> None:
     other = replace(PROMPT, tokens=(3, 4, 6))
     for sample_id in range(3):
-        assert saved.find(6, sample_id, PROMPT, SAMPLING) == Found()
-        assert saved.find(5, sample_id, other, SAMPLING) == Found()
+        assert saved.find(6, sample_id, PROMPT, SAMPLING) == SavedSample()
+        assert saved.find(5, sample_id, other, SAMPLING) == SavedSample()
 
 
 @pytest.mark.parametrize(
@@ -113,18 +113,18 @@ def test_saved_rollouts_that_began_otherwise_are_made_anew(
     sampling = replace(SAMPLING, **change)
     found = {one: saved.find(5, one, PROMPT, sampling) for one in range(5)}
     greedy = saved.find(5, -6, PROMPT, replace(sampling, temperature=0.0))
-    kept = [one for one, what in found.items() if what != Found()]
+    kept = [one for one, what in found.items() if what != SavedSample()]
     assert kept == left
-    assert (greedy != Found()) == ("temperature" in change or 0 in left), "of temperature 0 anyway"
+    assert (greedy != SavedSample()) == ("temperature" in change or 0 in left), "of temperature 0 anyway"
 
 
 def test_saved_rollouts_of_an_older_checkpoint_say_nothing_of_their_sampling() -> None:
-    state = {"step": 5, **joined([rollout_state([WHOLE], [BEGUN], [], {})])}
+    state = {"step": 5, **merge_states([rollout_state([WHOLE], [BEGUN], [], {})])}
     del state["prompts"]
     saved = SavedRollouts(state)
-    assert saved.find(5, 0, PROMPT, SAMPLING) == Found(), "perhaps drawn otherwise"
-    assert saved.find(5, 1, PROMPT, SAMPLING) == Found(request=BEGUN)
-    assert SavedRollouts().find(-1, 0, PROMPT, SAMPLING) == Found()
+    assert saved.find(5, 0, PROMPT, SAMPLING) == SavedSample(), "perhaps drawn otherwise"
+    assert saved.find(5, 1, PROMPT, SAMPLING) == SavedSample(request=BEGUN)
+    assert SavedRollouts().find(-1, 0, PROMPT, SAMPLING) == SavedSample()
 
 
 @pytest.mark.parametrize(

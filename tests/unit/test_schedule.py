@@ -9,7 +9,13 @@ import pytest
 
 from hybridrl.contracts.batch import Prompt
 from hybridrl.generation.sampler_metrics import lag_metrics, queue_metrics
-from hybridrl.generation.schedule import SYNCHRONOUS, Group, Schedule, deal, remaining_tokens
+from hybridrl.generation.schedule import (
+    SYNCHRONOUS,
+    Group,
+    Schedule,
+    assign_replicas,
+    remaining_tokens,
+)
 
 SCHEDULE = Schedule(max_lag=1, per_step=2, in_flight=3)
 
@@ -162,14 +168,14 @@ def test_what_goes_on_is_dealt_by_what_is_left_of_it() -> None:
         group(3, 0, "x.", tokens=120),  # longer than expected: half of 80
     ]
     expected = dict.fromkeys(range(4), 100.0)
-    dealt = deal(groups, expected, longest=200, num_replicas=2)
+    dealt = assign_replicas(groups, expected, longest=200, num_replicas=2)
     assert dealt[0] != dealt[2] and dealt[1] != dealt[3]
     assert [remaining_tokens(have, 100.0, 200) for have in (0, 90, 120, 200)] == [100, 10, 40, 0]
 
 
 def test_a_complete_group_stays_where_it_is() -> None:
     whole = replace(group(0, 0, "xx", tokens=5), replica=1)
-    dealt = deal([whole, group(1), group(2)], dict.fromkeys(range(3), 10.0), 20, 2)
+    dealt = assign_replicas([whole, group(1), group(2)], dict.fromkeys(range(3), 10.0), 20, 2)
     assert dealt[0] == 1 and {dealt[1], dealt[2]} == {0, 1}
 
 
