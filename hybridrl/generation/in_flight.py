@@ -151,9 +151,10 @@ class InFlight:
         held = self._schedule.by_deadline(born, step)
         if not self._schedule.may_end(held, held, self._room):
             raise ValueError(
-                f"step {step} got {num_new} prompts in addition to {len(born) - num_new} in flight. "
-                f"It completes {self._room} of them and each later step {self._schedule.per_step}, "
-                f"within {self._schedule.max_lag} steps. Pass the prompts of `take` to `generate`."
+                f"step {step} got {num_new} prompts in addition to {len(born) - num_new} in "
+                f"flight, but completes {self._room} groups, and each later step "
+                f"{self._schedule.per_step}, within {self._schedule.max_lag} steps. "
+                "Pass the prompts of `take` to `generate`."
             )
         self._step = step
         return is_first

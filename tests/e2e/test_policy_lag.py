@@ -211,9 +211,7 @@ def test_prompts_with_which_a_step_would_never_end_are_refused(tmp_path: Path) -
         trainer.check_engine()
         sampler, source = trainer.sampler, trainer.prompts
         for num in (3, 9):  # a step takes 4, and the next one as many: a tenth would be too old
-            with pytest.raises(
-                ValueError, match=f"step 0 was given {num} prompts in addition to 0 in"
-            ):
+            with pytest.raises(ValueError, match=f"step 0 got {num} prompts in addition to 0 "):
                 sampler.generate(source.take(num), step=0)
             sampler.drop()
         assert len(numbers(sampler.generate(source.take(8), step=0))) == 4

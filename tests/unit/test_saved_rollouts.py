@@ -13,10 +13,10 @@ from hybridrl.contracts.batch import Prompt
 from hybridrl.data.prompts import PromptSource
 from hybridrl.generation.in_flight import restored_pool
 from hybridrl.generation.saved_rollouts import (
-    SavedSample,
     SavedRollouts,
-    prompt_digest,
+    SavedSample,
     merge_states,
+    prompt_digest,
     rollout_state,
 )
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
@@ -115,7 +115,9 @@ def test_saved_rollouts_that_began_otherwise_are_made_anew(
     greedy = saved.find(5, -6, PROMPT, replace(sampling, temperature=0.0))
     kept = [one for one, what in found.items() if what != SavedSample()]
     assert kept == left
-    assert (greedy != SavedSample()) == ("temperature" in change or 0 in left), "of temperature 0 anyway"
+    assert (greedy != SavedSample()) == ("temperature" in change or 0 in left), (
+        "of temperature 0 anyway"
+    )
 
 
 def test_saved_rollouts_of_an_older_checkpoint_say_nothing_of_their_sampling() -> None:
