@@ -44,7 +44,7 @@ def is_run(names: Sequence[str]) -> bool:
 
 
 def stacks_are_even(shapes: Mapping[str, Shape], layout: TrainLayout, has_buckets: bool) -> bool:
-    """Whether the experts of every stack are sure to be equally far apart in Megatron's buffers.
+    """Whether experts of a stack are certainly at equal distances in Megatron's buffers.
 
     A buffer with several buckets (gradients are reduced during the backward pass) pads each bucket
     to a multiple of its data-parallel size and of 128 (param_and_grad_buffer.py, 0.16.1), and a

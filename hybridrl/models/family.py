@@ -228,7 +228,7 @@ class ModelShape:
         """Returns the elements that one of an engine's `tp` ranks caches for a token and layer."""
         if self.latent is not None:
             return self.latent.cached_dim  # the same on every rank
-        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # repeated if tp is larger
+        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # heads repeat if tp is larger
 
     def padded_vocab(self, tp: int) -> int:
         """Returns the number of rows of Megatron's embedding at tensor-parallel size `tp`.

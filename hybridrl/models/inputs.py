@@ -26,7 +26,7 @@ class ExtraInputs:
 
     Attributes:
         blobs: Names of the batch's blobs that the model reads; others are not sent to ranks.
-        needed_by: Cause of the need for these blobs, for messages.
+        needed_by: Feature that needs these blobs, for error messages.
         changes_embeddings: Whether `embed` changes the embeddings.
         num_position_rows: Number R of positions per token; 0 if `positions` is not used.
     """

@@ -70,7 +70,7 @@ def slice_of(tensor: SourceTensor, box: Box) -> Tensor | ComputedSlice:
 
 
 def memory_of(tensors: Iterable[SourceTensor]) -> Iterator[Tensor]:
-    """Yields the tensors in memory that reading these tensors reads."""
+    """Yields the tensors themselves, and the inputs of computed ones."""
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             yield tensor

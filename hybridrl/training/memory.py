@@ -74,8 +74,8 @@ class TrainedModelMemory:
         """Moves the gradient buffers into memory that an engine lends, from now on.
 
         Args:
-            memory: At least `gradient_bytes`, released.
-            place: `ops.storage_placer`.
+            memory: Lent memory of at least `gradient_bytes`, in the released state.
+            place: Result of `ops.storage_placer`.
 
         Raises:
             RuntimeError: The gradients are not released.
@@ -87,8 +87,8 @@ class TrainedModelMemory:
             if data.untyped_storage().nbytes() > 0:
                 raise RuntimeError("gradients can be moved only while they are released")
             place(data, address, buffer.grad_data.nbytes)
-            buffer.grad_data_size = 0  # Megatron's note of a release: nothing to allocate
-            address += _aligned(buffer.grad_data.nbytes)
+            buffer.grad_data_size = 0  # tells `restore` to allocate nothing
+            address += aligned(buffer.grad_data.nbytes)
 
     def release(self) -> None:
         """Frees the gradients and, after a copy to the host, the optimizer state."""
@@ -132,7 +132,7 @@ class TrainedModelMemory:
 
     def gradient_bytes(self) -> int:
         """Returns the size of the gradient buffers during training."""
-        return sum(_aligned(buffer.grad_data.nbytes) for buffer in self._buffers)
+        return sum(aligned(buffer.grad_data.nbytes) for buffer in self._buffers)
 
     @property
     def lent_bytes(self) -> int:
@@ -278,7 +278,7 @@ class HostMirror:
         starts, total = [], 0
         for size in sizes:
             starts.append(total)
-            total += _aligned(size)
+            total += aligned(size)
         if total > self._buffer.numel():  # moments are allocated after the first release
             self._reserve(max(total, max_bytes + 3 * len(storages) * ALIGNMENT))
         self._moved = [
@@ -346,7 +346,8 @@ def _nothing(*_: object) -> None:
     """Does nothing."""
 
 
-def _aligned(num_bytes: int) -> int:
+def aligned(num_bytes: int) -> int:
+    """Returns a size rounded up to a multiple of ALIGNMENT."""
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 

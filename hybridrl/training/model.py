@@ -406,7 +406,7 @@ class ParallelModel:
         chunks, passes = self.forward_chunks, [(inputs, loss), *more]
         for chunk in chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
-        self._optimizer.zero_grad()  # drops views of gradients; its state may still be in transit
+        self._optimizer.zero_grad()  # drops views of gradients; needs no optimizer state
         pairs = [(one, loss) for some, loss in passes for one in some]
         self._prepare_routers([one for some, _ in passes for one in some])
         assert self.memory is not None  # the model is trainable

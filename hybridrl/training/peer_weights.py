@@ -19,9 +19,7 @@ from hybridrl.models.trainable import frozen
 from hybridrl.parallel import peer_memory
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.peer_memory import PeerMemory
-from hybridrl.training.memory import flat_buffers
-
-ALIGNMENT = 512  # bytes; start of each buffer, more than any copy needs
+from hybridrl.training.memory import aligned, flat_buffers
 
 
 class PeerWeights:
@@ -49,7 +47,7 @@ class PeerWeights:
         starts, size = [], 0
         for tensor in (*(buffer.param_data for buffer in buffers), *alone):
             starts.append(size)
-            size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            size += aligned(tensor.nbytes)
         most = int(self._world.max_over_world(torch.tensor(size, dtype=torch.float64)))
         device, timeout_s = self._world.platform.device, self._world.timeout_s
         self.memory = peer_memory.allocate(most, device, timeout_s, self._world)

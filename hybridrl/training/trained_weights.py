@@ -2,14 +2,15 @@
 
 A distributed optimizer updates the part of each flat parameter buffer that this rank owns. A gather
 over the data-parallel ranks then completes the parameters; by default Megatron gathers at the end
-of the step. Two knobs delay it:
+of the step. Two knobs delay it.
 
-* `train.fuse_param_gather`: after a step only the owned parts are new. The engine is written from
-them, and the gather overlaps generation. * `train.release_weights_in_rollout`: the parameters are
-freed once the engine has them. Before training they are rebuilt: fp32 masters are cast into the
-owned parts, then gathered. Only storages are emptied and filled, so tensors and views stay valid.
+With `train.fuse_param_gather`, only the owned parts are new after a step. The engine is written
+from them, and the gather overlaps generation.
 
-Frozen parameters have no masters and are never freed.
+With `train.release_weights_in_rollout`, the parameters are freed once the engine has them. Before
+training they are rebuilt: fp32 masters are cast into the owned parts, then gathered. Only storages
+are emptied and filled, so tensors and views stay valid. Frozen parameters have no masters and are
+never freed.
 
 `complete` and `restore` are collective over the data-parallel ranks if a gather is pending, on
 which all ranks agree. `release` may start a gather without waiting for it, except on CPU, where a

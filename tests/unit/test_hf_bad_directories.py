@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from hybridrl.errors import CheckpointError
 from hybridrl.models.family import resolve_family
-from hybridrl.models.hf.shards import allocate, load_hf, read_config
+from hybridrl.models.hf.directory import read_config
+from hybridrl.models.hf.shards import allocate, load_hf
 from hybridrl.models.weights import hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 

@@ -37,15 +37,9 @@ from hybridrl.hybrid_engine.planning.plan import Plan, plan_reshard
 from hybridrl.models.boxes import volume
 from hybridrl.models.family import is_kept_in_fp32, resolve_family
 from hybridrl.models.hf import headers
+from hybridrl.models.hf.directory import read_config
 from hybridrl.models.hf.headers import HfHeaders
-from hybridrl.models.hf.shards import (
-    HfCheckpoint,
-    HfWriter,
-    allocate,
-    box_view,
-    load_hf,
-    read_config,
-)
+from hybridrl.models.hf.shards import HfCheckpoint, HfWriter, allocate, box_view, load_hf
 from hybridrl.models.weights import RankLayout, hf_layout, hf_shapes, megatron_layout
 from hybridrl.parallel.layout import TrainLayout
 

@@ -41,7 +41,7 @@ NAMES = ExpertNames(
     shared=(f"{SHARED}gate_proj", f"{SHARED}up_proj", f"{SHARED}down_proj"),
 )
 # Number of best experts whose scores make a group's score. Megatron-Core 0.16.1 uses experts per
-# token / groups per token instead (moe_utils.py, group_limited_topk), so both must be equal.
+# token / groups per token instead (moe_utils.py, group_limited_topk), so the two must agree.
 BEST_OF_GROUP = 2
 # Values that the architecture implies. Without them in config.json, engines use other routers or
 # fail.

@@ -61,7 +61,7 @@ def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
         **own: Arguments of `decoder_shape`.
     """
     require(hf_config, "hidden_activation", GELU, (GELU,))
-    require(hf_config, "hidden_act", GELU, (GELU,))  # nothing reads it
+    require(hf_config, "hidden_act", GELU, (GELU,))  # no program reads it
     handled = ("hidden_act", "sliding_window", "layer_types", "use_sliding_window")
     plain = {key: value for key, value in hf_config.items() if key not in handled}
     kinds = layer_kinds(hf_config, every)

@@ -66,7 +66,7 @@ def latent_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
     latent, rotary = shape.latent, read_rotary(hf_config, LATENT_ROPES)
     assert latent is not None
     return {
-        "multi_latent_attention": False,  # latent_attention.py replaces Megatron's
+        "multi_latent_attention": False,  # latent_attention.py is used instead of Megatron's
         "kv_channels": latent.rotary_dim,
         "q_lora_rank": latent.query_rank or None,
         "kv_lora_rank": latent.key_value_rank,

@@ -62,5 +62,5 @@ FAMILY = decoder_family(
     defaults={"rms_norm_eps": 1e-5},  # transformers' Phi3Config
     # transformers computes longrope for any kind other than default.
     ropes=("default", "longrope"),
-    rotary_share=1.0,  # Phi-4-mini: 0.75
+    rotary_share=1.0,  # whole heads; Phi-4-mini has 0.75
 )

@@ -15,32 +15,16 @@ from hybridrl.errors import ModelError
 
 # Keys that `decoder_shape` and `decoder_config` (families/decoder.py) and `rope_keywords`
 # (families/rotary.py) read or refuse.
-DECODER_KEYS = frozenset(
-    {
-        "head_dim",
-        "hidden_act",
-        "hidden_size",
-        "initializer_range",
-        "intermediate_size",
-        "layer_types",
-        "max_position_embeddings",
-        "num_attention_heads",
-        "num_hidden_layers",
-        "num_key_value_heads",
-        "partial_rotary_factor",
-        "rms_norm_eps",
-        "rope_parameters",
-        "rope_scaling",
-        "rope_theta",
-        "tie_word_embeddings",
-        "use_sliding_window",
-        "vocab_size",
-    }
-)
+# fmt: off
+DECODER_KEYS = frozenset({
+    "head_dim", "hidden_act", "hidden_size", "initializer_range", "intermediate_size",
+    "layer_types", "max_position_embeddings", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "partial_rotary_factor", "rms_norm_eps", "rope_parameters",
+    "rope_scaling", "rope_theta", "tie_word_embeddings", "use_sliding_window", "vocab_size",
+})
 
 # Names, labels, storage, options of transformers, defaults of generation, and lengths that only
 # bound requests. Keys that start with "_" are transformers' own and also neutral.
-# fmt: off
 NEUTRAL_KEYS = frozenset({
     "architectures", "model_type", "transformers_version", "name_or_path", "torch_dtype",
     "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",

@@ -48,7 +48,7 @@ def exported_config(
     exported = {key: value for key, value in hf_config.items() if key != "architectures"}
     exported["num_labels"] = 1
     exported[KEY] = score_token
-    # transformers has no classifier for some types.
+    # transformers has a classifier for some types only.
     named = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
     if named is not None:
         exported["architectures"] = [named]

@@ -21,19 +21,9 @@ from torch import Tensor
 from hybridrl.errors import CheckpointError
 from hybridrl.models.boxes import Box, Shape
 from hybridrl.models.family import is_kept_in_fp32
-from hybridrl.models.hf.directory import read_config, write_side_files
+from hybridrl.models.hf.directory import write_side_files
 from hybridrl.models.hf.headers import INDEX_FILE, SINGLE_FILE, TORCH_NAMES, HfHeaders, open_shard
 from hybridrl.models.weights import RankLayout, Region, check_tensors
-
-__all__ = [
-    "HfCheckpoint",
-    "HfPlaces",
-    "HfWriter",
-    "allocate",
-    "box_view",
-    "load_hf",
-    "read_config",
-]
 
 MAX_SHARD_BYTES = 5 * 10**9
 CARD = "README.md"  # the hub's name of a model card
@@ -159,7 +149,7 @@ class HfPlaces:
         total = len(shards)
         files = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
         files = [SINGLE_FILE] if total == 1 else files
-        self._headers: dict[str, tuple[bytes, int]] = {}  # by file, with the bytes of its tensors
+        self._headers: dict[str, tuple[bytes, int]] = {}  # by file: header, bytes of tensors
         self._offsets: dict[str, tuple[str, int]] = {}
         for file, names in zip(files, shards, strict=True):
             self._lay_out(file, names)

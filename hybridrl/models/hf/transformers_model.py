@@ -18,8 +18,8 @@ from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.config_keys import NEUTRAL_KEYS
 from hybridrl.models.hf.directory import read_config
 
-# Keys whose null is a value, not the architecture's default: as many as heads, no window, no cap,
-# no latent for queries.
+# Keys for which null is a value and not the architecture's default: one key-value head
+# per query head, no window, no cap, no latent for queries.
 NULL_IS_A_VALUE = (
     "num_key_value_heads",
     "sliding_window",
@@ -27,7 +27,7 @@ NULL_IS_A_VALUE = (
     "final_logit_softcapping",
     "q_lora_rank",
 )
-# Without these, transformers would use the architecture's tokens, beyond a small vocabulary.
+# transformers would otherwise set the architecture's tokens, which a small vocabulary lacks.
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
@@ -54,8 +54,8 @@ def transformers_model(
     if not isinstance(model_config, Mapping):
         model_config = read_config(model_config)
     named = model_config.get("architectures")
-    # Keys that change no number are left out. A null means "not set", which transformers does not
-    # accept everywhere, except for the keys of which it is a value.
+    # Keys that change no number are left out. So are nulls that mean "not set", since transformers
+    # does not accept them for every key.
     fields = {
         key: value
         for key, value in model_config.items()

@@ -295,7 +295,7 @@ class PackedAttention(MegatronModule):
         )
         # Positions before its own that a query attends to; None for all.
         self.num_before = int(config.window_size[0]) if is_windowed else None
-        if self.num_before is not None and self.num_before < 0:  # Megatron's "no bound"
+        if self.num_before is not None and self.num_before < 0:  # Megatron's value for no bound
             self.num_before = None
         self.soft_cap = 0.0  # build.py sets the model's
         self.cp_group: dist.ProcessGroup | None = None
@@ -360,7 +360,7 @@ class PackedAttention(MegatronModule):
         mask = None
         if query_position_NQ is not None or self.num_before is not None or self.soft_cap:
             column_K = torch.arange(key.size(2))
-            # Queries without positions coincide with the keys.
+            # Without query positions, queries and keys are the same tokens.
             position_NQ = column_K[None] if query_position_NQ is None else query_position_NQ
             position_N1Q1 = position_NQ[:, None, :, None]
             mask = position_N1Q1 >= column_K

@@ -50,7 +50,7 @@ FIXED_KEYWORDS: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
     # Megatron marks parameters as tensor-parallel while it initialises them; the gradient norm
-    # counts on the marks.
+    # relies on the marks.
     "perform_initialization": True,
     # Micro-batches of packed sequences differ in length, for which Megatron requires the
     # all-to-all dispatcher. dispatch.py replaces it for ranks of one micro-batch.
@@ -147,15 +147,15 @@ def _layout_keywords(layout: TrainLayout, num_layers: int, platform: Platform) -
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
-        # Megatron distributes the layers if all chunks have equally many.
+        # Megatron distributes the layers itself if all chunks have equally many.
         "pipeline_model_parallel_layout": chunks if num_layers % len(chunks) else None,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.tp > 1,
-        # With two stages the previous rank is the next rank and batched sends of the interleaved
-        # schedule cross.
+        # With two stages the previous rank is also the next rank, and batched sends of the
+        # interleaved schedule would cross.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # It would synchronize the device after each exchange, which old versions of PyTorch need.
+        # True would synchronize the device after each exchange, for old versions of PyTorch.
         "batch_p2p_sync": False,
         # gloo reads a tensor after isend returns; freeing it early corrupts what is sent.
         "deallocate_pipeline_outputs": not platform.is_cpu,
@@ -187,7 +187,7 @@ def build_chunks(
     num_chunks = config.virtual_pipeline_model_parallel_size
     spec = layer_specs(layers, family, config, recompute, shape)
     family_keywords = family.model_keywords(hf_config)
-    rotary = family_keywords.pop("rotary", None)  # without it Megatron computes them
+    rotary = family_keywords.pop("rotary", None)  # if None, Megatron computes it
     scales = _in_type(family_keywords.pop("scales", Scales()), config.params_dtype)
     chunks: list[torch.nn.Module] = []
     for vp_stage in range(num_chunks) if num_chunks else [None]:

@@ -79,7 +79,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
     reduces in the router's type, fp32.
     """
 
-    routing_map: Tensor | None  # Megatron's, untyped there
+    routing_map: Tensor | None  # Megatron does not annotate it
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Returns all tokens, (T, D), and the weights of this rank's experts for them, (T, E).
@@ -91,7 +91,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         assert self.routing_map is not None  # `dispatch_preprocess` has set it
         own = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         with torch.no_grad():
-            # Every backend gathers bytes.
+            # As uint8, which every backend can gather.
             chosen_TE = self._gather(self.routing_map.to(torch.uint8))
             self.local_map = chosen_TE[:, own].bool().contiguous()
             self._tokens_E = self.local_map.sum(dim=0).to("cpu", non_blocking=True)

@@ -82,7 +82,7 @@ class _TokenStatsFunction(torch.autograd.Function):
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
         local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature, cap)
         largest = local.max_T.clone()
-        is_shared = group.size() > 1 and rows_N.numel() > 0  # equal on all ranks of the group
+        is_shared = group.size() > 1 and rows_N.numel() > 0  # rows are equal on these ranks
         if is_shared:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shift = local.max_T - largest
@@ -173,7 +173,7 @@ class _ChosenLogits(torch.autograd.Function):
             ctx.needs_input_grad[1],
         )
         grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
-        # The targets' statistics alone report a main gradient to autograd.
+        # If the gradient went into main_grad, _TokenStatsFunction returns the placeholder for it.
         grad_weight = None if main_grad_VD is not None else _padded(grad_shard, weight_VD)
         return grad_hidden, grad_weight, None, None, None, None, None, None
 

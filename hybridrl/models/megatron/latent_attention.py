@@ -81,8 +81,8 @@ class LatentAttention(MegatronModule):
         self.groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.num_heads = config.num_attention_heads // self.groups.tp.size()
         self.query_dim = config.qk_head_dim + config.qk_pos_emb_head_dim
-        self.rotary_magnitude = 1.0  # set_rotary sets the model's
-        # With None, queries are projected from the input.
+        self.rotary_magnitude = 1.0  # set by set_rotary
+        # 0 if queries are projected directly from the input.
         self.query_rank: int = config.q_lora_rank or 0
         rank, heads = config.kv_lora_rank, config.num_attention_heads
         down = self.query_rank + rank + config.qk_pos_emb_head_dim

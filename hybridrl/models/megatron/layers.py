@@ -91,48 +91,39 @@ def choose_layers(
     Raises:
         UserError: transformer-engine, or FP8, is wanted but cannot be used.
     """
-    found = _choose(wanted, family, dtype, platform, fp32_residual, torch_only)
-    if fp8 != "none" and found.kind == "torch":
-        why = found.said.removeprefix("layers: torch, ")
-        raise UserError(
-            "train.fp8",
-            fp8,
-            "none with layers of torch",
-            f"Set train.fp8=none. The layers are torch's here, {why}.",
-        )
-    return found
-
-
-def _choose(
-    wanted: Literal["auto", "torch", "transformer_engine"],
-    family: Family,
-    dtype: torch.dtype,
-    platform: Platform,
-    fp32_residual: bool,
-    torch_only: str,
-) -> Layers:
     if wanted == "torch":
-        return Layers("torch", False, "layers: torch, as set by train.layers")
-    if family.layer_spec is not None:
-        fault: str | None = f"family {family.name} has its own layer_spec"
-    elif torch_only:
-        fault = f"{torch_only}, which is not verified with transformer-engine"
-    elif dtype != torch.bfloat16:
-        fault = f"the model is in {str(dtype).removeprefix('torch.')}; cuDNN's attention needs bf16"
+        reason = "as set by train.layers"
     else:
-        fault = platform.transformer_engine_fault()
-    if fault is None:
-        return Layers("transformer_engine", not fp32_residual, "layers: transformer-engine")
-    if wanted == "transformer_engine":
-        raise UserError(
-            "train.layers",
-            wanted,
-            "auto or torch here",
-            f"Set train.layers=auto: {fault}. transformer-engine's layers need bfloat16, a GPU "
-            f"such as H100, transformer-engine{TRANSFORMER_ENGINE_VERSIONS}, and a family without "
-            "its own layer_spec.",
-        )
-    return Layers("torch", False, f"layers: torch, since {fault}")
+        fault = _transformer_engine_fault(family, dtype, platform, torch_only)
+        if fault is None:
+            return Layers("transformer_engine", not fp32_residual, "layers: transformer-engine")
+        if wanted == "transformer_engine":
+            raise UserError(
+                "train.layers",
+                wanted,
+                "auto or torch here",
+                f"Set train.layers=auto: {fault}. transformer-engine's layers need bfloat16, a GPU "
+                f"such as H100, transformer-engine{TRANSFORMER_ENGINE_VERSIONS}, and a family "
+                "without its own layer_spec.",
+            )
+        reason = f"since {fault}"
+    if fp8 != "none":
+        remedy = f"Set train.fp8=none. The layers are torch's here, {reason}."
+        raise UserError("train.fp8", fp8, "none with layers of torch", remedy)
+    return Layers("torch", False, f"layers: torch, {reason}")
+
+
+def _transformer_engine_fault(
+    family: Family, dtype: torch.dtype, platform: Platform, torch_only: str
+) -> str | None:
+    """Returns why transformer-engine's layers cannot be used; None if they can."""
+    if family.layer_spec is not None:
+        return f"family {family.name} has its own layer_spec"
+    if torch_only:
+        return f"{torch_only}, which is not verified with transformer-engine"
+    if dtype != torch.bfloat16:
+        return f"the model is in {str(dtype).removeprefix('torch.')}; cuDNN's attention needs bf16"
+    return platform.transformer_engine_fault()
 
 
 def layer_specs(
@@ -160,7 +151,7 @@ def layer_specs(
         norm_after(layer, shape)
     with_experts = None
     if config.num_moe_experts is not None:
-        # A user's own layer serves all layers and reads its config itself.
+        # A user's layer_spec is used for every layer; it can read the config itself.
         is_own = family.layer_spec is not None
         with_experts = layer if is_own else expert_layer_spec(kind, config, layer)
     if recompute == "selective":

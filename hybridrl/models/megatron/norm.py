@@ -36,17 +36,17 @@ def rms_norm(
 class RMSNorm(torch.nn.RMSNorm):
     """torch's RMSNorm that also takes inputs wider than its weight."""
 
+    is_centered = False
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x normalised, in its type."""
-        return rms_norm(x, self.weight, self.eps)
+        return rms_norm(x, self.weight, self.eps, self.is_centered)
 
 
-class CenteredNorm(torch.nn.RMSNorm):
+class CenteredNorm(RMSNorm):
     """RMSNorm that multiplies by 1 + its weight (Gemma)."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns x normalised, in its type."""
-        return rms_norm(x, self.weight, self.eps, is_centered=True)
+    is_centered = True
 
 
 class LayerNorm(torch.nn.LayerNorm):

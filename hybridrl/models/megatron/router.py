@@ -21,9 +21,7 @@ from torch import Tensor
 from hybridrl.models.megatron.router_replay import (
     COUNTS,
     Counted,
-    Replay,
     RoutedExperts,
-    expert_layer_index,
     replay_of,
 )
 from hybridrl.models.trainable import has_trained
@@ -76,11 +74,16 @@ class Router(TopKRouter):
             logits: (S, 1, E).
             padding_mask: (S, 1) bool, true at padding; None if there is no padding.
         """
-        replay, predicts_T = self._replay(logits.size(0) * logits.size(1))
+        replay, predicts_T = None, None
+        if self.routed is not None:
+            # Megatron counts layers from 1; `moe_layer_freq` is 1 for layers with experts, else 0.
+            layer = sum(self.config.moe_layer_freq[: self.layer_number]) - 1
+            num_tokens = logits.size(0) * logits.size(1)
+            replay, predicts_T = replay_of(self.routed, num_tokens, layer, self.tp_group)
         self.router_replay = replay
         probs_TE, chosen_TE = super().routing(logits, padding_mask)
         self.router_replay = None
-        if not (self.training and torch.is_grad_enabled()):  # the recomputed pass counts
+        if not (self.training and torch.is_grad_enabled()):  # recompute runs a second pass
             return probs_TE, chosen_TE
         logits_TE = logits.view(-1, logits.size(-1))
         is_token_T = torch.ones_like(chosen_TE[:, 0])
@@ -95,15 +98,6 @@ class Router(TopKRouter):
         if loss is not None:
             probs_TE = _WithLoss.apply(probs_TE, loss)
         return probs_TE, chosen_TE
-
-    def _replay(self, num_tokens: int) -> tuple[Replay | None, Tensor | None]:
-        """Returns the replayed choices for this rank's tokens, and which tokens predict a response
-        token.
-        """
-        if self.routed is None:
-            return None, None
-        layer = expert_layer_index(self.config.moe_layer_freq, self.layer_number)
-        return replay_of(self.routed, num_tokens, layer, self.tp_group)
 
     @torch.no_grad()
     def _count(self, logits_TE: Tensor, is_token_T: Tensor, tokens_E: Tensor) -> None:
@@ -132,7 +126,7 @@ class Router(TopKRouter):
         if self.aux_loss:
             # Fedus et al. 2022, "Switch Transformers", eq. 4, for several experts per token: E *
             # sum over experts of (share of the choices) * (mean probability). Both are over the
-            # tokens of the micro-batch, whose number is its weight.
+            # tokens of the micro-batch; the loss is weighted by their number.
             whole_E = tokens_E.to(torch.float32, copy=True)
             dist.all_reduce(whole_E, group=self.tp_cp_group)
             share_E = whole_E / whole_E.sum().clamp(min=1)

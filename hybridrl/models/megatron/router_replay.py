@@ -9,9 +9,8 @@ so a layer that is recomputed in the backward pass finds the same ones. Position
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -186,16 +185,6 @@ def replay_of(
     share = slice(start, start + num_tokens)
     experts_TK = routed.experts_SLK[share, layer]
     return Replay(experts_TK, routed.is_routed_S[share]), routed.predicts_S[share]
-
-
-def expert_layer_index(moe_layer_freq: Sequence[int], layer_number: int) -> int:
-    """Returns the index of a layer among the layers with experts, from 0.
-
-    Args:
-        moe_layer_freq: 1 for each layer with experts, else 0.
-        layer_number: Megatron's number of the layer, from 1.
-    """
-    return list(accumulate(moe_layer_freq))[layer_number - 1] - 1
 
 
 def check_layers(chunks: Iterable[torch.nn.Module]) -> None:

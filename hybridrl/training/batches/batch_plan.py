@@ -201,10 +201,14 @@ class BatchPlanner:
         local = local.to(device)
         # transformer-engine reads the bounds on the device, torch's layers on the host.
         bounds = local if self._layers == "transformer_engine" else whole
+        shared = None
+        if whole.prefix_sequences is not None:
+            starts = tuple(whole.cu_seqlens.tolist())
+            shared = SharedPrompts(starts, whole.prefix_sequences, local.positions_S)
         packed = PackedSequences.of(
             bounds.cu_seqlens,
             whole.max_seqlen,
-            shared_prompts(whole, local.positions_S),
+            shared,
             {name: one.value for name, one in local.model_inputs.items()}
             | {PREDICTS: local.loss_mask_S},
         )
@@ -242,10 +246,3 @@ class BatchPlanner:
             if not reports or (at.tp, at.cp, at.pp) == (0, 0, mesh.layout.pp - 1):
                 found_BW[list(chain.from_iterable(assignments[at.dp])), rank] = True
         return found_BW
-
-
-def shared_prompts(micro: MicroBatch, positions_S: Tensor) -> SharedPrompts | None:
-    """Returns the bounds of shared prompts in a whole micro-batch; None if it has none."""
-    if micro.prefix_sequences is None:
-        return None
-    return SharedPrompts(tuple(micro.cu_seqlens.tolist()), micro.prefix_sequences, positions_S)

@@ -54,7 +54,7 @@ def micro_batch(
     tokens_S[place_N] = batch.tokens_T[source_N]
     sequence_index_S = torch.full((total,), -1)
     sequence_index_S[place_N] = laid.sample_N
-    # Within padding, the next token is padding, 0, which is also the value of no target.
+    # Padding tokens are 0, which is also the target of positions without a next token.
     has_next_S = torch.zeros(total, dtype=torch.bool)
     has_next_S[:-1] = sequence_index_S[:-1] == sequence_index_S[1:]
     response_N = batch.response_mask_T[source_N]
