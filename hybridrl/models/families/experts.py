@@ -16,8 +16,8 @@ from hybridrl.models.family import HfConfig, ModelShape, Row, RowKind
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# transformers uses `router_aux_loss_coef` in training if `output_router_logits` is set; hybridrl uses
-# `train.moe` instead.
+# transformers uses `router_aux_loss_coef` in training if `output_router_logits` is set; hybridrl
+# uses `train.moe` instead.
 EXPERT_KEYS = frozenset({"num_experts_per_tok", "router_aux_loss_coef"})
 
 
