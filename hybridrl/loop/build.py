@@ -1,6 +1,4 @@
-"""Builds the parts of a run: data, models, engine, sampler, and the observers of its steps.
-Collective.
-"""
+"""Builds the parts of a run: data, models, engine, sampler, and observers. Collective."""
 
 from __future__ import annotations
 
@@ -38,12 +36,12 @@ from hybridrl.training.mismatch import MismatchWarning
 
 
 class Run:
-    """The parts of a run on this rank; joins its process group.
+    """Parts of a run on this rank; joins its process group.
 
     Args:
-        config: Configuration, already validated by itself.
-        given: Objects of the user's script.
-        trains: False: the run only evaluates.
+        config: Valid configuration.
+        given: Objects from the user's script.
+        trains: Whether the run trains, not only evaluates.
 
     Raises:
         UserError: The configuration does not fit the machines, the model or the data.
@@ -63,8 +61,8 @@ class Run:
             with contained(), self.ledger.explained():
                 self._build(config, given, trains)
         except BaseException as error:
-            # A corrected attempt can start; after other errors NCCL might wait for lost ranks, and
-            # so would gloo for a rank that does not answer.
+            # Leaving the group lets the user try again after a mistake. After other errors it
+            # might hang: NCCL waits for failed ranks, and gloo for ranks that do not answer.
             is_lost = isinstance(error, PeerError) and error.is_lost
             if isinstance(error, UserError) or (self.platform.is_cpu and not is_lost):
                 stop_process_group()
@@ -82,7 +80,7 @@ class Run:
             check_run_folder(config, trains)
         self.journal = journal = Journal(config, world)
         self.times.report, notify = journal.note_start, journal.notify
-        setup.tell_order(config, meshes, notify)
+        setup.report_order(config, meshes, notify)
         self.lock = RunLock(journal.folder)
         self.skipped = SkippedSteps(config, world, journal.folder / "replay", notify)
         self.algorithm = algorithm = make_algorithm(config.algorithm)
@@ -111,7 +109,7 @@ class Run:
         memories, weights = rollout_setup.training_memories(roles.trained.values())
         engine = rollout_setup.start_engine(config, model, source, layout, memories, weights)
         self.engine = self.ledger.engine = engine
-        rollout_setup.tell_copies(config, model, engine, notify)
+        rollout_setup.report_copies(config, model, engine, notify)
         self.times.over("engine")
         self.sampler = rollout_setup.make_sampler(
             config,
@@ -141,7 +139,8 @@ class Run:
         )
         for trained in roles.trained.values():
             connect_shares(trained)
-        num_bytes = sum(map(saved_bytes, roles.trained.values()))  # while all of it is in place
+        # Measured before any phase releases memory.
+        num_bytes = sum(map(saved_bytes, roles.trained.values()))
         self.checkpoints = Checkpoints(
             config=config,
             lock=self.lock,
@@ -180,7 +179,8 @@ class Run:
             phases=self.phases,
             journal=journal,
         )
-        # Files are opened before copies begin, and a step is recorded before its copy counts.
+        # The journal comes first: it opens files before copies start, and records a step before
+        # its copy counts.
         self.observers = (
             journal,
             garbage.FrozenHeap(self.platform),
@@ -198,7 +198,7 @@ class Run:
         temperature: float | None = None,
         max_new_tokens: int | None = None,
     ) -> list[str]:
-        """Generates a response to each prompt, as `responses_to` says."""
+        """Generates a response to each prompt; see `responses_to`."""
         return responses_to(
             prompts, self.config, self.data.tokenizer, self.sampler, temperature, max_new_tokens
         )

@@ -1,6 +1,4 @@
-"""`hybridrl convert`: weights between HF directories and Megatron checkpoints, on the CPU or GPUs
-of a few ranks.
-"""
+"""`hybridrl convert`: converts weights between HF directories and Megatron checkpoints."""
 
 from __future__ import annotations
 
@@ -46,8 +44,8 @@ def convert_rank(
     Args:
         source: HF directory for `to='megatron'`; checkpoint or run folder for `to='hf'`.
         target: New or empty folder.
-        tp, pp: Layout of the ranks that share the work; any layout reads the result.
-        family: Value of `model.family`; None: found from config.json or the checkpoint.
+        tp, pp: Layout of the ranks that convert; runs with any layout can read the result.
+        family: Value of `model.family`; None takes it from config.json or the checkpoint.
     """
     platform = Platform.detect()
     platform.activate()
@@ -61,7 +59,7 @@ def convert_rank(
 
 
 def _mesh(world: World, tp: int, pp: int, shape: ModelShape) -> Mesh:
-    """Returns the mesh of a model; a stage's ranks share its experts out as far as they go."""
+    """Returns the mesh of a model. The experts of a stage are split over its ranks if possible."""
     ep = 1 if shape.moe is None else gcd(tp, shape.moe.num_experts)
     mesh = Mesh(world, TrainLayout(tp * pp, tp, pp, ep=ep))
     world.platform.seed(0)

@@ -72,9 +72,8 @@ class Journal(Observer):
     """Writes the records of a run.
 
     Attributes:
-        unseen_bytes: Returns the difference between the bytes in use on this rank's device and
-            those that torch's allocator counts. It counts tensors of a sleeping engine that have no
-            memory.
+        unseen_bytes: Returns the bytes in use on this rank's device that torch's allocator does not
+            count, minus the bytes that it counts for tensors without memory.
     """
 
     def __init__(self, config: Config, world: World, warnings: Sequence[StepWarning] = ()) -> None:

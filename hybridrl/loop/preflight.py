@@ -1,14 +1,14 @@
-"""What the parent checks before any rank starts: configuration, model with its weights, data, run
-folder with its checkpoint. No torch.
+"""Checks configuration, model with its weights, data and run folder before any rank starts. No
+torch.
 
-Owns collecting every violation into one ConfigError. Reads files, and writes none but the marks of
-rows that were checked.
+Collects every violation into one ConfigError. Reads files; writes only the marks of files whose
+rows were checked.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -65,17 +65,17 @@ def model_violations(
     default_dtype: str = "bfloat16",
     machines: Machines | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Judges the configuration with the model's config.json and its family, and the teacher's.
+    """Checks the configuration against the model's config.json and its family, and the teacher's.
 
     Args:
-        config: of the run.
-        world_size: number of ranks.
-        has_teacher: whether the run trains; then its teacher, if there is one, is read and judged.
-        default_dtype: what model.dtype=auto stands for; a GPU's where that is not known.
-        machines: under the ranks; None: they are not known.
+        config: Configuration of the run.
+        world_size: Number of ranks.
+        has_teacher: Whether to check the teacher, if there is one; training needs it.
+        default_dtype: Meaning of model.dtype=auto. The default is that of GPUs.
+        machines: GPUs and nodes of the ranks; None if unknown.
 
     Returns:
-        The content of config.json (empty where it cannot be used) and everything that is wrong.
+        The content of config.json ({} if it cannot be used), and all violations.
     """
     hf_config: dict[str, Any] = {}
     found: list[UserError] = []
@@ -94,7 +94,7 @@ def model_violations(
             if ENGINES[rollout.engine].has_fused_parameters and not check(
                 config, world_size, hf_config, machines=machines
             ):
-                # The rules know no vocabulary.
+                # The rules do not know the vocabulary size.
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
             head: Head = "lm" if trains_policy(config) else "value"
@@ -107,10 +107,10 @@ def model_violations(
 
 
 def validate_replay(config: Config, world_size: int) -> None:
-    """Checks all that `train --replay` needs, which reads no rows and no teacher.
+    """Checks everything that `train --replay` needs, which reads no rows and no teacher.
 
     Raises:
-        ConfigError: with every violation.
+        ConfigError: Contains every violation.
     """
     _raise_all(_common(config, world_size, has_teacher=False))
     _check_run(config)
@@ -122,16 +122,16 @@ def validate_training(
     resume: Literal["newest", "previous"] = "newest",
     slots: Sequence[int] = (),
 ) -> None:
-    """Checks all that `train` needs.
+    """Checks everything that `train` needs.
 
     Args:
-        config: of the run.
-        world_size: number of ranks.
-        resume: which checkpoint the run goes on from.
-        slots: ranks of each host of several; none: as of `local_machines`.
+        config: Configuration of the run.
+        world_size: Number of ranks.
+        resume: Checkpoint that the run continues from.
+        slots: Number of ranks on each of several hosts; () if `local_machines` finds it.
 
     Raises:
-        ConfigError: with every violation.
+        ConfigError: Contains every violation.
     """
     found = _common(config, world_size, slots=slots)
     data, scored = config.data, _scored(config)
@@ -157,16 +157,16 @@ def validate_training(
 def validate_evaluation(
     config: Config, world_size: int, prompts: Sequence[str] | None, checkpoint: Path | None
 ) -> None:
-    """Checks all that `eval` needs.
+    """Checks everything that `eval` needs.
 
     Args:
-        config: of the run.
-        world_size: number of ranks.
-        prompts: files in place of `data.eval_prompts`.
-        checkpoint: folder in place of the run's newest.
+        config: Configuration of the run.
+        world_size: Number of ranks.
+        prompts: Files that replace `data.eval_prompts`.
+        checkpoint: Folder that replaces the run's newest checkpoint.
 
     Raises:
-        UserError: a ConfigError with every violation, or what is wrong with the checkpoint.
+        UserError: A ConfigError with every violation, or the fault of the checkpoint.
     """
     if prompts:
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
@@ -199,19 +199,19 @@ def validate_conversion(
     pp: int,
     family: str | None = None,
 ) -> None:
-    """Checks all that `convert` needs; arguments as on its command line.
+    """Checks everything that `convert` needs; arguments as on its command line.
 
     Raises:
-        UserError: naming the folder, file or tensor that is wrong.
+        UserError: Names the folder, file or tensor that is wrong.
     """
     if not os.path.isdir(source):
         found = "a file" if os.path.exists(source) else "no such folder"
         raise UserError(
-            str(source), found, "an HF directory, a checkpoint or a run folder", "Check SRC."
+            str(source), found, "an HF directory, a checkpoint or a run folder", "Change SRC."
         )
     if os.path.exists(target) and (not target.is_dir() or any(target.iterdir())):
         raise UserError(
-            str(target), "something is there already", "a new or empty folder", "Change DST."
+            str(target), "an existing file or folder", "a new or empty folder", "Change DST."
         )
     if to == HF_FORMAT:
         checkpoint, state = open_checkpoint(source)
@@ -227,10 +227,10 @@ def validate_conversion(
 def check_weights(
     directory: Path, family_key: str | None, hf_config: dict[str, Any], head: Head = "lm"
 ) -> None:
-    """Reads the headers of a directory's weights.
+    """Checks the headers of a directory's weights.
 
     Raises:
-        UserError: naming the first file or tensor that is missing, damaged or not this model's.
+        UserError: Names the first file or tensor that is missing, damaged or not this model's.
     """
     HfHeaders(directory).check(hf_shapes(*read_model(family_key, hf_config), head))
 
@@ -238,7 +238,7 @@ def check_weights(
 def _common(
     config: Config, world_size: int, has_teacher: bool = True, slots: Sequence[int] = ()
 ) -> list[UserError]:
-    """Returns what is wrong with the parts of a configuration that every run has."""
+    """Returns the violations in the parts of a configuration that every run has."""
     machines = local_machines(config.placement, world_size, slots)
     hf_config, found = model_violations(config, world_size, has_teacher, machines=machines)
     if not found and (lacking := _descriptors(config, machines or Machines(world_size))):
@@ -254,26 +254,27 @@ def _common(
                 at_length(content, config.longest_sequence())
             except UserError as error:
                 found.append(error)
-    return [*found, *_tokenizer(config.model), *_engine(config, hf_config), *_own_code(config)]
+    found += _errors_of(check_tokenizer_files, config.model)
+    return [*found, *_engine(config, hf_config), *_own_code(config)]
 
 
 def local_machines(
     section: PlacementConfig, world_size: int, slots: Sequence[int] = ()
 ) -> Machines | None:
-    """Returns what is under the ranks that this host starts, or of which this process is one; or
-    under those of several hosts, by the ranks of each (`slots`).
+    """Returns the GPUs and nodes of the ranks that this host starts, or of those on several hosts
+    with `slots` ranks each.
 
-    None where a placement asks for what only the ranks know when they have met: the GPUs of other
-    nodes, or which of unlike GPUs here CUDA counts first. They judge it then.
+    Returns None if a placement depends on facts that only the ranks find out together: GPUs of
+    other nodes, or the order in which CUDA counts different GPUs. Then the ranks check it.
     """
     if not named_roles(section):
         return Machines(world_size)
-    each: int | None = world_size  # our own launcher starts all ranks here
+    each: int | None = world_size  # hybridrl's launcher starts all ranks here
     if slots:
         each = slots[0] if len(set(slots)) == 1 else None
     elif "RANK" in os.environ:
-        told = os.environ.get("LOCAL_WORLD_SIZE")
-        each = int(told) if told else None
+        local_size = os.environ.get("LOCAL_WORLD_SIZE")
+        each = int(local_size) if local_size else None
     names = local_gpu_names() if each == world_size else None
     if names is not None and len(names) >= world_size:
         return Machines(world_size, each, names[:world_size])
@@ -283,9 +284,7 @@ def local_machines(
 
 
 def _descriptors(config: Config, machines: Machines) -> UserError | None:
-    """Judges how many files a process may open here, for layouts that fit the ranks: those of all
-    places where models lie, as Mesh counts them.
-    """
+    """Returns the error if this host allows too few open files for the run's meshes, or None."""
     placement, misplaced = placed(config, machines)
     found = [] if misplaced else [placement.policy, *placement.named.values()]
     places = list(dict.fromkeys(found))
@@ -307,22 +306,22 @@ def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelCon
 
 
 def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
-    """Judges the teacher by its config.json and its family."""
+    """Yields the violations of the teacher's config.json and family."""
     found = list(teacher_rules(config, policy))
     yield from found
     try:
         if not found and (hf_config := read_teacher(config)) is not None:
             read_model(None, hf_config)
             at_length(hf_config, config.longest_sequence())
-    except UserError as error:  # the policy has a config.json too
+    except UserError as error:  # prefixed, because the policy has a config.json too
         yield UserError(
             f"algorithm.teacher: {error.name}", error.value, error.allowed, error.remedy
         )
 
 
 def _check_run(config: Config, reads_newest: bool = True, trains: bool = True) -> None:
-    """Refuses a run folder of another identity, or whose newest checkpoint is damaged, and damaged
-    tokenizer files, which take longest to read.
+    """Refuses a run folder of another run, a damaged newest checkpoint, and damaged tokenizer
+    files.
     """
     check_run_folder(config, trains)
     newest = newest_checkpoint(run_folder(config) / "checkpoints")
@@ -349,18 +348,20 @@ def _no_file(key: str, command: str, remedy: str | None = None) -> UserError:
 def _trackers(config: Config) -> Iterator[UserError]:
     for package, name in (("wandb", config.log.wandb), ("mlflow", config.log.mlflow)):
         if name is not None and find_spec(package) is None:
-            remedy = f"pip install {package}, or leave log.{package} out."
-            yield UserError(f"log.{package}", name, f"null without the package {package}", remedy)
+            remedy = f"Run pip install {package}, or remove log.{package}."
+            yield UserError(
+                f"log.{package}", name, f"null, since the package {package} is missing", remedy
+            )
 
 
 @dataclass(frozen=True)
 class _Scored:
-    """What rows need so that responses to them can be scored.
+    """Conditions that rows must meet so that responses to them can be scored.
 
     Args:
-        columns: that each row must have.
-        check: is asked about each row. None: there is no reward that looks at rows, or
-            `reward.on_error` says what responses to a wrong one are worth.
+        columns: Columns that each row must have.
+        check: Check of each row. None if no reward reads rows, or if `reward.on_error` sets the
+            score of bad rows.
     """
 
     columns: Sequence[str] = ()
@@ -368,14 +369,14 @@ class _Scored:
 
     @staticmethod
     def by(reward: RewardConfig, data: DataConfig) -> _Scored:
-        """Returns what these rewards need."""
+        """Returns the conditions of these rewards."""
         has_answers = any(one.function in NEEDS_ANSWER for one in reward.scorers().values())
         is_checked = reward.on_error == "stop" and not check_rewards(reward)
         columns = [data.answer_key] if has_answers else []
         return _Scored(columns, RowCheck(reward) if is_checked else None)
 
-    def looked_for(self) -> list[object]:
-        """Returns, for JSON, what decides which rows are right."""
+    def identity(self) -> list[object]:
+        """Returns, for JSON, the values that decide which rows are right."""
         return [list(self.columns), [] if self.check is None else self.check.identity()]
 
 
@@ -386,7 +387,7 @@ def _scored(config: Config) -> _Scored:
 def _rows(
     data: DataConfig, paths: Sequence[str], needs: Needs | None, scored: _Scored
 ) -> list[UserError]:
-    """Checks what an algorithm trains on; of one of the user's own only prompts are looked for."""
+    """Checks training rows. For a user's algorithm only prompts are checked."""
     if needs is None or needs.rollouts:
         return _files(data, paths, scored)
     feedback = needs.feedback
@@ -397,11 +398,11 @@ def _rows(
 
 
 def _files(data: DataConfig, paths: Sequence[str], scored: _Scored) -> list[UserError]:
-    """Checks what is evaluated, or given responses."""
+    """Checks rows of prompts that responses are generated for."""
     return unless_checked(
         data,
         paths,
-        ["prompts", *scored.looked_for()],
+        ["prompts", *scored.identity()],
         lambda: [*_each_file(data, paths, "prompts", scored.columns, scored.check)],
     )
 
@@ -420,7 +421,7 @@ def _sets(config: Config) -> Iterator[UserError]:
                         f"eval.sets.{name}.path",
                         f"no answer in row {number}",
                         f"an answer in every row, for {function}",
-                        "Set data.answer_key to its column, or another scorer.",
+                        "Set data.answer_key to the answers' column, or choose another scorer.",
                     )
                     break
         except UserError as error:
@@ -435,10 +436,7 @@ def _each_file(
     check: RowCheck | None = None,
 ) -> Iterator[UserError]:
     for path in paths:
-        try:
-            validate_file(path, data, kind, required, check)
-        except UserError as error:
-            yield error
+        yield from _errors_of(validate_file, path, data, kind, required, check)
 
 
 def _responses(
@@ -461,11 +459,13 @@ def _responses(
             yield error
 
 
-def _tokenizer(model: ModelConfig) -> Iterator[UserError]:
+def _errors_of(check: Callable[..., object], *arguments: object) -> list[UserError]:
+    """Returns the UserError that a call raises, as a list."""
     try:
-        check_tokenizer_files(model)
+        check(*arguments)
     except UserError as error:
-        yield error
+        return [error]
+    return []
 
 
 def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
@@ -478,7 +478,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
     except UserError as error:
         yield error
         return
-    if hf_config:  # else what is wrong with it is said already
+    if hf_config:  # else its errors are already reported
         family, shape = read_model(config.model.family, hf_config)
         name = config.rollout.engine
         if ENGINES[name].has_fused_parameters and not family.is_served_fused:
@@ -486,13 +486,15 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
                 "rollout.engine",
                 name,
                 f"hf with models of family {family.name}",
-                f"{name} has no code of its own for the family. Set rollout.engine=hf.",
+                f"{name} does not support this family. Set rollout.engine=hf.",
             )
         yield from package.model_rules(shape, is_cpu)
 
 
 def _own_code(config: Config) -> Iterator[UserError]:
-    """Looks for the user's own functions; an algorithm is not imported, for it imports torch."""
+    """Checks the user's functions and classes. An algorithm is not imported, because it imports
+    torch.
+    """
     yield from check_rewards(config.reward)
     yield from check_environment(config.environment)
     terms = {f"mix.{name}.algorithm": term.algorithm for name, term in config.terms().items()}
@@ -500,7 +502,8 @@ def _own_code(config: Config) -> Iterator[UserError]:
         module, colon, _ = algorithm.name.partition(":")
         if colon and not _is_importable(module):
             allowed = "package.module:Class that can be imported"
-            yield UserError(f"{key}.name", algorithm.name, allowed, f"No {module!r} here.")
+            remedy = f"Check the name: there is no module {module!r}."
+            yield UserError(f"{key}.name", algorithm.name, allowed, remedy)
 
 
 def _is_importable(module: str) -> bool:

@@ -1,5 +1,5 @@
-"""Builds what generates: the engine on the ranks of its role, the sampler that drives it, and the
-hybrid engine that brings it the policy's weights. Collective.
+"""Builds the engine on the ranks of its role, the sampler that uses it, and the hybrid engine that
+sends it the policy's weights. Collective.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ def rollout_layout(
     sources: Sequence[RankLayout],
     ranks: Sequence[int] | None = None,
 ) -> RolloutLayout:
-    """Returns which part of which engine replica each of these ranks is (None: all ranks), and
-    which experts it has where the engine takes any, so that the fewest bytes move.
+    """Returns the engine replica, and the part of it, of each rank in `ranks` (None for all ranks).
+
+    If the engine accepts any placement of experts, experts are placed so that the fewest bytes
+    move.
     """
     source, node = model.source, ranks_per_node(model.world)
     parts = fused_layouts(source.family, source.shape, rollout.tp, rollout.ep)
@@ -65,7 +67,9 @@ def rollout_layout(
 def training_memories(
     models: Collection[ParallelModel],
 ) -> tuple[list[TrainedModelMemory], list[TrainedWeights]]:
-    """Returns what trained models give up before an engine gets their weights, and afterwards."""
+    """Returns the memory that trained models release before the engine gets their weights, and
+    afterwards.
+    """
     return (
         [model.memory for model in models if model.memory is not None],
         [m.trained_weights for m in models if m.trained_weights is not None],
@@ -80,17 +84,19 @@ def start_engine(
     memories: Sequence[TrainedModelMemory],
     copies: Sequence[TrainedWeights],
 ) -> EngineAdapter:
-    """Builds the engine, which finds the memory that will be free while it generates; on a rank
-    without one what stands for it.
+    """Builds the engine on its ranks, and a placeholder on other ranks.
+
+    Trained models are released meanwhile, so that the engine measures the memory that is free
+    during rollout.
     """
     world, engine = model.world, cast(EngineAdapter, AbsentEngine())
-    to_come = sum(memory.bytes_to_come() for memory in memories)
+    later_bytes = sum(memory.bytes_to_come() for memory in memories)
     with (
         released([*memories, *copies]),
         world.all_agree("starting the rollout engine", is_unbounded=True),
     ):
         if world.rank in layout.ranks:
-            engine = build_engine(config, model, layout, to_come, source.shard)
+            engine = build_engine(config, model, layout, later_bytes, source.shard)
             share_memory(engine, memories, world.platform.device)
     if len(layout.ranks) < world.size:
         world.count_groups_alike()
@@ -100,8 +106,8 @@ def start_engine(
 def share_memory(
     engine: EngineAdapter, memories: Sequence[TrainedModelMemory], device: torch.device
 ) -> None:
-    """Puts gradients of released models into memory of the sleeping engine, where it can lend some
-    and csrc/ was compiled; else they stay as they are, freed for each rollout.
+    """Places gradients of released models in memory of the sleeping engine, if the engine lends
+    memory and csrc/ is compiled. Otherwise they are freed for each rollout.
     """
     place = ops.storage_placer(device)
     if place is None or not isinstance(engine, MemoryLender):
@@ -113,8 +119,8 @@ def share_memory(
 
 
 def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) -> int:
-    """Returns the bytes in use of this rank's device that torch's allocator does not count, less
-    those of a sleeping engine's tensors, which it counts though they have no memory.
+    """Returns the bytes in use on this rank's device that torch's allocator does not count, minus
+    the bytes that it counts for tensors of a sleeping engine, which have no memory.
     """
     memories, _ = training_memories(trained.values())
     released = engine.released_bytes() if isinstance(engine, MemoryLender) else 0
@@ -131,7 +137,8 @@ def build_engine(
     """Builds this rank's part of the engine replica that generates with `model`'s weights.
 
     Args:
-        reserved_bytes: Bytes of the device that the trainer takes only later but holds in rollout.
+        reserved_bytes: Bytes of the device that the trainer allocates later and keeps during
+            rollout.
         shard: The trainer's memory that the engine may use as its parameters.
     """
     source, world, rollout = model.source, model.world, config.rollout
@@ -153,17 +160,17 @@ def build_engine(
     )
 
 
-def tell_copies(
+def report_copies(
     config: Config, model: ParallelModel, engine: EngineAdapter, notify: Callable[[str], None]
 ) -> None:
-    """Reports how many parameters training and engine cut alike and yet hold twice; collective."""
+    """Reports the matrices that training and engine split equally but store twice; collective."""
     missed = 0
     if isinstance(engine, SharingEngine) and not config.train.release_weights_in_rollout:
         missed = len(shared_names(model.layout(), engine.layout()).keys() - engine.shared)
     if most := max(model.world.gather_objects(missed)):
         notify(
-            f"engine memory: up to {most} matrices of a rank are held twice, though training cuts "
-            "them alike; experts are, where padding keeps Megatron's from lying evenly apart"
+            f"engine memory: up to {most} matrices per rank are stored twice, although training "
+            "and engine split them equally; padding between Megatron's experts can cause this"
         )
 
 
@@ -201,10 +208,10 @@ def make_sampler(
 
 
 def make_schedule(config: Config, placement: Placement | None = None) -> Schedule:
-    """Returns what may start when.
+    """Returns the schedule of generation.
 
     Raises:
-        UserError: The user's own algorithm does not say that it corrects for a lag.
+        UserError: The user's algorithm does not correct for policy lag.
     """
     steps, rollout = config.steps, config.rollout
     num = steps.prompts_per_step
@@ -231,7 +238,7 @@ def make_hybrid_engine(
     copies: Sequence[TrainedWeights],
     placement: Placement | None = None,
 ) -> HybridEngine:
-    """Plans how the weights of the policy come into the engine; collective."""
+    """Plans the transfer of the policy's weights to the engine; collective."""
     return HybridEngine(
         source,
         engine,
@@ -248,7 +255,7 @@ def make_hybrid_engine(
 
 
 def sampling_params(config: RolloutConfig, ends: tuple[int, ...]) -> SamplingParams:
-    """Returns how training samples are drawn; each of the tokens `ends` ends a response."""
+    """Returns the sampling parameters of training; each token in `ends` ends a response."""
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -270,7 +277,7 @@ def make_episodes(
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
 ) -> Episodes | None:
-    """Builds the turns of responses, if there is an environment; collective."""
+    """Builds the multi-turn episodes, if there is an environment; collective."""
     if config.environment.name is None:
         return None
     arguments = config.data.template_arguments
@@ -278,6 +285,6 @@ def make_episodes(
     with world.all_agree("finding the environment"):
         if found := check_environment(config.environment):
             raise ConfigError(found)
-        if observes_messages(config.environment):  # else found out at the first call of a tool
+        if observes_messages(config.environment):  # fails now, not at the first tool call
             encoder([{"role": "tool", "content": "-"}])
         return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)

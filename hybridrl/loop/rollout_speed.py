@@ -1,11 +1,10 @@
-"""Speed of a run's engine: `hybridrl bench rollout` on each rank.
+"""Measures a run's engine: `hybridrl bench rollout` on each rank.
 
-The run is built as `train` builds it, so the engine has the memory that training leaves it, and is
-timed only once it computes what the trainer computes. A round is the batch of one step: prompts of
-`data.max_prompt_tokens` random tokens, `steps.samples_per_prompt` responses of
-`rollout.max_new_tokens` each. Rounds share no prompt, so cached keys count only within a group.
-
-Who waits for whom: all ranks begin a round together and wait for its slowest replica.
+Collective: all ranks start a round together and wait for its slowest replica. The run is built as
+for `train`, so the engine has the memory that training leaves it, and it is compared with the
+trainer before it is timed. A round is the batch of one step: prompts of `data.max_prompt_tokens`
+random tokens, with `steps.samples_per_prompt` responses of `rollout.max_new_tokens` each. Rounds
+share no prompt, so cached keys help only within a group.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from hybridrl.loop.trainer import Trainer
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, generate, request_seed
 
-# New tokens of the round before the timed ones, which fills pools of memory and what is compiled at
-# first use.
+# New tokens of the warm-up round, which fills memory pools and compiles kernels.
 WARM_UP_TOKENS = 16
 
 
@@ -34,11 +32,14 @@ def measure_rank(
 ) -> dict[str, Any]:
     """Runs one rank of `hybridrl bench rollout`.
 
+    Args:
+        started: Start of the command, by `time.monotonic`.
+
     Returns:
-        The same on all ranks: `tokens_per_s` of all replicas together (the median of the rounds),
-        `rounds_s`, `num_tokens` of a round, `start_s` until the engine may generate, `replicas`,
-        `dtype`, and the bytes of the fullest rank: `engine_bytes` (the engine's own memory) and
-        `rank_bytes` (all that is used of the device; on CPU the most that the process had).
+        The same on all ranks: `tokens_per_s` of all replicas together (median of the rounds),
+            `rounds_s`, `num_tokens` of a round, `start_s` (seconds until the engine may generate),
+            `replicas`, `dtype`, and two sizes of the fullest rank: `engine_bytes` (the engine's own
+            memory) and `rank_bytes` (all memory in use on the device; on CPU the process's peak).
     """
     trainer = Trainer(config)
     trainer.check_engine()
@@ -70,22 +71,22 @@ def measure_rank(
 
 
 def _generate(trainer: Trainer, number: int, new_tokens: int) -> float:
-    """Generates the batch of a step; returns the seconds of the slowest replica."""
+    """Generates one round; returns the seconds of the slowest replica."""
     world = trainer.world
     requests = round_requests(trainer, number, new_tokens)
     world.arrive("the rounds of generation before")
     with world.all_agree("generation") as agreement:
-        begun = time.monotonic()
+        start = time.monotonic()
         done = generate(trainer.engine, requests) if requests else []
-        agreement.value = time.monotonic() - begun
-        if any(len(one.tokens) != new_tokens for one in done):
-            raise RuntimeError(f"a response has not the {new_tokens} tokens that it was to have")
+        agreement.value = time.monotonic() - start
+        if any(len(completion.tokens) != new_tokens for completion in done):
+            raise RuntimeError(f"the engine returned a response without {new_tokens} tokens")
     return max(agreement.values)
 
 
 def round_requests(trainer: Trainer, number: int, new_tokens: int) -> list[Request]:
-    """Returns this replica's part of a round: whole groups, dealt to replicas in turn; nothing on a
-    rank without an engine.
+    """Returns this replica's requests of a round: whole groups, assigned to replicas in turn.
+    Returns [] on a rank without an engine.
     """
     config, layout = trainer.config, trainer.sampler.layout
     place = layout.assignment[trainer.world.rank]

@@ -1,4 +1,4 @@
-"""What one rank of each command does."""
+"""Entry points of `hybridrl train` and `hybridrl eval` on one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridrl.parallel import heartbeat
 
 def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest") -> int:
     """Runs one rank of `hybridrl train`; returns the exit code: 0, or 128 + the number of the
-    signal that the run was saved at.
+    signal that stopped it.
     """
     trainer = Trainer(config)
     try:
@@ -27,7 +27,7 @@ def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest")
     else:
         trainer.close()
         return 0
-    heartbeat.leave()  # rank 0 may still close its trackers, and is not to miss this one
+    heartbeat.leave()  # rank 0 may still close trackers and must not report this rank as failed
     return code
 
 
@@ -40,15 +40,15 @@ def evaluate_rank(
     """Runs one rank of `hybridrl eval`.
 
     Args:
-        config: Configuration; its layout need not be the one that saved the checkpoint.
-        checkpoint: Checkpoint or run folder; None: the run's newest, or the initial weights.
-        prompts: Files in place of `data.eval_prompts`.
-        temperature: Temperature in place of `eval.temperature`; 0 is greedy.
+        config: Configuration; its layout may differ from that of the checkpoint.
+        checkpoint: Checkpoint or run folder; None takes the run's newest, else the initial weights.
+        prompts: Files that replace `data.eval_prompts`.
+        temperature: Temperature that replaces `eval.temperature`; 0 is greedy.
 
     Returns:
-        `Evaluation.as_json`, and `validation`, results on held-out rows with responses (`loss`,
+        `Evaluation.as_json`; `validation`, the results on held-out rows with responses (`loss`,
         `perplexity`, `preference/accuracy` and others); `checkpoint` (None for the initial weights)
-        and `model`, which those are.
+        and `model`.
 
     Raises:
         UserError: There is nothing to evaluate on.
@@ -63,7 +63,7 @@ def evaluate_rank(
     else:
         trainer.reshard()
     validation = trainer.validate()
-    # Without both it raises, and says which knobs there are.
+    # Without prompts and without held-out rows `evaluate` raises an error.
     if trainer.evaluations.have_prompts or not validation:
         found = trainer.evaluate(temperature)
     else:

@@ -1,7 +1,7 @@
-"""Reads what a run needs before it begins: tokenizer, prompts and the scorer of responses.
+"""Reads a run's data before it starts: tokenizer, prompts and the scorer of responses.
 
-The first rank of each node reads the prompts and computes what follows from all of them; the others
-map its files.
+Collective: the first rank of each node reads the prompts and computes everything that depends on
+all of them; then the other ranks map its files.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hybridrl.training.from_config import model_source
 
 
 class RunData(NamedTuple):
-    """What a run reads, and what scores its responses."""
+    """Data of a run, and the scorer of its responses."""
 
     tokenizer: PreTrainedTokenizerBase
     scorer: Scorer
@@ -49,7 +49,7 @@ class RunData(NamedTuple):
     mix: Mix
 
     def evaluations(self, config: Config) -> Evaluations:
-        """Returns what evaluates the run."""
+        """Returns the run's evaluations."""
         own = EvaluationSet(self.eval_prompts, config.reward, config.eval.samples_per_prompt)
         return Evaluations(config.steps, config.eval, own, self.eval_sets)
 
@@ -62,14 +62,12 @@ def make_data(
     notify: Callable[[str], None],
     trains: bool = True,
 ) -> RunData:
-    """Reads the data of a run, without what only training reads where `trains` is False;
-    collective.
-    """
+    """Reads the data of a run, without training data if `trains` is off; collective."""
     with world.all_agree("loading the tokenizer"):
-        of_model = model_source(config.model, world.platform)
-        num_tokens = of_model.shape.vocab_size
+        source = model_source(config.model, world.platform)
+        num_tokens = source.shape.vocab_size
         tokenizer = given.tokenizer or load_tokenizer(config.model, num_tokens)
-        ends = end_tokens(config.model, of_model.hf_config, tokenizer)
+        ends = end_tokens(config.model, source.hf_config, tokenizer)
     scorer = make_scorer(config, tokenizer, given.reward, needs.group_samples)
     store = PromptStore(tokenizer, end_tokens=ends)
     mixed = config if trains else config.model_copy(update={"mix": {}})
@@ -79,10 +77,10 @@ def make_data(
         sets = load_sets(config, store, notify)
         if trains or config.data.prompts or given.prompts is not None:
             loaded, evaluated = load_data(config, store, needs, given.prompts, notify)
-            judges = world.rank == builder and given.prompts is not None
-            if judges and given.reward is None and is_scored(config):
+            has_rows = world.rank == builder and given.prompts is not None
+            if has_rows and given.reward is None and is_scored(config):
                 check_answers(config.reward, (*loaded.prompts, *evaluated))
-        else:  # of a model without a run
+        else:  # an evaluation without training data
             evaluated = load_held_out(config.data, store, notify)
             loaded = None
         validation = load_validation(config, store, needs, evaluated, notify)
@@ -91,10 +89,16 @@ def make_data(
             loaded = LoadedPrompts(next(filter(None, known)), np.array([], np.int32), LeftOut(""))
         for prompts in (loaded.prompts, evaluated, validation, *sets.values()):
             check_token_range(prompts, num_tokens)
-        source = prompt_source(loaded, config.data, config.run.seed)
-        asked, mix = scorable(config, evaluated), Mix(mixed, store, notify, given.mix)
-        evaluation_sets = make_sets(config, tokenizer, sets)
-        return loaded, RunData(tokenizer, scorer, source, asked, evaluation_sets, validation, mix)
+        data = RunData(
+            tokenizer,
+            scorer,
+            prompt_source(loaded, config.data, config.run.seed),
+            scorable(config, evaluated),
+            make_sets(config, tokenizer, sets),
+            validation,
+            Mix(mixed, store, notify, given.mix),
+        )
+        return loaded, data
 
     with contextlib.closing(store):
         with world.all_agree("reading the prompts") as agreement:
@@ -102,7 +106,7 @@ def make_data(
                 loaded, data = load()
                 agreement.value = store.files, store.notes
         reports = agreement.values
-        for line in dict.fromkeys(line for one in reports if one is not None for line in one[1]):
+        for line in dict.fromkeys(line for r in reports if r is not None for line in r[1]):
             notify(line)
         with world.all_agree("mapping the prompts"):
             if world.rank != builder:
@@ -110,18 +114,18 @@ def make_data(
                 store.follow(files)
                 loaded, data = load()
     notify(loaded.report())
-    tell_tokens(tokenizer, loaded.prompts[0], ends, notify)
+    report_special_tokens(tokenizer, loaded.prompts[0], ends, notify)
     return data
 
 
-def tell_tokens(
+def report_special_tokens(
     tokenizer: PreTrainedTokenizerBase,
     first: Prompt,
     ends: Sequence[int],
     notify: Callable[[str], None],
 ) -> None:
-    """Tells the user which special tokens a run adds to texts and stops at, where that is more than
-    the tokenizer's end token.
+    """Reports the special tokens that the run puts before texts, and its end tokens if they differ
+    from the tokenizer's.
     """
     front = TextTokens(tokenizer).front
     if front and first.tokens[: len(front)] == front:
@@ -132,7 +136,8 @@ def tell_tokens(
 
 
 def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of `model.tokenizer` or of the model's own directory; no remote code.
+    """Loads the tokenizer of `model.tokenizer` or of the model's own directory, without remote
+    code.
 
     Raises:
         ModelError: It cannot be read, or has tokens beyond the model's `num_tokens`.
@@ -142,23 +147,23 @@ def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerB
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=False)
         vocabulary = tokenizer.get_vocab()
-    except Exception as error:  # damaged files raise whatever transformers stumbles over
-        said = " ".join(str(error).split())[:160]
+    except Exception as error:  # damaged files may raise anything in transformers
+        text = " ".join(str(error).split())[:160]
         raise ModelError(
             "model.tokenizer",
             where,
-            "a directory or hub name with whole tokenizer files",
-            f"Set model.tokenizer. transformers said {type(error).__name__}: {said}.",
+            "a directory or hub name with intact tokenizer files",
+            f"Set model.tokenizer. transformers raised {type(error).__name__}: {text}.",
         ) from error
     check_token_numbers(f"model.tokenizer {where}", vocabulary, num_tokens)
     return tokenizer
 
 
 def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
-    """Refuses prompts with tokens that the model does not have, of a user's own tokenizer.
+    """Checks that the model has all tokens of the prompts; a user's own tokenizer may have more.
 
     Raises:
-        ModelError: Names the first such prompt and token.
+        ModelError: Names the first prompt and token beyond the model's.
     """
     if largest_token(prompts) < num_tokens:
         return
@@ -170,15 +175,15 @@ def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
                 f"tokenizer: prompt {prompt.prompt_id}",
                 f"token {largest}",
                 f"tokens below the model's vocab_size = {num_tokens}",
-                "Give the model's own tokenizer.",
+                "Pass the model's own tokenizer.",
             )
 
 
 def check_answers(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Refuses rows in memory that the rewards cannot score, as the command line does with files.
+    """Checks that the rewards can score all rows from Python, as the command line does for files.
 
     Raises:
-        DataError: Names the first such row.
+        DataError: Names the first row that they cannot score.
     """
     if reward.on_error != "stop":
         return
@@ -197,7 +202,7 @@ def make_scorer(
     reward: RewardFunction | Sequence[RewardFunction] | None,
     group_samples: int,
 ) -> Scorer:
-    """Makes the scorer of responses: from `reward`, else from the section, if anything scores."""
+    """Creates the scorer of responses, from `reward` or else from the section `reward`."""
     unscored = None if is_scored(config) else no_reward
     function = unscored if reward is None else reward
     return Scorer(config.reward, tokenizer, function, group_samples, config.environment)
@@ -210,8 +215,8 @@ def load_data(
     rows: Rows | None,
     notify: Callable[[str], None],
 ) -> tuple[LoadedPrompts, Sequence[Prompt]]:
-    """Loads the prompts to train on, with the responses that the algorithm needs of the data, and
-    those of the evaluation.
+    """Loads the training prompts, with responses if the algorithm needs them, and the evaluation
+    prompts.
     """
     data = config.data
     loaded = load_rows(data, config.rollout, store, needs, rows)
@@ -224,7 +229,7 @@ def load_data(
 def load_held_out(
     data: DataConfig, store: PromptStore, notify: Callable[[str], None]
 ) -> Sequence[Prompt]:
-    """Loads `data.eval_prompts`, and reports rows that are left out; empty where there are none."""
+    """Loads `data.eval_prompts` and reports rows that are left out; returns () if it is not set."""
     if not data.eval_prompts:
         return ()
     loaded = store.load(Reading(data, data.eval_prompts, limit=data.eval_limit))
@@ -232,7 +237,7 @@ def load_held_out(
 
 
 def _reported(name: str, loaded: LoadedPrompts, notify: Callable[[str], None]) -> Sequence[Prompt]:
-    """Returns prompts, and reports if not all rows are used as they are."""
+    """Returns the prompts, and reports rows that are left out."""
     if loaded.left_out.is_anything():
         notify(f"{name}: {loaded.report()}")
     return loaded.prompts
@@ -245,8 +250,8 @@ def load_validation(
     held_out: Sequence[Prompt],
     notify: Callable[[str], None],
 ) -> Sequence[Prompt]:
-    """Loads `data.validation`, rows with the responses that the algorithm learns from; without it
-    returns what `data.eval_share` holds out of such rows.
+    """Loads `data.validation`: rows with the responses that the algorithm learns from. If it is not
+    set, returns the rows that `data.eval_share` holds out, if they have responses.
     """
     data = config.data
     if data.validation:
@@ -256,8 +261,8 @@ def load_validation(
 
 
 def scorable(config: Config, held_out: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Returns the held-out prompts that responses can be scored of: none of rows with responses of
-    their own and without the answer that the reward looks for.
+    """Returns the held-out prompts whose responses can be scored. These are none if the rows have
+    responses but lack the answer that a scorer needs.
     """
     scorers = config.reward.scorers().values() if is_scored(config) else ()
     if not held_out or held_out[0].response_tokens is None or not scorers:
@@ -269,7 +274,7 @@ def scorable(config: Config, held_out: Sequence[Prompt]) -> Sequence[Prompt]:
 def load_sets(
     config: Config, store: PromptStore, notify: Callable[[str], None]
 ) -> dict[str, Sequence[Prompt]]:
-    """Loads the prompts of `eval.sets`; tells of those that are too long."""
+    """Loads the prompts of `eval.sets`, and reports rows that are left out."""
     found = {}
     for name, section in config.eval.sets.items():
         rows = list(set_rows(section, config.data))
@@ -281,7 +286,7 @@ def load_sets(
 def make_sets(
     config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, Sequence[Prompt]]
 ) -> dict[str, EvaluationSet]:
-    """Makes what is evaluated on each of `eval.sets`, with its scorer."""
+    """Creates the evaluation of each of `eval.sets`, with its scorer."""
     found = {}
     for name, section in config.eval.sets.items():
         reward = section.scored_by

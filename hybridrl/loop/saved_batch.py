@@ -1,8 +1,8 @@
-"""A mini-batch as a file, with what it takes to compute its optimizer step again.
+"""File format for a mini-batch and everything needed to repeat its optimizer step.
 
-One safetensors file: columns, tokens of prompts and random states of all ranks as tensors, the rest
-as JSON in a tensor of bytes, because a safetensors header ends at 100 MB. Each distinct prompt is
-stored once. Reading executes nothing. The weights are a checkpoint's.
+A safetensors file: columns, prompt tokens and random states of all ranks are tensors. The rest is
+JSON in a tensor of bytes, because a safetensors header is at most 100 MB. Each distinct prompt is
+stored once. Reading executes no code. The weights come from a checkpoint.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _PART, _RNG, _COLUMN, _PROMPTS, _TOLD = "reward_parts.", "rng.", "column.", "pro
 _TERM, _BLOB, _CONTENTS, _OLD_EXPERTS = "term.", "blob.", "contents", "routed_experts_TK"
 
 
-class _ToldBatch(BaseModel, extra="forbid"):
-    """What such a file holds of a batch as JSON; of a prompt its number, text and columns."""
+class _BatchJson(BaseModel, extra="forbid"):
+    """JSON of a batch: its producer, and number, text and columns of each distinct prompt."""
 
     producer: Producer
     prompts: list[tuple[int, str, dict[str, Any]]]
 
 
-class _Told(BaseModel, extra="forbid"):
-    """What such a file holds as JSON."""
+class _FileJson(BaseModel, extra="forbid"):
+    """JSON of the file."""
 
     step: int = Field(ge=1)
     update: int = Field(ge=0)
     reason: str
     config: str
-    batch: _ToldBatch
-    terms: dict[str, _ToldBatch]
+    batch: _BatchJson
+    terms: dict[str, _BatchJson]
 
 
 def file_name(step: int, update: int) -> str:
-    """Returns the name of such a file: ordered as steps are, and matches FILE_NAME."""
+    """Returns the name of the file; it sorts by step and matches FILE_NAME."""
     return f"step_{step:06d}_update_{update:03d}.safetensors"
 
 
@@ -64,11 +64,13 @@ class SavedBatch:
     """A mini-batch whose optimizer step was skipped.
 
     Args:
-        batch: All samples of all ranks, with the columns of its losses.
+        batch: All samples of all ranks, with the columns of the losses.
         step: Number of the step, from 1.
         update: Number of the optimizer step within it, from 0.
+        reason: Description of the value that was not finite.
+        config: Configuration of the run as YAML.
         rng: Random states of each rank before the passes.
-        terms: Mini-batches of further terms of the policy's loss, by name.
+        terms: Mini-batches of the additional terms of the policy's loss, by name.
     """
 
     batch: TrainBatch
@@ -80,37 +82,37 @@ class SavedBatch:
     terms: Mapping[str, TrainBatch] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Writes the file; it has its name only when it is complete."""
-        tensors, told_batch = _parts(self.batch)
+        """Writes the file; it gets its name only when it is complete."""
+        tensors, batch_json = _parts(self.batch)
         content: dict[str, Any] = {
             "step": self.step,
             "update": self.update,
             "reason": self.reason,
             "config": self.config,
-            "batch": told_batch,
+            "batch": batch_json,
             "terms": {},
         }
         for name, batch in self.terms.items():
-            of_term, content["terms"][name] = _parts(batch)
-            tensors |= {f"{_TERM}{name}.{key}": value for key, value in of_term.items()}
+            term_tensors, content["terms"][name] = _parts(batch)
+            tensors |= {f"{_TERM}{name}.{key}": value for key, value in term_tensors.items()}
         for rank, states in enumerate(self.rng):
             tensors |= {f"{_RNG}{rank}.{name}": value for name, value in states.items()}
-        told = bytearray(json.dumps(content, default=str), "ascii")
-        tensors[_TOLD] = torch.frombuffer(told, dtype=torch.uint8)
+        text = bytearray(json.dumps(content, default=str), "ascii")
+        tensors[_TOLD] = torch.frombuffer(text, dtype=torch.uint8)
         partial = path.with_name(path.name + ".partial")
         whole = {name: value.contiguous().clone() for name, value in tensors.items()}
         try:
             save_file(whole, partial, _FORMAT)
             partial.rename(path)
         finally:
-            partial.unlink(missing_ok=True)  # a full disk has no room for half of it
+            partial.unlink(missing_ok=True)  # frees the space of an incomplete file
 
     @staticmethod
     def read(path: Path) -> SavedBatch:
-        """Reads such a file.
+        """Reads a file.
 
         Raises:
-            DataError: it is none.
+            DataError: It is not such a file.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -130,30 +132,32 @@ class SavedBatch:
             raise DataError(
                 "--replay",
                 f"{path} ({type(error).__name__}: {error})",
-                "a file of a run's replay folder, of this version of hybridrl",
-                "Give the file that the message about the skipped step names.",
+                "a file in a run's replay folder, from this version of hybridrl",
+                "Pass the file that the message about the skipped step names.",
             ) from error
 
 
 def _assembled(tensors: Mapping[str, torch.Tensor]) -> SavedBatch:
-    told = _Told.model_validate(json.loads(tensors[_TOLD].numpy().tobytes()))
-    if not isinstance(safe_load(told.config), dict):
+    content = _FileJson.model_validate(json.loads(tensors[_TOLD].numpy().tobytes()))
+    if not isinstance(safe_load(content.config), dict):
         raise ValueError("its configuration has no sections")
     states = _starting(tensors, _RNG)
     ranks = {name.split(".")[0] for name in states}
     if ranks != {str(rank) for rank in range(len(ranks))}:
-        raise ValueError(f"random states of the ranks {sorted(ranks)}")
+        raise ValueError(f"random states of ranks {sorted(ranks)}")
     rng = [_starting(states, f"{rank}.") for rank in range(len(ranks))]
-    batch = _batch(tensors, told.batch)
+    batch = _batch(tensors, content.batch)
     terms = {
-        name: _batch(_starting(tensors, f"{_TERM}{name}."), about)
-        for name, about in told.terms.items()
+        name: _batch(_starting(tensors, f"{_TERM}{name}."), term)
+        for name, term in content.terms.items()
     }
-    return SavedBatch(batch, told.step, told.update, told.reason, told.config, rng, terms)
+    return SavedBatch(
+        batch, content.step, content.update, content.reason, content.config, rng, terms
+    )
 
 
 def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns a batch as tensors by name and what goes into JSON."""
+    """Returns a batch as tensors by name, and its JSON."""
     tensors = {_COLUMN + name: value for name, value in batch.columns().items()}
     tensors |= {_COLUMN + name: getattr(batch, name) for name in LENGTHS}
     tensors |= {_PART + name: value for name, value in batch.reward_parts.items()}
@@ -174,10 +178,10 @@ def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     }
 
 
-def _batch(tensors: Mapping[str, torch.Tensor], told: _ToldBatch) -> TrainBatch:
-    """Returns what `_parts` was given."""
+def _batch(tensors: Mapping[str, torch.Tensor], content: _BatchJson) -> TrainBatch:
+    """Returns the batch of these tensors and this JSON; the inverse of `_parts`."""
     tokens = zip(*(_ragged(tensors, _PROMPTS + name) for name in _TOKENS), strict=True)
-    cells = [b""] * len(told.prompts)
+    cells = [b""] * len(content.prompts)
     if _PROMPTS + _CONTENTS in tensors:
         whole = tensors[_PROMPTS + _CONTENTS].numpy().tobytes()
         lengths = _integers(tensors, f"{_PROMPTS}{_CONTENTS}.lengths")
@@ -188,12 +192,12 @@ def _batch(tensors: Mapping[str, torch.Tensor], told: _ToldBatch) -> TrainBatch:
             number, text, own or (), columns, response, rejected, contents=contents_from_bytes(cell)
         )
         for (number, text, columns), (own, response, rejected), cell in zip(
-            told.prompts, tokens, cells, strict=True
+            content.prompts, tokens, cells, strict=True
         )
     ]
     index = _integers(tensors, _PROMPTS + "index")
     if index and not 0 <= min(index) <= max(index) < len(distinct):
-        raise ValueError(f"a sample of prompt {min(index)} or {max(index)} of {len(distinct)}")
+        raise ValueError(f"prompt index {min(index)} or {max(index)} of {len(distinct)} prompts")
     columns: dict[str, Any] = _starting(tensors, _COLUMN)
     saved, num_rows = _starting(tensors, _BLOB), ".num_rows"
     blobs = {
@@ -210,7 +214,7 @@ def _batch(tensors: Mapping[str, torch.Tensor], told: _ToldBatch) -> TrainBatch:
         raise ValueError(f"unknown columns {sorted(unknown)}")
     return TrainBatch(
         prompts=tuple(distinct[number] for number in index),
-        producer=told.producer,
+        producer=content.producer,
         reward_parts=_starting(tensors, _PART),
         blobs=blobs,
         **columns,
@@ -222,12 +226,12 @@ def _about(prompt: Prompt) -> tuple[int, str, dict[str, object]]:
 
 
 def _distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
-    """Returns the prompts that differ, and which of them each one is."""
+    """Returns the distinct prompts, and the index of each prompt among them."""
     places: dict[object, int] = {}
     found: list[Prompt] = []
     index: list[int] = []
     for prompt in prompts:
-        # Of a prompt's other columns, which no loss reads, JSON may lack the type.
+        # Other columns, which no loss reads, may have types that JSON lacks.
         about = json.dumps(_about(prompt), default=str)
         key = (about, prompt.contents, *(getattr(prompt, name) for name in _TOKENS))
         if key not in places:
@@ -238,7 +242,7 @@ def _distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
 
 
 def _flat(name: str, rows: Sequence[Sequence[int] | None]) -> dict[str, torch.Tensor]:
-    """Returns rows of numbers as one tensor, and their lengths; None has the length -1."""
+    """Returns rows of integers as one tensor, and their lengths; -1 for None."""
     lengths = [-1 if row is None else len(row) for row in rows]
     values = list(chain.from_iterable(row or () for row in rows))
     return {
@@ -248,7 +252,7 @@ def _flat(name: str, rows: Sequence[Sequence[int] | None]) -> dict[str, torch.Te
 
 
 def _ragged(tensors: Mapping[str, torch.Tensor], name: str) -> list[tuple[int, ...] | None]:
-    """Returns what `_flat` was given."""
+    """Returns the rows of a tensor and its lengths; the inverse of `_flat`."""
     values, lengths = _integers(tensors, name), _integers(tensors, f"{name}.lengths")
     if min(lengths, default=0) < -1 or sum(max(n, 0) for n in lengths) != len(values):
         raise ValueError(f"{name}: the lengths do not add up to its {len(values)} numbers")

@@ -1,5 +1,6 @@
-"""What a run does before it builds its parts: hub names, rules, machines, and where ranks train.
-Collective.
+"""Prepares a run before its parts are built: commits of hub names, rules, machines, layout.
+
+Collective: all ranks call every function together.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
 
 PLANNER = "hybridrl.services.planner.choose"
-"""Service with a LayoutChooser `chosen_layout`; imported by name, where a run asks for it."""
+"""Service with a LayoutChooser `chosen_layout`; imported by name, only for `layout: auto`."""
 
 
 class LayoutChooser(Protocol):
-    """Chooses a layout; returns values of the configuration by dotted key.
+    """Function that chooses a layout; returns values of the configuration by dotted key.
 
     Args:
-        gpus_per_node: Ranks of a node; None: not known.
+        gpus_per_node: Number of ranks per node; None if unknown.
     """
 
     def __call__(
@@ -53,12 +54,13 @@ class LayoutChooser(Protocol):
 
 
 def pinned_on_all_ranks(config: Config) -> Config:
-    """Returns a configuration with what rank 0 finds: the commit of every hub name, and a layout
-    where `layout: auto` asks for one; and with what `rollout.generation_config` asks for.
-    Collective, before there is a World.
+    """Returns a configuration with rank 0's choices; collective, before there is a World.
+
+    Rank 0 chooses the commit of every hub name, and the layout if `layout: auto` leaves it open.
+    Values that `rollout.generation_config` takes from the model are filled in.
 
     Raises:
-        UserError: A name or a layout cannot be found; on every rank.
+        UserError: A hub name or a layout cannot be found; raised on every rank.
     """
     config = with_names(config, from_rank_0(lambda: hub_names(pinned(config))))
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
@@ -79,11 +81,11 @@ def _chosen_layout(config: Config, world_size: int) -> Mapping[str, Any]:
 
 
 def check_rules(config: Config, machines: Machines, trains: bool = True) -> None:
-    """Checks the whole configuration with the world size and the model's shape; without the teacher
-    and knobs of training where `trains` is False.
+    """Checks the whole configuration with the world size and the model's shape. If `trains` is off,
+    the teacher and knobs of training are not checked.
 
     Raises:
-        ConfigError: With every violated rule.
+        ConfigError: Contains every violated rule.
     """
     has_model = (config.model.path is None) != (config.model.init is None)
     model_config = read_model_config(config.model) if has_model else None
@@ -105,7 +107,7 @@ def check_rules(config: Config, machines: Machines, trains: bool = True) -> None
 
 
 def find_machines(platform: Platform) -> Machines:
-    """Returns what is under the ranks; collective."""
+    """Returns the GPUs and nodes of the ranks; collective."""
     size = dist.get_world_size()
     own = None if platform.is_cpu else torch.cuda.get_device_name(platform.device)
     names: list[Any] = [None] * size
@@ -114,23 +116,24 @@ def find_machines(platform: Platform) -> Machines:
 
 
 def make_meshes(config: Config, platform: Platform, machines: Machines) -> Meshes:
-    """Lays the policy over its ranks and makes their process groups; the rules hold."""
+    """Creates the process groups of all roles; the rules must hold."""
     world = World(platform, config.run.collective_timeout_s, config.run.stall_timeout_s)
     placement, _ = placed(config, machines)
     world.sums_on_host = generates_ahead(config, placement)
     return Meshes(world, placement, training_layout(config, placement))
 
 
-def tell_order(config: Config, meshes: Meshes, notify: Callable[[str], None]) -> None:
-    """Tells which order of ranks `train.order=auto` chose, if it is not the usual one."""
+def report_order(config: Config, meshes: Meshes, notify: Callable[[str], None]) -> None:
+    """Reports the order of ranks that `train.order=auto` chose, if it is not the default."""
     if (order := meshes.of("policy").layout.order) not in (config.train.order, DEFAULT_ORDER):
-        notify(f"train.order=auto: {order}, in which engines receive fewest bytes")
+        notify(f"train.order=auto: {order}, with which engines receive the fewest bytes")
 
 
 def training_layout(config: Config, placement: Placement) -> TrainLayout:
-    """Returns where each of the policy's ranks trains. With `train.order=auto` the model's shape
-    and the nodes decide, if LOCAL_WORLD_SIZE says which ranks share one and all roles are on all
-    ranks.
+    """Returns the training layout of the policy's ranks.
+
+    With `train.order=auto` the order depends on the model's shape and the nodes. This needs
+    LOCAL_WORLD_SIZE, and all roles on all ranks.
     """
     train, tp = config.train, config.rollout.tp
     world_size = len(placement.policy.ranks)
@@ -144,18 +147,18 @@ def training_layout(config: Config, placement: Placement) -> TrainLayout:
 
 
 def ranks_per_node(world: World) -> int:
-    """Returns how many consecutive ranks are of one node; collective."""
+    """Returns the number of consecutive ranks on a node; collective."""
     found = _local_ranks(world.size)
     same_on_all_ranks(world, "LOCAL_WORLD_SIZE", str(found))
     return found
 
 
 def _local_ranks(world_size: int) -> int:
-    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # unset where nothing launched this
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))  # unset without a launcher
 
 
 def with_epochs(config: Config, num_prompts: int) -> Config:
-    """Returns the configuration with the number of steps that `steps.num_epochs` comes to."""
+    """Returns the configuration with the number of steps that `steps.num_epochs` requires."""
     steps = config.steps
     if steps.num_epochs is None:
         return config

@@ -1,10 +1,9 @@
-"""The training loop: generate, score, look up log-probabilities, estimate advantages, update,
-reshard.
+"""Training loop: generate, score, compute log-probabilities, estimate advantages, update, reshard.
 
-SPMD: every rank runs this same code and knows lengths and rewards of all samples, but holds the
-tokens of some only; there is no controller. A step is `Trainer.train_step`; what it calls is
-public, so another dataflow is another script over the same parts. Everything else that happens in
-a run is an observer (observers.py).
+SPMD without a controller: every rank runs this code. Each rank knows lengths and rewards of all
+samples, but holds the tokens of only some. A step is `Trainer.train_step`; the methods that it
+calls are public, so another dataflow is another script over the same parts. Everything else in a
+run is an observer (observers.py).
 """
 
 from __future__ import annotations
@@ -43,16 +42,15 @@ class Trainer:
     `algorithm`, `hybrid_engine`, `prompts`.
 
     Args:
-        config: The whole configuration, already validated by itself; rules between knobs are
-            checked here.
-        prompts: Rows in place of `data.prompts` (any iterable of mappings, a `datasets.Dataset`
-            too).
-        reward: Function f(prompt, response, columns) -> float in place of the section `reward`, or
-            a list of them, whose scores are added.
-        tokenizer: Tokenizer in place of `model.tokenizer`.
-        mix: Rows in place of `mix.NAME.data.prompts`, by NAME.
-        trains: False: only evaluates, without a teacher, and without the reference where no loss on
-            held-out rows needs it.
+        config: Valid configuration. Rules that involve several knobs are checked here.
+        prompts: Rows that replace `data.prompts`: any iterable of mappings, including a
+            `datasets.Dataset`.
+        reward: Function f(prompt, response, columns) -> float that replaces the section `reward`,
+            or a list of functions, whose scores are added.
+        tokenizer: Tokenizer that replaces `model.tokenizer`.
+        mix: Rows that replace `mix.NAME.data.prompts`, by NAME.
+        trains: Whether the run trains. If not, it only evaluates and loads no teacher, and no
+            reference unless a loss on held-out rows needs it.
     """
 
     def __init__(
@@ -69,7 +67,7 @@ class Trainer:
         if unknown:
             raise unknown_argument(unknown)
         given = Given(prompts=prompts, reward=reward, tokenizer=tokenizer, mix=mix or {})
-        # Here, so that this module knows the parts of a run by what they do, not how they are made.
+        # Imported here, so that the loop does not depend on the modules that build its parts.
         from hybridrl.loop.build import Run
 
         self._run, self._trains = (run := Run(config, given, trains)), trains
@@ -96,13 +94,13 @@ class Trainer:
         """Builds a trainer from a YAML file, a mapping or a Config.
 
         Args:
-            config: Where the configuration comes from.
-            overrides: `key=value` texts on top.
-            **objects: `prompts`, `reward`, `tokenizer`, `mix` in place of their sections.
+            config: Source of the configuration.
+            overrides: `key=value` texts that override it.
+            **objects: `prompts`, `reward`, `tokenizer` and `mix`, which replace their sections.
 
         Raises:
             ConfigError: The configuration is wrong.
-            UserError: An argument has another name.
+            UserError: An argument is unknown.
         """
         if unknown := objects.keys() - ARGUMENTS:
             raise unknown_argument(unknown)
@@ -121,23 +119,24 @@ class Trainer:
         until: int | None = None,
         resume: Literal["newest", "previous"] = "newest",
     ) -> dict[str, float]:
-        """Trains: `num_steps` more steps, or up to step `until`; without either up to
+        """Trains `num_steps` more steps, or up to step `until`, or without either up to
         `steps.num_steps`.
 
-        A trainer that has neither loaded a checkpoint nor taken a step continues from a checkpoint
-        of its run folder, if there is one; `num_steps` counts from there.
+        A new trainer continues from a checkpoint of its run folder, if there is one; `num_steps`
+        counts from there. A trainer that has loaded a checkpoint or taken a step continues from its
+        own state.
 
         Args:
-            num_steps: Further steps to take.
-            until: Step to end with.
-            resume: Checkpoint to continue from: the newest, or the newest whole one before it.
+            num_steps: Number of additional steps.
+            until: Last step.
+            resume: Checkpoint to continue from: the newest, or the newest intact one before it.
 
         Returns:
-            `seconds`, those of earlier starts of the run included; where there are evaluation
-            prompts `eval_reward_before` and `eval_reward_after`, and where a scorer says how right
-            responses are `accuracy_before` and `accuracy_after`, each only if the first evaluation
-            or the last one has it; of held-out rows with responses `validation/loss_before` and the
-            like.
+            `seconds`, including earlier starts of the run. With evaluation prompts,
+            `eval_reward_before` and `eval_reward_after`. With a scorer of accuracy,
+            `accuracy_before` and `accuracy_after`. With held-out rows that have responses,
+            `validation/loss_before` and similar. A value is missing if the first or last evaluation
+            lacks it.
 
         Raises:
             UserError: Both `num_steps` and `until` are given, or one is negative.
@@ -172,13 +171,13 @@ class Trainer:
                 self.journal.close()
 
     def _is_measurement_left(self, last: int) -> bool:
-        """Whether a stop came between the last step and an evaluation that was due after it."""
+        """Whether a signal came between the last step and an evaluation that was due after it."""
         return self.evaluations.are_due(self.step, last) or self.validation.is_left_over(
             self.step, last
         )
 
     def _train_to(self, last: int) -> None:
-        """Takes the steps up to `last`, with what observers do between them."""
+        """Takes the steps up to `last` and calls the observers between them."""
         if self.algorithm.needs.rollouts:
             if self._run.phases.is_checked:
                 self.enter_rollout()
@@ -205,14 +204,14 @@ class Trainer:
                 observer.step_is_over(self.step, ends, metrics)
 
     def _measure(self, last: int, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Adds what observers measure now to metrics, and returns them."""
+        """Adds the observers' measurements to metrics and returns them."""
         metrics = {} if metrics is None else metrics
         for observer in self.observers:
             metrics |= observer.measures(self.step, last)
         return metrics
 
     def memory_table(self) -> str:
-        """Returns what this rank's device holds, by part, from the next change of phases on."""
+        """Returns this rank's memory by part, valid from the next change of phases on."""
         return self._run.ledger.table()
 
     def train_step(self) -> dict[str, float]:
@@ -236,9 +235,9 @@ class Trainer:
         return self._end_step(StepRecord(self.step, scored, batch, metrics))
 
     def _begin_step(self) -> None:
-        """Goes to the beginning of the step, also if it has failed before."""
+        """Begins a step, again from its beginning if it failed before."""
         if not self._trains:
-            raise UserError("trains", False, "a Trainer with trains=True", "Make another to train.")
+            raise UserError("trains", False, "True", "Create a Trainer with trains=True.")
         if self._run.position.is_in_step:
             self.sampler.drop()
             self._run.position.rewind()
@@ -258,9 +257,10 @@ class Trainer:
         return record.metrics
 
     def sample(self, prompts: Sequence[Prompt]) -> tuple[ScoredBatch, dict[str, float]]:
-        """Returns the scored samples of the step's prompts, and metrics. Groups that teach nothing
-        are replaced by further prompts' where the algorithm asks for it; where it needs no
-        rollouts, samples are the responses of the data.
+        """Returns the scored samples of the step's prompts, and metrics.
+
+        Without rollouts the samples are the responses of the data. Uninformative groups are
+        replaced by samples of other prompts, if the algorithm does so.
 
         Raises:
             UserError: No response to the prompts has a score.
@@ -283,8 +283,8 @@ class Trainer:
         return scored, metrics
 
     def _respond(self, prompts: Sequence[Prompt], first_group: int) -> ScoredBatch | None:
-        """Returns the scored samples of prompts, whose first group has this number; None where no
-        response has a score.
+        """Returns the scored samples of prompts, or None if no response has a score. Groups are
+        numbered from `first_group`.
         """
         algorithm, sampler = self.algorithm, self.sampler
         self.enter_rollout()
@@ -293,22 +293,22 @@ class Trainer:
                 prompts, step=self.step, first_group=first_group, greedy=algorithm.needs.greedy
             )
         has_rounds = isinstance(algorithm, GroupAlgorithm) and algorithm.max_resampling > 0
-        # A reward model's pass needs the memory that the engine has while it generates.
+        # A reward model needs the memory that the engine uses while it generates.
         if sampler.reward_models or not has_rounds:
             self.enter_training()
         with self.journal.phase("reward"):
             return sampler.score_or_none(local)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
-        """Returns the samples that the algorithm learns from, with the columns that its `needs`
-        name; moves their tokens to the ranks that train on them.
+        """Returns the samples that the algorithm trains on, with the columns in its `needs`. Moves
+        their tokens to the ranks that train on them.
         """
         num_updates = self.config.steps.updates_per_step
         is_reused = self.algorithm.needs.rollouts and num_updates > 1
         return self.roles.add_columns(self.algorithm, scored, is_reused, num_updates=num_updates)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes the optimizer steps of a step; returns mean metrics, as `Updates.take` says."""
+        """Takes the optimizer steps of a step; returns mean metrics (see `Updates.take`)."""
         metrics = self._run.updates.take(
             batch, step=self.step, number=self.config.steps.updates_per_step
         )
@@ -317,26 +317,26 @@ class Trainer:
         return metrics
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
-        """Brings the weights of this step into the engine; returns bytes and rate."""
+        """Sends the current weights to the engine; returns bytes and rate."""
         return self._run.phases.reshard(verifies)
 
     def check_engine(self) -> None:
-        """Compares the engine with the trainer, or raises, as `EnginePhases.check` says."""
+        """Compares the engine with the trainer; see `EnginePhases.check`."""
         self._run.phases.check(self.memory_table)
 
     def enter_training(self, frees_memory: bool = False) -> None:
-        """Ends the rollout phase, if it is the current one."""
+        """Ends the rollout phase if it is the current one."""
         self._run.phases.enter_training(frees_memory)
 
     def enter_rollout(self) -> None:
-        """Begins the rollout phase with the policy's weights, if it is not the current one."""
+        """Starts the rollout phase with the policy's weights if it is not the current one."""
         self._run.phases.enter_rollout()
 
     def evaluate(self, temperature: float | None = None) -> Evaluation:
         """Scores responses to the evaluation prompts and to `eval.sets`.
 
         Args:
-            temperature: Temperature in place of `eval.temperature`; 0 is greedy.
+            temperature: Temperature that replaces `eval.temperature`; 0 is greedy.
 
         Raises:
             UserError: There are no evaluation prompts.
@@ -344,8 +344,8 @@ class Trainer:
         return self._run.evaluation.measure(temperature)
 
     def validate(self) -> dict[str, float]:
-        """Returns what the algorithm makes of held-out rows with responses, as
-        `Validation.measure`; nothing where there are none.
+        """Returns metrics on held-out rows with responses (see `Validation.measure_rows`), or {}
+        without such rows.
         """
         return self.validation.measure() if self.validation.has_rows else {}
 
@@ -356,23 +356,24 @@ class Trainer:
         temperature: float | None = None,
         max_new_tokens: int | None = None,
     ) -> list[str]:
-        """Generates a response to each prompt with the present weights, as `responses_to` says;
+        """Generates a response to each prompt with the current weights (see `responses_to`);
         collective, all ranks return the same.
 
         Args:
             prompts: Texts or chats (lists of messages), the same on all ranks.
-            temperature: Sampling temperature; None: `eval.temperature`.
-            max_new_tokens: Longest response; None: the longest of the run's evaluations.
+            temperature: Sampling temperature; None takes `eval.temperature`.
+            max_new_tokens: Maximum length of a response; None takes the maximum of the run's
+                evaluations.
         """
         self.enter_rollout()
         return self._run.responses_to(prompts, temperature, max_new_tokens)
 
     def save_hf(self, path: str | Path) -> Path:
-        """Writes the trained model as an HF directory: the policy, or the reward model that is
-        trained in its place; collective. Returns the directory.
+        """Writes the trained policy or reward model as an HF directory; collective. Returns the
+        directory.
 
         Args:
-            path: Directory to make; it must not exist, or be empty.
+            path: New or empty directory.
 
         Raises:
             UserError: The directory has files, or cannot be written.
@@ -383,18 +384,19 @@ class Trainer:
         """Writes `checkpoints/step_N` with everything that the run needs to continue.
 
         Args:
-            waits: Whether to wait until it is complete; else it is when a later step or `fit` ends.
+            waits: Whether to wait until it is complete. Otherwise it is completed during later
+                steps, or when `fit` ends.
 
         Raises:
-            UserError: A file could not be written, or another run has taken the run folder over.
+            UserError: A file cannot be written, or another process has taken over the run folder.
         """
         return self.checkpoints.save(waits)
 
     def load_checkpoint(self, path: str | Path) -> None:
-        """Restores weights, optimizers, prompt cursor, random states and unfinished rollouts.
+        """Restores weights, optimizers, prompt cursors, random states and unfinished rollouts.
 
         Args:
-            path: A `checkpoints/step_N` folder, or a run folder, which stands for its newest.
+            path: Folder `checkpoints/step_N`, or a run folder, whose newest checkpoint is used.
         """
         self.checkpoints.load(Path(path))
 

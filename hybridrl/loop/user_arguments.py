@@ -1,4 +1,4 @@
-"""Names of the objects that a user's script gives a Trainer, and what wrong names mean."""
+"""Arguments of a Trainer that replace sections of the configuration, and their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hybridrl.rewards.functions import RewardFunction
 
 ARGUMENTS = frozenset({"prompts", "reward", "tokenizer", "mix", "trains"})
-# Of TRL's trainers and others.
+# Names in TRL and others, and our names.
 _MEANT = {
     "dataset": "prompts",
     "data": "prompts",
@@ -37,7 +37,7 @@ _MEANT = {
 
 @dataclass(frozen=True)
 class Given:
-    """Objects of a user's script in place of sections of the configuration, if it gives them."""
+    """Objects from the user's script that replace sections of the configuration."""
 
     prompts: Rows | None
     reward: RewardFunction | Sequence[RewardFunction] | None
@@ -46,13 +46,13 @@ class Given:
 
 
 def unknown_argument(names: Iterable[str]) -> UserError:
-    """Returns the error for arguments of a Trainer that it does not have.
+    """Returns the error for unknown arguments of a Trainer.
 
     Args:
-        names: The unknown ones, at least one.
+        names: Names of the unknown arguments, at least one.
     """
     name = min(names)
     near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.4)
     meant = _MEANT.get(name) or next(iter(near), None)
-    remedy = f"Did you mean {meant}?" if meant else "Knobs belong into the configuration."
+    remedy = f"Did you mean {meant}?" if meant else "Set knobs in the configuration."
     return UserError(name, "an unknown argument", ", ".join(sorted(ARGUMENTS)), remedy)

@@ -1,5 +1,6 @@
-"""Responses to prompts of a user's script, outside the steps of a run; read and rendered as the
-run's own prompts are. Collective.
+"""Generates responses to prompts from a user's script, outside of the steps of a run. Collective.
+
+Prompts are read and rendered like the run's own.
 """
 
 from __future__ import annotations
@@ -29,26 +30,27 @@ def responses_to(
     temperature: float | None = None,
     max_new_tokens: int | None = None,
 ) -> list[str]:
-    """Generates a response of one turn to each prompt, without environment and rewards; returns the
+    """Generates a single-turn response to each prompt, without environment and rewards; returns the
     texts in the order of the prompts.
 
     Args:
-        temperature: Sampling temperature; None: `eval.temperature`.
-        max_new_tokens: Longest response; None: the longest of the run's evaluations.
+        temperature: Sampling temperature; None takes `eval.temperature`.
+        max_new_tokens: Maximum length of a response; None takes the maximum of the run's
+            evaluations.
 
     Raises:
-        UserError: There are no prompts, one has more tokens than `data.max_prompt_tokens`, or more
-            new tokens are asked for than the engine was made for.
+        UserError: There are no prompts, a prompt exceeds `data.max_prompt_tokens`, or
+            `max_new_tokens` exceeds the engine's maximum.
     """
     longest = config.eval.most_new_tokens(config.rollout.max_new_tokens)
-    asked = longest if max_new_tokens is None else max_new_tokens
-    if not 1 <= asked <= longest:
-        remedy = "Raise eval.max_new_tokens: engines are made for the longest response."
-        raise UserError("max_new_tokens", asked, f"1 to {longest}", remedy)
+    num_tokens = longest if max_new_tokens is None else max_new_tokens
+    if not 1 <= num_tokens <= longest:
+        remedy = "Raise eval.max_new_tokens, the longest response that the engine supports."
+        raise UserError("max_new_tokens", num_tokens, f"1 to {longest}", remedy)
     if isinstance(prompts, str) or not prompts:
         got = "one text" if prompts else "nothing"
-        raise UserError("prompts", got, "a list of texts or chats", "Give a list.")
-    # One response to each: none may be left out.
+        raise UserError("prompts", got, "a list of texts or chats", "Pass a list.")
+    # Every prompt gets a response, so bad prompts are errors.
     data = config.data.model_copy(update={"on_bad_row": "stop"})
     loaded = load_prompts(data, tokenizer, [{data.prompt_key: prompt} for prompt in prompts])
     if loaded.left_out.num:
@@ -58,15 +60,15 @@ def responses_to(
     sampling = replace(
         sampler.sampling,
         temperature=config.eval.temperature if temperature is None else temperature,
-        max_new_tokens=asked,
+        max_new_tokens=num_tokens,
     )
     with sampler.judged_by(Scorer(config.reward, tokenizer, no_reward)):
         local = sampler.generate(
             loaded.prompts, samples_per_prompt=1, step=EVALUATION_STEP, sampling=sampling
         )
-        with sampler.world.all_agree("telling responses") as agreement:
+        with sampler.world.all_agree("collecting responses") as agreement:
             if local is not None:
                 texts = sampler.scorer.responses(local)
                 agreement.value = dict(zip(local.sample_ids_B.tolist(), texts, strict=True))
-    told = {number: text for found in agreement.values for number, text in (found or {}).items()}
-    return [told[number] for number in range(len(prompts))]
+    responses = {n: text for found in agreement.values for n, text in (found or {}).items()}
+    return [responses[number] for number in range(len(prompts))]
