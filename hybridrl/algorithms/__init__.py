@@ -4,41 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hybridrl.config.algorithm import PRESETS
 from hybridrl.config.needs import Needs
 from hybridrl.config.own_code import imported
 from hybridrl.config.schema import AlgorithmConfig, CustomAlgorithmConfig
+from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.errors import UserError, said, short
 
 if TYPE_CHECKING:
     from hybridrl.algorithms.base import Algorithm
 
 ALGORITHMS = {
-    "grpo": "hybridrl.algorithms.grpo:Grpo",
-    "dr_grpo": "hybridrl.algorithms.grpo:Grpo",
-    "dapo": "hybridrl.algorithms.grpo:Grpo",
-    "gspo": "hybridrl.algorithms.grpo:Grpo",
-    "gmpo": "hybridrl.algorithms.grpo:Grpo",
-    "cispo": "hybridrl.algorithms.grpo:Grpo",
-    "sapo": "hybridrl.algorithms.grpo:Grpo",
-    "clip_cov": "hybridrl.algorithms.grpo:Grpo",
-    "kl_cov": "hybridrl.algorithms.grpo:Grpo",
-    "rloo": "hybridrl.algorithms.grpo:Grpo",
-    "reinforce_pp_baseline": "hybridrl.algorithms.grpo:Grpo",
-    "remax": "hybridrl.algorithms.grpo:Grpo",
-    "opo": "hybridrl.algorithms.grpo:Grpo",
-    "gpg": "hybridrl.algorithms.grpo:Grpo",
-    "pass_at_k": "hybridrl.algorithms.grpo:Grpo",
-    "gdpo": "hybridrl.algorithms.grpo:Grpo",
+    **dict.fromkeys(("grpo", *PRESETS), "hybridrl.algorithms.grpo:Grpo"),
     "reinforce_pp": "hybridrl.algorithms.reinforce:ReinforcePlusPlus",
     "ppo": "hybridrl.algorithms.ppo:Ppo",
     "vapo": "hybridrl.algorithms.ppo:Ppo",
     "sft": "hybridrl.algorithms.sft:Sft",
-    "dpo": "hybridrl.algorithms.preference:Dpo",
-    "dpo_norm": "hybridrl.algorithms.preference:Dpo",
-    "cdpo": "hybridrl.algorithms.preference:Dpo",
-    "ipo": "hybridrl.algorithms.preference:Dpo",
-    "simpo": "hybridrl.algorithms.preference:Dpo",
-    "orpo": "hybridrl.algorithms.preference:Dpo",
+    **dict.fromkeys(PAIR_PRESETS, "hybridrl.algorithms.preference:Dpo"),
     "kto": "hybridrl.algorithms.preference:Kto",
     "online_dpo": "hybridrl.algorithms.online_dpo:OnlineDpo",
     "reward_model": "hybridrl.algorithms.reward_model:RewardModel",

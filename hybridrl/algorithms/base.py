@@ -41,22 +41,18 @@ class Algorithm(Protocol):
     @property
     def name(self) -> str:
         """Name in messages."""
-        ...
 
     @property
     def needs(self) -> Needs:
         """Columns and models that the trainer has to provide."""
-        ...
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Returns the step's batch with `advantages_T`, and with `returns_T` for a critic. All
         ranks call it.
         """
-        ...
 
     def denominator(self, batch: TrainBatch) -> float:
         """Returns the divisor of this mini-batch's losses, counted over all ranks."""
-        ...
 
     def loss(
         self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
@@ -71,7 +67,6 @@ class Algorithm(Protocol):
             micro: Columns at the same positions. Only positions in `loss_mask_S` may contribute.
             denominator: Result of `denominator` for the whole mini-batch.
         """
-        ...
 
 
 @runtime_checkable
@@ -80,15 +75,12 @@ class AdaptiveAlgorithm(Algorithm, Protocol):
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
         """Updates the state from the step's batch; returns metrics, equal on all ranks."""
-        ...
 
     def state(self) -> dict[str, float]:
         """Returns the state for `load_state`, as values that JSON can hold."""
-        ...
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Restores a state."""
-        ...
 
 
 @runtime_checkable
@@ -98,11 +90,9 @@ class GroupAlgorithm(Algorithm, Protocol):
     @property
     def max_resampling(self) -> int:
         """Maximum number of rounds that replace such groups by samples of other prompts."""
-        ...
 
     def uninformative(self, batch: ScoredBatch) -> Tensor:
         """Returns a mask of the samples in such groups, whole groups only: (B,) bool."""
-        ...
 
 
 @runtime_checkable
@@ -113,7 +103,6 @@ class SelectiveAlgorithm(Algorithm, Protocol):
         """Returns the indices of those samples, at least one: (N,) int64. `advantages` accepts the
         whole batch as well as the selected samples.
         """
-        ...
 
 
 @runtime_checkable
@@ -122,7 +111,6 @@ class CriticAlgorithm(Algorithm, Protocol):
 
     def value_loss(self, values_S: Tensor, micro: MicroBatch, denominator: float) -> LossOutput:
         """Returns the critic's loss; arguments as in `loss`, `values_S` with a gradient."""
-        ...
 
 
 def num_response_tokens(batch: TrainBatch) -> float:

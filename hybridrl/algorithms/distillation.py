@@ -92,7 +92,6 @@ class Distillation:
         return batch
 
     def denominator(self, batch: TrainBatch) -> float:
-        """Returns the number of response tokens."""
         return num_response_tokens(batch)
 
     def loss(

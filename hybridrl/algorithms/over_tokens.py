@@ -123,9 +123,6 @@ def _concatenated(parts: Sequence[_Candidates]) -> _Candidates:
 def _bound(marks: Sequence[_Candidates], count: int) -> tuple[Any, Any]:
     """Returns the sort keys of a bound that at least `count` candidates of all ranks do not exceed,
     or all candidates if there are fewer.
-
-    Args:
-        marks: Marks of each rank.
     """
     found = _concatenated(marks)
     found = found.first(len(found.order_N))

@@ -13,7 +13,13 @@ import torch
 from torch import Tensor
 
 from hybridrl.algorithms import correction
-from hybridrl.algorithms.advantage import overlong_penalty, sequence_kl, token_kl
+from hybridrl.algorithms.advantage import (
+    last_token_rewards,
+    overlong_penalty,
+    response_values,
+    sequence_kl,
+    token_kl,
+)
 from hybridrl.algorithms.base import LossOutput, num_response_tokens
 from hybridrl.algorithms.kl_control import AdaptiveKl
 from hybridrl.algorithms.log_ratio import importance_ratio, kl_estimate
@@ -55,7 +61,6 @@ class PolicyGradient(Generic[Config]):
 
     @property
     def name(self) -> str:
-        """Name of the algorithm in the table."""
         return self.config.name
 
     def denominator(self, batch: TrainBatch) -> float:
@@ -145,6 +150,17 @@ class PolicyGradient(Generic[Config]):
         if not self._kl_in_reward:
             return None
         return self.kl_coef * token_kl(batch, self.config.kl_estimator, self.name)
+
+    def token_rewards(self, batch: TrainBatch) -> Tensor:
+        """Returns the reward of each response token: (R,) float64.
+
+        It is the sample's reward on the last token, minus the KL penalty of each token.
+        """
+        reward_H = batch.of_held(self.rewards(batch))
+        rewards_R = last_token_rewards(reward_H, batch.response_lengths_H)
+        if (penalty_T := self.kl_penalty(batch)) is not None:
+            rewards_R = rewards_R - response_values(penalty_T, batch)
+        return rewards_R
 
     def _objective(
         self, logp_S: Tensor, log_ratio_S: Tensor, advantages_S: Tensor, micro: MicroBatch

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hybridrl.algorithms.advantage import (
     gae,
-    last_token_rewards,
     length_lambda,
     response_column,
     response_values,
@@ -35,9 +34,7 @@ class Ppo(PolicyGradient[PpoConfig]):
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Computes the advantages, whitened if configured, and the critic's returns."""
         config, lengths_H = self.config, batch.response_lengths_H
-        rewards_R = last_token_rewards(batch.of_held(self.rewards(batch)), lengths_H)
-        if (penalty_T := self.kl_penalty(batch)) is not None:
-            rewards_R = rewards_R - response_values(penalty_T, batch)
+        rewards_R = self.token_rewards(batch)
         values_R = response_values(batch.require("values_T", self.name), batch)
         lam: float | Tensor = config.gae_lambda
         if config.gae_length_alpha is not None:

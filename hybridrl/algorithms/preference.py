@@ -10,7 +10,7 @@ micro-batches. The price is one more forward pass.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -29,8 +29,19 @@ from hybridrl.contracts.batch import UNRELATED, BatchError, MicroBatch, Producer
 IMPLICIT, LOSS, KL = "feedback.implicit_reward", "feedback.loss", "feedback.kl"
 
 
-class ResponseLoss(Protocol):
-    """A loss of whole responses."""
+Config = TypeVar("Config", bound=DpoConfig | OnlineDpoConfig | KtoConfig)
+
+
+class ResponseLoss(Generic[Config]):
+    """An algorithm whose loss is a function of whole responses; subclasses define `losses`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.name = config.name
+
+    @property
+    def needs(self) -> Needs:
+        return self.config.needs
 
     def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns each sample's share of the loss (B,), and parts to report as metrics.
@@ -39,41 +50,41 @@ class ResponseLoss(Protocol):
             logp_B: Log-probability of each response under the policy, float64, with a gradient.
             batch: Samples with the columns that the algorithm needs.
         """
-        ...
+        raise NotImplementedError
+
+    def advantages(self, batch: TrainBatch) -> TrainBatch:
+        """Gives each response token the advantage -dL/ds of its response, and reports the parts."""
+        old_T = batch.require("old_logp_T", self.name)
+        with torch.enable_grad():
+            logp_B = response_sums(old_T, batch).requires_grad_()
+            loss_B, parts = self.losses(logp_B, batch)
+            (slope_B,) = torch.autograd.grad(loss_B.sum(), logp_B)
+        advantages_T = sample_column(-slope_B, batch)
+        reported = {LOSS: loss_B, **parts}
+        return batch.join_columns(Producer.here(self.name), advantages_T=advantages_T).with_parts(
+            {part: value_B.detach().float() for part, value_B in reported.items()}
+        )
+
+    def loss(
+        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
+    ) -> LossOutput:
+        """Returns the loss whose gradient is minus the advantages; arguments as in
+        `Algorithm.loss`.
+
+        Its value is the first-order change of L, which is 0 at the start of the step.
+        `feedback_metrics` reports L itself.
+        """
+        mask_S = micro.loss_mask_S
+        logp_S, entropy_S = (x.masked_fill(~mask_S, 0.0) for x in (logp_S, entropy_S.detach()))
+        old_S = micro.require("old_logp_S", self.name)
+        advantages_S = micro.require("advantages_S", self.name)
+        metrics = {"policy/entropy": entropy_S.sum()}
+        if micro.reference_logp_S is not None:
+            metrics["policy/kl"] = (logp_S.detach() - micro.reference_logp_S).sum()
+        return LossOutput(-(advantages_S * (logp_S - old_S)).sum() / denominator, metrics)
 
 
-def with_advantages(algorithm: ResponseLoss, batch: TrainBatch, name: str) -> TrainBatch:
-    """Gives each response token the advantage -dL/ds of its response; adds the parts to report."""
-    old_T = batch.require("old_logp_T", name)
-    with torch.enable_grad():
-        logp_B = response_sums(old_T, batch).requires_grad_()
-        loss_B, parts = algorithm.losses(logp_B, batch)
-        (slope_B,) = torch.autograd.grad(loss_B.sum(), logp_B)
-    advantages_T = sample_column(-slope_B, batch)
-    reported = {LOSS: loss_B, **parts}
-    return batch.join_columns(Producer.here(name), advantages_T=advantages_T).with_parts(
-        {part: value_B.detach().float() for part, value_B in reported.items()}
-    )
-
-
-def linear_loss(
-    name: str, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
-) -> LossOutput:
-    """Returns the loss whose gradient is minus the advantages; arguments as in `Algorithm.loss`.
-
-    Its value is the first-order change of L, which is 0 at the start of the step.
-    `feedback_metrics` reports L itself.
-    """
-    mask_S = micro.loss_mask_S
-    logp_S, entropy_S = (x.masked_fill(~mask_S, 0.0) for x in (logp_S, entropy_S.detach()))
-    old_S, advantages_S = (micro.require(f"{c}_S", name) for c in ("old_logp", "advantages"))
-    metrics = {"policy/entropy": entropy_S.sum()}
-    if micro.reference_logp_S is not None:
-        metrics["policy/kl"] = (logp_S.detach() - micro.reference_logp_S).sum()
-    return LossOutput(-(advantages_S * (logp_S - old_S)).sum() / denominator, metrics)
-
-
-class Dpo:
+class Dpo(ResponseLoss[DpoConfig | OnlineDpoConfig]):
     """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, eq. 7) and its
     variants, which `config.supervised.PAIR_PRESETS` lists.
 
@@ -93,24 +104,9 @@ class Dpo:
     pairs.
     """
 
-    def __init__(self, config: DpoConfig | OnlineDpoConfig) -> None:
-        self.config = config
-        self.name = config.name
-        self.needs = config.needs
-
-    def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Gives each response token minus the derivative of the loss by its response."""
-        return with_advantages(self, batch, self.name)
-
     def denominator(self, batch: TrainBatch) -> float:
         """Returns the number of pairs."""
         return batch.num_samples / 2
-
-    def loss(
-        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
-    ) -> LossOutput:
-        """Returns the linear loss; arguments as in `Algorithm.loss`."""
-        return linear_loss(self.name, logp_S, entropy_S, micro, denominator)
 
     def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns half of its pair's loss for each sample, as in `ResponseLoss`."""
@@ -141,7 +137,7 @@ class Dpo:
         return -(1 - e) * logsigmoid(x_P) - e * logsigmoid(-x_P)
 
 
-class Kto:
+class Kto(ResponseLoss[KtoConfig]):
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8).
 
     With s = logp - reference_logp, the loss of a response is w (1 - sigmoid(beta (s - z))) if it is
@@ -149,16 +145,6 @@ class Kto:
     point z has no gradient. It is max(0, mean of s) over unrelated samples, prompts with responses
     to other prompts (sec. 4.1), of the whole step; the paper takes those of a micro-batch.
     """
-
-    name = "kto"
-
-    def __init__(self, config: KtoConfig) -> None:
-        self.config = config
-
-    @property
-    def needs(self) -> Needs:
-        """Needs that the section states."""
-        return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Computes the advantages and removes the unrelated samples.
@@ -176,17 +162,11 @@ class Kto:
         kl = ratio_B[is_unrelated_B].mean().clamp(min=0)
         kept = batch.select((~is_unrelated_B).nonzero()[:, 0])
         kept = kept.with_parts({KL: kl.expand(kept.num_samples).float()})
-        return with_advantages(self, kept, self.name)
+        return super().advantages(kept)
 
     def denominator(self, batch: TrainBatch) -> float:
         """Returns the number of responses."""
         return float(batch.num_samples)
-
-    def loss(
-        self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
-    ) -> LossOutput:
-        """Returns the linear loss; arguments as in `Algorithm.loss`."""
-        return linear_loss(self.name, logp_S, entropy_S, micro, denominator)
 
     def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Returns each response's loss, as in `ResponseLoss`."""

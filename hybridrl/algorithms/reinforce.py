@@ -10,9 +10,7 @@ import torch
 
 from hybridrl.algorithms.advantage import (
     gae,
-    last_token_rewards,
     response_column,
-    response_values,
     whiten_tokens,
 )
 from hybridrl.algorithms.over_tokens import OverTokens
@@ -26,14 +24,10 @@ class ReinforcePlusPlus(PolicyGradient[ReinforceConfig]):
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Computes the advantages: whitened discounted sums of rewards."""
-        lengths_H = batch.response_lengths_H
-        rewards_R = last_token_rewards(batch.of_held(self.rewards(batch)), lengths_H)
-        if (penalty_T := self.kl_penalty(batch)) is not None:
-            rewards_R = rewards_R - response_values(penalty_T, batch)
+        rewards_R = self.token_rewards(batch)
         # GAE with lambda 1 and without values is the discounted sum of rewards.
-        returns_R, _ = gae(
-            rewards_R, torch.zeros_like(rewards_R), lengths_H, self.config.gamma, lam=1.0
-        )
+        lengths_H, values_R = batch.response_lengths_H, torch.zeros_like(rewards_R)
+        returns_R, _ = gae(rewards_R, values_R, lengths_H, self.config.gamma, lam=1.0)
         advantages_R = whiten_tokens(returns_R, OverTokens(batch))
         column_T = response_column(advantages_R, batch)
         return batch.join_columns(Producer.here(self.name), advantages_T=column_T)

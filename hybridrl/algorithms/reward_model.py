@@ -35,7 +35,6 @@ class RewardModel:
 
     @property
     def needs(self) -> Needs:
-        """Needs that the section states."""
         return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:

@@ -20,7 +20,6 @@ class Sft:
 
     @property
     def needs(self) -> Needs:
-        """Needs that the section states."""
         return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
@@ -28,7 +27,6 @@ class Sft:
         return batch
 
     def denominator(self, batch: TrainBatch) -> float:
-        """Returns the number of response tokens."""
         return num_response_tokens(batch)
 
     def loss(

@@ -62,7 +62,6 @@ class Environment(Protocol):
             columns: Other columns of the row, and the text that the policy read as
                 `rendered_prompt`.
         """
-        ...
 
     def step(self, tokens: Sequence[int], text: str) -> Turn | tuple[Observation, float, bool]:
         """Answers a turn that the policy ended with a stop token.
@@ -72,7 +71,6 @@ class Environment(Protocol):
             text: The same as text, without the stop token if that is a special token. Other special
                 tokens are kept, because some models use them to mark tool calls.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -82,8 +80,6 @@ class Play:
     Args:
         key: Identity of the response, unique among unfinished responses. None ends all
             environments.
-        prompt: Prompt of the response.
-        columns: Columns of the response's row.
         actions: Tokens and text of every turn so far.
     """
 

@@ -32,10 +32,8 @@ class ObservationEncoder:
     """Converts observations to tokens.
 
     Args:
-        tokenizer: Tokenizer of transformers.
         vocab_size: Vocabulary size of the model, which bounds token ids.
         stop_token_ids: Tokens that can end a turn of the policy.
-        template_arguments: Keyword arguments of the chat template.
     """
 
     def __init__(

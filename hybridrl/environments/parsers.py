@@ -26,11 +26,9 @@ class ToolParser(Protocol):
 
     def calls(self, text: str) -> Sequence[ToolCall]:
         """Returns the calls of a turn in order, or nothing if the turn is an answer."""
-        ...
 
     def observation(self, results: Sequence[str]) -> Observation:
         """Returns the observation with the results, one for each call."""
-        ...
 
 
 class Hermes:

@@ -34,11 +34,7 @@ Job = tuple[list[Play]]
 
 
 class Stage:
-    """Environments in this process.
-
-    Args:
-        make: Function that creates an environment.
-    """
+    """Environments in this process."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self._make = make
@@ -116,15 +112,11 @@ class StageProcess(Worker[EnvironmentConfig, Answer]):
         return super().kill()
 
     def decoded(self, entry: dict[str, Any]) -> Answer:
-        """Returns an answer from its JSON."""
         return decoded(entry)
 
 
 class Stages:
     """All stages of a rank. All turns of a response go to the same stage.
-
-    Args:
-        config: Section with the name of the environment.
 
     Raises:
         UserError: There is no environment with this name.
@@ -160,6 +152,5 @@ class Stages:
         self._used = set()
 
     def close(self) -> None:
-        """Ends all processes."""
         for pool in self._pools:
             pool.close()

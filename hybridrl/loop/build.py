@@ -39,8 +39,6 @@ class Run:
     """Parts of a run on this rank; joins its process group.
 
     Args:
-        config: Valid configuration.
-        given: Objects from the user's script.
         trains: Whether the run trains, not only evaluates.
 
     Raises:

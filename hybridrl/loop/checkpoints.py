@@ -42,8 +42,6 @@ STOP_FILE = "stop"  # a file with this name in the run folder acts like SIGTERM
 
 
 class Checkpoints(Observer):
-    """Saves and loads a run."""
-
     def __init__(
         self,
         *,

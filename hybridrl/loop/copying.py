@@ -114,10 +114,7 @@ class Copies:
 
         Args:
             step: Number of finished steps.
-            models: Trained models by name.
             state: Returns the loop's state as JSON.
-            files: Model files that a checkpoint includes.
-            timer: Timer of the step's phases.
         """
         if not self._is_due(step):
             return

@@ -204,7 +204,6 @@ class Evaluations:
         self.by_step.setdefault(str(step), {}).update(found.record())
 
     def close(self) -> None:
-        """Closes the sets' scorers."""
         for prompts in self._sets.values():
             if prompts.scorer is not None:
                 prompts.scorer.close()

@@ -75,9 +75,6 @@ def declare_turn_end(directory: Path) -> None:
     that other engines stop where the run's responses stopped.
 
     Changes nothing if the model's files have the token already, or if there is no such template.
-
-    Args:
-        directory: HF directory with its tokenizer.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)

@@ -65,7 +65,6 @@ class StepWarning(Protocol):
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Returns a warning, or None. A problem is reported once."""
-        ...
 
 
 class Journal(Observer):
@@ -207,8 +206,6 @@ class Journal(Observer):
         """Adds lengths, times, memory and FLOPs to a step's metrics; equal on all ranks.
 
         Args:
-            batch: Samples of the step.
-            values: Other metrics of the step.
             flops: Model FLOPs by phase, summed over ranks.
         """
         lengths = batch.response_lengths_B.float()

@@ -20,10 +20,6 @@ from hybridrl.roles.mix import Mix
 class Position:
     """Counts a run's steps and seconds, and keeps the cursors of its data.
 
-    Args:
-        prompts: Source of the steps' prompts.
-        mix: Rows of the additional terms.
-
     Attributes:
         step: Number of finished steps.
         has_begun: Whether a checkpoint was loaded or a step has begun; then `fit` loads no

@@ -68,8 +68,6 @@ def model_violations(
     """Checks the configuration against the model's config.json and its family, and the teacher's.
 
     Args:
-        config: Configuration of the run.
-        world_size: Number of ranks.
         has_teacher: Whether to check the teacher, if there is one; training needs it.
         default_dtype: Meaning of model.dtype=auto. The default is that of GPUs.
         machines: GPUs and nodes of the ranks; None if unknown.
@@ -125,9 +123,6 @@ def validate_training(
     """Checks everything that `train` needs.
 
     Args:
-        config: Configuration of the run.
-        world_size: Number of ranks.
-        resume: Checkpoint that the run continues from.
         slots: Number of ranks on each of several hosts; () if `local_machines` finds it.
 
     Raises:
@@ -160,8 +155,6 @@ def validate_evaluation(
     """Checks everything that `eval` needs.
 
     Args:
-        config: Configuration of the run.
-        world_size: Number of ranks.
         prompts: Files that replace `data.eval_prompts`.
         checkpoint: Folder that replaces the run's newest checkpoint.
 

@@ -29,8 +29,6 @@ FINISHED = "finished"  # exit of a start that reached the last step
 
 
 class RunStarts:
-    """Records the starts of a run."""
-
     def __init__(self, folder: Path) -> None:
         self._path = folder / RUN_FILE
         self._starts: list[dict[str, Any]] = []

@@ -44,8 +44,6 @@ class _BatchJson(BaseModel, extra="forbid"):
 
 
 class _FileJson(BaseModel, extra="forbid"):
-    """JSON of the file."""
-
     step: int = Field(ge=1)
     update: int = Field(ge=0)
     reason: str
@@ -67,7 +65,6 @@ class SavedBatch:
         batch: All samples of all ranks, with the columns of the losses.
         step: Number of the step, from 1.
         update: Number of the optimizer step within it, from 0.
-        reason: Description of the value that was not finite.
         config: Configuration of the run as YAML.
         rng: Random states of each rank before the passes.
         terms: Mini-batches of the additional terms of the policy's loss, by name.

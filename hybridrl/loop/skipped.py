@@ -51,9 +51,7 @@ class SkippedSteps:
         Args:
             step: Number of the step, from 1.
             update: Number of the optimizer step within it, from 0.
-            part: Mini-batch.
             terms: Mini-batches of the additional terms of the policy's loss, by name.
-            found: Gradients of the trained models.
             random_states: Random states before the passes.
 
         Raises:

@@ -94,7 +94,6 @@ class Trainer:
         """Builds a trainer from a YAML file, a mapping or a Config.
 
         Args:
-            config: Source of the configuration.
             overrides: `key=value` texts that override it.
             **objects: `prompts`, `reward`, `tokenizer` and `mix`, which replace their sections.
 
@@ -127,8 +126,6 @@ class Trainer:
         own state.
 
         Args:
-            num_steps: Number of additional steps.
-            until: Last step.
             resume: Checkpoint to continue from: the newest, or the newest intact one before it.
 
         Returns:

@@ -15,8 +15,6 @@ from hybridrl.training.update import optimizer_step
 
 
 class Updates:
-    """Takes the optimizer steps of a training step."""
-
     def __init__(
         self, *, algorithm: Algorithm, roles: Roles, mix: Mix, skipped: SkippedSteps
     ) -> None:

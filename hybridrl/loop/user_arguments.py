@@ -46,11 +46,7 @@ class Given:
 
 
 def unknown_argument(names: Iterable[str]) -> UserError:
-    """Returns the error for unknown arguments of a Trainer.
-
-    Args:
-        names: Names of the unknown arguments, at least one.
-    """
+    """Returns the error for unknown arguments of a Trainer."""
     name = min(names)
     near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.4)
     meant = _MEANT.get(name) or next(iter(near), None)

@@ -127,7 +127,6 @@ def forward_flops(
     element of a key and of a value, each head and each attended pair of positions.
 
     Args:
-        shape: Sizes of the model.
         lengths: Number of tokens of each sequence, prompt and response together.
         head_tokens: Number of positions for which the output head is computed; in training the
             response tokens.

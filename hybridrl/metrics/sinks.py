@@ -38,11 +38,9 @@ class MetricSink(Protocol):
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Records a step."""
-        ...
 
     def close(self) -> None:
         """Writes buffered records and closes files."""
-        ...
 
 
 class SampleSink(Protocol):
@@ -52,10 +50,8 @@ class SampleSink(Protocol):
         """Records the first samples of a step.
 
         Args:
-            step: Step of the samples.
             file: File of all samples that RolloutDump wrote.
         """
-        ...
 
 
 class JsonlSink:
@@ -112,7 +108,6 @@ class JsonlSink:
         self._last, self._last_bytes = record, len(line)  # JSON's text is ASCII
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -143,7 +138,6 @@ class TensorBoardSink:
         self._writer.add_text("report", page, last_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records a step."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
@@ -158,7 +152,6 @@ class TensorBoardSink:
         self._writer.add_text("samples", table, step)
 
     def close(self) -> None:
-        """Writes buffered events."""
         self._writer.close()
 
 
@@ -166,7 +159,6 @@ class ConsoleSink:
     """Prints one line per step, above a progress bar if the output is a terminal.
 
     Args:
-        num_steps: Last step of the run.
         last_step: Step that the run continues from.
         console: Console to print on; None takes stdout.
     """
@@ -187,7 +179,6 @@ class ConsoleSink:
         self._progress.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Prints a step."""
         self.message(step_line(step, self._num_steps, metrics))
         self._progress.update(self._task, completed=step)
 
@@ -214,7 +205,6 @@ class LogSink:
 
     Args:
         path: File, usually `runs/NAME/logs/rank_0.log`; lines are appended.
-        num_steps: Last step of the run.
     """
 
     def __init__(self, path: Path, num_steps: int) -> None:
@@ -222,16 +212,13 @@ class LogSink:
         self._file, self._num_steps = path.open("a", encoding="utf-8"), num_steps
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes a step."""
         self.message(step_line(step, self._num_steps, metrics))
 
     def message(self, text: str) -> None:
-        """Writes a line."""
         self._file.write(text + "\n")
         self._file.flush()  # immediately, because a crash may write to the same file
 
     def close(self) -> None:
-        """Closes the file."""
         self._file.close()
 
 
@@ -251,7 +238,6 @@ class RolloutDump:
         return self._every > 0 and (step == 1 or step % self._every == 0)
 
     def file(self, step: int) -> Path:
-        """Returns the file for the samples of a step."""
         return self._directory / f"step_{step:06d}.jsonl"
 
     def write(self, step: int, samples: Iterable[Mapping[str, object]]) -> None:

@@ -52,7 +52,6 @@ def markdown_table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     Only repeated spaces collapse.
 
     Args:
-        names: Names of the columns.
         rows: One value for each column; values other than texts are written as JSON. A text longer
             than MAX_CELL_LETTERS is shortened to its beginning, length and end.
     """

@@ -32,19 +32,15 @@ class Tracker(Protocol):
 
     def begin(self) -> None:
         """Starts or continues the run in the service."""
-        ...
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Records the metrics of a step."""
-        ...
 
     def samples(self, step: int, rows: list[Row]) -> None:
         """Records samples of a step as a table."""
-        ...
 
     def end(self, report: Path, is_done: bool) -> None:
         """Stores the report page and ends the run; `is_done` after the last step."""
-        ...
 
 
 class Wandb:
@@ -55,7 +51,6 @@ class Wandb:
     that continues from an older checkpoint records some steps again.
 
     Args:
-        project: Project of the run.
         folder: Run folder, with its config.yaml.
     """
 
@@ -66,7 +61,6 @@ class Wandb:
         self._run: Any = None
 
     def begin(self) -> None:
-        """Starts or continues the run in the service."""
         import wandb
 
         file = self._folder / WANDB_ID
@@ -85,11 +79,9 @@ class Wandb:
         self._run.define_metric("*", step_metric="step")
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the metrics of a step."""
         self._run.log({**values, "step": step})
 
     def samples(self, step: int, rows: list[Row]) -> None:
-        """Records samples of a step as a table."""
         import wandb
 
         columns = column_names(rows)
@@ -97,7 +89,6 @@ class Wandb:
         self._run.log({"samples": wandb.Table(columns=columns, data=data), "step": step})
 
     def end(self, report: Path, is_done: bool) -> None:
-        """Stores the report page and ends the run; `is_done` after the last step."""
         import wandb
 
         artifact = wandb.Artifact(f"report-{self._run.id}", type="report")
@@ -110,7 +101,6 @@ class Mlflow:
     """MLflow; its own variables (MLFLOW_TRACKING_URI ...) set the account and server.
 
     Args:
-        experiment: Experiment of the run.
         folder: Run folder, with its config.yaml.
     """
 
@@ -122,7 +112,6 @@ class Mlflow:
         self._is_new = False  # the run has no parameters yet
 
     def begin(self) -> None:
-        """Starts or continues the run in the service."""
         import mlflow
 
         file = self._folder / MLFLOW_ID
@@ -138,21 +127,18 @@ class Mlflow:
         mlflow.log_artifact(str(self._folder / "config.yaml"))
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Records the metrics of a step."""
         import mlflow
 
         named = {re.sub(r"[^\w\-. /:]", "_", name): value for name, value in values.items()}
         mlflow.log_metrics(named, step=step)
 
     def samples(self, step: int, rows: list[Row]) -> None:
-        """Records samples of a step as a table."""
         import mlflow
 
         table = {column: [row.get(column) for row in rows] for column in column_names(rows)}
         mlflow.log_table(table, artifact_file=f"samples/step_{step:06d}.json")
 
     def end(self, report: Path, is_done: bool) -> None:
-        """Stores the report page and ends the run; `is_done` after the last step."""
         import mlflow
 
         mlflow.log_artifact(str(report))
@@ -163,10 +149,8 @@ class TrackerSink:
     """Passes a run's records to a tracker in a thread.
 
     Args:
-        tracker: Service.
         folder: Run folder, whose report page is stored at the end.
         say: Prints a message for the user; called only in the thread that calls the methods.
-        max_waiting: Maximum number of records in the queue.
         close_s: Maximum number of seconds that `close` waits, counted from `begin_close`.
 
     Attributes:
@@ -194,12 +178,10 @@ class TrackerSink:
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records a step."""
         values = dict(metrics)
         self._put(lambda: self._tracker.metrics(step, values))
 
     def samples(self, step: int, file: Path) -> None:
-        """Records the first samples of a step; arguments as in `SampleSink`."""
         self._put(lambda: self._tracker.samples(step, first_samples(file)))
 
     def begin_close(self) -> None:

@@ -15,12 +15,7 @@ from hybridrl.errors import UserError
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """A term of the loss, without its rows.
-
-    Args:
-        algorithm: Algorithm that computes its loss.
-        weight: Factor of the loss.
-    """
+    """A term of the loss, without its rows."""
 
     algorithm: Algorithm
     weight: float

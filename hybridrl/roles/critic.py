@@ -20,7 +20,6 @@ class Critic:
 
     Args:
         model: Parallel model with a value head and its weights.
-        algorithm: Algorithm that computes the value loss and its global denominator.
         num_updates_in_run: Number of optimizer steps of this model in the whole run.
     """
 

@@ -29,9 +29,6 @@ class Mix:
     """Rows of all terms.
 
     Args:
-        config: Configuration of the run.
-        store: Loader of rows.
-        notify: Shows a notice to the user.
         given: Rows from Python by the term's name, which replace `data.prompts`.
 
     Attributes:
@@ -69,8 +66,6 @@ class Mix:
         at the time of the iteration.
 
         Args:
-            roles: Models that compute the columns.
-            num_updates: Number of optimizer steps in this step.
             trains_policy: Whether the policy is trained; if not, no rows are taken.
         """
         self.taken = []

@@ -30,8 +30,6 @@ class LossTerm:
 
     Args:
         name: Prefix of its metrics.
-        algorithm: Algorithm that computes its loss and global denominator.
-        weight: Factor of the loss.
         batch: All its samples, with the columns that the algorithm needs; log-probabilities at
             TERM_TEMPERATURE.
     """
@@ -47,7 +45,6 @@ class Policy:
 
     Args:
         model: Parallel language model with its weights.
-        algorithm: Algorithm that computes the loss and its global denominator.
         num_updates_in_run: Number of optimizer steps of this model in the whole run.
         temperature: Divisor of the logits, equal to the sampling temperature.
     """
@@ -94,7 +91,6 @@ class Policy:
 
         Args:
             batch: All samples of the mini-batch, with the columns that the algorithm needs.
-            terms: Additional terms of the loss.
 
         Returns:
             `policy/loss`, `policy/grad_norm`, `policy/learning_rate`, `train/skipped_steps`,

@@ -71,12 +71,6 @@ def served_model(
 ) -> RewardModel:
     """Builds a reward model without loading its weights.
 
-    Args:
-        name, weight: See `RewardModel`.
-        source: Source of the model.
-        mesh: Ranks that the model is split over.
-        train: Micro-batch budget and number format.
-
     Raises:
         ModelError: config.json names an unknown token.
     """
@@ -99,13 +93,11 @@ def make_reward_models(
     """Builds the reward models and loads their weights.
 
     Args:
-        meshes: Meshes of the roles.
         policy: Source of the policy, whose tokens they read.
         models: Dict that receives each model by name, for the table of an out-of-memory error.
         served: Sections of the models, by the names of their scorers.
         needs_greedy: Whether the algorithm compares samples with greedy responses, which no model
             scores.
-        notify: Shows a notice to the user.
 
     Raises:
         UserError: A model has another vocabulary than the policy, or the algorithm needs greedy

@@ -53,11 +53,8 @@ class Roles:
     Args:
         source: Source of the policy, the reference and the critic.
         policy, reference, critic: Models by role; None if the algorithm does not need the role.
-        trained: Trained models by name.
         num_critic_warmup_steps: Number of first steps that train only the critic.
-        reward_models: Reward models that score samples.
         terms: Additional terms of the policy's loss, by name.
-        teacher: Teacher of a distillation.
     """
 
     source: ModelSource
@@ -71,7 +68,6 @@ class Roles:
     teacher: Teacher | None = None
 
     def trains_policy(self, num_steps_done: int) -> bool:
-        """Whether the step after `num_steps_done` steps trains the policy."""
         return "policy" in self.trained and num_steps_done >= self.num_critic_warmup_steps
 
     def gradients(
@@ -83,7 +79,6 @@ class Roles:
         """Accumulates the gradients of every model that is trained on this mini-batch.
 
         Args:
-            part: Mini-batch.
             num_steps_done: Number of steps before this one.
             terms: Batches of the additional terms of the policy's loss, by name.
         """
@@ -160,7 +155,6 @@ class Roles:
 
     @property
     def world(self) -> World:
-        """All ranks."""
         return self.policy.model.world
 
     def with_tokens_where_trained(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
@@ -187,7 +181,6 @@ class Roles:
         tokens only, because other tokens have no loss.
 
         Args:
-            batch: The step's batch, with all its columns.
             num_steps_done: Number of steps before this one.
             generated: Lengths of everything that was generated for the step.
             terms: Batches of additional terms, whose columns are computed in the update.
@@ -260,15 +253,11 @@ def make_roles(
     """Builds the models and loads their initial weights.
 
     Args:
-        config: Configuration of the run.
-        meshes: Meshes of the roles.
         algorithm: Algorithm, whose needs decide which models are built.
         models: Dict that receives each model by name when it is built, for the table of an
             out-of-memory error.
-        notify: Shows a notice to the user.
         has_reference, has_teacher: Whether to build the reference and the teacher, if the algorithm
             needs them. False if their columns are already known or unused.
-        has_reward_models: Whether to build reward models.
         terms: Additional terms of the policy's loss; None takes those of the section `mix`.
 
     Raises:

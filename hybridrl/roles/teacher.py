@@ -66,11 +66,7 @@ def make_teacher(
     """Builds the teacher and loads its weights.
 
     Args:
-        mesh: Ranks that the teacher is split over.
-        policy: Source of the policy, whose vocabulary is used.
         models: Dict that receives the model by name, for the table of an out-of-memory error.
-        needs: Needs of the algorithm.
-        temperature: Sampling temperature of the policy.
 
     Raises:
         UserError: The section `algorithm` has no teacher.

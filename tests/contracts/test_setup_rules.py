@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from hybridrl.config.load import load_config_dict
 from hybridrl.config.placement import Machines
 from hybridrl.errors import ConfigError
-from hybridrl.loop.rollout_setup import tell_copies
+from hybridrl.loop.rollout_setup import report_copies
 from hybridrl.loop.setup import check_rules
 from hybridrl.models.weights import RankLayout, Region
 from hybridrl.rollout.scripted import ScriptedEngine, uniform_script
@@ -73,10 +73,10 @@ def test_parameters_that_lie_twice_in_memory_are_told(releases: bool) -> None:
         [],
     )
     said: list[str] = []
-    tell_copies(config, model, engine, said.append)
+    report_copies(config, model, engine, said.append)
     assert len(said) == (not releases)
     assert releases or "up to 1 matrices" in said[0]
     said.clear()
     engine.shared = frozenset({"enginea", "engineb"})  # type: ignore[attr-defined]
-    tell_copies(config, model, engine, said.append)
+    report_copies(config, model, engine, said.append)
     assert said == []
