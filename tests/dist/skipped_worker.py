@@ -297,7 +297,7 @@ def check_unsaved(folder: Path) -> None:
             trainer.train_step()
         except UserError as error:
             text = str(error)
-        assert "The batch is not saved: FileExistsError" in text and "--replay" not in text, text
+        assert "The batch was not saved: FileExistsError" in text and "--replay" not in text, text
         trainer.skipped.in_a_row = 0
         assert trainer.train_step()[SKIPPED] == 1  # the step that failed, with its own prompts
         assert trainer.train_step()[SKIPPED] == 0
