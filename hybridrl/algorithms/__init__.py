@@ -54,7 +54,7 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     required = [*_METHODS]
     if hasattr(algorithm, "needs"):
         if not isinstance(algorithm.needs, Needs):
-            reason = f"Its needs are {short(algorithm.needs)}, no hybridrl.config.needs.Needs."
+            reason = f"Its needs are {short(algorithm.needs)}, not a hybridrl.config.needs.Needs."
             raise _unusable(config.name, reason)
         if algorithm.needs.values:
             required.append("value_loss")

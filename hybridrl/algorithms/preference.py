@@ -192,7 +192,7 @@ def pairs(batch: TrainBatch) -> tuple[Tensor, Tensor]:
         worse_P, better_P = order_B.view(-1, 2).unbind(1)
         wrong = groups[batch.reward_B[better_P] <= batch.reward_B[worse_P]]
     if len(wrong):
-        got = f"returned the groups {wrong.tolist()[:8]}, which are no such pairs"
+        got = f"returned groups {wrong.tolist()[:8]} that are not pairs"
         allowed = "one better and one worse sample in each group"
         raise BatchError(batch.producer, "group_B", got, allowed)
     return better_P, worse_P

@@ -20,10 +20,10 @@ from hybridrl.rollout.engine import Holding
 from hybridrl.training.model import ParallelModel
 
 REMEDIES = (
-    "train.micro_batch_tokens (activations) or set train.recompute=full, the part of each GPU by "
-    "larger train.tp or train.pp, the optimizer by train.offload_optimizer=true, weights during "
-    "rollout by train.release_weights_in_rollout=true, the KV cache by rollout.max_batch or "
-    "rollout.max_new_tokens"
+    "activations (lower train.micro_batch_tokens or set train.recompute=full), each GPU's share of "
+    "the model (raise train.tp or train.pp), the optimizer (train.offload_optimizer=true), weights "
+    "during rollout (train.release_weights_in_rollout=true), or the KV cache (lower "
+    "rollout.max_batch or rollout.max_new_tokens)"
 )
 
 
@@ -74,9 +74,7 @@ class MemoryLedger:
             if is_explained or "out of memory" not in text.lower():
                 raise
             first = text.strip().splitlines()[0]
-            raise DeviceMemoryError(
-                f"{first}\n{self.table()}\nMake smaller: {REMEDIES}."
-            ) from error
+            raise DeviceMemoryError(f"{first}\n{self.table()}\nReduce {REMEDIES}.") from error
 
 
 def entries(

@@ -74,7 +74,7 @@ def _generate(trainer: Trainer, number: int, new_tokens: int) -> float:
     """Generates one round; returns the seconds of the slowest replica."""
     world = trainer.world
     requests = round_requests(trainer, number, new_tokens)
-    world.arrive("the rounds of generation before")
+    world.arrive("the previous round of generation")
     with world.all_agree("generation") as agreement:
         start = time.monotonic()
         done = generate(trainer.engine, requests) if requests else []

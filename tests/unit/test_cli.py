@@ -309,8 +309,8 @@ def test_plan_counts_the_critic_of_an_algorithm_of_ones_own(
         ("own_critic:Missing", "own_critic' has no attribute 'Missing'"),
         ("no_such:Module", "No module named 'no_such'"),
         ("own_critic:Raising", "ValueError: no k"),
-        ("own_critic:Vague", "Its needs are {'values': True}, no hybridrl.config.needs.Needs"),
-        ("own_critic:Empty", "Its needs are None, no hybridrl.config.needs.Needs"),
+        ("own_critic:Vague", "Its needs are {'values': True}, not a hybridrl.config.needs.Needs"),
+        ("own_critic:Empty", "Its needs are None, not a hybridrl.config.needs.Needs"),
     ],
 )
 def test_plan_refuses_an_algorithm_that_cannot_be_made(here: Path, name: str, reason: str) -> None:
