@@ -44,6 +44,12 @@ def pytest_sessionfinish() -> None:
     shutil.rmtree(_CACHE, ignore_errors=True)
 
 
+@pytest.fixture(scope="session")
+def is_full(request: pytest.FixtureRequest) -> bool:
+    """Whether `make test-full` runs."""
+    return "not full" not in request.config.option.markexpr
+
+
 @cache
 def starts_ranks(file: str) -> bool:
     """Whether some test of a file, named from the project's root, starts several ranks that do more

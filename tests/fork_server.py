@@ -153,6 +153,7 @@ def become(program: str, arguments: list[str]) -> None:
     importlib.invalidate_caches()
     if is_module:
         sys.argv = arguments
+        sys.modules.pop(arguments[0], None)  # runpy warns about a module that is imported already
         runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
     else:
         sys.argv = [program, *arguments]

@@ -21,11 +21,11 @@ from hybridrl.metrics.timing import PhaseTimer
 __all__ = ["digits"]
 
 FILE = "kill_in"
-_tell = PhaseTimer._tell
+_write_phase = PhaseTimer._write_phase
 
 
-def _tell_and_look(timer: PhaseTimer) -> None:
-    _tell(timer)
+def _write_and_look(timer: PhaseTimer) -> None:
+    _write_phase(timer)
     file = Path(os.environ["HYBRIDRL_LOG_DIR"]).parent / FILE
     with suppress(FileNotFoundError):
         phase, rank, what = file.read_text().split()
@@ -45,4 +45,4 @@ def _end(file: Path, what: str) -> None:
 
 
 if "RANK" in os.environ:
-    PhaseTimer._tell = _tell_and_look  # type: ignore[method-assign]
+    PhaseTimer._write_phase = _write_and_look  # type: ignore[method-assign]

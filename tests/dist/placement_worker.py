@@ -170,6 +170,7 @@ def ppo_knobs(judge: str) -> tuple[str, ...]:
     return (
         f"reward.functions={{judge: {served}, digits: {{function: 'scripted_reward:digits'}}}}",
         "reward.function=exact_match",
+        "reward.isolated=null",
         "steps.samples_per_prompt=1",
         "algorithm.critic_warmup_steps=0",
     )

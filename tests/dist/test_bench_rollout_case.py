@@ -40,7 +40,7 @@ def test_case_at_its_limit_leaves_what_it_knew_and_where_it_was(
     from bench_reshard_gpu import run_showing_progress
     from case_record import stacks_of
 
-    job = {"case": "c", "folder": str(tmp_path), "limit_s": 3.0, "launched_at": time.time()}
+    job = {"case": "c", "folder": str(tmp_path), "limit_s": 12.0, "launched_at": time.time()}
     job["partial"] = str(tmp_path / "out.partial.json")
     environment = {"RANK": "0", "PYTHONPATH": str(BENCHMARK.parent)}
     command = [sys.executable, "-c", STUCK, json.dumps(job)]

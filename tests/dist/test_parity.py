@@ -32,6 +32,13 @@ TWO_RANKS = (
     f"2,1,1,1,{ORDER},selective",
     f"1,1,1,1,{ORDER},full",
 )
+# In `make test` two kinds of cuts share a layout; `make test-full` has each by itself too.
+TWO_RANKS_SHORT = (
+    f"2,1,1,1,{ORDER},selective",
+    f"1,2,1,2,{ORDER},full",
+    f"1,1,2,1,{ORDER}",
+    f"1,1,1,1,{ORDER}",
+)
 FOUR_RANKS = (
     f"1,4,1,1,{ORDER}",
     f"2,2,1,1,{ORDER}",
@@ -41,6 +48,7 @@ FOUR_RANKS = (
     "2,2,1,1,pp-tp-cp-ep-dp",  # tensor-parallel groups {0,2} and {1,3}
     "2,1,1,1,dp-tp-cp-ep-pp",
 )
+FOUR_RANKS_SHORT = FOUR_RANKS[2:4] + FOUR_RANKS[5:]
 
 
 # With experts, also where tp is not etp, so that their ranks are others than those of the dense.
@@ -57,10 +65,17 @@ TWO_RANKS_WITH_EXPERTS = (
     f"1,1,1,1,{ORDER},ep=2,full",
     f"2,1,1,1,{ORDER},ep=2,selective",
 )
+TWO_RANKS_WITH_EXPERTS_SHORT = (
+    f"1,1,1,1,{ORDER},ep=2",
+    f"2,1,1,1,{ORDER},ep=2,selective",
+    f"2,1,1,1,{ORDER},etp=2",
+    f"1,1,1,1,{ORDER},etp=2",
+    f"1,2,1,2,{ORDER}",
+    f"1,1,2,1,{ORDER},ep=2,full",
+)
 # Of deepseek_v3, whose gradients are compared with those of one process there too.
 TWO_RANKS_WITH_BIASES = (
     f"1,1,1,1,{ORDER},ep=2",
-    f"1,1,1,1,{ORDER}",
     f"2,1,1,1,{ORDER},ep=2",
     f"1,2,1,2,{ORDER}",
     f"1,1,2,1,{ORDER},ep=2",
@@ -74,6 +89,11 @@ FOUR_RANKS_WITH_EXPERTS = (
     f"2,1,2,1,{ORDER},ep=2,etp=2",
     f"4,1,1,1,{ORDER},ep=2,etp=2",
     "2,1,1,1,dp-tp-cp-ep-pp,ep=2",
+)
+FOUR_RANKS_WITH_EXPERTS_SHORT = (
+    FOUR_RANKS_WITH_EXPERTS[0],
+    *FOUR_RANKS_WITH_EXPERTS[3:5],
+    FOUR_RANKS_WITH_EXPERTS[6],
 )
 
 
@@ -90,8 +110,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("names", WITH_WINDOWS)
-def test_two_ranks_give_the_gradients_of_one_process(names: tuple[str, ...], models: Path) -> None:
-    run_ranks(2, WORKER, ["compare", str(models), ",".join(names), *TWO_RANKS], timeout_s=300)
+def test_two_ranks_give_the_gradients_of_one_process(
+    names: tuple[str, ...], models: Path, is_full: bool
+) -> None:
+    layouts = TWO_RANKS if is_full else TWO_RANKS_SHORT
+    run_ranks(2, WORKER, ["compare", str(models), ",".join(names), *layouts], timeout_s=300)
 
 
 @pytest.mark.dist
@@ -115,8 +138,11 @@ def test_other_families_have_the_gradients_of_one_process(
 @pytest.mark.parametrize(
     "names", [("llama", "qwen3"), pytest.param(("qwen2", "olmo"), marks=pytest.mark.full)]
 )
-def test_four_ranks_give_the_gradients_of_one_process(names: tuple[str, ...], models: Path) -> None:
-    run_ranks(4, WORKER, ["compare", str(models), ",".join(names), *FOUR_RANKS], timeout_s=500)
+def test_four_ranks_give_the_gradients_of_one_process(
+    names: tuple[str, ...], models: Path, is_full: bool
+) -> None:
+    layouts = FOUR_RANKS if is_full else FOUR_RANKS_SHORT
+    run_ranks(4, WORKER, ["compare", str(models), ",".join(names), *layouts], timeout_s=500)
 
 
 OF_MIXTRAL = pytest.param("mixtral", marks=pytest.mark.full)
@@ -124,11 +150,9 @@ OF_MIXTRAL = pytest.param("mixtral", marks=pytest.mark.full)
 
 @pytest.mark.dist
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", OF_MIXTRAL])
-def test_experts_have_the_gradients_of_one_process(
-    name: str, models: Path, request: pytest.FixtureRequest
-) -> None:
-    layouts = list(TWO_RANKS_WITH_EXPERTS)
-    if name == "deepseek_v3" and request.config.option.markexpr:  # `make test-full` has all
+def test_experts_have_the_gradients_of_one_process(name: str, models: Path, is_full: bool) -> None:
+    layouts = list(TWO_RANKS_WITH_EXPERTS if is_full else TWO_RANKS_WITH_EXPERTS_SHORT)
+    if name == "deepseek_v3" and not is_full:
         layouts = [one for one in layouts if one not in TWO_RANKS_WITH_BIASES]
     run_ranks(2, WORKER, ["compare", str(models), name, *layouts], timeout_s=300)
 
@@ -137,8 +161,11 @@ def test_experts_have_the_gradients_of_one_process(
 @pytest.mark.parametrize(
     "name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.full), OF_MIXTRAL]
 )
-def test_experts_on_four_ranks_have_the_gradients_of_one_process(name: str, models: Path) -> None:
-    run_ranks(4, WORKER, ["compare", str(models), name, *FOUR_RANKS_WITH_EXPERTS], timeout_s=500)
+def test_experts_on_four_ranks_have_the_gradients_of_one_process(
+    name: str, models: Path, is_full: bool
+) -> None:
+    layouts = FOUR_RANKS_WITH_EXPERTS if is_full else FOUR_RANKS_WITH_EXPERTS_SHORT
+    run_ranks(4, WORKER, ["compare", str(models), name, *layouts], timeout_s=500)
 
 
 @pytest.mark.dist
@@ -175,9 +202,8 @@ def test_recorded_experts_have_the_gradients_of_one_process(models: Path) -> Non
     """
     two = (
         f"2,1,1,1,{ORDER},ep=2",
-        f"1,2,1,2,{ORDER}",
+        f"1,2,1,2,{ORDER},full",
         f"1,1,2,1,{ORDER},ep=2",
-        f"1,2,1,1,{ORDER},full",
     )
     names = "qwen3_moe+replay,deepseek_v3+replay"
     run_ranks(2, WORKER, ["compare", str(models), names, *two], timeout_s=400)

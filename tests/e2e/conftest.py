@@ -9,16 +9,13 @@ from command_line import QUICKSTART, run
 
 
 @pytest.fixture(scope="session")
-def is_full(request: pytest.FixtureRequest) -> bool:
-    """Whether `make test-full` runs."""
-    return "not full" not in request.config.option.markexpr
-
-
-@pytest.fixture(scope="session")
 def warm_start(is_full: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The HF directory that part 1 of the quickstart leaves; in `make test` some steps of it."""
+    """The HF directory that part 1 of the quickstart leaves; in `make test`, after some steps on
+    one rank.
+    """
     folder = tmp_path_factory.mktemp("warm_start")
-    knobs = [] if is_full else ["steps.num_steps=40", "steps.eval_every=20"]
+    short = ["steps.num_steps=40", "steps.eval_every=0", "train.tp=1", "train.pp=1"]
+    knobs = [] if is_full else short
     run("train", QUICKSTART / "sft.yaml", f"run.dir={folder}", *knobs, timeout_s=600)
     run("convert", folder / "quickstart-sft", folder / "hf", "--to", "hf")
     return folder / "hf"

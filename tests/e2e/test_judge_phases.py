@@ -45,6 +45,7 @@ def test_judges_run_in_the_training_phase(tmp_path: Path, monkeypatch: pytest.Mo
     knobs = (
         f"reward.functions.judge={judge}",
         "reward.function=exact_match",
+        "reward.isolated=null",
         f"data.eval_prompts={QUICKSTART / 'heldout.jsonl'}",
         "data.eval_limit=4",
         "steps.eval_every=1",

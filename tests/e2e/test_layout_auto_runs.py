@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
-from command_line import QUICKSTART, ROOT, run
-from launch import free_port
+from command_line import QUICKSTART, run
+from launch import run_ranks
 
 CONFIG = {
     "run": {"name": "auto"},
@@ -30,23 +27,6 @@ def resolved(folder: Path) -> dict[str, dict[str, object]]:
     return {section: found[section] for section in ("train", "rollout", "layout")}
 
 
-def torchrun(file: Path, folder: Path) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-    command += [f"--master-port={free_port()}", "-m", "hybridrl.cli.main", "train", str(file)]
-    done = subprocess.run(
-        [*command, f"run.dir={folder}"],
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        capture_output=True,
-        timeout=180,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout + done.stderr
-
-
 @pytest.mark.dist
 def test_a_layout_is_chosen_once_and_kept_when_the_run_goes_on(tmp_path: Path) -> None:
     file, ours = tmp_path / "a.yaml", tmp_path / "ours"
@@ -62,5 +42,7 @@ def test_a_layout_is_chosen_once_and_kept_when_the_run_goes_on(tmp_path: Path) -
     saved.write_text(yaml.safe_dump(content))
     run("train", file, f"run.dir={ours}", "steps.num_steps=2", "--world", "2")
     assert resolved(ours)["train"]["tp"] == 2
-    torchrun(file, tmp_path / "theirs")
+    # Ranks that another launcher has started choose for themselves.
+    arguments = ["train", str(file), f"run.dir={tmp_path / 'theirs'}"]
+    run_ranks(2, "hybridrl.cli.main", arguments, timeout_s=180)
     assert resolved(tmp_path / "theirs") == first

@@ -36,7 +36,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data.eval_prompts=null",
         "steps.eval_every=0",
         "steps.stop_at_accuracy=null",
-        "steps.num_steps=60",
+        "steps.num_steps=40",
         f"run.dir={folder}",
     )
     run("convert", folder / "quickstart-sft", folder / "teacher", "--to", "hf")
@@ -63,7 +63,7 @@ def distil(
         "rollout": {"max_new_tokens": 12},
         "algorithm": {"teacher": str(place / "teacher"), **algorithm},
         "data": {"prompts": str(prompts), "max_prompt_tokens": 6},
-        "steps": {"prompts_per_step": 64, "num_steps": NUM_STEPS},
+        "steps": {"prompts_per_step": 32, "num_steps": NUM_STEPS},
         "log": {"tensorboard": False},
     }
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The quickstart with vLLM: eight steps of part 2 with one rank a replica in `make test`; that it
+"""The quickstart with vLLM: three steps of part 2 with one rank a replica in `make test`; that it
 learns in 40 and in all, and with two ranks a replica, in `make test-full`.
 
 Part 1 runs once and is the warm start of all. Everything runs in 4 processes, training TP2 x PP2.
@@ -22,7 +22,7 @@ from packaged import CLASSES, needs
 
 WORKER = str(Path(__file__).with_name("learning_worker.py"))
 NUM_STEPS = 40  # in `make test-full`
-NUM_STEPS_SHORT = 8  # in `make test`
+NUM_STEPS_SHORT = 3  # in `make test`
 # Steps 31 to 40 are better than 1 to 10 by this. Measured with three seeds: by 0.11, 0.11 and 0.20;
 # a mean of ten steps has a standard error of 0.01.
 RISE = 0.05

@@ -43,9 +43,9 @@ def write_run(folder: Path, algorithm: dict[str, Any]) -> Path:
         "rollout": {"max_new_tokens": 12},
         "algorithm": algorithm,
         "data": {"prompts": str(folder / "rows.jsonl"), "max_prompt_tokens": 6},
-        "steps": {"prompts_per_step": 64, "num_steps": NUM_STEPS},
+        "steps": {"prompts_per_step": 32, "num_steps": NUM_STEPS},
     }
-    assert len(rows) > NUM_STEPS * 64
+    assert len(rows) > NUM_STEPS * 32
     (folder / "c.yaml").write_text(yaml.safe_dump(content))
     return folder / "c.yaml"
 
@@ -117,7 +117,12 @@ def test_a_trained_reward_model_is_a_sequence_classifier_of_transformers(tmp_pat
     unseen = rows[-100:]
     kept = "".join(json.dumps({**row, "lead": 0.5}) + "\n" for row in rows[:-100])
     (tmp_path / "rows.jsonl").write_text(kept)
-    exporting = ("steps.num_steps=12", "data.margin_key=lead", "checkpoint.export_hf=true")
+    exporting = (
+        "steps.num_steps=12",
+        "steps.prompts_per_step=64",
+        "data.margin_key=lead",
+        "checkpoint.export_hf=true",
+    )
     run("train", config, *exporting)
     run("convert", tmp_path / "mine", tmp_path / "hf", "--to", "hf")
     for file in (tmp_path / "hf").iterdir():

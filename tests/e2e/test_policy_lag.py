@@ -27,7 +27,6 @@ from hybridrl.generation import joint_stop
 
 STEPS = 6
 LAGGED = ("rollout.max_new_tokens=40", "data.max_prompt_tokens=40", "train.learning_rate=1e-3")
-ENGINES = ("scripted", "hf")
 DROPS = ("rollout.at_lag_bound=drop", "rollout.in_flight=8")  # some samples come too late
 # Half of the groups are replaced, in up to two rounds.
 TURNS = (
@@ -101,15 +100,18 @@ def knobs(engine: str, lag: int, *more: str) -> tuple[str, ...]:
     return (*LAGGED, f"rollout.engine={engine}", f"steps.max_policy_lag={lag}", *more)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
-    ("lag", "more"),
+    ("engine", "lag", "more"),
     [
-        (1, ()),
-        (1, DROPS),
-        (1, REPLACES),
-        (1, TURNS),
-        (2, ("rollout.in_flight=11", "rollout.max_batch=12")),
+        pytest.param(engine, lag, more, marks=marks)
+        for lag, more, *marks in (
+            (1, ()),
+            (1, DROPS, pytest.mark.full),
+            (1, REPLACES, pytest.mark.full),
+            (1, TURNS, pytest.mark.full),
+            (2, ("rollout.in_flight=11", "rollout.max_batch=12")),
+        )
+        for engine, marks in (("hf", marks), ("scripted", ()))
     ],
 )
 def test_every_token_has_the_version_that_made_it(
@@ -324,7 +326,7 @@ def test_a_run_that_was_killed_equals_one_that_was_not(
     assert same(found, expected)
 
 
-@pytest.mark.parametrize("moment", [5, 30])
+@pytest.mark.parametrize("moment", [pytest.param(5, marks=FULL), 30])
 def test_a_run_that_was_stopped_equals_one_that_was_not(
     unbroken: Unbroken, moment: int, tmp_path: Path
 ) -> None:
