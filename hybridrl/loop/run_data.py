@@ -32,7 +32,7 @@ from hybridrl.loop.evaluate import Evaluations, EvaluationSet
 from hybridrl.loop.user_arguments import Given
 from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
-from hybridrl.rewards.functions import NEEDS_ANSWER, RewardFunction, RowCheck, no_reward
+from hybridrl.rewards.functions import NEEDS_ANSWER, RowCheck, no_reward
 from hybridrl.roles.mix import Mix
 from hybridrl.training.from_config import model_source
 
@@ -68,13 +68,16 @@ def make_data(
         num_tokens = source.shape.vocab_size
         tokenizer = given.tokenizer or load_tokenizer(config.model, num_tokens)
         ends = end_tokens(config.model, source.hf_config, tokenizer)
-    scorer = make_scorer(config, tokenizer, given.reward, needs.group_samples)
+    unscored = None if is_scored(config) else no_reward
+    function = unscored if given.reward is None else given.reward
+    scorer = Scorer(config.reward, tokenizer, function, needs.group_samples, config.environment)
     store = PromptStore(tokenizer, end_tokens=ends)
     mixed = config if trains else config.model_copy(update={"mix": {}})
     builder = world.mates[0]
 
     def load() -> tuple[LoadedPrompts, RunData]:
-        sets = load_sets(config, store, notify)
+        sets = load_sets(config, tokenizer, store, notify)
+        set_prompts = [evaluation_set.prompts for evaluation_set in sets.values()]
         if trains or config.data.prompts or given.prompts is not None:
             loaded, evaluated = load_data(config, store, needs, given.prompts, notify)
             has_rows = world.rank == builder and given.prompts is not None
@@ -85,16 +88,16 @@ def make_data(
             loaded = None
         validation = load_validation(config, store, needs, evaluated, notify)
         if loaded is None:
-            known = (evaluated, validation, *sets.values())
+            known = (evaluated, validation, *set_prompts)
             loaded = LoadedPrompts(next(filter(None, known)), np.array([], np.int32), LeftOut(""))
-        for prompts in (loaded.prompts, evaluated, validation, *sets.values()):
+        for prompts in (loaded.prompts, evaluated, validation, *set_prompts):
             check_token_range(prompts, num_tokens)
         data = RunData(
             tokenizer,
             scorer,
             prompt_source(loaded, config.data, config.run.seed),
             scorable(config, evaluated),
-            make_sets(config, tokenizer, sets),
+            sets,
             validation,
             Mix(mixed, store, notify, given.mix),
         )
@@ -196,18 +199,6 @@ def check_answers(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
             raise DataError(row, error.value, error.allowed, error.remedy) from error
 
 
-def make_scorer(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    reward: RewardFunction | Sequence[RewardFunction] | None,
-    group_samples: int,
-) -> Scorer:
-    """Creates the scorer of responses, from `reward` or else from the section `reward`."""
-    unscored = None if is_scored(config) else no_reward
-    function = unscored if reward is None else reward
-    return Scorer(config.reward, tokenizer, function, group_samples, config.environment)
-
-
 def load_data(
     config: Config,
     store: PromptStore,
@@ -272,24 +263,20 @@ def scorable(config: Config, held_out: Sequence[Prompt]) -> Sequence[Prompt]:
 
 
 def load_sets(
-    config: Config, store: PromptStore, notify: Callable[[str], None]
-) -> dict[str, Sequence[Prompt]]:
-    """Loads the prompts of `eval.sets`, and reports rows that are left out."""
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    store: PromptStore,
+    notify: Callable[[str], None],
+) -> dict[str, EvaluationSet]:
+    """Loads `eval.sets`, each with its scorer, and reports rows that are left out."""
     found = {}
     for name, section in config.eval.sets.items():
         rows = list(set_rows(section, config.data))
         loaded = store.load(Reading(set_data(config.data, section), rows))
-        found[name] = _reported(f"eval.sets.{name}", loaded, notify)
-    return found
-
-
-def make_sets(
-    config: Config, tokenizer: PreTrainedTokenizerBase, prompts: Mapping[str, Sequence[Prompt]]
-) -> dict[str, EvaluationSet]:
-    """Creates the evaluation of each of `eval.sets`, with its scorer."""
-    found = {}
-    for name, section in config.eval.sets.items():
-        reward = section.scored_by
-        scorer = Scorer(reward, tokenizer, min_samples=1)
-        found[name] = EvaluationSet(prompts[name], reward, config.eval.samples_of(section), scorer)
+        found[name] = EvaluationSet(
+            _reported(f"eval.sets.{name}", loaded, notify),
+            section.scored_by,
+            config.eval.samples_of(section),
+            Scorer(section.scored_by, tokenizer, min_samples=1),
+        )
     return found

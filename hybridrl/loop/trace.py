@@ -68,7 +68,9 @@ class StepTraces:
             barriers.append(self._barrier())
             clocks: list[tuple[float, float]] = self._world.gather_objects((began + offset, error))
             shift_s = offset - clocks[0][0]
-            lanes = self._world.gather_objects([_moved_span(span, shift_s) for span in phases])
+            lanes = self._world.gather_objects(
+                [(span.name, span.began + shift_s, span.ended + shift_s) for span in phases]
+            )
             with self._world.all_agree("writing a trace"):
                 parts.stop()
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -215,10 +217,6 @@ class _Parts:
 
 def _is_mark(event: Event) -> bool:
     return event.get("name") == CLOCK and "dur" in event
-
-
-def _moved_span(span: Span, shift_s: float) -> tuple[str, float, float]:
-    return span.name, span.began + shift_s, span.ended + shift_s
 
 
 def _named(pid: int, name: str) -> Iterator[Event]:

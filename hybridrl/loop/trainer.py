@@ -150,7 +150,9 @@ class Trainer:
             first = self.step
             last = last_step(num_steps, until, first, self.config.steps.num_steps)
             is_done = 0 < last <= first or (first > 0 and self.evaluations.reach_goal(first))
-            if is_done and not self._is_measurement_left(last):
+            # A signal may have come before a measurement that was due after the last step.
+            is_left = self.evaluations.are_due(first, last)
+            if is_done and not is_left and not self.validation.is_left_over(first, last):
                 checkpoints.save_copy()
                 by_step = self.evaluations.by_step
                 return self.journal.nothing_to_do(first, last, by_step, position.seconds)
@@ -166,12 +168,6 @@ class Trainer:
                 return self.journal.finish(first, self.step, self.evaluations.by_step, seconds)
             finally:
                 self.journal.close()
-
-    def _is_measurement_left(self, last: int) -> bool:
-        """Whether a signal came between the last step and an evaluation that was due after it."""
-        return self.evaluations.are_due(self.step, last) or self.validation.is_left_over(
-            self.step, last
-        )
 
     def _train_to(self, last: int) -> None:
         """Takes the steps up to `last` and calls the observers between them."""
@@ -341,7 +337,7 @@ class Trainer:
         return self._run.evaluation.measure(temperature)
 
     def validate(self) -> dict[str, float]:
-        """Returns metrics on held-out rows with responses (see `Validation.measure_rows`), or {}
+        """Returns metrics on held-out rows with responses (see `Validation.measure`), or {}
         without such rows.
         """
         return self.validation.measure() if self.validation.has_rows else {}

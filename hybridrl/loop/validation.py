@@ -85,36 +85,35 @@ class Validation(Observer):
         return found
 
     def measure(self) -> dict[str, float]:
-        """Enters the training phase and returns `measure_rows`."""
-        self._phases.enter_training()
-        with self._journal.phase("evaluate"):
-            return self.measure_rows()
-
-    def measure_rows(self) -> dict[str, float]:
-        """Returns metrics over all rows.
+        """Returns metrics over all rows; enters the training phase.
 
         `eval/loss` is the algorithm's loss. `eval/perplexity` is the exponential of the mean
         negative log-likelihood in nats of the tokens of good responses, if a policy is trained.
         `eval/preference/*` are the metrics of a step on pairs or labels, averaged over batches of a
         step's size.
         """
+        self._phases.enter_training()
         size, needs = self._steps.prompts_per_step, self._algorithm.needs
         nats, num_tokens, sums = 0.0, 0, dict[str, tuple[float, int]]()
-        for start in range(0, len(self._prompts), size):
-            prompts = list(self._prompts[start : start + size])
-            batch = supervised_batch(prompts, needs.feedback)
-            batch = self._roles.add_columns(
-                self._algorithm, batch, needs_old_logps=needs.policy, temperature=TERM_TEMPERATURE
-            )
-            if needs.policy:
-                logp, num = _likelihood(batch, needs.feedback is not None)
-                nats, num_tokens = nats - logp, num_tokens + num
-            if needs.feedback is not None:
-                with self._roles.world.all_agree("estimating advantages of held-out rows"):
-                    batch = self._algorithm.advantages(batch)
-                for name, value in feedback_metrics(batch).items():
-                    before, num = sums.get(name, (0.0, 0))
-                    sums[name] = before + value * len(prompts), num + len(prompts)
+        with self._journal.phase("evaluate"):
+            for start in range(0, len(self._prompts), size):
+                prompts = list(self._prompts[start : start + size])
+                batch = supervised_batch(prompts, needs.feedback)
+                batch = self._roles.add_columns(
+                    self._algorithm,
+                    batch,
+                    needs_old_logps=needs.policy,
+                    temperature=TERM_TEMPERATURE,
+                )
+                if needs.policy:
+                    logp, num = _likelihood(batch, needs.feedback is not None)
+                    nats, num_tokens = nats - logp, num_tokens + num
+                if needs.feedback is not None:
+                    with self._roles.world.all_agree("estimating advantages of held-out rows"):
+                        batch = self._algorithm.advantages(batch)
+                    for name, value in feedback_metrics(batch).items():
+                        before, num = sums.get(name, (0.0, 0))
+                        sums[name] = before + value * len(prompts), num + len(prompts)
         means = {name: total / num for name, (total, num) in sums.items()}
         found = {f"eval/{name}": value for name, value in means.items() if name != "policy/loss"}
         if num_tokens:
@@ -127,8 +126,8 @@ class Validation(Observer):
 
 
 def _likelihood(batch: TrainBatch, has_feedback: bool) -> tuple[float, int]:
-    """Returns the log-likelihood in nats of the responses, only good ones with feedback, and their
-    number of tokens.
+    """Returns the log-likelihood in nats and the number of tokens of the responses; with feedback
+    only of the good ones.
     """
     good_B = torch.ones(batch.num_samples, dtype=torch.bool)
     if has_feedback:

@@ -8,7 +8,7 @@ default over all ranks.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 
@@ -265,7 +265,13 @@ def make_roles(
     """
     world, needs = meshes.world, algorithm.needs
     terms = make_auxiliary_losses(config) if terms is None else terms
-    _check_terms(terms, algorithm)
+    if terms and not needs.policy:
+        raise UserError(
+            "mix",
+            f"terms {', '.join(terms)}",
+            f"no terms with algorithm {algorithm.name}, which trains no policy",
+            "Remove the section mix.",
+        )
     roles = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
     source = model_source(config.model, world.platform, config.longest_sequence())
     section = config.algorithm
@@ -313,13 +319,3 @@ def _build(meshes: Meshes, role: str, source: ModelSource, config: Config) -> Pa
     if role == "policy" and replays(config):
         model.replay_experts()
     return model
-
-
-def _check_terms(terms: Collection[str], algorithm: Algorithm) -> None:
-    if terms and not algorithm.needs.policy:
-        raise UserError(
-            "mix",
-            f"terms {', '.join(terms)}",
-            f"no terms with algorithm {algorithm.name}, which trains no policy",
-            "Remove the section mix.",
-        )
