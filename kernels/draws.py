@@ -1,8 +1,8 @@
 """Draws tokens from the softmax of logits, with the randomness of each row, in one launch.
 
 PyTorch needs some 60 launches and 8 passes over fp32 copies of the logits. This kernel makes two
-passes over the model's own logits: one for the largest logit, one for sums of exponentials. It
-accumulates only the block of the vocabulary that contains the draw a second time. A row's result
+passes over the model's own logits: one for the largest logit, one for sums of exponentials. Only
+the block of the vocabulary that contains the draw is accumulated a second time. A row's result
 depends on nothing but the row.
 
 Ideal, for B rows and V columns of 2 bytes: 4 B V bytes. The second half comes from the cache if the

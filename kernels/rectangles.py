@@ -122,7 +122,7 @@ class RectangleCopies:
             FIELDS,
             TILE,
             STEPS,
-            1 << (turns - 1).bit_length(),  # a power of two: each value is compiled
+            1 << (turns - 1).bit_length(),  # a power of two, to compile few variants
         )
         if compiled is None:  # the first run, and every run of Triton's interpreter
             return _copy_rectangles[(grid,)](*arguments, num_warps=WARPS)

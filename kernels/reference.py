@@ -99,8 +99,8 @@ def vocab_backward(
         is_trained: Whether the weight has a gradient.
 
     Returns:
-        Gradient of hidden_TD (to be summed over shards), and the tensor with that of weight_VD;
-        None if it has none.
+        Gradient of hidden_TD (to be summed over shards), and gradient of weight_VD, None if it is
+        not trained.
     """
     grad_hidden = torch.zeros_like(hidden_TD)
     grad_weight = _fp32_gradient(weight_VD, grad_weight_VD, is_trained)

@@ -231,7 +231,7 @@ def _chunks(weight_VD: torch.Tensor, width: int) -> Iterator[tuple[int, torch.Te
 
 
 def _width(num_tokens: int, num_columns: int) -> int:
-    """Returns the number of columns in a chunk: a power of two, since each value is compiled."""
+    """Returns the number of columns in a chunk: a power of two, since each width is compiled."""
     column_bytes = BYTES_PER_LOGIT * max(num_tokens, 1)
     most = min(max(num_columns // 8, LEAST_BYTES // column_bytes), MOST_BYTES // column_bytes)
     return min(max(1 << most.bit_length() >> 1, LEAST_WIDTH), MOST_WIDTH)

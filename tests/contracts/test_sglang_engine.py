@@ -512,12 +512,6 @@ def test_sglang_engine_has_no_threads_and_listens_nowhere() -> None:
     assert listening() == sockets and process.children() == children
 
 
-def test_sglang_engine_refuses_experts_beside_dense_layers() -> None:
-    config = {**PACKAGED_ALL["sglang-qwen3-moe"], "mlp_only_layers": [1]}
-    with pytest.raises(UserError, match="layers without experts: got 1; allowed: none"):
-        start_packaged("sglang-qwen3-moe", hf_config=config)
-
-
 def test_sglang_engine_refuses_kernels_for_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     """By what SGLang itself asks before it packs the weights."""
     make_engine(QWEN3)  # SGLang is imported then

@@ -21,7 +21,6 @@ from hybridrl.models.family import read_model
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.common import installed_package
 from hybridrl.rollout.common.groups import over_layout
-from hybridrl.rollout.common.installed_package import refused_start, too_small_cache
 from hybridrl.rollout.common.sampling import (
     RowSampling,
     log_distribution,
@@ -109,36 +108,6 @@ def test_sglang_that_does_not_fit_is_refused_with_the_fix(
     assert fix in caught.value.remedy and "rollout.engine=hf" in caught.value.remedy
 
 
-def test_check_says_which_sglang_there_is(install: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "num_local_gpus", lambda: 1)
-    for packages, status in ((GOOD, "ok"), ({**GOOD, "sglang": "0.5.23"}, "problem")):
-        install(**packages)
-        items = {item.name: item for item in environment._engines()}
-        assert items["sglang"].status == status
-    assert items["sglang"].found == "sglang 0.5.23, not sglang 0.5.12 to 0.5.16"
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [
-        ("0.5.12", "sglang 0.5.12, tested on CPU"),
-        ("0.5.16", "sglang 0.5.16, tested on CPU, H100, H200"),
-        (
-            "0.5.14",
-            "sglang 0.5.14, not tested; tested were sglang 0.5.12 on CPU; "
-            "sglang 0.5.16 on CPU, H100, H200",
-        ),
-    ],
-)
-def test_check_says_where_sglang_was_tested(
-    install: Any, monkeypatch: pytest.MonkeyPatch, number: str, said: str
-) -> None:
-    monkeypatch.setattr(environment, "num_local_gpus", lambda: 0)
-    install(**{**GOOD, "sglang": number})
-    items = {item.name: item for item in environment._engines()}
-    assert (items["sglang"].status, items["sglang"].found) == ("ok", said)
-
-
 def test_models_that_sglang_would_compute_otherwise_are_refused() -> None:
     def rules(moe: Any, latent: Any = None, window: int | None = None) -> list[UserError]:
         shape = SimpleNamespace(moe=moe, latent=latent, window=window)
@@ -169,13 +138,6 @@ def test_longrope_has_one_table_of_angles_for_all_positions() -> None:
     rope.short_factor = [1.0, 1.0]
     with pytest.raises(ModelError, match="long_factor, at rotary_emb of sglang 0.5.16"):
         settle_longrope(model, "sglang 0.5.16")
-
-
-def test_messages_of_the_start() -> None:
-    assert "a\nb" not in str(refused_start("engine", "SGLang", "a\nb", "sglang 0.5.12"))
-    assert "a b; allowed" in str(refused_start("engine", "SGLang", "a\nb", "sglang 0.5.12"))
-    assert "got 300 tokens; allowed: at most 128:" in str(too_small_cache(300, 128))
-    assert "got 300 tokens; allowed: less:" in str(too_small_cache(300, -3))
 
 
 def settings(**changes: Any) -> EngineSettings:

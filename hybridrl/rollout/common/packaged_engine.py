@@ -24,13 +24,14 @@ from hybridrl.errors import ModelError, UserError
 from hybridrl.hybrid_engine.memory.alias import is_view
 from hybridrl.hybrid_engine.memory.lending import Piece
 from hybridrl.hybrid_engine.planning.expert_maps import ExpertTensors, with_experts
-from hybridrl.models.family import Family
+from hybridrl.models.family import Family, ModelShape
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout, fused_layout, hf_shapes
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.build import EngineInputs
 from hybridrl.rollout.common.agreement import TokenAgreement
 from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS, SleepingMemory
+from hybridrl.rollout.common.groups import replica_members
 from hybridrl.rollout.common.latent_copies import LatentCopies, set_epsilon
 from hybridrl.rollout.common.live_weights import (
     free_bytes,
@@ -43,6 +44,31 @@ from hybridrl.rollout.common.scheme import check_parameters, check_placement
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.engine import Holding, Request
 from hybridrl.rollout.registry import ENGINES, engine_package
+
+
+@dataclass(frozen=True, kw_only=True)
+class StartInputs:
+    """Inputs for the start of a package's engine on this rank.
+
+    Args:
+        version: Name and version of the package, for messages.
+        members: Global ranks of the replica, in tensor-parallel order.
+        weight_bytes: Bytes of this rank's parameters.
+    """
+
+    settings: EngineSettings
+    shape: ModelShape
+    layout: RolloutLayout
+    rank: int
+    device: torch.device
+    version: str
+    members: list[int]
+    weight_bytes: int
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the engine runs on a CPU."""
+        return self.device.type == "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +107,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     Raises:
         UserError: If the package is missing or does not fit, or cannot run this model here.
         ModelError: If a parameter differs from the weight table; names the first.
+        ValueError: If the ranks of a replica do not ascend.
+        RuntimeError: If there is no process group, or an engine of another layout is still open.
     """
 
     copies: ClassVar[LatentCopies]
@@ -113,14 +141,26 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         self._device = torch.device(device)
         self._settings, self._family, self._shard = settings, family, shard
         self._shape = family.shape(settings.hf_config)
-        package = engine_package(self.name)
+        package, is_cpu = engine_package(self.name), self._device.type == "cpu"
         assert package is not None
-        for violation in package.model_rules(self._shape, self._device.type == "cpu"):
+        for violation in package.model_rules(self._shape, is_cpu):
             raise violation
         self._placement, self._rank = layout, rank
         self._layout = self._weight_layout()
+        version, members = package.installed_version(is_cpu), replica_members(layout, rank)
+        if not dist.is_initialized():
+            raise RuntimeError("start a process group first, before the engine")
         itemsize: int = getattr(torch, settings.dtype).itemsize
-        self._weight_bytes = itemsize * sum(map(math.prod, self._layout.shapes.values()))
+        self._inputs = StartInputs(
+            settings=settings,
+            shape=self._shape,
+            layout=layout,
+            rank=rank,
+            device=self._device,
+            version=version,
+            members=members,
+            weight_bytes=itemsize * sum(map(math.prod, self._layout.shapes.values())),
+        )
         self._experts: Recorder | None = None
         self._keeps_memory = False
         self._memory: SleepingMemory | None = None
@@ -160,7 +200,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         """Starts the package, with `_prepare`; sets `_live`, `_runs_ahead` and `_cache_bytes`."""
 
     @abstractmethod
-    def _settle(self, model: torch.nn.Module, version: str) -> None:
+    def _settle(self, model: torch.nn.Module) -> None:
         """Repairs a new module before its parameters are compared. Raises ModelError."""
 
     @abstractmethod
@@ -212,14 +252,15 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         assert ENGINES[self.name].takes_expert_maps
         return with_experts(layout, ExpertTensors(self._family, self._shape), experts)
 
-    def _prepare(self, model: torch.nn.Module, version: str) -> None:
+    def _prepare(self, model: torch.nn.Module) -> None:
         """Checks and shares the parameters of a new module, before the package measures memory and
         captures graphs.
         """
         latent, shapes = self._shape.latent, hf_shapes(self._family, self._shape)
         load: Any = model.load_weights
+        version = self._inputs.version
         try:
-            self._settle(model, version)
+            self._settle(model)
             tensors = live_tensors(model, self._layout_name)
             check_parameters(self._layout, tensors, version)
             check_placement(self._layout, tensors, shapes, load, version)

@@ -67,12 +67,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._leaving: set[int] = set()
         self._num_empty_turns = 0
         self._live = start(
-            settings=self._settings,
-            shape=self._shape,
-            layout=layout,
-            rank=self._rank,
-            device=self._device,
-            weight_bytes=self._weight_bytes,
+            self._inputs,
             prepare=self._prepare,
             listen=lambda model, slots, longest: self._record_with(
                 lambda: RecordedExperts(model, self._shape, slots, longest, self._device)
@@ -87,8 +82,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._cache_bytes = per_token * self._scheduler.max_total_num_tokens
         self._runs_ahead = self._scheduler.is_overlapped
 
-    def _settle(self, model: torch.nn.Module, version: str) -> None:
-        settle_longrope(model, version)
+    def _settle(self, model: torch.nn.Module) -> None:
+        settle_longrope(model, self._inputs.version)
 
     def _own_memory(self) -> SleepingMemory:
         written = self._written_parameters()

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybridrl.console import say
 from hybridrl.errors import UserError
-from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.common.cpu_experts import experts_forward
 from hybridrl.rollout.common.groups import (
@@ -32,17 +30,15 @@ from hybridrl.rollout.common.groups import (
     engine_world,
     least_free_memory,
     over_layout,
-    replica_members,
 )
 from hybridrl.rollout.common.installed_package import refused_start, too_small_cache
-from hybridrl.rollout.common.packaged_engine import StartedPackage
+from hybridrl.rollout.common.packaged_engine import StartedPackage, StartInputs
 from hybridrl.rollout.common.process_state import (
     keep_generators,
     quiet,
     replaced,
     without_variables,
 )
-from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.sglang.arguments import longest_pass, longest_request, server_arguments
 from hybridrl.rollout.sglang.latent import latents_on_cpu
 from hybridrl.rollout.sglang.memory import EnginePools, allocated_in, engine_pools
@@ -50,7 +46,7 @@ from hybridrl.rollout.sglang.routing import RecordedExperts, recorded_by
 from hybridrl.rollout.sglang.sampling import SeededSampler, keep_seeds
 from hybridrl.rollout.sglang.scheduler import make_scheduler, without_watchdog
 from hybridrl.rollout.sglang.stand_ins import known_models_kept, stand_in
-from hybridrl.rollout.sglang.version import NAME, installed_version
+from hybridrl.rollout.sglang.version import NAME
 
 ENVIRONMENT = {
     # SGLang's context length exceeds the longest request, see sglang/arguments.py.
@@ -87,63 +83,51 @@ class LiveEngine(StartedPackage):
 
 
 def start(
-    settings: EngineSettings,
-    shape: ModelShape,
-    layout: RolloutLayout,
-    rank: int,
-    device: torch.device,
-    weight_bytes: int,
-    prepare: Callable[[torch.nn.Module, str], None],
+    inputs: StartInputs,
+    prepare: Callable[[torch.nn.Module], None],
     listen: Callable[[torch.nn.Module, int, int], RecordedExperts | None],
 ) -> LiveEngine:
     """Starts this rank's part of its replica, with dummy weights; collective over the engines.
 
     Args:
-        weight_bytes: Bytes of this rank's parameters.
-        prepare: Called with the new module and SGLang's version, before SGLang measures memory and
-            captures graphs.
+        prepare: Called with the new module, before SGLang measures memory and captures graphs.
         listen: Called after `prepare`, before graphs are captured, with the module, the number of
             slots of the KV cache and the maximum number of tokens in a pass; returns the recorder
             of experts.
 
     Raises:
-        UserError: If SGLang is missing, does not fit this host, or refuses the model or its memory.
-        ValueError: If the ranks of a replica do not ascend.
-        RuntimeError: If there is no process group, or an engine of another layout is still open.
+        UserError: If SGLang does not import, or refuses the model or its memory.
+        RuntimeError: If an engine of another layout is still open.
     """
-    is_cpu = device.type == "cpu"
-    version = installed_version(is_cpu)
-    members = replica_members(layout, rank)
-    if not dist.is_initialized():
-        raise RuntimeError("start a process group first: the engine's ranks are those of the world")
-    _import_sglang(version, is_cpu, layout.tp)
-    pools = engine_pools(device)
+    settings, layout, is_cpu = inputs.settings, inputs.layout, inputs.is_cpu
+    _import_sglang(inputs.version, is_cpu, layout.tp)
+    pools = engine_pools(inputs.device)
     from sglang.srt.distributed import parallel_state
 
-    check_groups("SGLang", parallel_state, _OPEN, rank, members)
+    check_groups("SGLang", parallel_state, _OPEN, inputs.rank, inputs.members)
     memory = None if is_cpu else least_free_memory(layout)
-    arguments = server_arguments(settings, shape, layout.tp, weight_bytes, memory)
+    arguments = server_arguments(settings, inputs.shape, layout.tp, inputs.weight_bytes, memory)
     if not is_cpu:
         arguments |= _attention()
     loaded: list[torch.nn.Module] = []
 
     def prepare_loaded(model: torch.nn.Module) -> None:
         loaded.append(model)
-        prepare(model, version)
+        prepare(model)
 
     with (
-        _inside_the_trainer(settings, shape, layout, device),
-        allocated_in(pools, device),
+        _inside_the_trainer(inputs),
+        allocated_in(pools, inputs.device),
         _after_loading(prepare_loaded),
         recorded_by(lambda num_slots: listen(loaded[0], num_slots, longest_pass(arguments))),
     ):
-        scheduler = _make_scheduler(settings, arguments, layout, rank, device, version)
+        scheduler = _make_scheduler(inputs, arguments)
     _OPEN.append(scheduler)
-    check_groups("SGLang", parallel_state, _OPEN, rank, members)
+    check_groups("SGLang", parallel_state, _OPEN, inputs.rank, inputs.members)
     fits = longest_request(scheduler.max_total_num_tokens)
     group = parallel_state.get_tp_group().cpu_group
     engine = LiveEngine(
-        scheduler=scheduler, model=loaded[0], tp_group=group, version=version, pools=pools
+        scheduler=scheduler, model=loaded[0], tp_group=group, version=inputs.version, pools=pools
     )
     if fits < settings.max_tokens:
         stop(engine)
@@ -152,22 +136,20 @@ def start(
 
 
 @contextlib.contextmanager
-def _inside_the_trainer(
-    settings: EngineSettings, shape: ModelShape, layout: RolloutLayout, device: torch.device
-) -> Iterator[None]:
+def _inside_the_trainer(inputs: StartInputs) -> Iterator[None]:
     """Applies all repairs for the start, and restores the process state that SGLang changes."""
     from sglang.srt.managers import tp_worker
     from sglang.srt.model_executor import model_runner
 
-    is_cpu = device.type == "cpu"
-    has_latents = is_cpu and shape.latent is not None
+    is_cpu = inputs.is_cpu
+    has_latents = is_cpu and inputs.shape.latent is not None
     if hidden := sorted(os.environ.keys() & set(_other_weights(is_cpu))):
         why = "SGLang would store weights in another layout than training writes"
         say(f"hybridrl: ignoring {', '.join(hidden)} of the environment: {why}")
     with (
-        keep_generators(device, everywhere=True),
+        keep_generators(inputs.device, everywhere=True),
         _kept_threads(),
-        _groups_of(layout, settings.timeout_s),
+        _groups_of(inputs.layout, inputs.settings.timeout_s),
         # On CPU, SGLang would pad the model's sizes for AMX.
         replaced(model_runner, "adjust_config_with_unaligned_cpu_tp", _keep_config),
         # Seeds are not broadcast: all ranks have the same, and a replica that does not begin with
@@ -190,20 +172,14 @@ def _attention() -> dict[str, str]:
     return {"attention_backend": "flashinfer" if find_spec("flashinfer") else "triton"}
 
 
-def _make_scheduler(
-    settings: EngineSettings,
-    arguments: dict[str, Any],
-    layout: RolloutLayout,
-    rank: int,
-    device: torch.device,
-    version: str,
-) -> Any:
+def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
     _forget_places_of_experts()
-    _, tp_rank = layout.place(rank)
+    layout, settings = inputs.layout, inputs.settings
+    _, tp_rank = layout.place(inputs.rank)
     ep_rank = tp_rank // (layout.tp // settings.ep)
-    gpu_id = 0 if device.type == "cpu" else torch.cuda.current_device()
+    gpu_id = 0 if inputs.is_cpu else torch.cuda.current_device()
     with tempfile.TemporaryDirectory() as folder:
         config = json.dumps(settings.config_json())
         (Path(folder) / "config.json").write_text(config, encoding="utf-8")
@@ -214,7 +190,7 @@ def _make_scheduler(
         except (ValueError, NotImplementedError, AssertionError) as error:
             if not str(error):
                 raise  # without a message, the traceback helps more
-            raise refused_start(NAME, "SGLang", str(error), version) from error
+            raise refused_start(NAME, "SGLang", str(error), inputs.version) from error
     keep_seeds()
     scheduler.model_config.hf_eos_token_id = None  # requests have their own stop tokens
     scheduler.tp_worker.model_runner.sampler = SeededSampler(scheduler.token_table)

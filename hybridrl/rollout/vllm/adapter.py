@@ -50,12 +50,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         # request may end at a stop string.
         self._drawn, self._has_stop_strings = StepBuffer(), False
         self._live = start(
-            settings=self._settings,
-            shape=self._shape,
-            layout=self._placement,
-            rank=self._rank,
-            device=self._device,
-            weight_bytes=self._weight_bytes,
+            self._inputs,
             prepare=self._prepare,
             listen=lambda model, cache: self._record_with(
                 lambda: RecordedExperts(model, cache, self._shape, self._device)
@@ -71,11 +66,11 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._decoding = DecodingSteps(scheduler, is_scheduler_known(self._live.version))
         self._runs_ahead = self._decoding.is_async
 
-    def _settle(self, model: torch.nn.Module, version: str) -> None:
+    def _settle(self, model: torch.nn.Module) -> None:
         if (experts := self._placement.experts_of(self._rank)) is not None:
             deal_experts(model, experts)
         if self._shape.latent is not None and self._device.type == "cpu":
-            rotate_with_torch(model, version)
+            rotate_with_torch(model, self._inputs.version)
 
     def _own_memory(self) -> SleepingMemory:
         caches, pieces = caches_of(runner_of(self._live.llm)), allocations()

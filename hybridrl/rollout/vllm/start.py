@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybridrl import ops
 from hybridrl.errors import UserError
-from hybridrl.models.family import ModelShape
 from hybridrl.parallel.layout import Place, RolloutLayout
 from hybridrl.rollout.common.groups import (
     check_groups,
@@ -27,16 +25,15 @@ from hybridrl.rollout.common.groups import (
     engine_world,
     least_free_memory,
     over_layout,
-    replica_members,
 )
-from hybridrl.rollout.common.packaged_engine import StartedPackage
+from hybridrl.rollout.common.packaged_engine import StartedPackage, StartInputs
 from hybridrl.rollout.common.process_state import keep_generators, ranks_in_environment, replaced
 from hybridrl.rollout.common.sampling import uniforms
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.vllm.arguments import engine_arguments
 from hybridrl.rollout.vllm.experts import compute_with_live_experts
 from hybridrl.rollout.vllm.model_folder import model_folder
-from hybridrl.rollout.vllm.version import NAME, installed_version, refusal
+from hybridrl.rollout.vllm.version import NAME, refusal
 
 ENVIRONMENT = {
     # The engine core runs in this process, which external_launcher requires.
@@ -61,62 +58,50 @@ class LiveEngine(StartedPackage):
 
 
 def start(
-    settings: EngineSettings,
-    shape: ModelShape,
-    layout: RolloutLayout,
-    rank: int,
-    device: torch.device,
-    weight_bytes: int,
-    prepare: Callable[[torch.nn.Module, str], None],
+    inputs: StartInputs,
+    prepare: Callable[[torch.nn.Module], None],
     listen: Callable[[torch.nn.Module, Any], object],
 ) -> LiveEngine:
     """Starts this rank's part of its replica, with dummy weights; collective over the world.
 
     Args:
-        weight_bytes: Bytes of this rank's parameters.
-        prepare: Called with the new module and vLLM's version, before vLLM measures memory and
-            captures graphs.
+        prepare: Called with the new module, before vLLM measures memory and captures graphs.
         listen: Called with the module and vLLM's `KVCacheConfig` of this rank, before graphs are
             captured.
 
     Raises:
-        UserError: If vLLM is missing, does not fit this host, or refuses the model or its memory.
-        ValueError: If the ranks of a replica do not ascend.
-        RuntimeError: If there is no process group, or an engine of another layout is still open.
+        UserError: If vLLM does not import, or refuses the model or its memory.
+        RuntimeError: If an engine of another layout is still open.
     """
-    is_cpu = device.type == "cpu"
-    version = installed_version(is_cpu)
-    members = replica_members(layout, rank)
-    if not dist.is_initialized():
-        raise RuntimeError("start a process group first: the engine's ranks are those of the world")
-    _import_vllm(version, is_cpu)
+    settings, layout, is_cpu = inputs.settings, inputs.layout, inputs.is_cpu
+    _import_vllm(inputs.version, is_cpu)
     from vllm.distributed import parallel_state
 
-    check_groups("vLLM", parallel_state, _OPEN, rank, members)
+    check_groups("vLLM", parallel_state, _OPEN, inputs.rank, inputs.members)
     memory = None if is_cpu else least_free_memory(layout)
-    arguments = engine_arguments(settings, shape, layout.tp, weight_bytes, memory)
+    arguments = engine_arguments(settings, inputs.shape, layout.tp, inputs.weight_bytes, memory)
     with (
-        keep_generators(device, everywhere=True),
+        keep_generators(inputs.device, everywhere=True),
         ranks_in_environment(),
         _groups_of(layout),
         _collectives_over_gloo(is_cpu),
-        _after_loading(lambda model: prepare(model, version)),
+        _after_loading(prepare),
         _after_caching(listen),
         second_runner(settings.architectures),
     ):
-        llm = _make_engine(settings, arguments, version, layout.place(rank))
+        llm = _make_engine(settings, arguments, inputs.version, layout.place(inputs.rank))
     _OPEN.append(llm)
     finalizer = getattr(llm.engine_core, "_finalizer", None)  # since 0.32
     if finalizer is not None:
         finalizer.detach()  # it would run vLLM's shutdown, see `stop`
-    check_groups("vLLM", parallel_state, _OPEN, rank, members)
-    group = parallel_state.get_tp_group()
+    check_groups("vLLM", parallel_state, _OPEN, inputs.rank, inputs.members)
+    group = parallel_state.get_tp_group().cpu_group
     runner = runner_of(llm)
     if llm.engine_core.engine_core.scheduler.use_v2_model_runner:
         compute_on_current_stream(type(runner))
     else:
         _draw_by_seed_and_position(runner)
-    return LiveEngine(llm=llm, model=runner.model, tp_group=group.cpu_group, version=version)
+    return LiveEngine(llm=llm, model=runner.model, tp_group=group, version=inputs.version)
 
 
 def runner_of(llm: Any) -> Any:
