@@ -50,26 +50,16 @@ def init_weights(
     for region in layout.regions:
         regions.setdefault(region.hf, []).append(region)
     for name, held in regions.items():
-        device = tensors[held[0].local].device
-        full = _draw(name, hf_shapes[name], std, residual_std, seed, device, norm_weight)
+        shape, device = hf_shapes[name], tensors[held[0].local].device
+        if len(shape) == 1:
+            value = 0.0 if name.endswith("bias") else norm_weight
+            full = torch.full(shape, value, device=device)
+        else:
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
+            # Drawn on the device: the host would take a minute for 7 billion numbers.
+            generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
+            scale = residual_std if name.endswith(RESIDUAL_OUTPUTS) else std
+            full = torch.randn(shape, generator=generator, device=device) * scale
         for region in held:
             target = box_view(tensors[region.local], region.local_box)
             target.copy_(box_view(full, region.hf_box))
-
-
-def _draw(
-    name: str,
-    shape: tuple[int, ...],
-    std: float,
-    residual_std: float,
-    seed: int,
-    device: torch.device,
-    norm_weight: float,
-) -> torch.Tensor:
-    if len(shape) == 1:
-        return torch.full(shape, 0.0 if name.endswith("bias") else norm_weight, device=device)
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-    # Drawn on the device: the host would take a minute for 7 billion numbers.
-    generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
-    scale = residual_std if name.endswith(RESIDUAL_OUTPUTS) else std
-    return torch.randn(shape, generator=generator, device=device) * scale

@@ -1,7 +1,7 @@
 """Difference between the engine's and the trainer's log-probabilities: metrics, bounds, warning.
 
-Owns the only table of bounds. Collective if ranks have the tokens of some samples only. diagnose.py
-explains a mismatch.
+Owns the only table of bounds. Collective if each rank has the tokens of only some samples.
+debug/diagnose.py finds the cause of a mismatch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Bounds:
 
     Args:
         refuse: Mean absolute difference of log-probabilities at the start of a run, nats.
-        warn: The same in a step.
+        warn: The same difference in a step.
         residual: Relative RMS difference of a residual stream, per token.
     """
 
@@ -61,7 +61,8 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
 
     Args:
         batch: Batch with the engine's log-probabilities, `behaviour_logp_T`.
-        logp_T: The trainer's at the start of the step, (T,) like the batch's columns.
+        logp_T: The trainer's log-probabilities at the start of the step, (T,) like the batch's
+            columns.
     """
     over = OverTokens(batch)
     engine_R = response_values(batch.behaviour_logp_T, batch).double()

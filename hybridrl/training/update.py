@@ -149,21 +149,14 @@ def reduce_losses(
     names: list[str] = sorted(
         {name for found in world.gather_objects(sorted(local)) for name in found}
     )
-    sums = torch.tensor(
-        [0.0 if name.endswith("_max") else local.get(name, 0.0) for name in names],
-        dtype=torch.float64,
-    )
-    maxima = torch.tensor(
-        [local.get(name, -torch.inf) if name.endswith("_max") else 0.0 for name in names],
-        dtype=torch.float64,
-    )
-    sums, maxima = world.sum_over_world(sums), world.max_over_world(maxima)
+    absent = [-torch.inf if name.endswith("_max") else 0.0 for name in names]
+    local_values = [local.get(name, value) for name, value in zip(names, absent, strict=True)]
+    values = torch.tensor(local_values, dtype=torch.float64)
+    totals, maxima = world.sum_over_world(values).tolist(), world.max_over_world(values).tolist()
     metrics = {}
-    for name, total, largest in zip(names, sums.tolist(), maxima.tolist(), strict=True):
-        if name.endswith("_max"):
-            metrics[name] = largest
-        else:
-            metrics[name] = total if name == loss_name else total / num_tokens
+    for name, total, largest in zip(names, totals, maxima, strict=True):
+        mean = total if name == loss_name else total / num_tokens
+        metrics[name] = largest if name.endswith("_max") else mean
     return metrics
 
 

@@ -2,9 +2,9 @@
 
 Owns the choice and the layers' ModuleSpecs. transformer-engine's layers fuse a norm into the linear
 layer after it, attend over packed sequences by cuDNN, rotate by a fused kernel, and add weight
-gradients to Megatron's fp32 buffers inside the matrix product. They are used on CUDA in bf16 for
-families without their own `layer_spec`. Both kinds have the same checkpoints: Megatron saves a
-torch layer's norms under transformer-engine's names (`sharded_state_dict_keys_map`).
+gradients to Megatron's fp32 buffers inside the matrix product. These layers are used on CUDA in
+bf16 for families without their own `layer_spec`. Both kinds have the same checkpoints: Megatron
+saves a torch layer's norms under transformer-engine's names (`sharded_state_dict_keys_map`).
 """
 
 from __future__ import annotations

@@ -65,8 +65,7 @@ class Router(TopKRouter):
         self.tokens_E = self.entropy = self.replayed = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the weights of the experts, 0 where not chosen, and the chosen experts, both (T,
-        E).
+        """Returns the experts' weights, 0 if not chosen, and a mask of chosen experts, both (T, E).
 
         In training it also counts tokens, and attaches the losses to the weights.
 

@@ -38,22 +38,21 @@ def schedule(
     attended: Sequence[int] | None = None,
     attention_length: int = DEFAULT_ATTENTION_LENGTH,
 ) -> Schedule:
-    """Assigns items, samples or units of several, so that all ranks and micro-batches take similar
-    time.
+    """Assigns items (samples or units of samples) so that ranks and micro-batches take equal time.
 
     Args:
         lengths: Tokens of each item.
         num_ranks: Data-parallel size.
         token_budget: Maximal tokens of a micro-batch, padding not counted.
-        multiple: Divisor of the number of micro-batches of a rank (interleaved pipelines need the
-            pipeline size).
-        attended: Twice the number of attending token pairs of each item; the default is the square
-            of its length.
+        multiple: Multiple to which the number of micro-batches of a rank is rounded up (the
+            pipeline size for interleaved pipelines).
+        attended: Twice the number of token pairs of each item in which one token attends to the
+            other; the default is the square of its length.
         attention_length: See DEFAULT_ATTENTION_LENGTH.
 
     Returns:
-        `[dp_rank][micro_batch]` -> item indices. Their number is the fewest that best-fit packing
-        finds; some are empty only if there are fewer items than micro-batches.
+        `[dp_rank][micro_batch]` -> item indices. The number of micro-batches is the fewest that
+        best-fit packing finds; some are empty only if there are fewer items than micro-batches.
 
     Raises:
         DataError: An item is longer than the budget.

@@ -38,9 +38,8 @@ def micro_batch(
     Args:
         batch: Batch of any stage; columns that it lacks are None.
         indices: Samples in packing order; none gives a micro-batch of padding only.
-        pad_each: Divisor of the padded length of each sample (2 cp if cp > 1, else 1).
-        pad_total: Divisor of the total length (tp x 2 cp), reached by a trailing sequence of
-            padding.
+        pad_each: Multiple to which each sample is padded (2 cp if cp > 1, else 1).
+        pad_total: Multiple to which a trailing sequence of padding fills the total (tp x 2 cp).
         shares_prompts: Whether consecutive samples of one prompt share its tokens; needs `pad_each`
             = 1.
         at_own_token: Whether values about a token are at its own position, not at that of the token

@@ -45,8 +45,8 @@ def packed_bounds(lengths: Sequence[int], pad_each: int, pad_total: int) -> Pack
 
     Args:
         lengths: Tokens of each sample; if empty, the micro-batch is one sequence of padding.
-        pad_each: Divisor of the padded length of each sample.
-        pad_total: Divisor of the total length, reached by a trailing sequence of padding; a
+        pad_each: Multiple to which each sample is padded.
+        pad_total: Multiple to which a trailing sequence of padding fills the total; itself a
             multiple of `pad_each`.
     """
     if pad_each < 1 or pad_total < 1 or pad_total % pad_each:

@@ -59,11 +59,10 @@ class ScheduleInputs:
 
     Args:
         lengths: Tokens of each sample.
-        groups: Group of each sample; samples have the same group exactly if they have the same
-            prompt.
+        groups: Group of each sample; samples of one prompt have the same group.
         prompt_lengths: Tokens of each sample's prompt; None if prompts are not shared.
         num_parts: Number of consecutive mini-batches. Each is assigned separately, so that every
-            rank has samples of all.
+            rank has samples of each.
         num_ranks, token_budget, multiple, attention_length: See `balance.schedule`.
     """
 
@@ -173,7 +172,7 @@ def make_units(
     """Groups samples of the same prompt into units.
 
     Args:
-        prompts: Group of each sample; equal exactly if prompts are equal.
+        prompts: Group of each sample; samples of one prompt have the same group.
         prompt_lengths, lengths: Tokens of each sample's prompt, and of the whole sample.
         num_ranks: Data-parallel size.
         token_budget: Maximal tokens of a micro-batch.
