@@ -1,9 +1,10 @@
-"""The reward of responses that are programs: they run, apart from everything, against tests.
+"""The reward for responses that are programs: runs them against tests, isolated from everything
+else. No torch.
 
-Owns what a program is given and how its outcome becomes a score; contain.py keeps it apart: own
-process, limits of time, memory, files, processes, and no network. A program that fails, hangs or
-runs into a limit scores 0, and the latter is counted as `limits`; a failure of the sandbox itself
-is one of the scorer. No torch.
+Owns the inputs of a program and the conversion of its outcome to a score. contain.py isolates it:
+separate process, limits on time, memory, files and processes, no network. A program that fails,
+hangs or reaches a limit scores 0, and the latter is counted as `limits`. A failure of the sandbox
+itself is a failure of the scorer.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ from hybridrl.services.sandbox import verdict
 from hybridrl.services.sandbox.syscalls import system_call_filter
 from hybridrl.services.sandbox.visible import visible_files
 
-MOST_OUTPUT = 1 << 20
+MAX_OUTPUT = 1 << 20
 LIMITS, UNJUDGED = "limits", "unjudged"
 START = """
 import os, sys
 sys.path.insert(0, {folder!r})
 try:
     from hybridrl.services.sandbox.contain import main
-except BaseException as error:  # the folder is gone, or the interpreter's
+except BaseException as error:  # a folder of the sandbox or of Python is missing
     os.write(2, f"not contained: {{error}}\\n".encode())
     os._exit({code})
 del sys.path[0]
@@ -50,16 +51,23 @@ main()
 CONTAINED = ("contain", "judge", "program", "rpc", "values", "verdict")
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
 _NUMBERS = itertools.count()
-_MAKING = threading.Lock()
+_SETUP_LOCK = threading.Lock()
 
 
 class SandboxError(Exception):
-    """The sandbox could not be made; the program did not run."""
+    """The sandbox could not be created; the program did not run."""
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a program ended: exit code (128 + signal), output, and whether a limit stopped it."""
+class RunResult:
+    """The result of a program's run.
+
+    Args:
+        code: Exit code, or 128 plus the signal that ended it.
+        output: Standard output.
+        error: Standard error.
+        is_limited: Whether a limit stopped it.
+    """
 
     code: int
     output: str
@@ -70,21 +78,22 @@ class Ended:
 class Code:
     """The share of a row's tests that the response's program passes.
 
-    The program is the last ``` block of the response, else all of it. The row's tests are a text of
-    asserts, a list of such texts, or a list of `{"input", "output"}` for standard input and output
-    (compared without white space at line ends and at the end). Asserts run in a process of their
-    own (judge.py). A program that ends before its asserts have run has not passed them.
+    The program is the last ``` block of the response, or the whole response. The row's tests are a
+    text of asserts, a list of such texts, or a list of `{"input", "output"}` for standard input and
+    output (compared without white space at line ends and at the end). Asserts run in a separate
+    process (judge.py). A program that ends before its asserts have run does not pass them.
 
     Args:
-        tests_key: the column of the tests.
-        partial: score the share of tests passed; False: 1 if all are, else 0.
-        time_s: wall-clock limit of one run, whole seconds.
-        memory_mib, disk_mib, processes: further limits; memory is of each process.
-        readable: absolute paths of files and folders that programs and tests may read beside
-            Python, its packages and the system's libraries.
+        tests_key: Column of the tests.
+        partial: Whether to score the share of tests that passed; otherwise 1 if all passed, 0 if
+            not.
+        time_s: Wall-clock limit of one run, in whole seconds.
+        memory_mib, disk_mib, processes: Further limits; the memory limit is per process.
+        readable: Absolute paths of files and folders that programs and tests may read, in addition
+            to Python, its packages and the system's libraries.
 
     Raises:
-        UserError: programs cannot be contained on this host, or an option is wrong.
+        UserError: This host cannot contain programs, or an option is wrong.
     """
 
     runs = "thread"
@@ -120,17 +129,17 @@ class Code:
                 "reward.options.readable",
                 repr(readable),
                 "a list of absolute paths that exist",
-                "Set readable, or leave it out.",
+                "Set readable, or remove it.",
             )
         _check_host()
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns a share from 0 to 1, with a note where a run met a limit (`limits`), or where
-        tests failed that do what the judge cannot (`unjudged`).
+        """Returns a share from 0 to 1, with a note if a run reached a limit (`limits`), or if
+        failed tests use something that the judge does not support (`unjudged`).
 
         Raises:
-            DataError: the row has no tests.
-            SandboxError: the sandbox failed.
+            DataError: The row has no tests.
+            SandboxError: The sandbox failed.
         """
         tests = _tests(columns.get(self._key), self._key, prompt)
         blocks = _BLOCK.findall(response)
@@ -143,7 +152,7 @@ class Code:
             if not is_right and not self._partial:
                 break
         score = passed / len(tests) if self._partial else float(passed == len(tests))
-        note = next((one for one in self.notes if one in notes), None)
+        note = next((name for name in self.notes if name in notes), None)
         return score if note is None else Noted(score, note)
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
@@ -170,21 +179,22 @@ def run_program(
     limits: Mapping[str, int],
     tests: str | None = None,
     readable: Sequence[str] = (),
-) -> Ended:
+) -> RunResult:
     """Runs a Python program in the sandbox, alone or against tests.
 
     Args:
-        program: its text.
-        given: its standard input.
+        program: Text of the program.
+        given: Standard input.
         limits: `time_s`, `memory_mib`, `disk_mib`, `processes`.
-        tests: a text of asserts that use the program's names; the code says how they ended.
-        readable: what it can read beside Python, as `Code` has it.
+        tests: Text of asserts that use the program's names; the result's code is then their
+            verdict.
+        readable: Further readable paths (see `Code`).
 
     Raises:
-        SandboxError: it could not be contained, and did not run.
+        SandboxError: The program could not be contained, and did not run.
     """
-    with _MAKING:  # threads share the folder
-        if not os.path.isdir(_code_folder().name):  # hosts remove old temporary folders
+    with _SETUP_LOCK:  # threads share the folder
+        if not os.path.isdir(_code_folder().name):  # the host may remove old temporary folders
             _code_folder.cache_clear()
         folder = os.path.realpath(_code_folder().name)
         visible = visible_files(tuple(readable))
@@ -212,7 +222,7 @@ def run_program(
             start_new_session=True,
         )
         try:
-            # The sandbox stops itself in time; this limit is for that.
+            # The sandbox enforces time_s; this later limit applies if the sandbox itself hangs.
             output, error, is_cut = _read(process, time.monotonic() + limits["time_s"] + 5)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -222,7 +232,7 @@ def run_program(
                 pipe.close()
     if code == verdict.NOT_CONTAINED:
         raise SandboxError(error.strip())
-    return Ended(code, output, error, is_cut or _is_limited(code, error))
+    return RunResult(code, output, error, is_cut or _is_limited(code, error))
 
 
 def _is_limited(code: int, error: str) -> bool:
@@ -235,11 +245,12 @@ def _is_limited(code: int, error: str) -> bool:
 
 @functools.cache
 def _code_folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder, for this process's time, with what runs in the sandbox: compiled, since
-    nothing can be kept there, and apart from the package, which need not be readable there.
+    """Returns a temporary folder with the modules that run in the sandbox. They are compiled,
+    because the sandbox cannot write compiled files, and copied, because the package may not be
+    readable there.
     """
     folder = tempfile.TemporaryDirectory(prefix="hybridrl-")
-    os.chmod(folder.name, 0o755)  # a program of root is another user
+    os.chmod(folder.name, 0o755)  # if the trainer is root, the program is another user
     package = Path(folder.name, "hybridrl")
     sandbox = package / "services" / "sandbox"
     sandbox.mkdir(parents=True)
@@ -257,7 +268,7 @@ def _code_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
-    """Returns a file in memory that nobody can change, open until the stack is left."""
+    """Returns an immutable file in memory, open until the stack is closed."""
     number = os.memfd_create("hybridrl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, number)
     with os.fdopen(os.dup(number), "wb") as file:
@@ -269,7 +280,7 @@ def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str, bool]:
-    """Returns what a process writes until it ends, and whether it was too much or took too long."""
+    """Returns a process's output until it ends, and whether it was too long or took too long."""
     assert process.stdout is not None and process.stderr is not None
     found = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
     out, err = found
@@ -283,7 +294,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str, 
         for file, _ in ready:
             part = os.read(file, 1 << 16)
             found[file] += part
-            is_cut |= len(found[file]) > MOST_OUTPUT
+            is_cut |= len(found[file]) > MAX_OUTPUT
             if not part:
                 poll.unregister(file)
                 waiting.discard(file)
@@ -303,8 +314,8 @@ def _tests(given: object, key: str, prompt: str) -> Sequence[str | Mapping[str, 
         raise DataError(
             f"column {key!r} of {prompt[:40]!r}",
             "nothing" if given is None else f"{str(given)[:60]!r}",
-            'a text of asserts, or a list of them or of {"input", "output"}',
-            "Mend that row, or set reward.options.tests_key.",
+            'a text of asserts, a list of such texts, or a list of {"input", "output"}',
+            "Fix that row, or set reward.options.tests_key.",
         )
     return tests  # type: ignore[return-value]
 
@@ -314,11 +325,11 @@ def _lines(text: str) -> list[str]:
 
 
 def _check_host() -> None:
-    """Raises UserError unless programs can be contained here."""
+    """Raises UserError unless this host can contain programs."""
     limits = {"time_s": 10, "memory_mib": 256, "disk_mib": 1, "processes": 4}
     try:
         if not sys.platform.startswith("linux"):
-            raise SandboxError(f"no namespaces on {sys.platform}")
+            raise SandboxError(f"{sys.platform} has no namespaces")
         ended = run_program("import json; print(json.dumps(1))", "", limits)
         if ended.output.strip() != "1":
             raise SandboxError(ended.error.strip()[-200:] or f"exit code {ended.code}")
@@ -326,6 +337,6 @@ def _check_host() -> None:
         raise UserError(
             "reward.function",
             "code",
-            "code only where the kernel lets this user make namespaces (user, mount, network)",
-            f"Allow them (docker: --cap-add SYS_ADMIN), or score elsewhere by remote. {error}.",
+            "code only if the kernel lets this user create namespaces (user, mount, network)",
+            f"Allow them (docker: --cap-add SYS_ADMIN), or score on another host: remote. {error}.",
         ) from None

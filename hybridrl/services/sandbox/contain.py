@@ -1,23 +1,23 @@
-"""Runs one untrusted program so that nothing of it lasts; a process of its own, which sandbox.py
-starts.
+"""Runs one untrusted program, of which nothing remains afterwards; code_reward.py starts this
+process.
 
 The outer process enters new namespaces (mounts, network, IPC, host name; without root also a user
-namespace) and builds a root of its own: empty, but for the interpreter, the system's libraries and
-a few devices, all read-only, and FOLDER, a small file system in memory. In it run one or two
-roles, each in a process namespace of its own, within its limits, without privileges and with the
-system calls of syscalls.py alone:
+namespace). It builds a new root: the interpreter, the system's libraries and a few devices, all
+read-only, and FOLDER, a small file system in memory. In that root run one or two roles, each in a
+new process namespace, with limits, without privileges, and with only the system calls of
+syscalls.py:
 
-- the program,
-- where it has tests, those (judge.py), which call the program through two pipes (program.py).
+- the program, - its tests, if it has some (judge.py), which call the program through two pipes
+(program.py).
 
-A process namespace ends with its process 1, that with the outer process, and that with its
-starter, so neither daemons nor fork bombs outlive it.
+A process namespace ends with its process 1, which ends with the outer process, which ends with the
+process that started it. So neither daemons nor fork bombs survive.
 
 Why not bubblewrap, which does much of this: it is a system package that GPU images and clusters
-rarely have. It leaves the program of a root trainer with root's user id outside, or needs user
-namespaces, which docker's root with SYS_ADMIN need not be allowed; here such a program gets a user
-of its own, which no file belongs to. The limits, the filter of calls, the two roles, and telling
-its own failure from the program's would stay to be written around it. What it would take over is
+rarely have. With a trainer that is root, it leaves the program with root's user id outside, or
+needs user namespaces, which docker's root with SYS_ADMIN may not be allowed to create; here such a
+program gets a separate user that owns no file. The limits, the filter of calls, the two roles, and
+the distinction of its failures from the program's would still be our code. It would replace only
 `_build_root` and `_enter_namespaces`, some 90 lines. Linux only: 5.12, without root 5.14.
 """
 
@@ -37,7 +37,7 @@ from importlib import import_module
 
 from hybridrl.services.sandbox.verdict import ENDED, FAILED, NOT_CONTAINED
 
-TYPE_CHECKING = False  # that of typing takes long to import
+TYPE_CHECKING = False  # importing typing takes long
 if TYPE_CHECKING:
     from typing import Any
 
@@ -56,12 +56,12 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 2
 SECCOMP_MODE_FILTER = 2
 CAPABILITIES = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
 RLIMIT_MSGQUEUE = 12  # bytes of POSIX message queues; not in the module resource
-FIRST_UID = 0x20000000  # of processes that root starts: nobody else's
-USER = 1000  # what a user who is not root is called inside
-OWN_PROCESSES = 5  # beside a program's that count as that user's
+FIRST_UID = 0x20000000  # user ids that nobody else has, for programs of root
+USER = 1000  # user id inside, if the trainer is not root
+OWN_PROCESSES = 5  # processes of the sandbox that count against the user's limit
 
-FOLDER = "/program"  # where the program may write
-CODE = "/hybridrl"  # where the two roles find theirs
+FOLDER = "/program"  # the program may write here
+CODE = "/hybridrl"  # code of the two roles
 START_PROGRAM = (
     f"import sys; sys.path.insert(0, {CODE!r})\n"
     "from hybridrl.services.sandbox.program import main\n"
@@ -81,8 +81,8 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Runs the plan of the file descriptor argv[1], with the tests of argv[2] (-1: none); exits
-    like the program (128 + the signal that ended it), or with a code of judge.py.
+    """Runs the plan of the file descriptor argv[1], with the tests of argv[2] (-1 for none). Exits
+    with the program's code (128 + the signal that ended it), or with a code of judge.py.
     """
     tests = int(sys.argv[2])
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -90,7 +90,7 @@ def main() -> None:
         plan = marshal.load(file)
     try:
         own_user = _enter_namespaces()
-        # Its files in /proc belong to nobody, and who has the same user id cannot look into it.
+        # Protects this process from others with the same user id: they cannot read its /proc files.
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         _build_root(plan)
         until = time.monotonic() + plan["limits"]["time_s"]
@@ -106,10 +106,10 @@ def main() -> None:
         )
         for file_no in judges + programs:
             os.close(file_no)
-    except Exception as error:  # no role has begun
+    except Exception as error:  # no role has started
         _give_up(error)
     code = _wait(judging, until)
-    if code == ENDED:  # why?
+    if code == ENDED:  # the program's own exit code tells the reason
         ended = _wait(program, until)
         code = ended if ended == NOT_CONTAINED or ended > 128 else FAILED
     os._exit(code)
@@ -121,10 +121,10 @@ def _start(
     """Starts a role as process 1 of a namespace, and returns the process that waits for it.
 
     Args:
-        role: what that process does.
-        own, others: files of this role, and of the other one, which then sees no end while they are
-            open here.
-        with_proc: /proc shows the namespace.
+        role: Function that the process runs.
+        own, others: File descriptors of this role, and of the other one, which sees no end of file
+            while they are open here.
+        with_proc: Whether /proc shows the namespace.
     """
     waiting = os.fork()
     if waiting:
@@ -141,13 +141,13 @@ def _start(
                 _mount_proc()
             _close_root()
             role()
-    except Exception as error:  # a role handles its own: whatever fails, it has not begun
+    except Exception as error:  # a role handles its own errors, so it has not started
         _give_up(error)
     os._exit(_code(os.waitpid(first, 0)[1]))
 
 
 def _enter_namespaces() -> bool:
-    """Returns whether the program can have a user of its own."""
+    """Enters the namespaces; returns whether the program can get a separate user."""
     spaces = NEWNS | NEWNET | NEWIPC | NEWUTS
     uid, gid = os.geteuid(), os.getegid()
     own_user = uid == 0 and _has_users()
@@ -164,20 +164,20 @@ def _enter_namespaces() -> bool:
 
 
 def _has_users() -> bool:
-    """Whether this root may become any user, as that of a container with few may not."""
+    """Whether this root may become any user; root of a container with few user ids may not."""
     lines = _text("/proc/self/uid_map").splitlines()
     ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
     return any(first <= FIRST_UID and first + count >= FIRST_UID << 2 for first, count in ranges)
 
 
 def _build_root(plan: dict[str, Any]) -> None:
-    """Makes an empty root this process's own, and places in it what can be seen.
+    """Gives this process an empty root, and places the visible files in it.
 
-    The host's root stays this process's current folder until _close_root: what is placed is found
-    from there.
+    The host's root stays this process's current folder until _close_root, so that files can be
+    found from there.
     """
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
-    somewhere = os.path.dirname(__file__)  # a folder that exists; it is covered for a moment
+    somewhere = os.path.dirname(__file__)  # any folder that exists; hidden for a moment
     host = os.open("/", os.O_PATH | os.O_DIRECTORY)
     _mount("tmpfs", somewhere, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.chdir(somewhere)
@@ -205,7 +205,7 @@ def _build_root(plan: dict[str, Any]) -> None:
 
 
 def _place(real: list[str], links: dict[str, str]) -> None:
-    """Places files and folders of the host at the same paths, and links that lead there."""
+    """Places files and folders of the host at the same paths, and the links to them."""
     for path in real:
         _bind(path)
     for link, target in links.items():
@@ -215,7 +215,7 @@ def _place(real: list[str], links: dict[str, str]) -> None:
 
 
 def _bind(path: str, place: str | None = None) -> None:
-    source, place = "." + path, place or path  # of the host's root
+    source, place = "." + path, place or path  # relative to the host's root
     if os.path.isdir(source):
         os.makedirs(place, exist_ok=True)
     else:
@@ -225,18 +225,16 @@ def _bind(path: str, place: str | None = None) -> None:
 
 
 def _mount_proc() -> None:
-    """Shows the processes of this namespace, but not process 1."""
+    """Shows the processes of this namespace, except process 1."""
     flags = MS_NOSUID | MS_NODEV
     try:
         _mount("proc", "/proc", "proc", flags, "hidepid=2")
-    except OSError:  # where /proc has covered parts, as in containers
+    except OSError:  # parts of /proc are mounted over, as in containers
         _mount("tmpfs", "/proc", "tmpfs", flags, "size=4k")
 
 
 def _close_root() -> None:
-    """Takes the host's root away and makes the rest read-only, /proc too, but for the program's
-    folder.
-    """
+    """Removes the host's root, and makes everything but the program's folder read-only."""
     _check(libc.umount2(b".", MNT_DETACH), "umount")
     os.chdir("/")
     _set_attributes("/", AT_RECURSIVE, ATTR_RDONLY | ATTR_NOSUID, 0)
@@ -254,10 +252,10 @@ def _set_attributes(path: str, flags: int, those: int, not_those: int) -> None:
 
 
 def _first_process(plan: dict[str, Any], own_user: bool, pipes: list[int]) -> None:
-    """Starts the program and exits like it. Process 1 also takes over orphans, which are none of
-    its business.
+    """Starts the program and exits with its code. As process 1 it also reaps orphans, and ignores
+    them.
     """
-    failed, failing = os.pipe()  # closed when the program begins
+    failed, failing = os.pipe()  # closed when the program starts
     running = os.fork()
     if not running:
         try:
@@ -266,7 +264,7 @@ def _first_process(plan: dict[str, Any], own_user: bool, pipes: list[int]) -> No
                 os.set_inheritable(pipe, True)
             script = ["-c", START_PROGRAM, *map(str, pipes)] if pipes else ["main.py"]
             os.execve(sys.executable, [sys.executable, "-I", *script], _environment())
-        except Exception as error:  # the program has not begun
+        except Exception as error:  # the program has not started
             os.write(failing, b"failed")
             _give_up(error)
     for file_no in [*pipes, failing]:
@@ -276,7 +274,7 @@ def _first_process(plan: dict[str, Any], own_user: bool, pipes: list[int]) -> No
         if pid == running:
             code = _code(status)
             if code == NOT_CONTAINED and not os.read(failed, 1):
-                code = 1  # that one is not the program's to give
+                code = 1  # the program must not use this code
             os._exit(code)
 
 
@@ -289,7 +287,7 @@ def _judge(
     os.environ.clear()
     os.environ.update(_environment())
     for name in [name for name in sys.modules if name.partition(".")[0] == "hybridrl"]:
-        del sys.modules[name]  # they are of the host's folder, which is gone
+        del sys.modules[name]  # they come from a folder of the host, which is gone
     sys.path[:] = [CODE, *plan["visible"]["path"]]
     judge = import_module("hybridrl.services.sandbox.judge")
     del sys.path[0]
@@ -308,10 +306,10 @@ def _environment() -> dict[str, str]:
 
 
 def _restrict(plan: dict[str, Any], own_user: bool, role: int) -> None:
-    """Takes privileges from this process and sets its limits."""
+    """Removes privileges from this process and sets its limits."""
     limits, num_processes = plan["limits"], plan["limits"]["processes"]
     if own_user:
-        # Each its own user, so that the limit on processes counts only this program's.
+        # Separate users, so that the limit on processes counts only this program's processes.
         uid = FIRST_UID + 2 * limits["number"] + role
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -320,7 +318,7 @@ def _restrict(plan: dict[str, Any], own_user: bool, role: int) -> None:
         num_processes += OWN_PROCESSES
     header = struct.pack("=Ii", CAPABILITIES, 0)
     _check(libc.capset(header, bytes(24)), "capset")
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # another user's is forgotten
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # changing the user cleared it
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     mib = 1 << 20
@@ -344,7 +342,7 @@ def _restrict(plan: dict[str, Any], own_user: bool, role: int) -> None:
 
 
 def _wait(pid: int, until: float) -> int:
-    """Returns how a role ended, as SIGALRM if it has not by then."""
+    """Returns a role's exit code; that of SIGALRM if it has not ended by `until`."""
     watched = select.poll()
     watched.register(os.pidfd_open(pid), select.POLLIN)
     if not watched.poll(max(0.0, until - time.monotonic()) * 1000):
@@ -353,7 +351,7 @@ def _wait(pid: int, until: float) -> int:
 
 
 def _text(path: str, new: str | None = None) -> str:
-    """Returns the text of a file, or gives it a new one."""
+    """Returns the text of a file, or writes a new text."""
     with open(path, "r" if new is None else "w", encoding="utf-8") as file:
         return file.read() if new is None else str(file.write(new))
 
@@ -380,7 +378,7 @@ def _check(result: int, what: str) -> None:
 
 
 def _give_up(error: Exception) -> None:
-    said = error.strerror if isinstance(error, OSError) else None
-    reason = said or f"{type(error).__name__}: {error}"
+    text = error.strerror if isinstance(error, OSError) else None
+    reason = text or f"{type(error).__name__}: {error}"
     os.write(2, f"not contained: {reason}\n".encode())
     os._exit(NOT_CONTAINED)

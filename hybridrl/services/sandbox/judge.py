@@ -1,14 +1,15 @@
-"""The tests' side: runs a row's text of asserts in a process that no code of the program enters.
+"""The tests' process: runs a row's text of asserts; no code of the program runs in it.
 
-Names that the text does not define are the program's. What they stand for comes as a plain copy
-(values.py), or as a stand-in whose calls, attributes and special methods run in the program's
-process (rpc.py). Asserts, comparisons of plain values and the verdict are of this process.
+Names that the text does not define are the program's. Their values arrive as plain copies
+(values.py), or as stand-ins whose calls, attributes and special methods run in the program's
+process (rpc.py). This process evaluates asserts, compares plain values and decides the verdict.
 
-An operator with a plain operand would tell the program what is expected and let it say that it is
-so. It is therefore computed here, of the program's plain value if its class derives from one
-(list, int ...), and fails otherwise; `==` is then False. Objects that the tests construct
-themselves, by a capitalized name (`Stack()`), are asked all the same: what their operators do is
-what such tests are about. Standard library only; of hybridrl, rpc.py and values.py.
+Running an operator with a plain operand in the program would reveal the expected value, and the
+program could claim equality. Therefore such an operator runs here, on the plain value of the
+program's object if its class derives from one (list, int ...). Otherwise it fails, and `==` is
+False. Objects that the tests construct by a capitalized name (`Stack()`) are an exception: their
+operators run in the program, because they are what such tests check. Imports only the standard
+library, rpc.py and values.py.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from hybridrl.services.sandbox.values import (
 )
 from hybridrl.services.sandbox.verdict import ENDED, FAILED, PASSED, UNJUDGED
 
-TYPE_CHECKING = False  # that of typing takes long to import
+TYPE_CHECKING = False  # importing typing takes long
 if TYPE_CHECKING:
     from typing import Any, ClassVar, NoReturn
 
-TESTS = "__main__"  # what their functions and classes say they are of
+TESTS = "__main__"  # module name of the tests' functions and classes
 PROGRAM = Yours(0)  # the program's module
 MODULES = {**{name: name for name in sys.stdlib_module_names}, "np": "numpy", "pd": "pandas"}
-# Classes of values that change, and how a plain copy is made.
+# Mutable classes, and the function that makes a plain copy.
 MUTABLE: dict[type, Name] = {
     **{kind: Name("builtins", kind.__name__) for kind in (list, dict, set, bytearray)},
     deque: Name("collections", "deque"),
 }
-# Of those that do not change and of errors, all but these special methods are this process's.
-ASKED = ("__str__", "__repr__", "__format__", "__copy__", "__deepcopy__", *METHODS)
-# Of others with two underscores there are some by which libraries find memory (__array_struct__).
+# Immutable values and errors run all special methods in this process, except these.
+FORWARDED_SPECIALS = ("__str__", "__repr__", "__format__", "__copy__", "__deepcopy__", *METHODS)
+# Readable names with two underscores; others may expose memory to libraries (__array_struct__).
 READABLE = (
     *("__name__", "__qualname__", "__module__", "__doc__", "__dict__", "__wrapped__"),
     *("__annotations__", "__defaults__", "__members__", "__cause__", "__context__", "__notes__"),
@@ -58,12 +59,12 @@ READABLE = (
 
 
 class Mirror(type):
-    """The class of classes that stand for those of the program."""
+    """Metaclass of the classes that represent the program's classes."""
 
     side: ClassVar[Judge]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Mirror:
-        """Refuses a class that the tests derive."""
+        """Rejects a class that the tests derive from one of the program."""
         cls.side.is_unjudged = True
         raise TypeError("a class of the tests cannot derive from one of the program")
 
@@ -91,46 +92,48 @@ class Mirror(type):
         return cls.side.ask(Name("operator", "getitem"), cls, key)
 
     def __contains__(cls, member: Any) -> bool:
-        return any(one is member or one == member for one in cls)
+        return any(entry is member or entry == member for entry in cls)
 
 
 class Judge(Peer):
-    """The tests' side of the pipes. What stands for something of the program is made once, so that
-    `is` holds.
+    """The tests' side of the pipes. Each object of the program has one stand-in, so that `is`
+    works.
     """
 
     def __init__(self, source: int, target: int) -> None:
         super().__init__(source, target)
         self.is_unjudged = False
         self._stand_ins: dict[int, Any] = {}  # by the program's number
-        self._numbers: dict[int, int] = {}  # of stand-ins, by id
-        self._mutable: dict[int, Name] = {}  # of such classes, by id
-        self._direct: set[int] = set()  # objects that the tests constructed and still hold alone
-        self._constructors: dict[int, bool] = {}  # of classes: only by capitalized names
-        self._lent: dict[int, str] = {}  # kinds of what the program may use, by id
+        self._numbers: dict[int, int] = {}  # numbers of stand-ins, by id
+        self._mutable: dict[int, Name] = {}  # functions of MUTABLE, by id of the class
+        self._direct: set[int] = (
+            set()
+        )  # objects that the tests constructed and the program never sent
+        self._constructors: dict[int, bool] = {}  # whether a class has only capitalized names
+        self._lent: dict[int, str] = {}  # kinds of lent objects, by id
         Mirror.side = self
 
     def fail(self, error: Exception) -> NoReturn:
-        """Ends this process; the program's death is no error that a test may expect."""
+        """Ends this process, so that tests cannot expect the program's death as an error."""
         if not isinstance(error, BrokenError):
             _print(error)
         os._exit(ENDED)
 
     def ask(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function of the program's side."""
+        """Calls a function on the program's side."""
         try:
             return self.call(function, *args, **kwargs)
         except (StopIteration, StopAsyncIteration) as error:
             if function == Name("builtins", "next"):
                 raise
-            # It would silently end a loop over the tests' own cases.
+            # StopIteration would silently end a loop over the tests' cases.
             raise RuntimeError("the program raised StopIteration") from error
 
     def name(self, name: str) -> Any:
-        """Returns what the program's name stands for.
+        """Returns the value of the program's name.
 
         Raises:
-            AttributeError: it has none.
+            AttributeError: The program has no such name.
         """
         found = self.ask(Name("builtins", "getattr"), PROGRAM, name)
         if isinstance(found, Mirror):
@@ -140,10 +143,12 @@ class Judge(Peer):
 
     def construct(self, kind: Mirror, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns a new object of a class of the program."""
-        made = self._kept(len(self._stand_ins), Yours(self._numbers[id(kind)]), *args, **kwargs)
+        new = self._call_and_track(
+            len(self._stand_ins), Yours(self._numbers[id(kind)]), *args, **kwargs
+        )
         if not self._constructors.get(self._numbers[id(kind)], False):
-            self._direct.discard(self._numbers.get(id(made), -1))
-        return made
+            self._direct.discard(self._numbers.get(id(new), -1))
+        return new
 
     def attribute(self, of: Any, name: str) -> Any:
         """Returns an attribute of a stand-in."""
@@ -152,7 +157,7 @@ class Judge(Peer):
         return self.ask(Name("builtins", "getattr"), of, name)
 
     def special(self, name: str, of: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Returns what a special method of a stand-in does."""
+        """Returns the result of a stand-in's special method."""
         number = self._numbers[id(of)]
         if name == "__call__":
             return self.ask(Yours(number), *args, **kwargs)
@@ -165,24 +170,26 @@ class Judge(Peer):
             return self.ask(Name(*FORWARDED[name]), of, *args)
         other = args[0]
         if id(other) not in self._numbers and number not in self._direct:
-            return self._plainly(name, of, other)
+            return self._local_operator(name, of, other)
         operands = (other, of) if name.startswith("__r") and name not in FORWARDED else (of, other)
-        is_direct = all(self._numbers.get(id(one), number) in self._direct for one in operands)
+        is_direct = all(self._numbers.get(id(x), number) in self._direct for x in operands)
         before = len(self._stand_ins) if is_direct else None
-        return self._kept(before, Name(*OPERATORS[name]), *operands)
+        return self._call_and_track(before, Name(*OPERATORS[name]), *operands)
 
-    def _kept(self, before: int | None, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls, and counts what is new since `before` as the tests' own; what was, stays so."""
+    def _call_and_track(
+        self, before: int | None, function: Any, /, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls, and marks a new object (number >= `before`) as constructed by the tests."""
         were = set(self._direct)
-        made = self.ask(function, *args, **kwargs)
-        number = self._numbers.get(id(made))
+        new = self.ask(function, *args, **kwargs)
+        number = self._numbers.get(id(new))
         is_new = before is not None and number in list(self._stand_ins)[before:]
         if number is not None and before is not None and (is_new or number in were):
             self._direct.add(number)
-        return made
+        return new
 
-    def _plainly(self, name: str, of: Any, other: Any) -> Any:
-        """Computes an operator with a plain operand here."""
+    def _local_operator(self, name: str, of: Any, other: Any) -> Any:
+        """Computes an operator with a plain operand in this process."""
         function = next(
             (self._mutable[id(kind)] for kind in type(of).__mro__ if id(kind) in self._mutable),
             None,
@@ -193,11 +200,11 @@ class Judge(Peer):
                 self.fail(BrokenError())
             return getattr(value, name, lambda _: NotImplemented)(other)
         if name == "__contains__":
-            return any(one is other or one == other for one in of)
+            return any(entry is other or entry == other for entry in of)
         return NotImplemented
 
     def encoded(self, value: Any, to: Encoder) -> list[Any]:
-        """Returns JSON of a stand-in, or lends the program something of the tests."""
+        """Returns JSON for a stand-in, or lends the program an object of the tests."""
         if id(value) in self._numbers:
             return ["yours", self._numbers[id(value)]]
         if isinstance(value, BaseException):
@@ -205,7 +212,7 @@ class Judge(Peer):
             return ["error", to.value(kind), *to.values(value.args)]
         if isinstance(value, types.ModuleType):
             return ["name", value.__name__, ""]
-        if isinstance(value, types.TracebackType):  # of a `with` block
+        if isinstance(value, types.TracebackType):  # an argument of __exit__
             return to.value(None)
         if (named := _importable(value)) is not None:
             return ["name", *named]
@@ -220,35 +227,35 @@ class Judge(Peer):
             lent = "iterator"
         else:
             self.is_unjudged = True
-            raise CannotCrossError(f"a {kind.__name__} cannot be handed to the program")
+            raise CannotCrossError(f"a {kind.__name__} cannot be sent to the program")
         self._lent[id(value)] = lent
         return [lent, self.export(value), str(getattr(value, "__name__", kind.__name__))]
 
     def decoded(self, kind: str, parts: list[Any], of: Decoder) -> Any:
-        """Returns a stand-in, or what was lent."""
+        """Returns a stand-in, or an object that was lent."""
         if kind == "yours":
             return self.exported(parts[0])
         if kind not in ("mine", "class", "error"):
             raise BrokenError
         number = parts[0]
-        self._direct.discard(number)  # the program hands it out: it may stand for anything
+        self._direct.discard(number)  # the program sent it, so it may be any object
         if number in self._stand_ins:
             return self._stand_ins[number]
-        made: Any
+        new: Any
         if kind == "class":
-            made = self._class(of, *parts[1:])
+            new = self._class(of, *parts[1:])
         elif kind == "error":
-            made = self._error(of.value(parts[1]), of.values(parts[2:]))
+            new = self._error(of.value(parts[1]), of.values(parts[2:]))
         else:
-            made = self._object(number, of.value(parts[1]), of.values(parts[2:]))
-        self._stand_ins[number] = made
-        self._numbers[id(made)] = number
-        return made
+            new = self._object(number, of.value(parts[1]), of.values(parts[2:]))
+        self._stand_ins[number] = new
+        self._numbers[id(new)] = number
+        return new
 
     def _object(self, number: int, kind: type, plain: list[Any]) -> Any:
         if kind.__module__ == "builtins" and kind.__name__ == "coroutine":
             return self._coroutine(number)
-        if not isinstance(kind, Mirror):  # of a class that both sides have
+        if not isinstance(kind, Mirror):  # a class that both sides have
             kind = self._mirror(kind.__module__, kind.__name__, [], list(vars(kind)))
         base: Any = next((base for base in IMMUTABLE if issubclass(kind, base)), object)
         if base is not object and [type(value) for value in plain] != [base]:
@@ -262,13 +269,13 @@ class Judge(Peer):
         if not issubclass(kind, BaseException):
             raise BrokenError
         try:
-            made = kind.__new__(kind, *args)
+            new = kind.__new__(kind, *args)
             if not isinstance(kind, Mirror):
-                made.__init__(*args)  # type: ignore[misc]
-        except TypeError:  # its own arguments are others
-            made = BaseException.__new__(kind)
-        made.args = tuple(args)
-        return made
+                new.__init__(*args)  # type: ignore[misc]
+        except TypeError:  # its constructor takes other arguments
+            new = BaseException.__new__(kind)
+        new.args = tuple(args)
+        return new
 
     def _class(
         self, of: Decoder, module: str, name: str, bases: list[Any], specials: list[str]
@@ -276,7 +283,7 @@ class Judge(Peer):
         found = of.values(bases)
         real = getattr(sys.modules.get(module), name, None) if module != TESTS else None
         if isinstance(real, type) and issubclass(real, BaseException):
-            return real  # of a library, which the tests may name
+            return real  # a library's error class, which the tests may name
         return self._mirror(module, name, found, specials)
 
     def _mirror(self, module: str, name: str, bases: list[type], specials: list[str]) -> Mirror:
@@ -289,7 +296,8 @@ class Judge(Peer):
         members: dict[str, Any] = {
             special: _bound(partial(self.special, special))
             for special in (*specials, "__copy__", "__deepcopy__")
-            if special in {*SPECIALS, *OPERATORS, *METHODS} and (special in ASKED or not is_local)
+            if special in {*SPECIALS, *OPERATORS, *METHODS}
+            and (special in FORWARDED_SPECIALS or not is_local)
         }
         members |= {
             "__module__": module,
@@ -299,27 +307,27 @@ class Judge(Peer):
         }
         if (module, name) == ("builtins", "generator"):
             members["__class__"] = property(lambda _: types.GeneratorType)
-        made = type.__new__(Mirror, name.rpartition(".")[2], tuple(kept), members)
+        new = type.__new__(Mirror, name.rpartition(".")[2], tuple(kept), members)
         for base in bases:
             if base in MUTABLE:
-                self._mutable[id(made)] = MUTABLE[base]
-        return made
+                self._mutable[id(new)] = MUTABLE[base]
+        return new
 
     def _set(self, of: Any, name: str, value: Any) -> None:
-        if name.startswith("__"):  # as of errors that are raised
+        if name.startswith("__"):  # raising an error sets such attributes
             object.__setattr__(of, name, value)
         else:
             self.ask(Name("builtins", "setattr"), of, name, value)
 
     def target(self, json_value: Any, decoder: Decoder) -> Any:
-        """Returns what the program wants to call; here alone it may say a name."""
+        """Returns the function that the program calls; only here may it use a name."""
         if json_value[0] == "name":
             return Name(*json_value[1:])
         return super().target(json_value, decoder)
 
     def perform(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Does what the program may do with what it was lent: call functions, take from iterators,
-        and of objects of the tests' classes their public attributes and special methods.
+        """Runs a call of the program on a lent object. It may call functions, advance iterators,
+        and use public attributes and special methods of objects of the tests' classes.
         """
         if not isinstance(target, Name):
             if self._lent.get(id(target)) not in ("function", "object"):
@@ -346,7 +354,7 @@ def _check_public(of: Any, name: str, *value: Any) -> None:
 
 
 def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that a class may have as a method."""
+    """Returns a function that works as a method."""
 
     def method(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -355,7 +363,7 @@ def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _importable(value: Any) -> tuple[str, str] | None:
-    """Returns module and name by which a function or class is found, unless it is the tests'."""
+    """Returns the module and name that import a function or class; None if the tests define it."""
     name = getattr(value, "__qualname__", None)
     module = getattr(value, "__module__", None) or "builtins"
     if not isinstance(name, str) or not isinstance(module, str) or module == TESTS:
@@ -367,11 +375,11 @@ def _importable(value: Any) -> tuple[str, str] | None:
 
 
 class Names(dict):
-    """The names of the tests; the program's where they define none.
+    """Namespace of the tests; names that they do not define are the program's.
 
-    A builtin name is Python's, though the program defines it, unless the tests use no other name of
-    the program: only then can they be about it. A name of the standard library (and np, pd) that
-    is only used as `name.something` is that module.
+    A builtin name is Python's even if the program defines it, unless the tests use no other name of
+    the program: only then can they test it. A name of the standard library (and np, pd) that is
+    used only as `name.something` is that module.
     """
 
     def __init__(self, side: Judge, tree: ast.Module) -> None:
@@ -394,10 +402,10 @@ class Names(dict):
                 bound.add((node.asname or node.name).partition(".")[0])
         free = set(used) - bound
         self._modules = {name for name in free if name in MODULES and used[name] == dotted[name]}
-        self._has_own_builtins = not (free - self._modules - set(vars(builtins)))
+        self._uses_program_builtins = not (free - self._modules - set(vars(builtins)))
 
     def __missing__(self, name: str) -> Any:
-        if name.startswith("__") or (hasattr(builtins, name) and not self._has_own_builtins):
+        if name.startswith("__") or (hasattr(builtins, name) and not self._uses_program_builtins):
             raise KeyError(name)
         if name in self._modules:
             try:
@@ -427,12 +435,12 @@ def main(text: str, source: int, target: int) -> NoReturn:
         os._exit(UNJUDGED)
     try:
         exec(code, Names(side, tree))
-    except BaseException as error:  # whatever tests raise, they have not passed
+    except BaseException as error:  # tests that raise anything have failed
         _print(error)
         os._exit(UNJUDGED if side.is_unjudged else FAILED)
     os._exit(PASSED)
 
 
 def _print(error: BaseException) -> None:
-    import_module("traceback").print_exception(error)  # few runs need it
+    import_module("traceback").print_exception(error)  # imported only if needed
     sys.stderr.flush()

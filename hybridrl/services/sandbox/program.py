@@ -1,6 +1,5 @@
-"""The program's side of its tests: runs main.py, then what the tests call, in a process that
-contain.py has started for it. Nothing of hybridrl but rpc.py and values.py, which are placed beside
-it.
+"""The program's process: runs main.py, then the calls of its tests; contain.py starts it. Imports
+only rpc.py and values.py of hybridrl, which are copied next to it.
 """
 
 from __future__ import annotations
@@ -24,35 +23,35 @@ from hybridrl.services.sandbox.values import (
     Yours,
 )
 
-TYPE_CHECKING = False  # that of typing takes long to import
+TYPE_CHECKING = False  # importing typing takes long
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
 MAX_PRINTED = 1 << 20
 
 
-class Kept(io.BytesIO):
-    """What a call prints."""
+class PrintBuffer(io.BytesIO):
+    """Output of a call."""
 
     def write(self, data: Any) -> int:
-        """Keeps it, up to MAX_PRINTED bytes in all."""
+        """Stores the data, up to MAX_PRINTED bytes in all."""
         if self.tell() + len(data) > MAX_PRINTED:
             raise MemoryError("too much output")
         return super().write(data)
 
     def fileno(self) -> int:
-        """Returns the file of output that nobody keeps."""
+        """Returns standard output, whose content is ignored."""
         return 1
 
 
 class Program(Peer):
-    """The program's side: does whatever the tests ask, and refers to what is the program's."""
+    """The program's side: runs calls of the tests, and sends references to objects."""
 
     def __init__(self, source: int, target: int) -> None:
         super().__init__(source, target)
         self._described: set[int] = set()
-        self._theirs: dict[int, Any] = {}
-        self._their_numbers: dict[int, int] = {}
+        self._test_objects: dict[int, Any] = {}
+        self._test_numbers: dict[int, int] = {}
 
     def fail(self, error: Exception) -> NoReturn:
         """Ends the program."""
@@ -62,46 +61,46 @@ class Program(Peer):
         os._exit(1)
 
     def perform(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs a call of the tests, and keeps what it prints for them."""
-        buffer, before = Kept(), sys.stdout
+        """Runs a call of the tests, and stores its output for them."""
+        buffer, before = PrintBuffer(), sys.stdout
         sys.stdout = text = io.TextIOWrapper(buffer, "utf-8", "replace", write_through=True)
         try:
             return target(*args, **kwargs)
         finally:
             sys.stdout = before
             self._printed = buffer.getvalue().decode("utf-8", "replace")
-            text.detach()  # else it closes the buffer, which code may still have
+            text.detach()  # otherwise it closes the buffer, which code may still use
 
     def encoded(self, value: Any, to: Encoder) -> list[Any]:
-        """Returns a reference, with the class of what it refers to."""
-        if id(value) in self._their_numbers:
-            return ["yours", self._their_numbers[id(value)]]
-        own = type(value)  # an object may say that it is of another class
+        """Returns a reference to an object, with the object's class."""
+        if id(value) in self._test_numbers:
+            return ["yours", self._test_numbers[id(value)]]
+        own = type(value)  # `__class__` may lie
         if issubclass(own, type):
             return self._class(value)
         found = ["mine", self.export(value), self._class(own)]
         if issubclass(own, BaseException):
-            return ["error", *found[1:], *to.values(_crossing(value.args, to))]
+            return ["error", *found[1:], *to.values(_sendable(value.args, to))]
         for kind, plain in IMMUTABLE.items():
             if issubclass(own, kind):
                 return [*found, to.value(plain(value))]
         return found
 
     def _class(self, kind: type) -> list[Any]:
-        """Returns a reference to a class; the first with its name, bases and special methods."""
+        """Returns a reference to a class; the first one has its name, bases and special methods."""
         if TYPES.get(kind.__name__) is kind:
             return ["type", kind.__name__]
         number = self.export(kind)
         if number in self._described:
             return ["class", number]
         self._described.add(number)
-        own = {name for one in kind.__mro__ if one is not object for name in vars(one)}
+        own = {name for base in kind.__mro__ if base is not object for name in vars(base)}
         specials = [name for name in (*SPECIALS, *OPERATORS, *METHODS) if name in own]
         bases = [self._class(base) for base in kind.__bases__]
         return ["class", number, kind.__module__, kind.__qualname__, bases, specials]
 
     def decoded(self, kind: str, parts: list[Any], of: Decoder) -> Any:
-        """Returns what the tests refer to."""
+        """Returns the object to which the tests refer."""
         if kind == "yours":
             return self.exported(parts[0])
         if kind == "name":
@@ -112,11 +111,15 @@ class Program(Peer):
         if kind == "error":
             return of.value(parts[0])(*of.values(parts[1:]))
         number, name = parts[0], parts[1]
-        if number not in self._theirs:
-            made = {"function": self._function, "iterator": self._iterator, "object": self._object}
-            self._theirs[number] = made[kind](number, name)
-            self._their_numbers[id(self._theirs[number])] = number
-        return self._theirs[number]
+        if number not in self._test_objects:
+            create = {
+                "function": self._function,
+                "iterator": self._iterator,
+                "object": self._object,
+            }
+            self._test_objects[number] = create[kind](number, name)
+            self._test_numbers[id(self._test_objects[number])] = number
+        return self._test_objects[number]
 
     def _function(self, number: int, name: str) -> Callable[..., Any]:
         def of_the_tests(*args: Any, **kwargs: Any) -> Any:
@@ -133,7 +136,7 @@ class Program(Peer):
                 return
 
     def _object(self, number: int, name: str) -> Any:
-        """Returns what forwards all that is done with it to an object of the tests."""
+        """Returns an object that forwards all operations to an object of the tests."""
 
         def attribute(_: Any, key: str, *value: Any) -> Any:
             called = Name("builtins", "setattr" if value else "getattr")
@@ -152,8 +155,8 @@ class Program(Peer):
         return type(name, (), members)()
 
 
-def _crossing(values: tuple[Any, ...], to: Encoder) -> list[Any]:
-    """Returns an error's arguments, as text where they cannot cross."""
+def _sendable(values: tuple[Any, ...], to: Encoder) -> list[Any]:
+    """Returns an error's arguments, as text if they cannot be sent."""
     found = []
     for value in values:
         try:
@@ -165,12 +168,12 @@ def _crossing(values: tuple[Any, ...], to: Encoder) -> list[Any]:
 
 
 def main() -> None:
-    """Runs main.py, and then what the tests call, by the pipes of argv."""
+    """Runs main.py, then the calls of the tests, through the pipes of argv."""
     pipes = [int(pipe) for pipe in sys.argv[1:3]]
     for pipe in pipes:
         os.set_inheritable(pipe, False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "hybridrl"]:
-        del sys.modules[name]  # the installed one is the program's to import
+        del sys.modules[name]  # so that the program imports the installed package
     side, module = Program(*pipes), types.ModuleType("__main__")
     module.__file__ = os.path.abspath("main.py")
     sys.modules["__main__"], sys.argv = module, ["main.py"]

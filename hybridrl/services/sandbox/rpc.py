@@ -1,8 +1,8 @@
-"""Calls between two processes, of which neither runs code of the other: the tests' (judge.py) and
+"""Calls between two processes, neither of which runs code of the other: the tests' (judge.py) and
 the program's (program.py).
 
-A message is JSON (values.py). What a call changes in a list, dict or other container that is an
-argument changes in the caller's too. Nothing of hybridrl but values.py.
+A message is JSON (values.py). If a call changes a list, dict or other container among its
+arguments, the caller's container changes too. Imports only values.py of hybridrl.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import struct
-from _thread import RLock  # without what threading imports
+from _thread import RLock  # importing threading takes longer
 
 from hybridrl.services.sandbox.values import BrokenError, CannotCrossError, Decoder, Encoder
 
-TYPE_CHECKING = False  # that of typing takes long to import
+TYPE_CHECKING = False  # importing typing takes long
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ def _specials(module: str, names: str) -> dict[str, tuple[str, str]]:
     return {f"__{name.rstrip('_')}__": (module, name) for name in names.split()}
 
 
-# What does on the other side what a special method does: module and name of a function.
+# Module and name of the function that runs a special method on the other side.
 SPECIALS = {
     **_specials("builtins", "len iter next bool str repr format int float complex abs hash"),
     **_specials("builtins", "reversed round dir bytes"),
@@ -35,7 +35,7 @@ SPECIALS = {
     **_specials("copy", "copy deepcopy"),
     **_specials("os", "fspath"),
 }
-# Of two operands.
+# Operators with two operands.
 COMPARISONS = _specials("operator", "eq ne lt le gt ge contains")
 ARITHMETIC = {
     **_specials("operator", "add sub mul truediv floordiv mod pow matmul and_ or_ xor"),
@@ -52,10 +52,10 @@ METHODS = ("__call__", "__enter__", "__exit__")
 
 
 class Peer:
-    """One side: sends calls and, while it waits for what they return, answers the other's.
+    """One side: sends calls, and answers the other side's calls while it waits for results.
 
     Args:
-        source, target: file descriptors of pipes from and to the other side.
+        source, target: File descriptors of pipes from and to the other side.
     """
 
     def __init__(self, source: int, target: int) -> None:
@@ -63,18 +63,18 @@ class Peer:
         self._exported: list[Any] = []
         self._export_numbers: dict[int, int] = {}
         self._lock = RLock()
-        self._printed = ""  # by the last call that was performed
+        self._printed = ""  # output of the last call that ran here
 
     def encoded(self, value: Any, to: Encoder) -> list[Any]:
-        """Returns JSON of what is no plain value."""
+        """Returns JSON of a value that is not plain."""
         raise NotImplementedError
 
     def decoded(self, kind: str, parts: list[Any], of: Decoder) -> Any:
-        """Returns the value of JSON that `encoded` made on the other side."""
+        """Returns the value of JSON from the other side's `encoded`."""
         raise NotImplementedError
 
     def target(self, json_value: Any, decoder: Decoder) -> Any:
-        """Returns what the other side wants to call."""
+        """Returns the function that the other side calls."""
         return decoder.value(json_value)
 
     def perform(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
@@ -82,7 +82,7 @@ class Peer:
         raise NotImplementedError
 
     def export(self, value: Any) -> int:
-        """Returns the number by which the other side refers to a value."""
+        """Returns the number with which the other side refers to a value."""
         if id(value) not in self._export_numbers:
             self._export_numbers[id(value)] = len(self._exported)
             self._exported.append(value)
@@ -93,14 +93,14 @@ class Peer:
         return self._exported[number]
 
     def fail(self, error: Exception) -> NoReturn:
-        """Ends this process, since the other ended or does not keep to the protocol."""
+        """Ends this process, because the other side ended or violates the protocol."""
         raise NotImplementedError
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls something of the other side, and raises what it raises.
+        """Calls a function of the other side, and raises its exceptions.
 
         Raises:
-            CannotCrossError: an argument cannot be handed over.
+            CannotCrossError: An argument cannot be sent.
         """
         with self._lock:
             encoder = Encoder(self, [])
@@ -119,7 +119,7 @@ class Peer:
                     decoder.fill(number, kind, parts)
                 error, result = decoder.value(reply["error"]), decoder.value(reply["result"])
                 text = str(reply["printed"])
-            except Exception as error:  # anything may be wrong with what the other side sends
+            except Exception as error:  # the other side may send anything
                 self.fail(error)
             if text:
                 print(text, end="")
@@ -132,7 +132,7 @@ class Peer:
         while True:
             try:
                 self._serve(self._receive())
-            except Exception as error:  # see call
+            except Exception as error:  # as in `call`
                 self.fail(error)
 
     def _serve(self, request: dict[str, Any]) -> None:
@@ -144,14 +144,14 @@ class Peer:
             result = self.perform(target, args, kwargs)
         except BrokenError:
             raise
-        except BaseException as error:  # whatever the called code raises is its caller's
+        except BaseException as error:  # sent to the caller
             raised = error
         printed, encoder = self._printed, Encoder(self, decoder.objects)
         try:
             reply = {"result": encoder.value(result), "error": encoder.value(raised)}
         except CannotCrossError as error:
             reply = {"result": None, "error": encoder.value(TypeError(str(error)))}
-        contents = [encoder.contents(one) for one in decoder.objects[: len(request["added"])]]
+        contents = list(map(encoder.contents, decoder.objects[: len(request["added"])]))
         changed = [
             (number, now)
             for number, (now, before) in enumerate(zip(contents, request["added"], strict=True))

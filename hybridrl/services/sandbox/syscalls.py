@@ -1,13 +1,13 @@
 """The system calls that a contained program may make, as a filter for the kernel (seccomp).
 
-The filter is a list of what is allowed, not of what is refused. The kernel has some 380 calls and
-gets new ones every year. A list of refusals has to know each call that gives memory which no limit
-counts (keys, asynchronous I/O contexts, file locks, inotify watches, BPF maps), reaches into other
-processes, or opens a rarely used part of the kernel. A list of what CPython, numpy, threads,
-subprocesses and `multiprocessing` need is short and stays right on later kernels.
+The filter is an allow list. The kernel has some 380 calls and gets new ones every year. A deny list
+would have to know each call that allocates memory without a limit (keys, asynchronous I/O contexts,
+file locks, inotify watches, BPF maps), reaches into other processes, or opens a rarely used part of
+the kernel. The list of calls that CPython, numpy, threads, subprocesses and `multiprocessing` need
+is short, and stays right on later kernels.
 
-A call that is not in the list fails with ENOSYS, as on an older kernel, so that libraries use what
-they have for one. No torch; imports nothing of hybridrl.
+A call that is not in the list fails with ENOSYS, as on an older kernel, so that libraries use their
+fallback. No torch; imports nothing of hybridrl.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import errno
 import struct
 from typing import NamedTuple
 
-# Name, number on x86-64, number on arm64 (- where it has none).
+# Name, number on x86-64, number on arm64 (- if it has none).
 # arch/x86/entry/syscalls/syscall_64.tbl, include/uapi/asm-generic/unistd.h.
 ALLOWED = """
 read 0 63, write 1 64, pread64 17 67, pwrite64 18 68, readv 19 65, writev 20 66, preadv 295 69,
@@ -54,15 +54,14 @@ pselect6 270 72, epoll_create 213 -, epoll_create1 291 20, epoll_ctl 233 21, epo
 epoll_pwait 281 22, epoll_pwait2 441 441, sendto 44 206, recvfrom 45 207, sendmsg 46 211,
 recvmsg 47 212, shutdown 48 210, getsockopt 55 209, getsockname 51 204, getpeername 52 205
 """
-# The same of calls that depend on an argument, or that fail with another error.
+# The same for calls that depend on an argument, or that fail with another error.
 OTHERS = """
 clone 56 220, fcntl 72 25, ioctl 16 29, prctl 157 167, socketpair 53 199, prlimit64 302 261,
 setpriority 141 140, sched_setaffinity 203 122,
 socket 41 198, setsockopt 54 208, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7
 """
-# Sockets have a kernel buffer of what thousands have sent, and there is no network. Values of
-# extended attributes are kernel memory; copying functions expect this error of a file system that
-# has none.
+# Buffers of many sockets use kernel memory, and there is no network. Values of extended attributes
+# use kernel memory too; copying functions expect this error from a file system without them.
 FAILING = {
     "socket": errno.EPERM,
     "setsockopt": errno.EPERM,
@@ -73,38 +72,38 @@ FAILING = {
 
 
 class Rule(NamedTuple):
-    """A call that is allowed with some values of arguments.
+    """A call that is allowed only with some values of arguments.
 
     Args:
-        call: its name.
-        values: that are allowed, of arguments by number; their lower 32 bits count.
-        otherwise: the error for all others.
-        done: values of the one argument for which the call does nothing and succeeds.
+        call: Name of the call.
+        values: Allowed values by argument number; only the lower 32 bits count.
+        otherwise: Error for all other values.
+        no_op: Values of the single argument for which the call does nothing and succeeds.
     """
 
     call: str
     values: dict[int, tuple[int, ...]]
     otherwise: int
-    done: tuple[int, ...] = ()
+    no_op: tuple[int, ...] = ()
 
 
 RULES = (
     # linux/fcntl.h: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_DUPFD_CLOEXEC,
-    # F_GETPIPE_SZ. No other sizes of pipes, leases, and notes of changes. The record locks F_SETLK
-    # and F_SETLKW are kernel memory, as many as the program likes. They have an effect only between
+    # F_GETPIPE_SZ. Not allowed: sizes of pipes, leases, notifications. The record locks F_SETLK and
+    # F_SETLKW use kernel memory without a limit, so they do nothing. They matter only between
     # processes, and SQLite needs them to succeed.
-    Rule("fcntl", {1: (0, 1, 2, 3, 4, 5, 1030, 1032)}, errno.EPERM, done=(6, 7)),
+    Rule("fcntl", {1: (0, 1, 2, 3, 4, 5, 1030, 1032)}, errno.EPERM, no_op=(6, 7)),
     # asm-generic/ioctls.h: TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
     Rule("ioctl", {1: (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)}, errno.ENOTTY),
-    # linux/prctl.h: signal at the parent's end, dumpable, name, capabilities' bounds, seccomp's
-    # state, slack of timers, subreaper, no new privileges.
+    # linux/prctl.h: parent death signal, dumpable, name, capability bounds, seccomp state, timer
+    # slack, subreaper, no new privileges.
     Rule("prctl", {0: (1, 2, 3, 4, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39)}, errno.EINVAL),
-    # Of itself, not of process 1, which may be the same user's.
+    # Only on the calling process, not on process 1, which may belong to the same user.
     Rule("prlimit64", {0: (0,)}, errno.EPERM),
     Rule("setpriority", {0: (0,), 1: (0,)}, errno.EPERM),
     Rule("sched_setaffinity", {0: (0,)}, errno.EPERM),
 )
-# CLONE_NEW*: namespaces of the program's own. A tmpfs in one may take half of the host's memory.
+# CLONE_NEW*: new namespaces. A tmpfs in one could take half of the host's memory.
 NAMESPACES = 0x7E020000
 AF_UNIX, NOT_STREAM = 1, 0xE  # SOCK_STREAM is 1; flags are higher bits
 
@@ -116,15 +115,15 @@ Line = tuple[int, int, int, int]  # code, jump if true, jump if false, operand: 
 
 
 def numbers(text: str, machine: str) -> dict[str, int]:
-    """Returns the calls of a table above that this kind of machine has, with their numbers."""
+    """Returns the numbers of a table's calls on this kind of machine, by name."""
     column = 1 + list(AUDIT).index(machine)
     entries = [entry.split() for entry in text.split(",")]
     return {entry[0]: int(entry[column]) for entry in entries if entry[column] != "-"}
 
 
 def system_call_filter(machine: str) -> bytes:
-    """Returns the filter as the kernel takes it (an array of struct sock_filter); nothing for a
-    kind of machine that is not in AUDIT.
+    """Returns the filter in the kernel's form (an array of struct sock_filter); empty for a machine
+    that is not in AUDIT.
     """
     if machine not in AUDIT:
         return b""
@@ -143,11 +142,11 @@ def system_call_filter(machine: str) -> bytes:
     for name, error in FAILING.items():
         lines += [(EQUAL, 0, 1, other[name]), (RETURN, 0, 0, FAIL_WITH | error)]
     for rule in RULES:
-        lines += _block(other[rule.call], _by_argument(rule))
+        lines += _for_call(other[rule.call], _by_argument(rule))
     refuse: Line = (RETURN, 0, 0, FAIL_WITH | errno.EPERM)
     allow: Line = (RETURN, 0, 0, ALLOW)
-    lines += _block(other["clone"], [_load(0), (ANY_BIT, 0, 1, NAMESPACES), refuse, allow])
-    lines += _block(
+    lines += _for_call(other["clone"], [_load(0), (ANY_BIT, 0, 1, NAMESPACES), refuse, allow])
+    lines += _for_call(
         other["socketpair"],
         [
             _load(0),
@@ -167,16 +166,16 @@ def _by_argument(rule: Rule) -> list[Line]:
     lines: list[Line] = []
     for argument, values in rule.values.items():
         lines.append(_load(argument))
-        for value in rule.done:
-            lines += [(EQUAL, 0, 1, value), (RETURN, 0, 0, FAIL_WITH)]  # error 0: done
-        for number, value in enumerate(values):  # to what follows the refusal
+        for value in rule.no_op:
+            lines += [(EQUAL, 0, 1, value), (RETURN, 0, 0, FAIL_WITH)]  # error 0 means success
+        for number, value in enumerate(values):  # jumps behind the refusal
             lines.append((EQUAL, len(values) - number, 0, value))
         lines.append((RETURN, 0, 0, FAIL_WITH | rule.otherwise))
     return [*lines, (RETURN, 0, 0, ALLOW)]
 
 
-def _block(number: int, lines: list[Line]) -> list[Line]:
-    """Returns lines that are run for one call only; the last of them returns."""
+def _for_call(number: int, lines: list[Line]) -> list[Line]:
+    """Returns lines that run for only one call; the last of them returns."""
     return [(EQUAL, 0, len(lines), number), *lines]
 
 

@@ -1,8 +1,8 @@
-"""Values as JSON, between two processes of which neither trusts the other.
+"""Encodes values as JSON, between two processes that do not trust each other.
 
-Plain values cross as copies, classes and functions never by a name from the other side: a Peer
-(rpc.py) says what becomes of anything else. The containers of one message are numbered, so that
-both sides can speak of the same one. Standard library only, and nothing of hybridrl.
+Plain values are copied. Classes and functions are never looked up by a name from the other side; a
+Peer (rpc.py) handles all values that are not plain. The containers of one message are numbered, so
+that both sides can refer to the same one. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from importlib import import_module
 
-TYPE_CHECKING = False  # that of typing takes long to import
+TYPE_CHECKING = False  # importing typing takes long
 if TYPE_CHECKING:
     from typing import Any, Protocol
 
-    class Others(Protocol):
-        """What becomes of values that are not plain."""
+    class References(Protocol):
+        """Encodes and decodes values that are not plain."""
 
         def encoded(self, value: Any, to: Encoder) -> list[Any]:
             """Returns JSON of such a value."""
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
             """Returns the value of JSON that `encoded` made on the other side."""
 
 
-# Classes of which both sides have the same: values, and what `except` and `raises` name.
+# Classes that are the same on both sides: those of values, and errors.
 TYPES = {
     **{n: t for n, t in vars(builtins).items() if isinstance(t, type) and n[0] != "_"},
     "NoneType": type(None),
@@ -38,18 +38,18 @@ TYPES = {
 
 
 class CannotCrossError(TypeError):
-    """A value that is neither plain nor something that the other side may refer to."""
+    """A value that is neither plain nor can be referenced by the other side."""
 
 
 class BrokenError(Exception):
-    """The other side ended, or does not keep to the protocol."""
+    """The other side ended, or violates the protocol."""
 
 
-# A function, class or module of the other side; what the other side exported by that number.
+# A function, class or module of the other side; an object that it exported under a number.
 Name = namedtuple("Name", ("module", "name"))
 Yours = namedtuple("Yours", ("number",))
 
-# Classes of values that do not change, and how the plain value of a derived one is found.
+# Immutable classes, and the function that returns the plain value of a derived object.
 IMMUTABLE: dict[type, Callable[[Any], Any]] = {
     int: int.__int__,
     float: float.__float__,
@@ -59,15 +59,15 @@ IMMUTABLE: dict[type, Callable[[Any], Any]] = {
     frozenset: frozenset,
     complex: lambda value: complex(value.real, value.imag),
 }
-ARRAYS = "biufcSUmM"  # kinds of numpy's types that are plain bytes
+ARRAYS = "biufcSUmM"  # kinds of numpy dtypes that are plain bytes
 
 
 class Encoder:
-    """Makes JSON of values; containers that can change are numbered in `objects`."""
+    """Encodes values as JSON; mutable containers are numbered in `objects`."""
 
-    def __init__(self, others: Others, known: list[Any]) -> None:
+    def __init__(self, others: References, known: list[Any]) -> None:
         self.objects, self._others, self._num_known = known, others, len(known)
-        self._numbers = {id(one): number for number, one in enumerate(known)}
+        self._numbers = {id(value): number for number, value in enumerate(known)}
 
     def value(self, value: Any) -> Any:
         """Returns JSON of one value."""
@@ -98,23 +98,23 @@ class Encoder:
         return [self.value(value) for value in values]
 
     def contents(self, value: Any) -> list[Any]:
-        """Returns JSON of what a container holds."""
+        """Returns JSON of a container's contents."""
         if _is_array(value):
             data = b2a_base64(value.tobytes(), newline=False).decode()
             return ["array", value.dtype.str, list(value.shape), data]
         return [type(value).__name__, *CONTAINERS[type(value)](self, value)]
 
     def added(self) -> list[Any]:
-        """Returns the contents of all containers that were not known at first."""
+        """Returns the contents of all containers that were not known at the start."""
         found, number = [], self._num_known
-        while number < len(self.objects):  # which grows
+        while number < len(self.objects):  # the list grows in the loop
             found.append(self.contents(self.objects[number]))
             number += 1
         return found
 
 
-# By module and name of each type, JSON that follows the name. These types themselves: a subclass is
-# the program's own.
+# Functions by module and name of a type; they return the JSON after the name. Subclasses of these
+# types are the program's classes and not encoded here.
 PLAIN: dict[str, Callable[[Encoder, Any], list[Any]]] = {
     "builtins.tuple": lambda to, v: to.values(v),
     "builtins.frozenset": lambda to, v: to.values(v),
@@ -131,7 +131,7 @@ PLAIN: dict[str, Callable[[Encoder, Any], list[Any]]] = {
     "datetime.datetime": lambda to, v: [_plain_zone(v).isoformat()],
     "datetime.timedelta": lambda to, v: [v.days, v.seconds, v.microseconds],
 }
-MADE: dict[str, Callable[[list[Any]], Any]] = {
+DECODERS: dict[str, Callable[[list[Any]], Any]] = {
     "int": lambda parts: int(parts[0], 16),
     "tuple": tuple,
     "frozenset": frozenset,
@@ -150,7 +150,7 @@ MADE: dict[str, Callable[[list[Any]], Any]] = {
     "type": lambda parts: TYPES[parts[0]],
     "number": lambda parts: _array(parts[0], [], bytes.fromhex(parts[1]))[()],
 }
-OF_VALUES = ("tuple", "frozenset", "range", "slice", "Fraction")
+NESTED = ("tuple", "frozenset", "range", "slice", "Fraction")
 CONTAINERS: dict[type, Callable[[Encoder, Any], list[Any]]] = {
     list: lambda to, v: to.values(v),
     set: lambda to, v: to.values(v),
@@ -172,9 +172,9 @@ EMPTY: dict[str, Callable[[list[Any]], Any]] = {
 
 
 class Decoder:
-    """Makes values of the JSON of an Encoder, with the containers that both sides know."""
+    """Decodes the JSON of an Encoder, using the containers that both sides know."""
 
-    def __init__(self, others: Others, known: list[Any], added: list[Any]) -> None:
+    def __init__(self, others: References, known: list[Any], added: list[Any]) -> None:
         self.objects, self._others = known, others
         first = len(known)
         known += [EMPTY[kind](parts) for kind, *parts in added]
@@ -188,16 +188,16 @@ class Decoder:
         kind, *parts = json_value
         if kind == "ref":
             return self.objects[parts[0]]
-        if kind in MADE:
-            return MADE[kind](self.values(parts) if kind in OF_VALUES else parts)
+        if kind in DECODERS:
+            return DECODERS[kind](self.values(parts) if kind in NESTED else parts)
         return self._others.decoded(kind, parts, self)
 
     def values(self, json_values: list[Any]) -> list[Any]:
         """Returns several values."""
-        return [self.value(one) for one in json_values]
+        return list(map(self.value, json_values))
 
     def fill(self, number: int, kind: str, parts: list[Any]) -> None:
-        """Gives a container its contents."""
+        """Replaces a container's contents."""
         into = self.objects[number]
         if kind == "array":
             into[...] = _array(parts[0], parts[1], a2b_base64(parts[2]))
@@ -224,7 +224,7 @@ class Decoder:
 
 
 def _library(name: str) -> Any:
-    """Returns a module that few programs need, and that takes long to import."""
+    """Imports a module that few programs need and that takes long to import."""
     return import_module(name)
 
 

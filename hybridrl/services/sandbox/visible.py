@@ -1,5 +1,5 @@
-"""Which files of the host a contained program can read: the interpreter, its packages, the system's
-libraries and programs, and what a user adds. No torch; imports nothing of hybridrl.
+"""Lists the host's files that a contained program can read: the interpreter, its packages, the
+system's libraries and programs, and paths that a user adds. No torch; imports nothing of hybridrl.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# Of the system: what the interpreter and its packages load, programs that a shell finds, time
-# zones, the number of processors.
+# System paths: libraries of the interpreter and its packages, programs of a shell, time zones, and
+# the number of processors.
 SYSTEM = (
     *("/bin", "/lib", "/lib32", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64"),
     *("/usr/local/lib", "/usr/share/zoneinfo", "/nix/store", "/sys/devices/system/cpu"),
     *("/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime"),
 )
-ASK = """
+QUERY = """
 import json, sys
 with open("/proc/self/maps") as file:
     mapped = {line.split(maxsplit=5)[-1].strip() for line in file}
@@ -30,36 +30,36 @@ print(json.dumps([sys.path, prefixes, [sys.executable, sys._base_executable], so
 
 @functools.cache
 def visible_files(more: tuple[str, ...]) -> dict[str, Any]:
-    """Returns what a contained program can read.
+    """Returns the paths that a contained program can read.
 
     Args:
-        more: further files and folders.
+        more: Further files and folders.
 
     Returns:
-        `real`, paths without symbolic links, none of which is within another; `links`, the targets
-        of symbolic links on the way to them; `path`, the interpreter's sys.path.
+        `real`, paths without symbolic links, none inside another; `links`, the targets of symbolic
+        links on the way to them; `path`, the interpreter's sys.path.
     """
-    asked = [sys.executable, "-I", "-c", ASK]
-    answer = subprocess.run(asked, stdout=subprocess.PIPE, env={}, cwd="/", check=True).stdout
+    command = [sys.executable, "-I", "-c", QUERY]
+    answer = subprocess.run(command, stdout=subprocess.PIPE, env={}, cwd="/", check=True).stdout
     path, prefixes, executables, mapped = json.loads(answer)
     found = [*SYSTEM, *executables, *_library_folders(), *more]
     for prefix in prefixes:
         parts = ("lib", "lib64", "pyvenv.cfg", "share/zoneinfo")
         found += [os.path.join(prefix, part) for part in parts]
-    # Other folders of sys.path are of editable installs: a project's, with all that lies there.
-    found += [one for one in path if one.endswith(("site-packages", "dist-packages"))]
-    found += [os.path.dirname(one) for one in mapped if ".so" in os.path.basename(one)]
+    # Other folders of sys.path come from editable installs: whole projects, which stay hidden.
+    found += [p for p in path if p.endswith(("site-packages", "dist-packages"))]
+    found += [os.path.dirname(file) for file in mapped if ".so" in os.path.basename(file)]
     links: dict[str, str] = {}
-    all_real = {_followed(one, links) for one in found if os.path.exists(one)}
+    all_real = {_resolve(file, links) for file in found if os.path.exists(file)}
     real: list[str] = []
-    for one in sorted(all_real):  # what holds others comes before them
-        if one != "/" and not any(one.startswith(above + "/") for above in real):
-            real.append(one)
+    for file in sorted(all_real):  # a folder sorts before its contents
+        if file != "/" and not any(file.startswith(above + "/") for above in real):
+            real.append(file)
     return {"real": real, "links": links, "path": path}
 
 
 def _library_folders() -> list[str]:
-    """Returns the folders in which the system's loader looks for libraries."""
+    """Returns the folders in which the system's loader searches libraries."""
     found = []
     for file in [Path("/etc/ld.so.conf"), *Path("/etc/ld.so.conf.d").glob("*.conf")]:
         if file.is_file() and os.access(file, os.R_OK):
@@ -68,8 +68,8 @@ def _library_folders() -> list[str]:
     return found
 
 
-def _followed(path: str, links: dict[str, str]) -> str:
-    """Returns the path without symbolic links, and adds to `links` those met."""
+def _resolve(path: str, links: dict[str, str]) -> str:
+    """Returns the path without symbolic links, and adds the links on the way to `links`."""
     left, at = path.split("/")[::-1], "/"
     while left:
         step = left.pop()
