@@ -1,7 +1,7 @@
-"""How far this rank's clock is from rank 0's, by pings over gloo.
+"""Offset between this rank's clock and rank 0's, measured by pings over gloo.
 
-Who waits for whom: every rank calls `clock_offset`; rank 0 answers the pings of one rank after the
-other, the others wait for their turn.
+Who waits for whom: every rank calls `clock_offset`. Rank 0 answers the pings of one rank after
+another; the other ranks wait for their turn.
 """
 
 from __future__ import annotations
@@ -13,18 +13,17 @@ import torch.distributed as dist
 
 from hybridrl.parallel.groups import World
 
-PINGS = 16  # the fastest counts, so that waiting for a turn, or for a core, does not
+PINGS = 16  # only the fastest counts, which excludes waits for a turn or for a CPU core
 
 
 def clock_offset(world: World, now: Callable[[], float]) -> tuple[float, float]:
-    """Returns what to add to this rank's clock to have rank 0's, and the largest error, seconds.
+    """Returns the seconds to add to this rank's clock to get rank 0's, and the largest error.
 
-    The answer to a ping is taken to be given halfway between its two ends (Cristian 1989,
-    "Probabilistic clock synchronization", eq. 1); the error is at most half of the round trip.
+    The method assumes that rank 0 answers halfway through the round trip (Cristian 1989,
+    "Probabilistic clock synchronization", eq. 1). The error is at most half of the round trip.
 
     Args:
-        world: all ranks.
-        now: reads this rank's clock.
+        now: Function that reads this rank's clock.
     """
     group, time_1 = world.cpu_group, torch.zeros(1, dtype=torch.float64)
     if world.rank == 0:

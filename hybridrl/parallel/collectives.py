@@ -1,9 +1,9 @@
-"""What this process has called of torch.distributed, as torch's flight recorder has it.
+"""Reads this process's calls of torch.distributed from torch's flight recorder.
 
-The recorder keeps the last 2,000 calls over NCCL and over gloo, of this project, Megatron and
-engines alike; it costs nothing to leave it on, and it may be read from any thread, also while a
-collective hangs. It does not know gloo's sends and receives. Where the user has turned it off
-(TORCH_FR_BUFFER_SIZE=0, TORCH_NCCL_TRACE_BUFFER_SIZE=0) nothing is known.
+The recorder keeps the last 2,000 calls over NCCL and gloo, whether hybridrl, Megatron or an engine
+made them. Recording costs nothing, and any thread can read it, even while a collective hangs. Sends
+and receives over gloo are not recorded. If the user has turned the recorder off
+(TORCH_FR_BUFFER_SIZE=0, TORCH_NCCL_TRACE_BUFFER_SIZE=0), no calls are known.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ PEER = re.compile(r"(?:send|recv) \d+(?:->|<-)(\d+)")
 
 
 def num_called() -> int:
-    """Returns how many calls this process has made in all of its groups; cheap."""
+    """Returns the number of calls that this process has made in all groups; cheap."""
     total = 0
     for group in _groups():
-        with contextlib.suppress(RuntimeError):  # a backend that does not count
+        with contextlib.suppress(RuntimeError):  # this backend does not count calls
             total += group._get_sequence_number_for_group()  # type: ignore[attr-defined]
     return total
 
 
 def latest_calls() -> list[Call]:
-    """Returns the calls that are not over and the last call in each group, oldest first; none of
-    groups of one rank.
+    """Returns the unfinished calls and the last call in each group, oldest first.
+
+    Groups of one rank are skipped.
     """
     ranks: dict[str, Sequence[int]] = {
         str(group.group_name): even(dist.get_process_group_ranks(group))
@@ -47,17 +48,17 @@ def latest_calls() -> list[Call]:
 
 
 def calls_of(entries: Iterable[dict[str, Any]], ranks: dict[str, Sequence[int]]) -> list[Call]:
-    """Returns of a recorder's entries those that are not over and the last of each group.
+    """Returns the unfinished calls and the last call in each group.
 
     Args:
-        entries: of the recorder's JSON, oldest first.
-        ranks: of each group that there is, by torch's name.
+        entries: Entries of the recorder's JSON, oldest first.
+        ranks: Ranks of each existing group, by torch's name for the group.
     """
     found: dict[tuple[str, bool, int], Call] = {}
-    last: dict[str, int] = {}  # collective of each group
+    last: dict[str, int] = {}  # number of each group's last collective
     for entry in entries:
         name, description = entry["process_group"]
-        if name not in ranks:  # it is no more
+        if name not in ranks:  # the group was destroyed
             continue
         is_p2p = bool(entry["is_p2p"])
         number = int(entry["p2p_seq_id" if is_p2p else "collective_seq_id"])
@@ -83,7 +84,7 @@ def calls_of(entries: Iterable[dict[str, Any]], ranks: dict[str, Sequence[int]])
 
 
 def _text(entry: dict[str, Any]) -> str:
-    """Returns "all_reduce of float [3, 4]"."""
+    """Returns a call as text, for example `all_reduce of float [3, 4]`."""
     name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     tensors = [
         f"{kind.lower()} {size}"
@@ -94,12 +95,12 @@ def _text(entry: dict[str, Any]) -> str:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """Returns the groups of this process, which another thread may be making."""
+    """Returns a copy of the list of groups, since another thread may be creating one."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def _dumps() -> list[Callable[[bool, bool], str]]:
-    """Returns what gives the entries of each recorder that this torch has; NCCL's has its own."""
+    """Returns the dump function of each recorder in this torch; NCCL has its own recorder."""
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     library = vars(torch._C._distributed_c10d)
     return [library[name] for name in names if name in library]

@@ -1,8 +1,8 @@
-"""The driver's calls that reserve addresses, make memory and map one to the other, by ctypes.
+"""Calls of the CUDA driver that reserve addresses, allocate memory and map it, through ctypes.
 
-Memory has a handle and may be mapped at several addresses: what is written at one is read at the
-others. It is given back once its handle is released and it is mapped nowhere. Nothing here waits
-for the device: whoever unmaps addresses makes sure that no work still uses them.
+A piece of memory has a handle and can be mapped at several addresses, which then share its content.
+It is freed once its handle is released and no address maps it. Nothing here waits for the device:
+before unmapping, the caller makes sure that no work still uses the addresses.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRANULARITY = (
-    2 << 20
-)  # bytes: sizes of memory, and of addresses that it is mapped at, are multiples
+GRANULARITY = 2 << 20  # bytes; sizes of memory and of mapped ranges are multiples of it
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 PINNED, DEVICE, READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, _ACCESS_
 
@@ -43,14 +41,16 @@ class _Access(ctypes.Structure):
 
 
 class DeviceMapping:
-    """The calls, for one device.
+    """Driver calls for one device.
 
-    Each method is one call. It raises RuntimeError with the driver's number if it is refused, and
-    torch.OutOfMemoryError where the device has no memory.
+    Each method makes one call. It raises torch.OutOfMemoryError if the device has no memory left,
+    and RuntimeError with the driver's error number for any other failure.
     """
 
     def __init__(self, device: torch.device) -> None:
-        torch.zeros(1, device=device)  # makes the context and lets this thread have it
+        torch.zeros(
+            1, device=device
+        )  # creates the CUDA context and makes it current in this thread
         self._driver = ctypes.CDLL("libcuda.so.1")
         self.device = device
         location = _Location(DEVICE, device.index or 0)
@@ -65,7 +65,7 @@ class DeviceMapping:
             raise RuntimeError(f"{name}: CUDA error {code}")
 
     def reserve(self, size: int) -> int:
-        """Reserves addresses."""
+        """Reserves a range of addresses and returns its start."""
         found = ctypes.c_uint64()
         zero = ctypes.c_uint64(0)
         size_ = ctypes.c_size_t(size)
@@ -73,46 +73,51 @@ class DeviceMapping:
         return found.value
 
     def free(self, address: int, size: int) -> None:
-        """Gives addresses back that nothing is mapped to."""
+        """Frees a range of addresses that nothing is mapped to."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def create(self, size: int) -> int:
-        """Makes memory; returns its handle."""
+        """Allocates memory and returns its handle."""
         found = ctypes.c_uint64()
-        made = ctypes.byref(found), ctypes.c_size_t(size), ctypes.byref(self._properties)
-        self._call("cuMemCreate", *made, ctypes.c_uint64(0))
+        size_, properties = ctypes.c_size_t(size), ctypes.byref(self._properties)
+        self._call("cuMemCreate", ctypes.byref(found), size_, properties, ctypes.c_uint64(0))
         return found.value
 
     def release(self, handle: int) -> None:
-        """Gives memory back, once it is mapped nowhere."""
+        """Releases a handle; the memory is freed once no address maps it."""
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Maps a whole piece of memory."""
+        """Maps the whole memory of a handle at an address."""
+        address_, size_, offset = (
+            ctypes.c_uint64(address),
+            ctypes.c_size_t(size),
+            ctypes.c_size_t(0),
+        )
         zero = ctypes.c_uint64(0)
-        place = ctypes.c_uint64(address), ctypes.c_size_t(size)
-        self._call("cuMemMap", *place, ctypes.c_size_t(0), ctypes.c_uint64(handle), zero)
+        self._call("cuMemMap", address_, size_, offset, ctypes.c_uint64(handle), zero)
 
     def allow(self, address: int, size: int) -> None:
         """Makes mapped addresses readable and writable."""
-        place = ctypes.c_uint64(address), ctypes.c_size_t(size)
-        self._call("cuMemSetAccess", *place, ctypes.byref(self._access), ctypes.c_size_t(1))
+        address_, size_ = ctypes.c_uint64(address), ctypes.c_size_t(size)
+        access = ctypes.byref(self._access)
+        self._call("cuMemSetAccess", address_, size_, access, ctypes.c_size_t(1))
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmaps addresses, one piece of memory or many."""
+        """Unmaps a range of addresses, which may cover several pieces of memory."""
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def wait(self) -> None:
-        """Waits until the device is idle; not a call of the driver's about memory."""
+        """Waits until the device is idle."""
         torch.cuda.synchronize(self.device)
 
     def tensor(self, address: int, size: int) -> Tensor:
-        """Returns mapped addresses as bytes."""
+        """Returns a tensor of bytes over mapped addresses."""
         return torch.as_tensor(_Addresses(address, size), device=self.device)
 
 
 class _Addresses:
-    """What torch reads as an array without owning it."""
+    """Array interface through which torch uses the addresses without owning them."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {

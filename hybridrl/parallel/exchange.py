@@ -1,13 +1,12 @@
-"""Token columns and blobs on their way between ranks: from where samples were made, or computed, to
-where they are needed.
+"""Moves token columns and blobs from the ranks that produced samples to those that need them.
 
-Owns who sends which samples to whom. It follows from the tables of holders, which every rank has,
-so that nothing is asked before; each row goes once to each rank that lacks it, of the ranks that
-have it from a different one for each receiver. Columns are on the host before and after, and go
-over gloo: NCCL would take device memory for each pair of ranks, which an engine beside it does not
-have to spare (docs/adr/0007-exchange.md).
+Senders and receivers follow from the tables of holders, which every rank has, so ranks need not
+ask. Each row goes once to each rank that lacks it; if several ranks have it, they share the
+receivers. Columns stay on the host and use gloo, because NCCL would take device memory for each
+pair of ranks, which an engine on the same GPU does not leave (docs/adr/0007-exchange.md).
 
-Collective over the world: all ranks call in turn, with the same tables.
+Who waits for whom: all ranks of the world call these functions in the same order, with the same
+tables.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ class Route:
     """Moves columns of the same samples from the ranks that have them to the ranks that want them.
 
     Args:
-        lengths_B: tokens of each sample.
-        have_BW: (B, W) bool, whether a rank has a sample's values; some rank has each wanted one.
-        want_BW: (B, W) bool, whether it wants them.
-        world: all ranks.
-        rows_H: the samples of the columns that this rank gives, ascending, those that it has among
-            them; None: these alone.
+        lengths_B: Number of tokens of each sample.
+        have_BW: Whether each rank has each sample's values, (B, W) bool. Some rank has each wanted
+            sample.
+        want_BW: Whether each rank wants each sample's values, (B, W) bool.
+        rows_H: Samples in the columns that this rank passes, ascending; may be more than the
+            samples that it has. None if they are the same.
     """
 
     def __init__(
@@ -59,22 +58,23 @@ class Route:
         self._received = _in_order(samples_P, senders_P, receivers_P == world.rank)
 
     def __call__(self, column_T: Tensor, num_rows_B: Tensor | None = None) -> Tensor:
-        """Returns the column of the samples that this rank wants, in their order.
+        """Returns the column of the samples that this rank wants, in sample order.
 
         Args:
-            column_T: of the samples that it gives: (T,) or (T, K), on the CPU.
-            num_rows_B: Rows of each sample in the column; None: one a token.
+            column_T: Values of the samples that this rank has, (T,) or (T, K), on the CPU.
+            num_rows_B: Number of rows of each sample in the column; None for one row per token.
         """
         rows_B = self._lengths_B if num_rows_B is None else num_rows_B.numpy()
         if not self.moves and len(self._kept) == len(self._rows):
-            return column_T  # it is as it is wanted
+            return column_T  # nothing moves and nothing is dropped
         parts = column_T.split(rows_B[self._rows].tolist())
         own = dict(zip(self._rows.tolist(), parts, strict=True))
         found = {sample: own[sample] for sample in self._kept.tolist()}
         if self.moves:
             sent, received = self._sent[0].tolist(), self._received[0].tolist()
             sent_T = _joined([own[sample] for sample in sent], column_T)
-            sent_W, received_W = (self._counts(one, rows_B) for one in (self._sent, self._received))
+            sent_W = self._counts(self._sent, rows_B)
+            received_W = self._counts(self._received, rows_B)
             arrived_T = column_T.new_empty(sum(received_W), *column_T.shape[1:])
             self._world.all_to_all(arrived_T, sent_T, received_W, sent_W)
             arrived = arrived_T.split(rows_B[received].tolist())
@@ -82,20 +82,18 @@ class Route:
         return _joined([found[sample] for sample in sorted(found)], column_T)
 
     def _counts(self, pairs: tuple[Array, Array], rows_B: Array) -> list[int]:
-        """Returns the rows that go to, or come from, each rank."""
+        """Returns the number of rows to or from each rank."""
         samples, ranks = pairs
         counts_W = np.bincount(ranks, rows_B[samples], self._world.size)
         return [int(count) for count in counts_W]
 
 
 def bring(batch: B, want_BW: Tensor, world: Ranks, num_parts: int = 1) -> B:
-    """Returns the batch with the tokens of each sample on the ranks that want them, and no others.
+    """Returns the batch with the tokens of each sample on exactly the ranks that want them.
 
     Args:
-        batch: with tokens anywhere.
-        want_BW: (B, W) bool; some rank wants each sample.
-        world: all ranks.
-        num_parts: of `Holders`.
+        want_BW: Whether each rank wants each sample, (B, W) bool; some rank wants each sample.
+        num_parts: See `Holders`.
     """
     wanted = Holders(want_BW, world, num_parts)
     have_BW = torch.ones_like(want_BW) if batch.holders is None else batch.holders.by_rank_BW
@@ -114,14 +112,14 @@ def bring(batch: B, want_BW: Tensor, world: Ranks, num_parts: int = 1) -> B:
 
 
 def _moved(route: Route, column_T: Tensor) -> Tensor:
-    """Returns a column by a route; token numbers travel as 32 bits."""
+    """Moves a column by a route; token ids are sent as 32-bit integers."""
     if route.moves and column_T.dtype == torch.int64:
         return route(column_T.int()).long()
     return route(column_T)
 
 
 def _moved_rows(route: Route, blob: Blob) -> Tensor:
-    """Returns a blob's values by a route, as bytes: gloo does not know every dtype."""
+    """Moves a blob's values by a route as bytes, because gloo does not support every dtype."""
     values_N = blob.values_N
     if not route.moves:
         return route(values_N, blob.num_rows_B)
@@ -142,7 +140,7 @@ def collect(batch: B, world: Ranks, rank: int = 0) -> B | None:
 
 
 def _senders(have_BW: Array, samples_P: Array, receivers_P: Array) -> Array:
-    """Returns for each pair of a sample and a receiver one of the ranks that have the sample."""
+    """Returns a rank that has the sample, for each pair of a sample and a receiver."""
     counts_B = have_BW.sum(1)
     if not (is_there_P := counts_B[samples_P] > 0).all():
         raise ValueError(f"no rank has the tokens of sample {samples_P[~is_there_P][0]}")

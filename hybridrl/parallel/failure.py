@@ -1,8 +1,9 @@
-"""What a rank leaves behind when it fails, for who started it. No torch.
+"""Files in which a failed rank reports its error to the launcher.
 
-Owns the files beside a rank's log: `rank_N.error` says in JSON what ended it, `rank_N.running` that
-it has not yet done its command. A rank knows its folder from LOG_DIR, which the launcher sets, or
-the command under torchrun; without it there are no files, and everything goes to stderr.
+The files are next to the rank's log: `rank_N.error` holds the failure as JSON, and `rank_N.running`
+exists until the rank has finished its command. A rank finds the folder in LOG_DIR, which is set by
+the launcher or, under torchrun, by the command. Without LOG_DIR no files are written and everything
+goes to stderr. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from hybridrl.errors import UserError
 # Environment variables that the launcher sets for its ranks.
 LAUNCHER_PID = "HYBRIDRL_LAUNCHER_PID"
 LOG_DIR = "HYBRIDRL_LOG_DIR"
-STORE_FD = "HYBRIDRL_STORE_FD"  # of the socket that rank 0 serves the job's store on
+STORE_FD = "HYBRIDRL_STORE_FD"  # descriptor of the socket on which rank 0 serves the job's store
 RUNNING = ".running"
 
-# A user's mistake; an error of this rank; of another one; a rank that was given up by all.
+# A user's mistake; an error of this rank; an error of another rank; a rank that the job gave up.
 Kind = Literal["mistake", "error", "peer", "lost"]
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, died or stays away; its own message, if any, is in its log.
+    """Another rank failed, died or does not respond; its log has its own message, if any.
 
     Args:
-        message: names that rank.
-        culprit: its number, if one is to blame.
-        is_lost: whether it will never answer, which all ranks were told.
+        message: Message that names the rank.
+        culprit: Number of the rank that caused the failure, if known.
+        is_lost: Whether the job has given up the rank and all ranks know it.
     """
 
     def __init__(self, message: str, culprit: int | None = None, is_lost: bool = False) -> None:
@@ -45,14 +46,13 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """What ended a rank.
+    """The reason why a rank ended.
 
     Args:
-        kind: whose fault it was.
-        message: for people; without a traceback.
-        culprit: the rank to blame where it is another one.
-        trace: the traceback, if there is one.
-        time: when, seconds since the epoch.
+        message: Message without a traceback.
+        culprit: Rank that caused the failure, if it is another one.
+        trace: Traceback; empty if there is none.
+        time: Time of the failure, seconds since the epoch.
     """
 
     kind: Kind
@@ -63,7 +63,7 @@ class Failure:
 
     @staticmethod
     def of(error: Exception) -> Failure:
-        """Returns what an exception that ends a rank says."""
+        """Returns the failure for an exception that ends a rank."""
         if isinstance(error, UserError):
             return Failure("mistake", str(error))
         trace = "".join(traceback.format_exception(error))
@@ -73,31 +73,31 @@ class Failure:
         return Failure("error", message, None, trace)
 
     def write(self, file: Path) -> None:
-        """Writes the failure, whole or not at all."""
+        """Writes the failure to a file, atomically."""
         partial = file.with_name(file.name + ".partial")
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         partial.replace(file)
 
     @staticmethod
     def read(file: Path) -> Failure | None:
-        """Returns what was written there; None if nothing was, or it cannot be read."""
+        """Returns the failure in a file; None if the file cannot be read."""
         try:
             return Failure(**json.loads(file.read_text(encoding="utf-8")))
-        except OSError:  # there is none, or the file system does not answer
+        except OSError:  # the file is missing, or the file system does not respond
             return None
 
 
 def is_launched() -> bool:
-    """Returns whether this is a rank of our launcher, which has checked the config already."""
+    """Returns whether hybridrl's launcher, which checks the config, started this rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and LAUNCHER_PID in os.environ
 
 
 def rank_file(suffix: str, rank: int | None = None) -> Path | None:
-    """Returns a rank's file with this ending, for example ".log"; None if there is no folder.
+    """Returns the path of a rank's file; None if no folder is set.
 
     Args:
-        suffix: of the file.
-        rank: whose; None: this one's.
+        suffix: Ending of the file's name, for example ".log".
+        rank: Rank whose file it is; None for this rank.
     """
     if LOG_DIR not in os.environ:
         return None
@@ -106,32 +106,33 @@ def rank_file(suffix: str, rank: int | None = None) -> Path | None:
 
 
 def begin() -> None:
-    """Leaves a file beside the log of a rank of our launcher until `end`: what ends the process
-    without a word, os._exit in users' code say, may give the exit code 0.
+    """Creates this rank's `.running` file, which `end` removes.
+
+    It reveals processes that end early with exit code 0, for example by os._exit in users' code.
     """
     if is_launched() and (file := rank_file(RUNNING)) is not None:
-        with contextlib.suppress(OSError):  # of a full disk
+        with contextlib.suppress(OSError):  # the disk is full
             file.touch()
 
 
 def end() -> None:
-    """Says that this rank has done its command."""
+    """Removes this rank's `.running` file: the rank has finished its command."""
     if is_launched() and (file := rank_file(RUNNING)) is not None:
         file.unlink(missing_ok=True)
 
 
 def report(failure: Failure) -> None:
-    """Tells what ends this rank: all of it to its log and its error file.
+    """Writes the failure that ends this rank to its log, its error file or the console.
 
-    On the console stands what matters first. Our launcher prints that when it knows all ranks'
-    failures; a rank of torchrun prints its own error with the traceback, and one line where another
-    rank is the cause.
+    A rank of hybridrl's launcher prints nothing: the launcher prints the failure that matters once
+    it knows the failures of all ranks. A rank of torchrun prints its own error with the traceback,
+    or one line if another rank is the cause.
     """
     file = rank_file(".error") if is_launched() else None
     if file is not None:
         log(failure.trace)
         shown = failure.message
-        with contextlib.suppress(OSError):  # of a full disk; then the message goes to stderr
+        with contextlib.suppress(OSError):  # the disk is full; the message then goes to stderr
             failure.write(file)
             return
     elif failure.kind in ("peer", "lost") and log(failure.trace):
@@ -142,13 +143,13 @@ def report(failure: Failure) -> None:
 
 
 def log(text: str) -> bool:
-    """Appends to this rank's own log alone; returns whether it could."""
+    """Appends text to this rank's log and returns whether it succeeded."""
     file = rank_file(".log")
     if file is None:
         return False
     try:
         with file.open("a", encoding="utf-8") as out:
             out.write(text if text.endswith("\n") else text + "\n")
-    except OSError:  # the disk is full, or the folder is gone: there is nowhere else to say so
+    except OSError:  # the disk is full or the folder was removed
         return False
     return True

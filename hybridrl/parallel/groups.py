@@ -1,13 +1,12 @@
-"""Process groups of one job, and the collectives that keep ranks agreed.
+"""Process groups of a job, and the collectives by which its ranks agree.
 
-Everything here is collective: every rank of the world calls it at the same point. An error of one
-rank is made known to all by `all_agree` before anyone raises, or ends the job: no rank is left
-waiting for a peer that has stopped.
+Who waits for whom: all ranks of the world call each function at the same point. They meet over
+gloo, in a group without a timeout, and wait for the slowest rank as long as it is alive
+(heartbeat.py). Collectives of tensors have the timeout `run.collective_timeout_s`, so ranks meet
+first if one of them may have worked much longer (generation, scoring, files).
 
-Who waits for whom: ranks come together over gloo, in a group without a bound of its own, and wait
-for the slowest as long as it lives (heartbeat.py). Collectives of tensors are bounded by
-`run.collective_timeout_s`; where they follow work that may take one rank longer than another
-(generation, scoring, files), ranks come together first.
+If one rank fails, `all_agree` lets all ranks know before any of them raises an error, or the job
+ends. No rank keeps waiting for a stopped peer.
 """
 
 from __future__ import annotations
@@ -32,38 +31,37 @@ from hybridrl.parallel.messages import broadcast_object, pack, unpack
 from hybridrl.parallel.waiting_room import WaitingRoom
 from hybridrl.platform import Platform
 
-SIZE_BITS = 48  # of a message's size; a signal stands above
-# Of process groups whose ranks wait for each other as long as all live.
+SIZE_BITS = 48  # bits of a message's size; the bits above hold a signal
+# Timeout of process groups in which heartbeats bound the wait.
 UNBOUNDED = datetime.timedelta(days=365)
 DYING_S = 0.5
 
 
 @dataclass
 class Agreement:
-    """What ranks tell each other at the end of `World.all_agree`: own `value`, all `values`."""
+    """Values that ranks exchange at the end of `World.all_agree`: their own, and those of all
+    ranks.
+    """
 
     value: Any = None
     values: list[Any] = field(default_factory=list)
 
 
 class World:
-    """All ranks of the job, and how they talk; who trains with whom is a mesh's (mesh.py).
+    """All ranks of the job and their communication; mesh.py decides which ranks train together.
 
-    Megatron keeps the groups of a process in one place: a new World ends the use of an older one.
+    Megatron keeps one set of groups per process, so a new World invalidates an older one.
 
     Args:
-        platform: device and backend of this rank.
-        timeout_s: bound of a collective that all ranks have entered, seconds.
-        stall_timeout_s: bound of the wait for a rank that lives; None: there is none.
+        timeout_s: Timeout in seconds of a collective that all ranks have entered.
+        stall_timeout_s: Longest wait in seconds for a rank that is alive; None for no limit.
 
     Attributes:
-        heartbeat: this rank's signs of life; waits for others.
-        mates: the ranks of this one's host, itself too, ascending.
-        sums_on_host: sums and maxima of values go over gloo, so that a rank whose engine generates
-            meanwhile queues no collective beside it on its device.
-        num_hosts: of all ranks.
-        stop_signal: the signal that asked some rank to save and end, as of the last exchange of
-            values, so that all ranks know it at the same place; 0: none.
+        mates: Ranks on this rank's host, including itself, ascending.
+        sums_on_host: Whether sums and maxima use gloo, so that they do not queue behind the
+            generation of an engine on the device.
+        stop_signal: Signal that asked some rank to save and end, at the last exchange of values; 0
+            if there is none. All ranks learn of it at the same place.
     """
 
     def __init__(
@@ -76,38 +74,41 @@ class World:
         self.stop_signal, self.sums_on_host = 0, False
         self._cpu_group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         self._introduce()
-        parallel_state.destroy_model_parallel()  # of a World before this one, in the same process
+        parallel_state.destroy_model_parallel()  # groups of an earlier World in this process
         self.sum_over_world(torch.zeros(1))  # NCCL connects ranks at a group's first use
 
     def _introduce(self) -> None:
-        """Tells all ranks where this one runs."""
+        """Exchanges the hosts and process ids of all ranks."""
         host = heartbeat.host_id()
         ranks: list[tuple[str, int]] = self.gather_objects((host, os.getpid()))
         self.mates = [rank for rank, (other, _) in enumerate(ranks) if other == host]
         self.num_hosts = len({other for other, _ in ranks})
-        self.heartbeat.know_mates(ranks)
+        self.heartbeat.set_host_peers(ranks)
 
     def count_groups_alike(self) -> None:
-        """Lets all ranks go on with the same number of process groups, after some have made groups
-        among themselves: torch names a group by its number, and ranks find each other by the name.
+        """Sets torch's count of process groups to the same number on all ranks.
+
+        The counts differ after some ranks have created groups among themselves. Torch names groups
+        by this count, and ranks find each other by the name.
         """
         counted = dist.distributed_c10d._world
         counted.group_count = max(self.gather_objects(counted.group_count))
 
     def forget_stop(self) -> None:
-        """Takes no notice any more of signals that came until now; all ranks call it in turn with
-        the same other calls.
+        """Ignores all signals received so far.
+
+        All ranks call it at the same place between other collective calls.
         """
         self.heartbeat.forget_stop()
         self.stop_signal = 0
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
-        """All ranks, over gloo on every platform."""
+        """Gloo group of all ranks, on every platform."""
         return self._cpu_group
 
     def sum_over_world(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values` (any shape, same on all ranks) over all ranks, on the CPU."""
+        """Returns the sum of `values` (same shape on all ranks) over all ranks, on the CPU."""
         return self._reduced(values, dist.ReduceOp.SUM)
 
     def max_over_world(self, values: torch.Tensor) -> torch.Tensor:
@@ -116,27 +117,28 @@ class World:
 
     def _reduced(self, values: torch.Tensor, op: Any) -> torch.Tensor:
         if self.sums_on_host:
-            return self._begun_on_host(values.cpu(), op)()
-        # A sync point: what is reduced here are metrics and columns that the host reads.
+            return self._begin_reduction(values.cpu(), op)()
+        # A sync point: the host reads the reduced metrics and columns.
         on_device = values.to(self.platform.device, copy=True)
         dist.all_reduce(on_device, op=op)
         return on_device.cpu()
 
     def sum_on_host(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values` over all ranks, on the CPU as they are; over gloo.
+        """Returns the sum of `values` over all ranks, on the CPU and over gloo.
 
         Raises:
-            PeerError: a rank is lost, died or stays away.
+            PeerError: A rank is lost, died or stays away.
         """
         return self.begin_sum_on_host(values)()
 
     def begin_sum_on_host(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins what `sum_on_host` does; returns what waits for the sum and returns it. Until then
-        no rank begins another exchange over gloo.
-        """
-        return self._begun_on_host(values, dist.ReduceOp.SUM)
+        """Starts `sum_on_host` and returns a function that waits for the sum and returns it.
 
-    def _begun_on_host(self, values: torch.Tensor, op: Any) -> Callable[[], torch.Tensor]:
+        Until it returns, no rank may start another exchange over gloo.
+        """
+        return self._begin_reduction(values, dist.ReduceOp.SUM)
+
+    def _begin_reduction(self, values: torch.Tensor, op: Any) -> Callable[[], torch.Tensor]:
         what, total = "an exchange of sums", values.clone()
         with self._explained(what):
             work = dist.all_reduce(total, op, self._cpu_group, async_op=True)
@@ -155,31 +157,39 @@ class World:
         received_W: Sequence[int],
         sent_W: Sequence[int],
     ) -> None:
-        """Fills `received` with what each rank sends to this one, rank after rank; over gloo.
+        """Fills `received` with the parts that each rank sends to this one, in rank order; over
+        gloo.
 
         Args:
-            received, sent: on the CPU, cut along their first dimension.
-            received_W, sent_W: how much of them comes from, and goes to, each rank.
+            received, sent: CPU tensors, split along their first dimension.
+            received_W, sent_W: Sizes of the parts from and to each rank.
 
         Raises:
-            PeerError: a rank is lost, died or stays away.
+            PeerError: A rank is lost, died or stays away.
         """
-        what, sizes = "an exchange of samples", (list(received_W), list(sent_W))
+        what = "an exchange of samples"
         with self._explained(what):
             work = dist.all_to_all_single(
-                received, sent, sizes[0], sizes[1], group=self._cpu_group, async_op=True
+                received,
+                sent,
+                list(received_W),
+                list(sent_W),
+                group=self._cpu_group,
+                async_op=True,
             )
             self.heartbeat.wait(work, what)
 
     def exchange_objects(self, sent: Mapping[int, Any]) -> list[Any]:
-        """Returns what each rank sends to this one (picklable), in rank order, None where it sends
-        nothing; over gloo. Nothing passes a rank that it is not for.
+        """Returns the object (picklable) that each rank sends to this one, in rank order; over
+        gloo.
+
+        The entry of a rank that sends nothing is None. Objects go directly to their receivers.
 
         Args:
-            sent: by the rank that it is for.
+            sent: Objects by receiving rank.
 
         Raises:
-            PeerError: a rank is lost, died or stays away.
+            PeerError: A rank is lost, died or stays away.
         """
         packed = [pack(sent.get(rank)) for rank in range(self.size)]
         sizes = torch.tensor([len(one) for one in packed])
@@ -187,16 +197,17 @@ class World:
         self.all_to_all(sizes_in, sizes, ones, ones)
         lengths = sizes_in.tolist()
         received = torch.empty(sum(lengths), dtype=torch.uint8)
-        if int(self.sum_on_host(sizes.sum())):  # else nothing moves
+        if int(self.sum_on_host(sizes.sum())):  # some rank sends something
             self.all_to_all(received, torch.cat(packed), lengths, sizes.tolist())
         return [unpack(part) for part in received.split(lengths)]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Returns every rank's `value` (picklable; NumPy arrays travel as they are), in rank
-        order; over gloo on every platform, so the device has no part in it.
+        """Returns every rank's `value` (picklable), in rank order; over gloo on every platform.
+
+        NumPy arrays are sent without pickling.
 
         Raises:
-            PeerError: a rank is lost, died or stays away.
+            PeerError: A rank is lost, died or stays away.
         """
         return self._gather(pack(value), "an exchange of values")
 
@@ -204,7 +215,7 @@ class World:
         """Returns the `value` (picklable) of rank `source` on every rank; over gloo.
 
         Raises:
-            PeerError: a rank is lost, died or stays away.
+            PeerError: A rank is lost, died or stays away.
         """
         what = f"a broadcast of rank {source}"
 
@@ -215,31 +226,34 @@ class World:
             return broadcast_object(value, self.rank == source, source, self._cpu_group, wait)
 
     def check(self) -> None:
-        """Raises PeerError if a rank is lost, which all ranks are told."""
+        """Raises PeerError if the job has given up a rank."""
         self.heartbeat.check()
 
     def has_lost(self) -> bool:
-        """Whether a rank is known to be lost, as all ranks are told, or to have ended."""
-        return self.heartbeat.verdict is not None or bool(self.heartbeat.dead_mates())
+        """Returns whether the job has given up a rank, or a rank on this host has ended."""
+        return self.heartbeat.verdict is not None or bool(self.heartbeat.dead_host_peers())
 
     def dead_ranks(self) -> list[int]:
-        """Returns the ranks of this host whose processes have ended. A process that ends closes its
-        connections first: one that is about to is waited for, DYING_S.
+        """Returns the ranks of this host whose processes have ended.
+
+        A process closes its connections before it ends, so the call waits up to DYING_S for one to
+        end.
         """
         deadline = time.monotonic() + DYING_S
-        while not (dead := self.heartbeat.dead_mates()) and time.monotonic() < deadline:
+        while not (dead := self.heartbeat.dead_host_peers()) and time.monotonic() < deadline:
             time.sleep(DYING_S / 100)
         return dead
 
     def arrive(self, what: str) -> None:
-        """Waits until all ranks have come here, the slowest too: before collectives of tensors,
-        whose wait is bounded, where the work before may take one rank longer than another.
+        """Waits until all ranks arrive, before collectives with a timeout.
+
+        It is needed if one rank's preceding work may take much longer than another's.
 
         Args:
-            what: that work.
+            what: Preceding work, for messages.
 
         Raises:
-            PeerError: a rank is lost, died or stays away.
+            PeerError: A rank is lost, died or stays away.
         """
         with self.heartbeat.part(what), self._explained(what):
             work = dist.barrier(group=self._cpu_group, async_op=True)
@@ -247,39 +261,40 @@ class World:
 
     @contextlib.contextmanager
     def all_agree(self, what: str, is_unbounded: bool = False) -> Iterator[Agreement]:
-        """Runs a part that may fail on one rank only; afterwards either all ranks go on or all
-        raise. What each set as `value` of the agreement, all find in its `values`, by rank.
+        """Runs a block that may fail on one rank; afterwards all ranks continue or all raise.
 
-        A peer of the failed rank may sit in a collective of that part, for which nobody else comes:
-        NCCL's kernels would spin there until `run.collective_timeout_s`, and no other thread could
-        call the peer back. So the failed rank tells the store what happened and waits PATIENCE_S
-        for all to arrive; then it raises alone, and its end brings down the others: gloo breaks off
-        when a connection closes, be it here or in the peer's own collective, and processes in NCCL
-        are ended by what started them (our launcher, torchrun), which sees that a rank has failed.
+        Each rank may set `value` of the agreement; afterwards `values` has those of all ranks.
+
+        While one rank has failed, a peer may wait in a collective of the block that nobody else
+        enters. NCCL's kernels would spin there until `run.collective_timeout_s`, and no other
+        thread could interrupt the peer. So the failed rank records its error in the store and waits
+        PATIENCE_S for all ranks to arrive. If they do not, it raises alone, and its end stops the
+        others: gloo fails when a connection closes, here or in the peer's collective, and the
+        launcher or torchrun kills processes that wait in NCCL.
 
         Args:
-            what: the part does.
-            is_unbounded: whether collectives of the default group, inside, wait for a slow rank as
-                long as it lives: they are of a library that lets ranks read or write files between
-                them.
+            what: Name of the block's work, for messages.
+            is_unbounded: Whether collectives of the default group in the block have no timeout,
+                because a library lets ranks read or write files between them.
 
         Raises:
-            UserError: on every rank, when any rank met one (its own, or the first other's).
-            PeerError: on the other ranks, when a rank failed otherwise, or did not come.
+            UserError: Some rank met a UserError; raised on every rank (its own, or the first other
+                one).
+            PeerError: Another rank failed with a different error, or did not arrive.
         """
         agreement, error = Agreement(), None
         with self.heartbeat.part(what, is_unbounded), self._unbounded(is_unbounded):
             try:
                 with contained():
                     yield agreement
-            except Exception as caught:  # made global below, then raised again
-                if isinstance(caught, PeerError) and caught.is_lost:  # all ranks know
+            except Exception as caught:  # sent to all ranks below, then raised again
+                if isinstance(caught, PeerError) and caught.is_lost:  # all ranks know it already
                     raise
                 error = caught
         room = WaitingRoom(self.rank, self.size)
         outcome = None if error is None else error if isinstance(error, UserError) else _line(error)
         if error is not None and not room.wait_in_failure(f"failed in {what}: {_line(error)}"):
-            first = room.first_failure()  # a closed connection is not why a run failed
+            first = room.first_failure()  # the cause of a closed connection
             raise error if first is None else first from error
         is_silent = error is None and agreement.value is None
         mine = None if is_silent else (outcome, None if error else agreement.value)
@@ -301,7 +316,7 @@ class World:
 
     @contextlib.contextmanager
     def _unbounded(self, is_unbounded: bool) -> Iterator[None]:
-        """Takes the bound off collectives of the default group, if told so."""
+        """Removes the timeout of the default group's collectives while the block runs."""
         if not is_unbounded:
             yield
             return
@@ -314,7 +329,7 @@ class World:
 
     @contextlib.contextmanager
     def _explained(self, what: str, room: WaitingRoom | None = None) -> Iterator[None]:
-        """Turns a collective that failed into an error that says after what, and who did it."""
+        """Turns a failed collective into an error that names the work and the failed rank."""
         try:
             yield
         except PeerError:
@@ -322,18 +337,19 @@ class World:
         except RuntimeError as lost:
             known = None if room is None else room.first_failure()
             dead = self.dead_ranks()
-            who = f"of this host ranks {dead} have ended" if dead else "one has ended"
-            said = f"rank {self.rank} had no answer from all ranks after {what}: {who} ({lost})"
+            who = f"ranks {dead} on its host have ended" if dead else "some rank has ended"
+            message = f"rank {self.rank} did not reach all ranks after {what}: {who} ({lost})"
             culprit = dead[0] if len(dead) == 1 else None
-            raise known or PeerError(said, culprit) from lost
+            raise known or PeerError(message, culprit) from lost
 
     def _gather(
         self, packed: torch.Tensor, what: str, room: WaitingRoom | None = None
     ) -> list[Any]:
-        """Returns what each rank packed: one collective of 8 bytes a rank where all packed None, a
-        broadcast besides where one rank alone packed something.
+        """Returns the unpacked values of all ranks.
 
-        The sizes carry the signal that asks a rank to stop in their upper bits.
+        It takes one collective of 8 bytes per rank if no rank has a value, and an additional
+        broadcast if only one has. The upper bits of the sizes carry the signal that asks a rank to
+        stop.
         """
         with self._explained(what, room):
             given = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
@@ -344,7 +360,7 @@ class World:
             longest = max(sizes)
             if not longest:
                 return [None] * self.size
-            if sizes.count(0) == self.size - 1:  # padded, it would come once for every rank
+            if sizes.count(0) == self.size - 1:  # an all_gather would pad the zeros
                 source = sizes.index(longest)
                 part = packed if self.rank == source else torch.empty(longest, dtype=torch.uint8)
                 work = dist.broadcast(part, source, group=self._cpu_group, async_op=True)
@@ -371,16 +387,13 @@ def _line(error: Exception) -> str:
 def same_on_all_ranks(
     world: World, what: str, value: str, ranks: Collection[int] | None = None
 ) -> None:
-    """Checks that `value` (for example a schedule's hash) is equal on all ranks, or on some; all
-    call.
+    """Checks that `value` (for example a schedule's hash) is equal on all `ranks`; all ranks call.
 
     Raises:
-        RuntimeError: naming the ranks that differ from the first.
+        RuntimeError: Some ranks, which the message names, differ from the first.
     """
     values: Sequence[str] = world.gather_objects(value)
-    asked = sorted(range(world.size) if ranks is None else ranks)
-    differing = [rank for rank in asked if values[rank] != values[asked[0]]]
+    first, *others = sorted(range(world.size) if ranks is None else ranks)
+    differing = [rank for rank in others if values[rank] != values[first]]
     if differing:
-        raise RuntimeError(
-            f"{what} differs between rank {asked[0]} and ranks {differing}: {values}"
-        )
+        raise RuntimeError(f"{what} differs between rank {first} and ranks {differing}: {values}")

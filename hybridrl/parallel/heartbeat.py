@@ -1,13 +1,14 @@
-"""Signs of life of every rank in the job's store, and the end of a job that has lost one.
+"""Sends heartbeats of every rank to the job's store, and ends the job if a rank is lost.
 
-Each rank of a job of several has two threads. One writes the rank's `Beat` to the store every
-BEAT_S and reads whether there is a verdict; rank 0's also reads all beats (3 ms for 1,000) and
-publishes what watch.py finds; rank 1's does while rank 0 is silent. A `HangObserver` sees the same
-beats and names hangs, which end nothing. The other thread ends the process when there is a verdict,
-or when the store itself does not answer any more, after its stacks are in its log.
+Who waits for whom: `Heartbeat.wait` waits for other ranks to enter the same collective as long as
+all have heartbeats, and raises PeerError on a verdict.
 
-`wait` waits for others to enter the same collective, as long as all beat, and raises PeerError on a
-verdict. Rank 0, in which the store may be, ends last.
+Each rank has two threads, unless it is alone. The first writes the rank's `Beat` to the store every
+BEAT_S and reads the verdict. On rank 0 it also reads all heartbeats (3 ms for 1,000 ranks) and
+publishes the verdict of watch.py; rank 1 takes over while rank 0 is silent. A `HangObserver`
+examines the same heartbeats and reports hangs, which do not end the job. The second thread writes
+stacks to the log and ends the process after a verdict, or if the store no longer answers. Rank 0,
+which may serve the store, ends last.
 """
 
 from __future__ import annotations
@@ -40,34 +41,34 @@ from hybridrl.parallel.stacks import (
 )
 from hybridrl.parallel.watch import Beat, Verdict, Wait, Watch, hang_observer
 
-# A rank is given up 30 s after its last beat: many times what a busy host delays a thread, and 15
-# looks of rank 0. The beats of 1,000 ranks are 1,000 small requests a second to their store.
+# A rank is given up 30 s after its last heartbeat. That is 15 intervals and much longer than a busy
+# host delays a thread. 1,000 ranks send 500 heartbeats per second to their store.
 BEAT_S, SILENT_S = 2.0, 30.0
-POLL_S = 0.25  # how often the main thread looks up while it waits
-# For a store on a busy host to answer a thread at the end: Python aborts a process (SIGABRT) if a
-# thread comes back from torch's code in its last moments, and a run that is done would fail.
+POLL_S = 0.25  # interval at which a waiting main thread checks for a verdict
+# Time for a busy store to answer the threads at the end. If a thread returns from torch's code
+# while the interpreter shuts down, Python aborts (SIGABRT), and a finished run would fail.
 LEAVE_S = 10.0
-GRACE_S = 1.0  # for the main thread to raise a verdict itself
-NOTE_CALLS_S = 12.5  # without progress, after which beats have a rank's calls
-DEPUTY = 1  # judges while rank 0 is silent
-_NUMBERS = itertools.count()  # of the heartbeats of this process, the same on all ranks
+GRACE_S = 1.0  # time for the main thread to raise the verdict itself
+NOTE_CALLS_S = 12.5  # without progress, after which heartbeats contain the rank's calls
+DEPUTY = 1  # rank that judges while rank 0 is silent
+_NUMBERS = itertools.count()  # numbers of heartbeats, equal on all ranks
 _CURRENT: list[Heartbeat] = []
 
 
 class Heartbeat:
-    """This rank's signs of life, and what it knows about the others'.
+    """This rank's heartbeats, and its knowledge of the other ranks.
 
     Args:
-        store: The job's store, for this object alone; None if there is no other rank.
-        watch: Judges the ranks; that of rank 0 is used.
+        store: Client of the job's store for this object only; None if there are no other ranks.
+        watch: Judge of the heartbeats; rank 0's decides.
 
     Attributes:
-        group: The default process group that it belongs to.
-        phase: Returns the current phase of the step; may be replaced.
+        group: Default process group to which the heartbeat belongs.
+        phase: Function that returns the current phase of the step; may be replaced.
         run_folder: Folder for reports of hangs; None if there is none.
-        verdict: Why all must end; None as long as they need not.
-        stop_signal: Signal that asked this rank, or another one, to save and end; 0 if none. Ranks
-            learn of it at different times, of `World.stop_signal` all at the same place.
+        verdict: Reason why all ranks must end; None if there is none.
+        stop_signal: Signal that asked some rank to save and end; 0 if none. Ranks learn of it at
+            different times, but of `World.stop_signal` at the same place.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, watch: Watch) -> None:
@@ -76,17 +77,17 @@ class Heartbeat:
         self.phase: Callable[[], str] = lambda: "start"
         self.verdict: Verdict | None = None
         self.stop_signal = 0
-        self._stop_epoch = 0  # signals of other ranks count if they are of the same
-        self._mates: dict[int, int] = {}
+        self._stop_epoch = 0  # signals of other ranks count only in the same epoch
+        self._host_peers: dict[int, int] = {}
         self._main, self._pid = threading.get_ident(), os.getpid()
         self._parts: list[str] = []
         self._entered: dict[str, int] = {}
-        # By group: threads of a rank wait in different ones.
+        # By group, because a rank's threads wait in different groups.
         self._waits: dict[str, tuple[str, int, Sequence[int] | None, str, float]] = {}
         self._within_since: float | None = None
         self._count, self._num_answers = 0, 0
-        self._is_complete = False  # what this rank reads is in the store
-        self._first: Beat | None = None  # of rank 0, the latest
+        self._is_complete = False  # whether all keys that this rank reads exist
+        self._first: Beat | None = None  # rank 0's latest heartbeat
         self._idle = IdleClock(NOTE_CALLS_S, BEAT_S)
         log = failure.rank_file(".log", rank)
         self.run_folder = None if log is None else log.parent.parent
@@ -97,7 +98,7 @@ class Heartbeat:
         self._threads: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begins to beat, if there are other ranks."""
+        """Starts the threads, if there are other ranks."""
         if self._store is None:
             return
         if self._rank == 0:
@@ -109,34 +110,36 @@ class Heartbeat:
             self._threads[-1].start()
 
     def stop(self) -> None:
-        """Takes leave: this rank is not missed from now on."""
-        if self._ending.is_set() or os.getpid() != self._pid:  # in a fork it is the parent's
+        """Reports that this rank has left, and stops the threads."""
+        if self._ending.is_set() or os.getpid() != self._pid:  # a fork does not own the heartbeat
             return
         self._ending.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(LEAVE_S)  # one that waits for a store that does not answer stays
+                thread.join(LEAVE_S)  # a thread stays if its store does not answer
         if self._store is None or any(thread.is_alive() for thread in self._threads):
             return
-        with contextlib.suppress(dist.DistError):  # the store went with rank 0
+        with contextlib.suppress(dist.DistError):  # the store ended with rank 0
             self._store.set(f"beat/{self._rank}", replace(self._beat(), has_left=True).to_json())
 
-    def know_mates(self, places: Sequence[tuple[str, int]]) -> None:
-        """Takes in the `host_id` and the process number of every rank, in order."""
-        self._mates = {
+    def set_host_peers(self, places: Sequence[tuple[str, int]]) -> None:
+        """Selects the other ranks of this host from the `host_id` and process id of every rank."""
+        self._host_peers = {
             rank: pid
             for rank, (where, pid) in enumerate(places)
             if where == self._host_id and rank != self._rank
         }
 
-    def dead_mates(self) -> list[int]:
-        """Returns the ranks of this host whose processes cannot go on."""
-        return [rank for rank, pid in self._mates.items() if why_dead(pid) is not None]
+    def dead_host_peers(self) -> list[int]:
+        """Returns the other ranks of this host whose processes cannot continue."""
+        return [rank for rank, pid in self._host_peers.items() if why_dead(pid) is not None]
 
     @contextlib.contextmanager
     def part(self, what: str, is_unbounded: bool = False) -> Iterator[None]:
-        """Names what the block does; `is_unbounded` if ranks wait for each other in its collectives
-        without a bound.
+        """Names the work in the block, for heartbeats.
+
+        Args:
+            is_unbounded: Whether collectives in the block have no timeout.
         """
         self._parts.append(what)
         before = self._within_since
@@ -156,14 +159,14 @@ class Heartbeat:
         ranks: Sequence[int] | None = None,
         poll: Callable[[], None] | None = None,
     ) -> None:
-        """Waits for a gloo collective without a bound, as long as all ranks live.
+        """Waits for a gloo collective without a timeout, as long as all ranks are alive.
 
         Args:
-            work: The collective, started.
-            what: What is over for those that wait.
-            group: Name of the collective's group; its members alone number what they enter.
+            work: Started collective.
+            what: Work that precedes the collective, for messages.
+            group: Name of the collective's group; only members count its collectives.
             ranks: Ranks of the group; None for all.
-            poll: Called now and then; may raise.
+            poll: Function that is called repeatedly; may raise.
 
         Raises:
             PeerError: A rank is lost or stays away.
@@ -193,8 +196,7 @@ class Heartbeat:
         waits = min(list(self._waits.values()), key=lambda one: one[4], default=None)
         at, is_in_collective, compiles = position(self._main, __file__)
         parts, phase, entered = list(self._parts), self.phase(), dict(self._entered)
-        work = phase, parts, entered, now if compiles else 0.0
-        idle_s, latest = self._idle.look(*work)
+        idle_s, latest = self._idle.look(phase, parts, entered, now if compiles else 0.0)
         return Beat(
             count=self._count,
             host=self._host,
@@ -208,29 +210,31 @@ class Heartbeat:
             is_in_collective=is_in_collective,
             idle_s=idle_s,
             latest=latest,
-            found={m: why for m, pid in self._mates.items() if (why := why_dead(pid)) is not None},
+            found={
+                m: why for m, pid in self._host_peers.items() if (why := why_dead(pid)) is not None
+            },
             stop_signal=self.stop_signal,
             stop_epoch=self._stop_epoch,
         )
 
     def _beat_on(self) -> None:
-        """Beats until the end or a verdict; the first thread."""
+        """Sends heartbeats until the end or a verdict; runs in the first thread."""
         assert self._store is not None
         while not self._ending.wait(BEAT_S):
             try:
                 self._store.set(f"beat/{self._rank}", self._beat().to_json())
                 verdict = None
                 if self._have_all_begun():
-                    verdict = self._judged() if self._rank == 0 else self._told()
-            except dist.DistError:  # the store went with its process, whose end others see
+                    verdict = self._judge() if self._rank == 0 else self._read_verdict()
+            except dist.DistError:  # the process that serves the store has ended
                 return
             self._num_answers += 1
             if verdict is not None:
-                self._take(verdict)
+                self._accept(verdict)
                 return
 
     def _have_all_begun(self) -> bool:
-        """Whether there is all that this rank reads: a key that is missing would be waited for."""
+        """Returns whether all keys that this rank reads exist; reading a missing key blocks."""
         assert self._store is not None
         ranks = range(self._size) if self._rank <= DEPUTY else [0]
         keys = ["verdict", "ask", *(f"beat/{rank}" for rank in ranks)]
@@ -238,8 +242,9 @@ class Heartbeat:
         return self._is_complete
 
     def forget_stop(self) -> None:
-        """Takes no notice any more of signals that came until now, here or on other ranks, whose
-        beats may tell of them for a while.
+        """Ignores all signals received so far, on this or other ranks.
+
+        Heartbeats of other ranks may still contain such signals for a while.
         """
         self._stop_epoch += 1
         self.stop_signal = 0
@@ -250,23 +255,24 @@ class Heartbeat:
         if found and not self.stop_signal and epoch == self._stop_epoch:
             self.stop_signal = found
 
-    def _told(self) -> Verdict | None:
-        """Returns the verdict of rank 0, if there is one; rank 0 will know that it came."""
+    def _read_verdict(self) -> Verdict | None:
+        """Returns the verdict of rank 0, if there is one, and confirms it to rank 0."""
         assert self._store is not None
-        told, asked, first = self._store.multi_get(["verdict", "ask", "beat/0"])
+        verdict, asked, first = self._store.multi_get(["verdict", "ask", "beat/0"])
         self._first = Beat.from_json(first)
         self._hear_of_stop([self._first])
-        if not told:
+        if not verdict:
             if asked.decode() != self._answered:
                 self._answered = asked.decode()
                 self._write_stacks(json.loads(self._answered)[1])
-            return self._judged() if self._rank == DEPUTY else None
+            return self._judge() if self._rank == DEPUTY else None
         self._store.set(f"beat/{self._rank}", replace(self._beat(), knows=True).to_json())
-        return Verdict.from_json(told)
+        return Verdict.from_json(verdict)
 
-    def _judged(self) -> Verdict | None:
-        """Looks at all beats; tells of hangs; publishes a verdict, if there is one, and waits until
-        it is known. A deputy only looks, as long as rank 0 beats.
+    def _judge(self) -> Verdict | None:
+        """Examines all heartbeats, reports hangs, and publishes a verdict if there is one.
+
+        While rank 0 has heartbeats, its deputy only records the heartbeats.
         """
         assert self._store is not None
         keys = [f"beat/{rank}" for rank in range(self._size)]
@@ -281,7 +287,7 @@ class Heartbeat:
             idle_s = beats[rank].idle_s + self.watch.silent_for_s(rank)
             beats[rank] = replace(beats[rank], idle_s=idle_s)
         if verdict is None:
-            self._tell(beats, silent)
+            self._report(beats, silent)
             return None
         phase = _phase_file(verdict.culprit)
         if phase is not None and f"'{phase}'" not in verdict.message:
@@ -295,17 +301,17 @@ class Heartbeat:
         self._publish(verdict)
         return verdict
 
-    def _tell(self, beats: Sequence[Beat], silent: Sequence[int]) -> None:
-        """Says who is waited for, and which ranks make no progress."""
+    def _report(self, beats: Sequence[Beat], silent: Sequence[int]) -> None:
+        """Prints who waits for whom, and which ranks make no progress."""
         notice = self.watch.notice(beats)
-        said = [] if notice is None else [notice]
+        messages = [] if notice is None else [notice]
         if self._hangs is not None:
-            said += self._hangs.look(beats, silent, self.run_folder)
-        for text in said:
+            messages += self._hangs.look(beats, silent, self.run_folder)
+        for text in messages:
             say(f"hybridrl: {text}")
 
     def _ask_stacks(self, silent: Sequence[int]) -> None:
-        """Has all ranks write their stacks to their logs, also those that do not beat."""
+        """Makes all ranks write their stacks to their logs, including silent ranks."""
         assert self._store is not None
         self._num_asked += 1
         self._answered = json.dumps([f"{self._rank}.{self._num_asked}", list(silent)])
@@ -313,19 +319,21 @@ class Heartbeat:
         self._write_stacks(silent)
 
     def _write_stacks(self, silent: Sequence[int]) -> None:
-        """Writes this rank's stacks to its log. The first rank of a host that beats also has those
-        that do not write theirs: a signal does that although their Python does not answer.
+        """Writes this rank's stacks to its log.
+
+        The first rank of a host with heartbeats also sends STACKS_SIGNAL to the host's silent
+        ranks, which works even if their interpreters are blocked.
         """
         print_stacks()
-        if any(rank < self._rank for rank in self._mates if rank not in silent):
+        if any(rank < self._rank for rank in self._host_peers if rank not in silent):
             return
-        for rank, pid in self._mates.items():
+        for rank, pid in self._host_peers.items():
             if rank in silent and why_dead(pid) is None and writes_stacks(pid):
                 with contextlib.suppress(OSError):
                     os.kill(pid, STACKS_SIGNAL)
 
     def _publish(self, verdict: Verdict) -> None:
-        """Lets all ranks know of the verdict; waits until those that beat do."""
+        """Publishes the verdict and waits until all ranks with heartbeats have read it."""
         assert self._store is not None
         self._store.set("verdict", verdict.to_json())
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -339,13 +347,13 @@ class Heartbeat:
                 break
             time.sleep(POLL_S)
 
-    def _take(self, verdict: Verdict) -> None:
-        """Writes this rank's stacks, then lets its main thread know."""
+    def _accept(self, verdict: Verdict) -> None:
+        """Writes this rank's stacks, then makes the verdict visible to the main thread."""
         self._write_stacks([] if verdict.culprit is None else [verdict.culprit])
         self.verdict = verdict
 
     def _guard(self) -> None:
-        """Ends the process on a verdict, or when the store is silent; the second thread."""
+        """Ends the process on a verdict or if the store is silent; runs in the second thread."""
         every_s = min(1.0, BEAT_S)
         num_answers, silent = 0, 0
         while not self._ending.wait(every_s):
@@ -355,25 +363,25 @@ class Heartbeat:
                 if not self._threads[0].is_alive():
                     return
                 verdict = self._without_store()
-                self._take(verdict)
+                self._accept(verdict)
             if self.verdict is not None:
                 self._end(self.verdict)
                 return
 
     def _without_store(self) -> Verdict:
-        """Returns the verdict on who keeps the store, which does not answer."""
+        """Returns the verdict for a store that does not answer."""
         silent = f"gave no sign of life for {SILENT_S:g} s"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            return Verdict(f"torchrun, which keeps the job's store at {where}, {silent}", None)
-        why = why_dead(self._mates[0]) if 0 in self._mates else None
-        named, last = "rank 0, which keeps the job's store,", ""
+            return Verdict(f"torchrun, which serves the job's store at {where}, {silent}", None)
+        why = why_dead(self._host_peers[0]) if 0 in self._host_peers else None
+        named, last = "rank 0, which serves the job's store,", ""
         if (first := self._first) is not None:
-            named, last = f"rank 0 on host {first.host}", f". Last heard of {first.where}"
+            named, last = f"rank 0 on host {first.host}", f". Last seen {first.where}"
         return Verdict(f"{named} {silent}: {why or 'its store does not answer'}{last}", 0)
 
     def _end(self, verdict: Verdict) -> None:
-        """Ends the process, unless its main thread does."""
+        """Ends the process, unless the main thread does so first."""
         if verdict.culprit != self._rank:
             self._ending.wait(GRACE_S)
         if self._was_raised or self._ending.is_set():
@@ -383,13 +391,13 @@ class Heartbeat:
 
 
 def of_job(timeout_s: float, stall_timeout_s: float | None) -> Heartbeat:
-    """Returns this process's heartbeat in the default process group; begins it at the first call.
+    """Returns this process's heartbeat in the default process group; the first call starts it.
 
-    Collective: every rank of the group calls it alike.
+    Collective over the group.
 
     Args:
-        timeout_s: as of `Watch`, `collective_timeout_s`.
-        stall_timeout_s: as of `Watch`.
+        timeout_s: Timeout of collectives, `Watch.collective_timeout_s`.
+        stall_timeout_s: See `Watch`.
     """
     store = dist.distributed_c10d._get_default_store()
     watch = Watch(BEAT_S, SILENT_S, timeout_s, stall_timeout_s)
@@ -400,7 +408,7 @@ def of_job(timeout_s: float, stall_timeout_s: float | None) -> Heartbeat:
     rank, size = dist.get_rank(), dist.get_world_size()
     own = None
     if size > 1 and dist.get_backend() != "fake":
-        # A client of its own: one that waits for a key lets no other thread ask.
+        # A separate client, because a client that waits for a key blocks all other threads.
         own = dist.PrefixStore(
             f"hybridrl/heartbeat/{next(_NUMBERS)}",
             store.clone(),  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -413,16 +421,19 @@ def of_job(timeout_s: float, stall_timeout_s: float | None) -> Heartbeat:
 
 @atexit.register
 def leave() -> None:
-    """Ends this process's heartbeat, if it has one."""
+    """Stops this process's heartbeat, if it has one."""
     while _CURRENT:
         _CURRENT.pop().stop()
 
 
 def is_done_within(work: dist.Work, seconds: float) -> bool:
-    """Waits for a gloo collective; raises if it failed. It stays valid where it is not done yet."""
+    """Waits some seconds for a gloo collective; returns whether it is done, raises if it failed.
+
+    An unfinished collective stays valid.
+    """
     try:
         work.wait(datetime.timedelta(seconds=seconds))
-    except RuntimeError:  # it failed, or is not done
+    except RuntimeError:  # it failed or is unfinished
         if not work.is_completed():
             return False
         work.wait()
@@ -430,12 +441,10 @@ def is_done_within(work: dist.Work, seconds: float) -> bool:
 
 
 def _phase_file(rank: int | None) -> str | None:
-    """Returns what a rank wrote last of its phase, newer than its last beat, where it can be read
-    here.
-    """
+    """Returns a rank's phase from its file, which may be newer than its last heartbeat."""
     file = failure.rank_file(".phase", rank)
     try:
         text = "" if rank is None or file is None else file.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeError):  # it has none
+    except (OSError, UnicodeError):  # there is no such file
         return None
     return text or None

@@ -1,4 +1,4 @@
-"""The GPUs of this host, without importing torch."""
+"""Detects the GPUs of this host without importing torch."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class LocalGpu:
-    """A GPU of this host: its name, and the bytes that CUDA can use of it."""
+    """A GPU's name and the number of bytes that CUDA can allocate on it."""
 
     name: str
     memory_bytes: int
 
 
 class Host(NamedTuple):
-    """The GPUs of this host: how many, the one with the least memory, and the names of all, None
-    where they are not known.
+    """The GPUs of this host.
+
+    Attributes:
+        gpu: GPU with the least memory; None if unknown.
+        names: Names of all GPUs; None if unknown.
     """
 
     num_gpus: int = 0
@@ -29,7 +32,7 @@ class Host(NamedTuple):
 
 
 def num_local_gpus() -> int:
-    """Returns how many GPUs the installed torch could use here, without importing it."""
+    """Returns the number of GPUs that the installed torch can use on this host."""
     if not _torch_has_cuda():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -45,13 +48,14 @@ def num_local_gpus() -> int:
 
 
 def local_host() -> Host:
-    """Returns what this host has; asks nvidia-smi."""
+    """Returns this host's GPUs, as nvidia-smi reports them."""
     return Host(num_local_gpus(), smallest_local_gpu(), local_gpu_names())
 
 
 def smallest_local_gpu() -> LocalGpu | None:
-    """Returns that of the GPUs which the installed torch could use here that has least memory;
-    None where there is none or nvidia-smi does not say. torch is not imported.
+    """Returns the GPU with the least memory among those that torch can use.
+
+    Returns None if there is no GPU or nvidia-smi does not report its memory.
     """
     if num_local_gpus() == 0:
         return None
@@ -67,12 +71,12 @@ def smallest_local_gpu() -> LocalGpu | None:
 
 
 def local_gpu_names() -> tuple[str, ...] | None:
-    """Returns the names of the GPUs that torch will use here, by their numbers there; None where
-    there is none, or it is not known without torch which has which number.
+    """Returns the names of the GPUs that torch can use, in torch's numbering.
 
-    nvidia-smi numbers GPUs by their places in the host. So does CUDA with
-    CUDA_DEVICE_ORDER=PCI_BUS_ID, else the fastest is first: of unlike GPUs only their UUIDs in
-    CUDA_VISIBLE_DEVICES say which is which then.
+    Returns None if there is no GPU or torch's numbering is unknown. nvidia-smi numbers GPUs by
+    their PCI bus. CUDA does the same with CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise it puts the
+    fastest GPU first. If the models differ, the numbering is then known only if
+    CUDA_VISIBLE_DEVICES lists UUIDs.
     """
     if num_local_gpus() == 0:
         return None
@@ -91,11 +95,12 @@ def local_gpu_names() -> tuple[str, ...] | None:
 
 
 def queried(*keys: str) -> list[list[str]]:
-    """Returns what nvidia-smi says of each GPU of this host, by keys of its --query-gpu; nothing
-    where it does not work.
+    """Returns the values of nvidia-smi's --query-gpu `keys` for each GPU of this host.
+
+    Returns an empty list if nvidia-smi fails.
     """
     try:
-        told = subprocess.run(
+        output = subprocess.run(
             ["nvidia-smi", f"--query-gpu={','.join(keys)}", "--format=csv,noheader,nounits"],
             capture_output=True,
             text=True,
@@ -104,7 +109,7 @@ def queried(*keys: str) -> list[list[str]]:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    return [[field.strip() for field in line.split(",")] for line in told.splitlines()]
+    return [[field.strip() for field in line.split(",")] for line in output.splitlines()]
 
 
 def _listed() -> list[list[str]]:
@@ -116,7 +121,7 @@ def _split(visible: str) -> list[str]:
 
 
 def _is(device: str, index: str, uuid: str) -> bool:
-    """Whether an entry of CUDA_VISIBLE_DEVICES is the GPU of this index and UUID."""
+    """Returns whether an entry of CUDA_VISIBLE_DEVICES means the GPU with this index and UUID."""
     return device == index or (device.startswith("GPU-") and uuid.startswith(device))
 
 

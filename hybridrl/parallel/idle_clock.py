@@ -1,4 +1,4 @@
-"""How long a rank makes no progress, and in which collectives it is meanwhile."""
+"""Measures how long a rank makes no progress, and records its collectives meanwhile."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybridrl.parallel.watch import Call
 
 
 class IdleClock:
-    """Counts the time in which nothing changes that counts a rank's work.
+    """Counts the time in which none of the counters of a rank's work changes.
 
-    Time in which nobody looked, because the process was stopped or its Python held up, counts for
-    two looks at most: others know about it, and the rank continues.
+    If nobody looks for a while, because the process was stopped or its interpreter blocked, that
+    time counts as two intervals at most.
 
     Args:
-        note_after_s: Seconds after which the rank's calls are noted.
-        every_s: Seconds between two looks; more looks do no harm.
+        note_after_s: Seconds without progress after which the rank's calls are recorded.
+        every_s: Seconds between two calls of `look`; more frequent calls do no harm.
     """
 
     def __init__(self, note_after_s: float, every_s: float) -> None:
@@ -31,10 +31,10 @@ class IdleClock:
         self._latest: Sequence[Call] = ()
 
     def look(self, *work: object) -> tuple[float, Sequence[Call]]:
-        """Returns the seconds without a change, and the calls if they are many.
+        """Returns the seconds without progress, and the rank's calls once these are many.
 
         Args:
-            work: Anything that changes with the rank's work, besides calls and rounds.
+            work: Values that change with the rank's work, in addition to collectives and rounds.
         """
         seen = (num_called(), progress.num_rounds(), *work)
         now = time.monotonic()
@@ -44,12 +44,12 @@ class IdleClock:
             self._seen, self._idle_s, self._latest = seen, 0.0, ()
         is_noting = self._noting is not None and self._noting.is_alive()
         if self._idle_s >= self._note_after_s and not is_noting:
-            # In a thread: the flight recorder asks the device.
+            # In a thread, because the flight recorder queries the device.
             self._noting = threading.Thread(target=self._note, name="calls", daemon=True)
             self._noting.start()
         return self._idle_s, self._latest
 
     def _note(self) -> None:
-        # Errors of a device that has failed, or of a group that is removed meanwhile.
+        # The device has failed, or a group is being destroyed.
         with contextlib.suppress(RuntimeError, KeyError, ValueError):
             self._latest = tuple(latest_calls())

@@ -1,5 +1,7 @@
-"""How this process joins the job and leaves it: the store that the launcher described, and torch's
-default process group in it. Every rank calls these functions in the same order.
+"""Joins and leaves the job: connects to the store and creates torch's default process group.
+
+Who waits for whom: every rank calls these functions in the same order, and waits until all ranks
+have started.
 """
 
 from __future__ import annotations
@@ -21,29 +23,30 @@ from hybridrl.parallel.descriptors import raise_limit
 from hybridrl.parallel.failure import STORE_FD, PeerError
 from hybridrl.platform import Platform
 
-# For all processes to start: they import from a disk that may be slow, and have no heartbeat yet.
+# Time for all processes to start. They may import from a slow disk, and have no heartbeat yet.
 START_S = 600.0
-RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # of torchrun's agent
-# How NCCL is set unless the user says otherwise. Memory that a CUDA graph names would be registered
-# with all peers: engines unmap theirs when they sleep, and NCCL 2.28 hung on blocks in peer memory.
-# Chunks of point-to-point messages: at 512 KiB one of 64 MiB is cut into too few to be pipelined
-# over 32 channels, and moves 148 GB/s between two H200 in place of 281.
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun's agent
+# Defaults for NCCL, which the user can override. With GRAPH_REGISTER, NCCL registers the memory of
+# CUDA graphs with all peers, but sleeping engines unmap theirs, and NCCL 2.28 hung on blocks in
+# peer memory. NVL_CHUNKSIZE is the chunk size of point-to-point messages: 512 KiB gives too few
+# chunks to pipeline 64 MiB over 32 channels, at 148 instead of 281 GB/s between two H200.
 NCCL_SETTINGS = {"NCCL_GRAPH_REGISTER": "0", "NCCL_P2P_NVL_CHUNKSIZE": "65536"}
 T = TypeVar("T")
-_JOB: list[tuple[dist.Store, int, int]] = []  # this process is in; empty until the first start
-# Counted alike on all ranks: its process groups, and what rank 0 tells in it.
+_JOB: list[tuple[dist.Store, int, int]] = []  # (store, rank, size); empty until the first start
+# Counters of process groups and of `from_rank_0` calls, equal on all ranks.
 _STARTS, _BROADCASTS = itertools.count(), itertools.count()
 
 
 def start_process_group(platform: Platform, timeout_s: float) -> None:
-    """Joins the job that the launcher described in RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Joins the job described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
-    Without these variables the job is this one process. A process group that is there already, of
-    the user's script or of a Trainer that was not closed, is used as it is. Processes may start
-    START_S apart.
+    Without these variables the job is this one process. An existing process group, of the user's
+    script or of a Trainer that was not closed, is used as it is. Processes may start up to START_S
+    apart.
 
-    No device is named: torch would then connect every group at once, of which Megatron and vLLM
-    make dozens and use a few, and each takes 50 to 100 MB of a GPU (7.5 GB in all).
+    No device is passed to torch. With a device, torch would connect every group immediately.
+    Megatron and vLLM create dozens of groups and use a few, and each takes 50 to 100 MB of a GPU
+    (7.5 GB in all).
     """
     if dist.is_initialized():
         return
@@ -54,25 +57,26 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
     if "MASTER_PORT" in os.environ:
         start = datetime.timedelta(seconds=max(timeout_s, START_S))
         store, rank, size = _job(start)
-        # A later start in the same processes would find the addresses of this one in its keys.
+        # Without a prefix, a later start in the same processes would read this start's addresses.
         store = dist.PrefixStore(f"start_{next(_STARTS)}", store)
         _wait_for_all(store, rank, size, start)
         store.set_timeout(timeout)
     else:
-        store, rank, size = dist.HashStore(), 0, 1  # one process: no port is opened
+        store, rank, size = dist.HashStore(), 0, 1  # opens no port
     dist.init_process_group(
         platform.backend, store=store, rank=rank, world_size=size, timeout=timeout
     )
-    heartbeat.of_job(timeout_s, None)  # a World may be long in coming, and have other bounds
+    heartbeat.of_job(timeout_s, None)  # a World sets its own bounds later
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """Returns what `make` gives on rank 0, which alone calls it; collective, also before
-    `start_process_group`. What it returns or raises is picklable.
+    """Calls `make` on rank 0 only and returns its result on all ranks; collective.
+
+    It also works before `start_process_group`. The result or the UserError must be picklable.
 
     Raises:
-        UserError: of rank 0, on every rank.
-        PeerError: rank 0 failed, or was not done START_S after this one came.
+        UserError: `make` raised it; raised on every rank.
+        PeerError: Rank 0 failed, or did not answer within START_S.
     """
     key, timeout = f"from_rank_0/{next(_BROADCASTS)}", datetime.timedelta(seconds=START_S)
     if dist.is_initialized():
@@ -102,8 +106,10 @@ def from_rank_0(make: Callable[[], T]) -> T:
 
 
 def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
-    """Returns the job's store, this rank and the world size. The store of the first start stays:
-    rank 0 may be the one that serves it, on a socket that the launcher has bound.
+    """Returns the job's store, this rank and the world size.
+
+    The store of the first start is kept, because rank 0 may serve it on a socket that the launcher
+    has bound.
     """
     if not _JOB and STORE_FD in os.environ:
         fd, size = int(os.environ.pop(STORE_FD)), int(os.environ["WORLD_SIZE"])
@@ -121,17 +127,19 @@ def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     elif not _JOB:
         _JOB.append(next(rendezvous("env://", timeout=timeout)))
     store, rank, size = _JOB[0]
-    # torchrun's agent may keep its store, with the addresses of ranks that it started before.
+    # torchrun's agent may keep its store, with the addresses of ranks before a restart.
     store = dist.PrefixStore(f"restart_{os.environ.get(RESTARTS, '0')}", store)
     store.set_timeout(timeout)
     return store, rank, size
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
-    """Waits in the store until all ranks have started: what connects them does not wait long.
+    """Waits in the store until all ranks have started.
+
+    The process group that is created next does not wait long enough.
 
     Raises:
-        PeerError: naming those that did not.
+        PeerError: Some ranks, which the message names, did not start.
     """
     store.set(f"started/{rank}", "")
     if store.add("started", 1) == size:
@@ -140,12 +148,14 @@ def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: datetime.tim
         store.wait(["all_started"], timeout)
     except dist.DistStoreError as error:
         missing = [other for other in range(size) if not store.check([f"started/{other}"])]
-        said = f"ranks {missing} did not start within {timeout.total_seconds():g} s of rank {rank}"
-        raise PeerError(said, missing[0] if missing else None) from error
+        message = (
+            f"ranks {missing} did not start within {timeout.total_seconds():g} s of rank {rank}"
+        )
+        raise PeerError(message, missing[0] if missing else None) from error
 
 
 def stop_process_group() -> None:
-    """Leaves the job; a later `World` in this process starts afresh."""
+    """Leaves the job. A later `World` in this process joins it again."""
     heartbeat.leave()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,9 +1,9 @@
-"""Where each rank stands in a training or rollout layout. Pure arithmetic, no torch.
+"""Coordinates of each rank in a training or rollout layout. Pure arithmetic, no torch.
 
 A training layout is a grid of the axes tp, cp, dp, pp over all ranks. `order` lists the axes from
 the fastest-varying to the slowest, as Megatron's `initialize_model_parallel(order=...)` does, so
-both always agree on who is where. Expert parallelism divides the (tp, cp, dp) plane of a pipeline
-stage once more, by the axes etp, ep and edp, and moves no dense weight.
+both always agree. Expert parallelism divides the (tp, cp, dp) plane of a pipeline stage a second
+time, by the axes etp, ep and edp; dense weights are not affected.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class ExpertCoordinates:
-    """The position of one rank on every axis of its experts' layout: expert tensor, expert and
-    expert-data parallel, within its pipeline stage.
+    """The position of one rank on every axis of the expert layout.
+
+    The axes are expert tensor, expert and expert-data parallel, within the pipeline stage.
     """
 
     etp: int
@@ -43,7 +44,7 @@ class ExpertCoordinates:
 
 
 EXPERT_AXES: dict[str, str] = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
-"""The axes of the experts' layout, by the names that have their places in `TrainLayout.order`."""
+"""Axes of the expert layout, by the names at their positions in `TrainLayout.order`."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +52,13 @@ class TrainLayout:
     """Tensor, pipeline, virtual-pipeline, context and data parallel sizes over `world_size` ranks.
 
     Args:
-        world_size: number of ranks; `tp * pp * cp` must divide it, the quotient is the
-            data-parallel size.
-        ep: into how many parts the experts of a layer are dealt.
-        vpp: model chunks a pipeline stage (1: no virtual pipeline).
-        order: axes from the fastest-varying to the slowest, in Megatron's notation.
-        etp: into how many parts each expert is cut; `ep * etp` must divide the ranks of a pipeline
-            stage.
+        world_size: Number of ranks, a multiple of `tp * pp * cp`; the quotient is the data-parallel
+            size.
+        ep: Number of parts into which the experts of a layer are divided.
+        vpp: Number of model chunks per pipeline stage; 1 without a virtual pipeline.
+        order: Axes from the fastest-varying to the slowest, in Megatron's notation.
+        etp: Number of parts into which each expert is split; `ep * etp` must divide the number of
+            ranks in a pipeline stage.
     """
 
     world_size: int
@@ -85,16 +86,16 @@ class TrainLayout:
 
     @property
     def dp(self) -> int:
-        """Data-parallel size: how many replicas of the model train side by side."""
+        """Data-parallel size: number of model replicas."""
         return self.world_size // (self.tp * self.pp * self.cp)
 
     @property
     def edp(self) -> int:
-        """Expert-data-parallel size: how many ranks hold the same part of the same experts."""
+        """Expert-data-parallel size: number of ranks with the same part of the same experts."""
         return self.world_size // (self.etp * self.ep * self.pp)
 
     def size(self, axis: str) -> int:
-        """Returns the number of ranks along an axis of the dense layout or of the experts'."""
+        """Returns the number of ranks along an axis of the dense or the expert layout."""
         dense = {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
         return (dense | {"etp": self.etp, "ep": self.ep, "edp": self.edp})[axis]
 
@@ -125,28 +126,29 @@ class TrainLayout:
         return found
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
-        """Returns where `rank` stands on every axis of the experts' layout, as Megatron places it.
+        """Returns the coordinates of `rank` in the expert layout, as Megatron assigns them.
 
         Raises:
-            ValueError: in this order the experts' pipeline stages are not those of other weights.
+            ValueError: The order puts experts on other pipeline stages than dense weights.
         """
         return self._expert_coordinates[rank]
 
     def gathers_tokens(self, experts_per_token: int, rank: int = 0) -> bool:
-        """Whether all ranks that share `rank`'s experts get each token once, whichever experts it
-        has: they are tensor-parallel ranks of one replica, which have shares of one micro-batch,
-        and a token that is sent to all of them is not sent more often than for each of its experts.
-        `models/megatron/dispatch.py` decides the same from process groups.
+        """Returns whether the ranks that share `rank`'s experts can gather tokens, not route them.
+
+        They gather tokens if all are tensor-parallel ranks of one replica, which hold shares of one
+        micro-batch, and if this sends a token no more often than once for each of its experts.
+        `models/megatron/dispatch.py` makes the same decision from process groups.
 
         Args:
-            experts_per_token: experts that compute with a token.
-            rank: where `ep * etp` divides `tp`, the answer is the same for all.
+            experts_per_token: Number of experts that process a token.
+            rank: Rank to answer for; the answer is the same for all if `ep * etp` divides `tp`.
         """
         if self.ep * self.etp == 1:
             return True
         if self.ep > experts_per_token or self.ep * self.etp > self.tp:
             return False
-        # By strides: a search asks this of layouts whose coordinates it never lays out.
+        # Uses strides, because the layout search never builds the coordinates of most layouts.
         axes = self.order.split("-")
         dense = self._strides([axis for axis in axes if axis != "ep"])["tp"]
         strides = self._strides([EXPERT_AXES[axis] for axis in axes if axis in EXPERT_AXES])
@@ -157,12 +159,12 @@ class TrainLayout:
         return len({other - other // dense % self.tp * dense for other in sharing}) == 1
 
     def _strides(self, axes: Sequence[str]) -> dict[str, int]:
-        """Returns how far apart neighbours on each axis are; the first axis varies fastest."""
+        """Returns the distance of neighbours on each axis; the first axis varies fastest."""
         products = accumulate((self.size(axis) for axis in axes), mul, initial=1)
         return dict(zip(axes, products, strict=False))
 
     def experts(self, rank: int, num_experts: int) -> range:
-        """Returns the global indices of the experts that `rank` holds of each of its layers."""
+        """Returns the global indices of the experts that `rank` holds in each layer."""
         if num_experts % self.ep:
             raise ValueError(f"num_experts={num_experts} is not a multiple of ep = {self.ep}")
         count = num_experts // self.ep
@@ -170,15 +172,15 @@ class TrainLayout:
         return range(first, first + count)
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Returns where `rank` stands on every axis."""
+        """Returns the coordinates of `rank`."""
         return self._coordinates[rank]
 
     def rank_at(self, *, tp: int, cp: int, dp: int, pp: int) -> int:
-        """Returns the global rank that stands at these coordinates."""
+        """Returns the global rank at these coordinates."""
         return self._grid[Coordinates(tp, cp, dp, pp)]
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Returns the rank lists that differ along `axis` alone, each in the order of that axis."""
+        """Returns the groups of ranks that differ along `axis` only, in the order of that axis."""
         found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for rank, where in enumerate(self._coordinates):
             rest = tuple(getattr(where, a) for a in AXES if a != axis)
@@ -186,13 +188,14 @@ class TrainLayout:
         return [[rank for _, rank in sorted(members)] for members in found.values()]
 
     def chunk_sizes(self, num_layers: int) -> list[int]:
-        """Returns the number of layers of each of the `pp * vpp` model chunks, in the order of the
-        layers. Where there cannot be as many in each, some have one layer less: first the last one,
-        which computes the logits too, then the first one, which has the embedding, then the last
-        but one, and so on backwards.
+        """Returns the number of layers in each of the `pp * vpp` model chunks, in layer order.
+
+        If the layers cannot be divided evenly, some chunks have one layer less: first the last
+        chunk, which also computes the logits, then the first, which has the embedding, then the
+        others from the end.
 
         Raises:
-            ValueError: there are fewer layers than chunks.
+            ValueError: There are fewer layers than chunks.
         """
         chunks = self.pp * self.vpp
         if num_layers < chunks:
@@ -202,10 +205,10 @@ class TrainLayout:
         return [most - (chunk in smaller) for chunk in range(chunks)]
 
     def layers(self, pp_rank: int, num_layers: int) -> tuple[tuple[int, ...], ...]:
-        """Returns, for each model chunk of a pipeline stage, the global indices of its layers.
+        """Returns the global indices of the layers in each model chunk of a pipeline stage.
 
-        Layers are dealt to the `pp * vpp` chunks in order; chunk v of stage p is number `v * pp +
-        p`, as in Megatron's interleaved schedule.
+        Layers are assigned to the `pp * vpp` chunks in order. Chunk v of stage p has number `v * pp
+        + p`, as in Megatron's interleaved schedule.
         """
         sizes = self.chunk_sizes(num_layers)
         stops = list(accumulate(sizes))
@@ -214,19 +217,19 @@ class TrainLayout:
 
 
 Place = tuple[int, int]
-"""Of a rank in a rollout layout: its replica, and its tensor-parallel rank there."""
+"""A rank's replica in a rollout layout, and its tensor-parallel rank in the replica."""
 
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """Which replica and which tensor-parallel part of the engine each rank generates with.
+    """Engine replica and tensor-parallel rank of each rank in generation.
 
     Args:
-        tp: tensor-parallel size of one engine replica.
-        assignment: the place of every rank of the world, each place exactly once; None: no engine
-            is on that rank.
-        experts: where whole experts are dealt otherwise than in order, those of each rank of the
-            world, ascending, the same in all layers; None: in order.
+        tp: Tensor-parallel size of an engine replica.
+        assignment: Place of each rank of the world; None for a rank without an engine. Each place
+            occurs once.
+        experts: Experts of each rank of the world, ascending and equal in all layers, if whole
+            experts are not assigned in order; None if they are.
     """
 
     tp: int
@@ -249,36 +252,36 @@ class RolloutLayout:
 
     @property
     def replicas(self) -> int:
-        """Number of engine replicas: ranks that have an engine / tp."""
+        """Number of engine replicas."""
         return len(self.ranks) // self.tp
 
     def place(self, rank: int) -> Place:
         """Returns the place of a rank that has an engine.
 
         Raises:
-            ValueError: it has none.
+            ValueError: The rank has no engine.
         """
         place = self.assignment[rank]
         if place is None:
-            raise ValueError(f"rank {rank} has no engine: those are {self.ranks}")
+            raise ValueError(f"rank {rank} has no engine; ranks with engines: {self.ranks}")
         return place
 
     def tp_rank(self, rank: int) -> int | None:
-        """Returns a rank's tensor-parallel rank; None: it has no engine."""
+        """Returns a rank's tensor-parallel rank; None if it has no engine."""
         place = self.assignment[rank]
         return None if place is None else place[1]
 
     def experts_of(self, rank: int) -> tuple[int, ...] | None:
-        """Returns the experts that a rank holds; None: those that are its in order."""
+        """Returns the experts of a rank; None if experts are assigned in order."""
         return None if self.experts is None else self.experts[rank]
 
     @staticmethod
     def consecutive(world_size: int, tp: int) -> RolloutLayout:
-        """Returns the layout whose replicas are runs of consecutive ranks."""
+        """Returns the layout in which each replica has consecutive ranks."""
         return RolloutLayout(tp, tuple(divmod(rank, tp) for rank in range(world_size)))
 
     def on(self, ranks: Sequence[int], world_size: int) -> RolloutLayout:
-        """Returns this layout of all ranks of a smaller world on some ranks of a larger one."""
+        """Returns this layout moved to some ranks (`ranks`) of a larger world."""
         places = dict(zip(ranks, self.assignment, strict=True))
         assignment = tuple(places.get(rank) for rank in range(world_size))
         if self.experts is None:

@@ -1,10 +1,10 @@
-"""A set of ranks with a training layout over them, and Megatron's process groups for it.
+"""Places a training layout on a set of ranks and keeps Megatron's process groups for it.
 
-Megatron keeps the groups of a process in one place, the globals of its `parallel_state`, and reads
-them while a model is built, in its passes and in its optimizer's steps. Where models lie on
-different ranks, or are cut differently on the same ones, each needs groups of its own: a Mesh makes
-them with Megatron's own code, keeps them, and puts them in that place for as long as its model
-works (`active`). A rank outside a mesh takes part in making it, and holds no part of its models.
+Megatron keeps the groups of a process in the globals of its `parallel_state`. It reads them while
+it builds a model, in forward and backward passes, and in optimizer steps. Models on different ranks
+or with different layouts need different groups. A Mesh creates its groups with Megatron's code,
+keeps them, and installs them in these globals while its model works (`active`). A rank outside a
+mesh takes part in its creation, but holds no part of its models.
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from hybridrl.platform import Platform
 
 
 class Mesh:
-    """Ranks that hold models together, and how these are cut over them.
+    """Ranks that hold models together, in one training layout.
 
-    Making one is collective over the world.
+    Creating a mesh is collective over the world.
 
     Args:
-        world: all ranks.
-        layout: training layout over `ranks`, by their places in it.
-        ranks: of the world, ascending; None: all.
-        others: meshes of the same world that are there already.
+        layout: Training layout over `ranks`.
+        ranks: Ranks of the mesh, ascending; None for all ranks.
+        others: Existing meshes of the same world.
 
     Attributes:
-        where: this rank's place in the layout; None: it is outside.
+        where: This rank's coordinates in the layout; None if it is outside.
 
     Raises:
-        UserError: the process may not open as many files as the groups take.
+        UserError: The limit of open files is too low for the groups.
     """
 
     def __init__(
@@ -62,10 +61,13 @@ class Mesh:
         self.where: Coordinates | None = None
         if self._place is not None:
             self.where = layout.coordinates(self._place)
-        # Groups of different ranks on different ranks would wait for each other without end.
+        # If ranks disagree on who is in a group, they wait for each other forever.
         same_on_all_ranks(world, "the training layout", f"{layout} on {self.ranks}")
         self._check_descriptors([mesh.layout for mesh in others])
-        self._group = None if self.is_whole_world else self._new_group()
+        self._group: dist.ProcessGroup | None = None
+        if not self.is_whole_world:
+            timeout = datetime.timedelta(seconds=world.timeout_s)
+            self._group = dist.new_group(list(self.ranks), backend="gloo", timeout=timeout)
         self._groups: dict[str, Any] = {}
         with _kept_groups():
             self._make_groups()
@@ -74,7 +76,7 @@ class Mesh:
                 self._connect()
             self._groups = _globals()
         if not others or (is_member and not any(mesh.is_member for mesh in others)):
-            _set(self._groups)  # outside of `active` Megatron finds those of the first mesh
+            _set(self._groups)  # used by Megatron outside of `active`
 
     @property
     def platform(self) -> Platform:
@@ -83,17 +85,17 @@ class Mesh:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank is one of the mesh's."""
+        """Whether this rank is in the mesh."""
         return self._place is not None
 
     @property
     def is_whole_world(self) -> bool:
-        """Whether all ranks are of the mesh."""
+        """Whether the mesh contains all ranks."""
         return len(self.ranks) == self.world.size
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this rank holds the last pipeline stage, where losses are computed."""
+        """Whether this rank holds the last pipeline stage, which computes losses."""
         return self.where is not None and self.where.pp == self.layout.pp - 1
 
     @property
@@ -103,20 +105,21 @@ class Mesh:
 
     @property
     def place(self) -> Coordinates:
-        """This rank's place in the layout.
+        """This rank's coordinates in the layout.
 
         Raises:
-            RuntimeError: it is outside.
+            RuntimeError: The rank is outside the mesh.
         """
         if self.where is None:
-            raise RuntimeError(f"rank {self.world.rank} is not one of {self.ranks}")
+            raise RuntimeError(f"rank {self.world.rank} is not in the mesh of ranks {self.ranks}")
         return self.where
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Lets Megatron work with this mesh's groups inside; costs nothing where it does already.
+        """Installs this mesh's groups in Megatron's globals while the block runs.
 
-        What Megatron itself changes inside (the virtual pipeline stage that is at work) is kept.
+        It costs nothing if they are installed already. Changes that Megatron makes in the block
+        (the current virtual pipeline stage) are kept for the next time.
         """
         before = _globals()
         if all(before[name] is value for name, value in self._groups.items()):
@@ -131,9 +134,7 @@ class Mesh:
 
     @contextlib.contextmanager
     def as_world(self, module: ModuleType) -> Iterator[None]:
-        """Makes a module of Megatron that gathers objects from the whole world do so from the
-        mesh's ranks.
-        """
+        """Makes a module of Megatron collect objects from the mesh's ranks only."""
         if self.is_whole_world:
             yield
             return
@@ -148,8 +149,9 @@ class Mesh:
             module.torch = torch  # type: ignore[attr-defined]
 
     def sum_over_world(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values` over all ranks of the world, those outside too, on the CPU;
-        collective over the world.
+        """Returns the sum of `values` over all ranks of the world, on the CPU.
+
+        Collective over the world, including ranks outside the mesh.
         """
         self.meet("what other ranks compute")
         return self.world.sum_over_world(values)
@@ -163,7 +165,7 @@ class Mesh:
         return on_device.cpu()
 
     def sum_over_replicas(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of `values`, on the CPU, over this rank's data-parallel group."""
+        """Returns the sum of `values` over this rank's data-parallel group, on the CPU."""
         summed = values.clone()
         with self.active():
             group = parallel_state.get_data_parallel_group_gloo()
@@ -171,15 +173,18 @@ class Mesh:
         return summed
 
     def meet(self, what: str) -> None:
-        """Waits for the ranks of the mesh where some are outside: these have nothing to compute,
-        and the wait in a collective of tensors is bounded.
+        """Waits for the mesh's ranks if some ranks are outside.
+
+        Ranks outside have nothing to compute, and would wait too long in a collective with a
+        timeout.
         """
         if not self.is_whole_world:
             self.world.arrive(what)
 
     def from_first(self, value: Any) -> Any:
-        """Returns, on all ranks of the world, what the mesh's first rank gives; collective. Where
-        all ranks are of the mesh each returns its own: these are the same.
+        """Returns the `value` of the mesh's first rank on all ranks of the world; collective.
+
+        If the mesh contains all ranks, each rank returns its own value, which is the same on all.
         """
         if self.is_whole_world:
             return value
@@ -192,10 +197,6 @@ class Mesh:
         for error in self.world.gather_objects(lacking):
             if error is not None:
                 raise error
-
-    def _new_group(self) -> dist.ProcessGroup | None:
-        timeout = datetime.timedelta(seconds=self.world.timeout_s)
-        return dist.new_group(list(self.ranks), backend="gloo", timeout=timeout)
 
     def _make_groups(self) -> None:
         layout = self.layout
@@ -211,17 +212,17 @@ class Mesh:
                 distributed_timeout_minutes=self.world.timeout_s / 60,  # type: ignore[arg-type]  # a timedelta takes it
                 create_gloo_process_groups=True,
             )
-        # Megatron sends between pipeline stages by the ranks that it has noted.
+        # Pipeline stages address each other by the ranks in Megatron's globals.
         for name, value in _globals().items():
             if "_RANKS" in name and value is not None:
                 setattr(parallel_state, name, _mapped(value, self.ranks))
 
     def _connect(self) -> None:
-        """Uses the groups that training uses once.
+        """Uses each of the training groups once.
 
-        NCCL connects ranks at a group's first use. All of them must take part, if it is not a
-        message between two on its own, and may then begin with what is between some; and the engine
-        sees how much memory is left.
+        NCCL connects ranks at a group's first use. All of its ranks must take part in it, while
+        training may begin with a message between some. The engine also measures how much memory is
+        left.
         """
         if self.platform.is_cpu:  # gloo has connected already
             return
@@ -246,7 +247,7 @@ class Mesh:
                 dist.all_reduce(torch.zeros(1, device=self.platform.device), group=group)
 
     def _check_groups(self) -> None:
-        """Refuses to go on when Megatron placed this rank elsewhere than our layout did."""
+        """Raises an error if Megatron's coordinates of this rank differ from the layout's."""
         megatron = Coordinates(
             tp=parallel_state.get_tensor_model_parallel_rank(),
             cp=parallel_state.get_context_parallel_rank(),
@@ -255,7 +256,7 @@ class Mesh:
         )
         if megatron != self.where:
             raise RuntimeError(
-                f"rank {self.world.rank}: Megatron stands at {megatron}, the layout at {self.where}"
+                f"rank {self.world.rank} has {megatron} in Megatron, but {self.where} in the layout"
             )
         if self.layout.ep * self.layout.etp == 1 or self._place is None:
             return
@@ -267,39 +268,46 @@ class Mesh:
         )
         if of_experts != (wanted := self.layout.expert_coordinates(self._place)):
             raise RuntimeError(
-                f"rank {self.world.rank}: Megatron has experts {of_experts}, the layout {wanted}"
+                f"rank {self.world.rank} has {of_experts} in Megatron, but {wanted} in the layout"
             )
 
 
 class Meshes:
-    """The meshes of a run, made as roles ask for them; models that lie alike share one.
+    """The meshes of a run, created on demand; models with the same place share one.
 
     Args:
-        world: all ranks.
-        placement: where models lie.
-        layout: of the policy, over its ranks.
+        layout: Layout of the policy.
     """
 
     def __init__(self, world: World, placement: Placement, layout: TrainLayout) -> None:
         self.world, self.placement, self._layout = world, placement, layout
         self._made: dict[Place, Mesh] = {}
-        self.of("policy")  # the first: its groups are Megatron's where no mesh is active
+        self.of("policy")  # first, so that Megatron uses its groups if no mesh is active
 
     def of(self, role: str) -> Mesh:
-        """Returns the mesh of a role's models; collective over the world where it is new."""
+        """Returns the mesh of a role's models; collective over the world if the mesh is new."""
         place = self.placement.of(role)
         if place not in self._made:
             layout = self._layout
             if self._made:
-                sizes = place.tp, place.pp, place.cp, place.ep, place.vpp
-                layout = TrainLayout(len(place.ranks), *sizes, etp=place.etp)
+                layout = TrainLayout(
+                    len(place.ranks),
+                    tp=place.tp,
+                    pp=place.pp,
+                    cp=place.cp,
+                    ep=place.ep,
+                    vpp=place.vpp,
+                    etp=place.etp,
+                )
             others = list(self._made.values())
             self._made[place] = Mesh(self.world, layout, place.ranks, others)
         return self._made[place]
 
     @property
     def name(self) -> str:
-        """Names the layouts; random states of a checkpoint go on in the same ones only."""
+        """Name of the layouts. A checkpoint's random states are restored only into the same
+        layouts.
+        """
         return ", ".join(
             layout_name(mesh.layout)
             + ("" if mesh.is_whole_world else f" on ranks {shown(mesh.ranks)}")
@@ -308,24 +316,25 @@ class Meshes:
 
 
 def layout_name(layout: TrainLayout) -> str:
-    """Returns a training layout in words."""
+    """Returns a training layout as text."""
     dense = f"{layout.order} tp{layout.tp} cp{layout.cp} dp{layout.dp} pp{layout.pp}"
     experts = f" ep{layout.ep} etp{layout.etp}" if layout.ep * layout.etp > 1 else ""
     return f"{dense} vpp{layout.vpp}{experts}"
 
 
 def _expert_tensor_size(layout: TrainLayout) -> int:
-    """Returns the size that Megatron is given.
+    """Returns the expert tensor-parallel size to pass to Megatron.
 
-    It lays out experts for dense models too, and where pp is not the last axis takes only as many
-    expert-data-parallel ranks as data-parallel ones. Such an order is refused for experts.
+    Megatron lays out experts for dense models too. If pp is not the last axis, it requires equal
+    sizes of expert-data and data parallelism. The layout refuses such an order for models with
+    experts.
     """
     is_pp_last = layout.pp == 1 or layout.order.endswith("pp")
     return layout.etp if is_pp_last else layout.tp
 
 
 def _globals() -> dict[str, Any]:
-    """Returns what Megatron keeps of a process's groups."""
+    """Returns the globals in which Megatron keeps a process's groups."""
     return {
         name: value
         for name, value in vars(parallel_state).items()
@@ -340,7 +349,7 @@ def _set(groups: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _kept_groups() -> Iterator[None]:
-    """Lets Megatron make groups as if there were none; puts back afterwards what there was."""
+    """Clears Megatron's groups while the block runs, and restores them afterwards."""
     before = _globals()
     _set({name: {} if isinstance(value, dict) else None for name, value in before.items()})
     try:
@@ -351,8 +360,9 @@ def _kept_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _world_of(ranks: Sequence[int], place: int | None) -> Iterator[None]:
-    """Makes Megatron's code that makes groups see `ranks` as the whole world, and this rank at its
-    place among them; -1, which is in no group, where it is outside.
+    """Makes Megatron's group creation see `ranks` as the whole world.
+
+    This rank appears as its index among them, or as -1, which is in no group, if it is outside.
     """
     if len(ranks) == dist.get_world_size():
         yield
@@ -373,7 +383,7 @@ def _world_of(ranks: Sequence[int], place: int | None) -> Iterator[None]:
 
 
 def _mapped(places: Any, ranks: Sequence[int]) -> Any:
-    """Returns the ranks at these places, which may be lists of lists."""
+    """Maps indices, which may be in nested lists, to ranks."""
     if places is None:
         return None
     return [

@@ -1,4 +1,6 @@
-"""Objects as flat bytes for a collective: arrays lie there as they are, the rest is pickled."""
+"""Packs objects into flat bytes for a collective: arrays are copied as they are, the rest is
+pickled.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ ALIGNMENT = 8  # of the largest number in an array
 
 
 def pack(value: Any) -> Tensor:
-    """Returns `value` as uint8 (n,), n a multiple of 8; n = 0 stands for None.
+    """Returns `value` as uint8 (n,), where n is a multiple of 8; None becomes n = 0.
 
-    In it: the number of parts and the length of each (int64), then the parts: the pickle, and the
-    memory of each NumPy array that it refers to.
+    The bytes hold the number of parts and the length of each part (int64), then the parts: the
+    pickle and the memory of each NumPy array that it refers to.
     """
     if value is None:
         return torch.empty(0, dtype=torch.uint8)
@@ -36,7 +38,7 @@ def pack(value: Any) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Any:
-    """Returns what was packed, from a tensor that may be longer; arrays share its memory."""
+    """Returns the packed value; `packed` may have trailing bytes. Arrays share its memory."""
     if not len(packed):
         return None
     found = packed.numpy()
@@ -57,11 +59,10 @@ def broadcast_object(
     """Returns the `value` (picklable) of rank `source` on every rank of a gloo group.
 
     Args:
-        value: the source's; that of others is not read.
-        is_source: whether this rank is the source.
-        source: its number in the world.
-        group: whose ranks all call.
-        wait: for a collective.
+        value: Value to send; ignored on other ranks than the source.
+        source: Global rank of the source.
+        group: Group whose ranks all call this function.
+        wait: Function that waits for a collective.
     """
     packed = pack(value if is_source else None)
     size = torch.tensor([len(packed)])
@@ -75,6 +76,6 @@ def broadcast_object(
 
 
 def _starts(lengths: list[int]) -> list[int]:
-    """Returns where each part begins, and where the last one's room ends."""
+    """Returns the start of each part, and the end of the last one."""
     room = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
     return list(accumulate(room, initial=ALIGNMENT * (len(lengths) + 1)))

@@ -1,8 +1,9 @@
-"""Memory of one rank that the others of its node read directly, without a message.
+"""Memory of one rank that the other ranks of its host read directly, without messages.
 
-On GPUs torch's symmetric memory, over NVLink or whatever else joins them; on CPU files in memory
-that all processes map. Every rank has a piece of the same size. Collective: `allocate` is called by
-all ranks with the same size, `barrier` by all in the same order.
+On GPUs it is torch's symmetric memory, over NVLink or another link. On CPU it is memory-backed
+files that all processes map. Every rank has a piece of the same size.
+
+Who waits for whom: all ranks call `allocate` with the same size, and `barrier` in the same order.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class Members(Protocol):
-    """The ranks that share memory, numbered from 0: a job's or those of a group."""
+    """The ranks that share memory, numbered from 0: those of a job or of a group."""
 
     @property
     def rank(self) -> int:
@@ -33,7 +34,7 @@ class Members(Protocol):
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """The number of ranks."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -45,27 +46,28 @@ class PeerMemory(Protocol):
     """A piece of memory on every rank of a group."""
 
     def of(self, rank: int) -> Tensor:
-        """Returns a rank's piece as bytes, readable from here; writable where it is one's own."""
+        """Returns a rank's piece as bytes; only this rank's own piece is writable."""
         ...
 
     def barrier(self) -> None:
-        """Lets later work of any rank begin after earlier work of all ranks: on the device's
-        current stream, or on the host where the memory is the host's.
+        """Orders later work of any rank after earlier work of all ranks.
+
+        It acts on the device's current stream, or on the host if the memory is host memory.
         """
         ...
 
 
 def host_id() -> str:
-    """Returns what is the same for all processes of a host, and of no other host."""
+    """Returns an id that is equal for all processes of a host and differs between hosts."""
     return BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()
 
 
 def why_unreachable(device: torch.device, hosts: Sequence[str]) -> str:
-    """Returns why this rank cannot read all others' memory, "" if it can.
+    """Returns why this rank cannot read all other ranks' memory; "" if it can.
 
     Args:
-        device: this rank's.
-        hosts: every rank's `host_id`.
+        device: This rank's device.
+        hosts: `host_id` of every rank.
     """
     size, num_hosts = len(hosts), len(set(hosts))
     if num_hosts > 1:
@@ -84,10 +86,10 @@ def why_unreachable(device: torch.device, hosts: Sequence[str]) -> str:
 
 
 def why_unusable(device: torch.device, timeout_s: float, ranks: Members) -> str:
-    """Returns why memory cannot be shared although peers are in reach, "" if it can; collective.
+    """Returns why memory of reachable peers cannot be shared; "" if it can; collective.
 
-    Containers may forbid what sharing memory needs (pidfd_getfd of another process), and on CPU a
-    path of another container's process may be a file of somebody else.
+    Containers may forbid a system call that sharing needs (pidfd_getfd of another process). On CPU,
+    a path of a process in another container may be an unrelated file.
     """
     failure = ""
     try:
@@ -101,22 +103,26 @@ def why_unusable(device: torch.device, timeout_s: float, ranks: Members) -> str:
     found = [int(memory.of(other).view(torch.int64)[0]) for other in range(ranks.size)]
     memory.barrier()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the barrier still uses what goes now
-    return "" if found == list(range(ranks.size)) else f"what the ranks wrote is read as {found}"
+        torch.cuda.synchronize(device)  # the barrier still uses the memory, which is freed now
+    return (
+        ""
+        if found == list(range(ranks.size))
+        else f"shared memory holds {found} instead of each rank's number"
+    )
 
 
 def allocate(num_bytes: int, device: torch.device, timeout_s: float, ranks: Members) -> PeerMemory:
-    """Allocates a piece of `num_bytes` on every rank, zeroed; collective.
+    """Allocates a zeroed piece of `num_bytes` on every rank; collective.
 
     Args:
-        num_bytes: the same on every rank.
-        device: this rank's.
-        timeout_s: of a barrier between GPUs, seconds.
-        ranks: that share it; between GPUs all of the job's.
+        num_bytes: Size of each rank's piece, equal on all ranks.
+        device: This rank's device.
+        timeout_s: Timeout of a barrier between GPUs, seconds.
+        ranks: Ranks that share the memory; all ranks of the job for GPUs.
 
     Raises:
-        OSError, RuntimeError: the device has no room, or the memory cannot be shared. A host
-            that has none says so only when the memory is written.
+        OSError, RuntimeError: The device has no memory left, or the memory cannot be shared.
+            Missing host memory is noticed only when the piece is written.
     """
     if device.type == "cpu":
         return _HostMemory(num_bytes, ranks)
@@ -124,10 +130,10 @@ def allocate(num_bytes: int, device: torch.device, timeout_s: float, ranks: Memb
 
 
 class _SymmetricMemory:
-    """torch's symmetric memory, over the world."""
+    """Torch's symmetric memory over all ranks of the job."""
 
     def __init__(self, num_bytes: int, device: torch.device, timeout_s: float) -> None:
-        # Multicast is another feature of NVLink; nothing here uses it, and not all hosts offer it.
+        # Nothing here uses NVLink multicast, which some hosts lack.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric  # fails to load on CPU builds
 
@@ -144,12 +150,12 @@ class _SymmetricMemory:
         return self._handle.get_buffer(rank, (self._num_bytes,), torch.uint8)
 
     def barrier(self) -> None:
-        # A rank that never comes ends this one's context: the next look at the device raises.
+        # If a rank never comes, the timeout destroys this rank's CUDA context; later calls raise.
         self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
 
 class _HostMemory:
-    """Files in memory without a name: nothing stays when processes are killed."""
+    """Unnamed memory-backed files, which disappear with their processes."""
 
     def __init__(self, num_bytes: int, ranks: Members) -> None:
         self._ranks = ranks
@@ -163,7 +169,7 @@ class _HostMemory:
                     for path in paths
                 ]
             finally:
-                self.barrier()  # all have mapped it, or failed: the descriptor may go
+                self.barrier()  # all ranks have mapped it or failed; close the descriptor
         finally:
             os.close(descriptor)
 
@@ -175,7 +181,7 @@ class _HostMemory:
 
 
 def _has_atomics(one: int, other: int) -> bool:
-    """Whether a GPU may change another's memory atomically, as barriers between them do."""
+    """Returns whether a GPU has the atomics on another GPU's memory that barriers need."""
     driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(1)
     code = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), NATIVE_ATOMICS, one, other)
-    return code != 0 or found.value != 0  # a driver that does not say is given the benefit
+    return code != 0 or found.value != 0  # assume support if the driver does not say

@@ -1,7 +1,7 @@
-"""How far this process has come: a count that grows with its work, for who watches it. No torch.
+"""Counts the rounds of work of this process, so that others can see whether it makes progress.
 
-Loops whose rounds are far shorter than a standstill count them: engine steps, micro-batches,
-results of rewards, tensors of a file. Phases and collectives count by themselves (heartbeat.py).
+Loops with short rounds count them: engine steps, micro-batches, reward results, tensors of a file.
+Phases and collectives are counted elsewhere (heartbeat.py). Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ _ROUNDS = [0]
 
 
 def advance() -> None:
-    """Counts a round. Rounds that threads count at once may count as one."""
+    """Counts a round. Rounds counted by two threads at the same time may count as one."""
     _ROUNDS[0] += 1
 
 
 def num_rounds() -> int:
-    """Returns how many were counted."""
+    """Returns the number of rounds so far."""
     return _ROUNDS[0]

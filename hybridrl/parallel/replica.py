@@ -1,9 +1,9 @@
-"""What the ranks of an engine replica, and those of all engines, tell each other.
+"""Communication among the ranks of an engine replica, and among the ranks of all engines.
 
 Who waits for whom: all ranks of a replica call `broadcast_object` or `is_any` together, and wait
-for the others as long as they live: the first one may wait for a tool. Replicas are independent of
-each other. All ranks with an engine call `EngineGroup.begin_sum` together, also while other threads
-and ranks talk over the world. Making the groups is collective over the world.
+for each other as long as they are alive; the first rank may wait for a tool. Replicas are
+independent. All ranks with an engine call `EngineGroup.begin_sum` together, while other threads and
+ranks may communicate over the world. Creating the groups is collective over the world.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from hybridrl.parallel.watch import even
 
 
 class ReplicaGroup:
-    """The ranks that generate together.
+    """The ranks of this rank's engine replica.
 
     Args:
-        layout: the replicas over all ranks.
-        rank: this rank.
-        heartbeat: of this rank; waits.
+        layout: Replicas over all ranks.
     """
 
     def __init__(self, layout: RolloutLayout, rank: int, heartbeat: Heartbeat) -> None:
@@ -50,7 +48,7 @@ class ReplicaGroup:
             return value
 
         def wait(work: dist.Work) -> None:
-            self._wait(work, "what the first rank of a replica tells")
+            self._wait(work, "a broadcast in an engine replica")
 
         return broadcast_object(value, self.is_first, self._source, self._group, wait)
 
@@ -60,7 +58,7 @@ class ReplicaGroup:
             return value
         flag = torch.tensor([int(value)])
         work = dist.all_reduce(flag, dist.ReduceOp.MAX, self._group, async_op=True)
-        self._wait(work, "whether its ranks are asked to stop")
+        self._wait(work, "a check for stop requests in an engine replica")
         return bool(flag)
 
     def _wait(self, work: dist.Work, what: str) -> None:
@@ -68,12 +66,10 @@ class ReplicaGroup:
 
 
 class EngineGroup:
-    """The ranks of all engines, without those that have none.
+    """The ranks that have an engine.
 
     Args:
-        layout: the replicas over all ranks.
-        rank: this rank.
-        heartbeat: of this rank; waits.
+        layout: Replicas over all ranks.
     """
 
     def __init__(self, layout: RolloutLayout, rank: int, heartbeat: Heartbeat) -> None:
@@ -84,10 +80,12 @@ class EngineGroup:
             self._group = group if rank in layout.ranks else None
 
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Begins to add up `values`, on the CPU, over the ranks with an engine; returns what waits
-        for the sum and returns it, or raises PeerError where a rank is lost or stays away.
+        """Starts to sum `values`, on the CPU, over the ranks with an engine.
+
+        Returns a function that waits for the sum and returns it; it raises PeerError if a rank is
+        lost or stays away.
         """
-        total, what = values.clone(), "how far generation is"
+        total, what = values.clone(), "a sum of generation progress"
         if self._group is None:
             return lambda: total
         work = dist.all_reduce(total, group=self._group, async_op=True)

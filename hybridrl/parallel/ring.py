@@ -1,9 +1,10 @@
-"""Hosts in a ring: every rank sends files to a rank of the next host.
+"""Sends files around a ring of hosts: every rank sends to a rank of the next host.
 
-Collective over a group of its own, so that a thread can do it while the main thread uses others.
-Who waits for whom: a rank waits for those that send to it, and until what it sends has arrived. A
-rank that cannot read its files sends none, and one that cannot write still receives, so that nobody
-waits for it in vain. Where the exchange itself fails, `close_connections` wakes those that wait.
+Who waits for whom: a rank waits for the ranks that send to it, and until its own files have
+arrived. It uses a group of its own, so that a thread can exchange files while the main thread uses
+other groups. A rank that cannot read its files sends none, and a rank that cannot write still
+receives, so that no rank waits in vain. If the exchange fails, `close_connections` wakes the
+waiting ranks.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ import torch.distributed as dist
 
 CHUNK_BYTES = 16 << 20
 PARTIAL = ".partial"
-UNUSED_TAG = 1 << 20  # of sends and receives
+UNUSED_TAG = 1 << 20  # no send or receive uses this tag
 
 
 def next_of(hosts: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Returns the rank that each rank sends to, on the next host; of one host nothing.
+    """Returns the rank, on the next host, that each rank sends to; empty for one host.
 
     Args:
-        hosts: the ranks of each, in the order of the ring.
+        hosts: Ranks of each host, in ring order.
     """
     if len(hosts) < 2:
         return {}
@@ -36,11 +37,11 @@ def next_of(hosts: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 class HostRing:
-    """This rank's place in the ring.
+    """This rank's position in the ring.
 
     Args:
-        group: of all ranks, over gloo.
-        hosts: the ranks of each host, in the order of the ring.
+        group: Gloo group of all ranks.
+        hosts: Ranks of each host, in ring order.
     """
 
     def __init__(self, group: dist.ProcessGroup, hosts: Sequence[Sequence[int]]) -> None:
@@ -51,24 +52,24 @@ class HostRing:
     def exchange(
         self, folder: Path, names: Sequence[str], failure: Exception | None = None
     ) -> tuple[Exception | None, dict[Path, int]]:
-        """Sends files, and writes those that come. After a failure the group can be used as before.
+        """Sends files, and writes the files that arrive. After a failure the group stays usable.
 
         Args:
-            folder: where all of them lie; its folders are there.
-            names: of this rank's files in it.
-            failure: of this rank, before; it sends no files then.
+            folder: Folder of all files; its subfolders exist.
+            names: This rank's files in it.
+            failure: Earlier failure of this rank, which then sends no files.
 
         Returns:
-            What failed on this rank, or None; and the sizes of the files that came, in bytes.
+            Failure of this rank, or None; and the size in bytes of each file that arrived.
 
         Raises:
-            RuntimeError: a connection is closed.
+            RuntimeError: A connection is closed.
         """
         files: list[tuple[str, int]] = []
         content: list[torch.Tensor] = []
         scratch = torch.empty(0, dtype=torch.uint8)
-        # All that may fail for a reason of this rank's own comes before the first byte, whatever it
-        # raises (torch raises RuntimeError where a file or memory is missing).
+        # Everything that may fail on this rank alone comes before the first byte. Torch raises
+        # RuntimeError if a file or memory is missing.
         try:
             if self._sources:
                 scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
@@ -92,8 +93,9 @@ class HostRing:
     def _receive(
         self, folder: Path, source: int, scratch: torch.Tensor, received: dict[Path, int]
     ) -> Exception | None:
-        """Receives a rank's files and adds their sizes to `received`; those that cannot be written
-        go to `scratch`.
+        """Receives a rank's files and adds their sizes to `received`.
+
+        Files that cannot be written are received into `scratch`.
         """
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, source, self._group)
@@ -104,7 +106,7 @@ class HostRing:
             file, partial = folder / name, folder / (name + PARTIAL)
             content: torch.Tensor | None = None
             try:
-                with suppress(FileNotFoundError):  # memory of a file before it is written over
+                with suppress(FileNotFoundError):  # reuse the space of the old file
                     file.replace(partial)
                 content = _room(partial, num_bytes)
             except Exception as error:
@@ -123,14 +125,10 @@ class HostRing:
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Closes a gloo group's connections to all ranks: whoever waits there gets a RuntimeError. The
-    group cannot be used any more.
+    """Closes a gloo group's connections to all ranks, which makes the group unusable.
 
-    A gloo group's `abort` does nothing (torch 2.13). A receive that is given up closes all of its
-    group's connections, unless the one that it waits at is closed already.
-
-    Args:
-        group: of some ranks.
+    Ranks that wait in the group get a RuntimeError. A gloo group's `abort` does nothing (torch
+    2.13). Instead, each receive that times out closes the group's connections.
     """
     for rank in range(group.size()):
         if rank != group.rank():
@@ -145,7 +143,7 @@ def _header(files: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
 
 
 def _chunks(folder: Path, files: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
-    """Returns the files' content, in place."""
+    """Maps the files' content into memory, as chunks."""
     found: list[torch.Tensor] = []
     for name, size in files:
         if size:
@@ -156,8 +154,9 @@ def _chunks(folder: Path, files: Sequence[tuple[str, int]]) -> list[torch.Tensor
 
 
 def _room(file: Path, size: int) -> torch.Tensor:
-    """Makes a file have a size and returns its content, in place. The file system says here whether
-    it has room: later, writing would end the process.
+    """Gives a file a size and maps its content into memory.
+
+    Space is reserved here, because a full disk would end the process when the memory is written.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:

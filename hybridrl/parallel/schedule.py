@@ -1,8 +1,8 @@
-"""Running micro-batches through the pipeline with Megatron's schedules.
+"""Runs micro-batches through the pipeline with Megatron's schedules.
 
-All ranks of one model replica (its tensor, context and pipeline ranks) call `forward_backward` or
-`forward_only` with the same micro-batches at the same time; replicas meet in the gradient
-reduction, so every replica must bring the same number of micro-batches.
+Who waits for whom: all ranks of one model replica (its tensor, context and pipeline ranks) call
+`forward_backward` or `forward_only` with the same micro-batches at the same time. Replicas wait for
+each other in the gradient reduction, so all replicas must have the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ def forward_backward(
     """Accumulates gradients over all micro-batches and reduces them over the replicas.
 
     Args:
-        chunks: this stage's model chunks (one without virtual pipeline), wrapped for data parallel.
-        micro_batches: what `forward` takes, one at a time, in order.
-        lengths: positions of each that this context-parallel rank computes.
-        forward: runs one chunk on one micro-batch; returns what the chunk returns.
-        loss: last stage only; takes the chunk's output, returns the loss (already divided by the
-            global denominator) and anything to be returned.
+        chunks: Model chunks of this stage (one without a virtual pipeline), wrapped for data
+            parallelism.
+        micro_batches: Inputs of `forward`, in order.
+        lengths: Positions of each micro-batch that this context-parallel rank computes.
+        forward: Function that runs one chunk on one micro-batch and returns its output.
+        loss: Function that takes the last chunk's output and returns the loss, already divided by
+            the global denominator, and an extra value. Called on the last stage only.
 
     Returns:
-        On the last stage what `loss` returned beside each loss, in order; elsewhere an empty list.
+        Extra values of `loss`, in order, on the last stage; an empty list on other stages.
     """
 
     def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
@@ -48,8 +49,7 @@ def forward_backward(
         work = next(data)
 
         def loss_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            # Three values, not two: Megatron then divides neither by micro-batches nor by anything
-            # else.
+            # With three values instead of two, Megatron divides the loss by nothing.
             value, extra = loss(output, work)
             return value, torch.ones((), dtype=torch.int, device=value.device), extra
 
@@ -64,10 +64,10 @@ def forward_only(
     lengths: Sequence[int],
     forward: Forward[Item],
 ) -> list[Any]:
-    """Runs all micro-batches without gradients; takes what `forward_backward` takes.
+    """Runs all micro-batches without gradients; see `forward_backward` for the arguments.
 
     Returns:
-        On the last stage the outputs of the last chunk, in order; elsewhere an empty list.
+        Outputs of the last chunk, in order, on the last stage; an empty list on other stages.
     """
 
     def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -85,8 +85,9 @@ def forward_only(
 def finalize_summed_gradients(
     chunks: Sequence[torch.nn.Module], num_tokens: object = None, **kwargs: Any
 ) -> None:
-    """Megatron's gradient reduction without its division: our losses carry the global denominator
-    already.
+    """Reduces gradients as Megatron does, but without its division.
+
+    The losses are already divided by the global denominator.
     """
     finalize_model_grads(list(chunks), None, **kwargs)
 
@@ -110,7 +111,7 @@ def _run(
         data_iterator=iterators[0] if single else iterators,
         model=chunks[0] if single else list(chunks),
         num_microbatches=len(micro_batches),
-        seq_length=1,  # unused: micro-batches differ (variable_seq_lengths)
+        seq_length=1,  # unused, because micro-batches differ in length (variable_seq_lengths)
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,

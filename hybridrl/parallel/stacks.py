@@ -1,4 +1,4 @@
-"""Where the threads of this process are, and how other processes of this host are. No torch."""
+"""Stacks of this process's threads, and the state of other processes of this host. No torch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import IO
 
 from hybridrl.parallel import failure
 
-NUM_FRAMES = 3  # in one line
+NUM_FRAMES = 3  # shown in one line
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
-# Files whose code is on the stack while something is compiled, which takes long and ends.
+# Files on the stack during a compilation, which takes long but does end.
 COMPILERS = tuple(
     os.path.join(*parts)
     for parts in (
@@ -31,25 +31,24 @@ COMPILERS = tuple(
         ("triton", "compiler", "compiler.py"),
     )
 )
-# Python's own modules: less telling than who calls them.
+# Python's standard library, whose callers are more informative.
 STDLIB = os.path.dirname(os.__file__) + os.sep
-# Writes a rank's stacks to its log, from C, also while its Python does not run.
+# Writes a rank's stacks to its log, from C, even while its interpreter is blocked.
 STACKS_SIGNAL = signal.SIGUSR2
-# What faulthandler writes of a thread and of each of its calls; other characters than ASCII's are
-# escaped.
+# Lines that faulthandler writes for a thread and for each call. Non-ASCII characters are escaped.
 THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 CALL = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
 def calls_of_threads() -> dict[int, list[FrameSummary]]:
-    """Returns where each thread that runs Python is, innermost call first, by its `get_ident`.
+    """Returns the stack of each Python thread, innermost call first, by its `get_ident`.
 
-    Python 3.11 cannot look at another thread's frames (sys._current_frames, f_back): making the
-    object of one may start a garbage collection, a finalizer lets the other thread run on, and the
-    object then stands for a call that is over. The next f_back ends the process by SIGSEGV. There
-    faulthandler writes them, which makes no objects: of the newest 100 threads the 100 innermost
-    calls, and nothing where no file can be opened. Later versions collect garbage elsewhere.
+    Python 3.11 cannot inspect another thread's frames (sys._current_frames, f_back) safely.
+    Creating a frame object may start a garbage collection, in which a finalizer lets the other
+    thread continue; the frame object is then stale, and the next f_back ends the process by
+    SIGSEGV. faulthandler creates no objects, so Python 3.11 uses it. It covers the newest 100
+    threads and their 100 innermost calls, and nothing if no file can be opened.
     """
     if sys.version_info < (3, 12):
         return _written_calls()
@@ -63,7 +62,7 @@ def calls_of_threads() -> dict[int, list[FrameSummary]]:
 
 
 def _written_calls() -> dict[int, list[FrameSummary]]:
-    """Returns what faulthandler writes of the threads."""
+    """Returns the stacks that faulthandler writes."""
     try:
         with _file_in_memory() as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -79,13 +78,14 @@ def _written_calls() -> dict[int, list[FrameSummary]]:
         elif call := CALL.fullmatch(line):
             file_name, number, function = call.groups()
             at = int(number) if number.isdigit() else 0
-            names = _unescaped(file_name), at, _unescaped(function)
-            calls.append(FrameSummary(*names, lookup_line=False))
+            calls.append(
+                FrameSummary(_unescaped(file_name), at, _unescaped(function), lookup_line=False)
+            )
     return found
 
 
 def _file_in_memory() -> IO[bytes]:
-    """Returns a file that never lets its writer wait, as a pipe would: Python stands still then."""
+    """Opens a file whose writer never blocks, unlike a pipe: no other thread could read then."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("stacks"), "w+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
@@ -100,21 +100,22 @@ def _is_of_python(file: str) -> bool:
 
 
 def position(thread: int, own: str) -> tuple[str, bool, bool]:
-    """Returns the innermost lines of a thread, whether it is in a call of torch.distributed, and
-    whether it compiles. Of Python's own modules only the innermost line of all is told.
+    """Returns a thread's innermost lines, whether it is in a collective, and whether it compiles.
+
+    Frames of Python's standard library are left out, except the innermost frame.
 
     Args:
-        thread: its `get_ident`.
-        own: a file whose innermost frames are left out: those that wait, or tell this.
+        thread: `get_ident` of the thread.
+        own: File whose innermost frames are left out, because they wait or call this function.
     """
     calls = calls_of_threads().get(thread, [])
     calls = list(dropwhile(lambda call: call.filename == own, calls))
-    told = [
+    shown = [
         call for number, call in enumerate(calls) if not number or not _is_of_python(call.filename)
     ]
     lines = [
         f"{os.path.basename(call.filename)}:{call.lineno} in {call.name}"
-        for call in told[:NUM_FRAMES]
+        for call in shown[:NUM_FRAMES]
     ]
     is_in_collective = bool(calls) and calls[0].filename.endswith(COLLECTIVES)
     compiles = any(call.filename.endswith(COMPILERS) for call in calls)
@@ -122,27 +123,27 @@ def position(thread: int, own: str) -> tuple[str, bool, bool]:
 
 
 def print_stacks() -> None:
-    """Writes the Python stacks of all threads to this rank's log, or to stderr if it has none."""
+    """Writes the Python stacks of all threads to this rank's log, or to stderr without one."""
     file = failure.rank_file(".log")
     try:
         with file.open("a") if file is not None else contextlib.nullcontext(sys.stderr) as out:
             faulthandler.dump_traceback(out, all_threads=True)
-    except (OSError, ValueError):  # a full disk, or a stderr without a descriptor
+    except (OSError, ValueError):  # the disk is full, or stderr has no descriptor
         return
 
 
 def host_id() -> str:
-    """Returns what two processes have in common if one can see the other's state in /proc."""
+    """Returns an id that processes share if they can see each other's state in /proc."""
     parts = [socket.gethostname()]
     for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
-        with contextlib.suppress(OSError):  # another system than Linux
+        with contextlib.suppress(OSError):  # not Linux
             found = os.readlink(file) if "ns" in file else Path(file).read_text()
             parts.append(found.strip())
     return "/".join(parts)
 
 
 def why_dead(pid: int) -> str | None:
-    """Returns why a process of this host cannot go on; None if it can."""
+    """Returns why a process of this host cannot continue; None if it can."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -156,7 +157,7 @@ def why_dead(pid: int) -> str | None:
 
 
 def process_status(pid: int) -> dict[str, str]:
-    """Returns what the kernel says of a process; nothing on systems without /proc."""
+    """Returns /proc/PID/status as a dictionary; empty on systems without /proc."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -165,6 +166,6 @@ def process_status(pid: int) -> dict[str, str]:
 
 
 def writes_stacks(pid: int) -> bool:
-    """Whether a process has a handler of STACKS_SIGNAL, which would end it without one."""
+    """Returns whether a process handles STACKS_SIGNAL, which would end it otherwise."""
     caught = int(process_status(pid).get("SigCgt", "0"), 16)
     return bool(caught >> (STACKS_SIGNAL - 1) & 1)

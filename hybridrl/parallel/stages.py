@@ -1,12 +1,12 @@
-"""What the stages of a pipeline send each other.
+"""Communication between pipeline stages without an exchange of shapes.
 
-A stage waits, on its device alone, for activations of the stage before and for gradients of the
-stage after.
+A stage waits, on its device only, for activations from the previous stage and for gradients from
+the next stage.
 
 Micro-batches of packed samples differ in length. Megatron therefore sends the shape of each tensor
-before the tensor, and its host waits for that shape and for the whole device
-(`P2PCommunicator._communicate_shapes`); meanwhile nothing is started on the device. All stages
-plan the same micro-batches here, so that each knows the shapes and no host has to wait.
+before the tensor. Its host waits for the shape and for the whole device
+(`P2PCommunicator._communicate_shapes`), and launches nothing meanwhile. Here all stages plan the
+same micro-batches, so each stage knows the shapes and no host waits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ NOTHING = [0, 0, 0]
 
 
 class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
-    """Megatron's exchange between stages, for micro-batches whose lengths every stage knows.
+    """Megatron's communicator between stages, for micro-batches of known lengths.
 
-    One object serves one run of a schedule. Every stage takes chunks of micro-batches forward in
-    one order, and backward in the same order from the last chunk on.
+    One object serves one run of a schedule. Every stage runs the forward passes of its model chunks
+    in the same order, and the backward passes in the same order but starting with the last chunk.
 
     Args:
-        config: of the model (Megatron's).
-        lengths: positions of each micro-batch that this context-parallel rank computes, in order.
-        num_chunks: model chunks of each stage.
+        config: Megatron's config of the model.
+        lengths: Positions of each micro-batch that this context-parallel rank computes.
+        num_chunks: Number of model chunks in each stage.
     """
 
     def __init__(self, config: Any, lengths: Sequence[int], num_chunks: int = 1) -> None:
@@ -43,11 +43,11 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
         order = get_schedule_table(len(lengths), num_chunks, group_size)
 
         def without(chunk: int | None) -> Iterator[list[int]]:
-            """The shapes in the order of the schedule, without those of one chunk."""
+            """Yields the shapes in the order of the schedule, skipping one chunk."""
             return iter([shapes[number] for number, of_chunk in order if of_chunk != chunk])
 
-        # What the first chunk of the first stage takes comes from no stage, and what the last chunk
-        # of the last stage gives goes to none. Backward passes count chunks from the last one.
+        # The first chunk of the first stage receives nothing, and the last chunk of the last stage
+        # sends nothing. Backward passes number chunks from the last one.
         place = self.pp_group.rank()
         is_first, is_last = place == 0, place == self.pp_group.size() - 1
         before = 0 if is_first else None
@@ -63,11 +63,11 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[list[int], list[int]]:
-        """Returns the shapes of what comes from the stage before and from the stage after.
+        """Returns the shapes of the tensors from the previous and from the next stage.
 
         Raises:
-            RuntimeError: what is sent has another shape than the stage that receives it expects,
-                which is told by its own deadline alone.
+            RuntimeError: A tensor to be sent has another shape than its receiver expects. The
+                receiver only notices by its timeout.
         """
         check(tensor_send_next, self._sent)
         check(tensor_send_prev, self._sent_back)
@@ -78,11 +78,11 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
 
 
 def check(sent: Tensor | None, shapes: Iterator[list[int]]) -> None:
-    """Compares what is sent, if anything is, with the next shape."""
+    """Compares a tensor that is about to be sent, if any, with the next expected shape."""
     if sent is not None and list(sent.shape) != (expected := next_of(shapes)):
         raise RuntimeError(
-            f"a pipeline stage has a tensor of shape {list(sent.shape)} for a micro-batch, whose "
-            f"length says {expected}; this is a fault of hybridrl: please report it"
+            f"a pipeline stage sends a tensor of shape {list(sent.shape)}; its micro-batch has "
+            f"shape {expected}. This is a bug in hybridrl; please report it"
         )
 
 
@@ -90,15 +90,15 @@ def next_of(shapes: Iterator[list[int]]) -> list[int]:
     """Returns the shape of the next micro-batch."""
     if (shape := next(shapes, None)) is None:
         raise RuntimeError(
-            "a pipeline stage exchanges more tensors than it has micro-batches; this is a fault of "
-            "hybridrl: please report it"
+            "a pipeline stage exchanges more tensors than it has micro-batches. This is a bug in "
+            "hybridrl; please report it"
         )
     return shape
 
 
 def stage_groups() -> ProcessGroupCollection:
-    """Returns the process groups that a schedule gathers itself where it is given no communicator,
-    of Megatron-Core 0.16.1 and 0.19.
+    """Returns the process groups of a schedule. Megatron-Core 0.16.1 and 0.19 collect them only
+    if the caller passes no communicator.
     """
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
@@ -110,6 +110,6 @@ def stage_groups() -> ProcessGroupCollection:
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
-    # 0.19 reads it where routers have biases.
+    # Megatron-Core 0.19 reads it if routers have biases.
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups

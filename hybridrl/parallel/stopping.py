@@ -1,13 +1,13 @@
-"""SIGINT, SIGTERM, SIGUSR1 and SIGHUP in training: all ranks save where they are, and end.
+"""Handles SIGINT, SIGTERM, SIGUSR1 and SIGHUP in training: all ranks save and end together.
 
-A handler only notes the signal. Ranks tell each other with whatever they exchange anyway
-(`World.stop_signal`), and the heartbeat brings it to ranks that got none, so that all leave a step
-at the same place: `StopAsked`. A step that has changed no weights is left in the middle, and its
-responses are saved, whole and begun ones; one that has is finished first.
+Who waits for whom: a handler only records the signal. Ranks exchange it with their regular
+exchanges of values (`World.stop_signal`), and heartbeats carry it to ranks that received none, so
+that all ranks raise StopAsked at the same place. If the step has not changed weights yet, it is
+abandoned and its finished and unfinished responses are saved; otherwise the step is finished first.
 
-SIGUSR1, by which schedulers say that a machine is about to be taken away, SIGHUP of a terminal that
-is closed, and a file (`Notice`) have the effect of SIGTERM. A thread looks for the file, and ends a
-process that does not come to save in time: nothing else can call back a phase that does not end.
+SIGUSR1 (a scheduler is about to take the machine), SIGHUP (the terminal was closed) and a file
+(`Notice`) act like SIGTERM. A thread checks for the file, and ends a process that does not start
+saving in time, because a phase that hangs cannot be interrupted otherwise.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from hybridrl.parallel import failure
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.stop_signals import may_be_second, meaning, noted_signals
 
-# Within this time a second signal is the first one's copy: terminals, torchrun and schedulers send
-# it to the launcher and to the ranks, and the launcher passes it on.
+# A second signal within this time is a copy of the first: terminals, torchrun and schedulers signal
+# both the launcher and the ranks, and the launcher forwards the signal.
 SAME_SIGNAL_S = 3.0
-LOOK_S = 0.5  # between looks at the clock and for the file
+LOOK_S = 0.5  # interval of checks for the file and the deadline
 
 
 class StopAsked(Exception):
     """Some rank was asked to stop; raised on all ranks at the same place.
 
     Args:
-        number: of the signal.
+        number: Number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -48,8 +48,8 @@ class StopAsked(Exception):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
     def end(self) -> BaseException:
-        """Returns what ends the process as the signal would have: KeyboardInterrupt for SIGINT,
-        SystemExit with 128 + the signal's number for others.
+        """Returns the exception that ends the process as the signal would: KeyboardInterrupt for
+        SIGINT, SystemExit with 128 + the signal's number for others.
         """
         if self.number == signal.SIGINT:
             return KeyboardInterrupt(str(self))
@@ -58,12 +58,12 @@ class StopAsked(Exception):
 
 @dataclass(frozen=True)
 class Notice:
-    """How a run is asked to stop beside signals, and how long it has to begin saving.
+    """A file that asks a run to stop, and the time that ranks have to start saving.
 
     Args:
-        grace_s: from the signal until a rank begins to save; a process that does not get there
+        grace_s: Seconds from the signal until a rank must start to save; otherwise its process
             ends. Saving may take longer.
-        file: stands for SIGTERM once it is there, and is removed. Rank 0 looks for it.
+        file: File that acts like SIGTERM when it appears. Rank 0 checks for it and removes it.
     """
 
     grace_s: float
@@ -71,8 +71,9 @@ class Notice:
 
 
 def check_stop(world: World) -> None:
-    """Raises StopAsked if a rank was asked to stop before the last exchange of values; all ranks
-    call it at the same place, with no exchange between some ranks and others.
+    """Raises StopAsked if a rank had been asked to stop at the last exchange of values.
+
+    All ranks call it at the same place. No exchange among only some ranks may come in between.
     """
     if world.stop_signal:
         raise StopAsked(world.stop_signal)
@@ -82,24 +83,24 @@ def check_stop(world: World) -> None:
 def stops_on_signals(
     world: World, save: Callable[[StopAsked], None], notice: Notice
 ) -> Iterator[None]:
-    """Notes signals for `StopAsked`, in the main thread; a second one ends the process.
+    """Records signals for `StopAsked` while the block runs; a second signal ends the process.
 
-    Elsewhere signals do what they did before: Python calls handlers in the main thread only. What
-    users' code raises to end the process (sys.exit) is no stop, but an error of its own.
+    In another thread than the main one, signals keep their handlers, since Python calls handlers
+    only in the main thread. An exception by which users' code ends the process (sys.exit) is an
+    error, not a stop.
 
     Args:
-        world: whose ranks stop together.
-        save: called at a stop, while further signals are still noted.
-        notice: how else they are asked, and how long they have.
+        save: Function that saves after a stop. Signals are still recorded while it runs.
 
     Raises:
-        KeyboardInterrupt, SystemExit: after a stop, as of `StopAsked.end`.
+        KeyboardInterrupt, SystemExit: The run was stopped; see `StopAsked.end`.
     """
     world.forget_stop()
     before = _note_signals(world) if _is_main_thread() else {}
     is_saving = threading.Event()
-    parts = world, notice, is_saving
-    threading.Thread(target=_look, args=parts, name="stop", daemon=True).start()
+    threading.Thread(
+        target=_look, args=(world, notice, is_saving), name="stop", daemon=True
+    ).start()
     try:
         with contained():
             yield
@@ -110,17 +111,16 @@ def stops_on_signals(
     finally:
         is_saving.set()
         for number, handler in before.items():
-            # None: of a library in C, which Python cannot set again. (Of faulthandler's it says
-            # that there is none.)
+            # None stands for a handler of a C library, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         world.forget_stop()
 
 
 def _look(world: World, notice: Notice, is_saving: threading.Event) -> None:
-    """Looks for the file, and at the clock once a signal has come, until the ranks save."""
+    """Checks for the file, and for the end of the grace period, until the ranks save."""
     since: float | None = None
     while not is_saving.wait(LOOK_S):
-        # Not Path.exists, which raises where a file system does not answer for a while (ESTALE).
+        # Path.exists would raise if a file system does not respond for a while (ESTALE).
         is_asked = world.rank == 0 and os.path.exists(notice.file)
         if is_asked and not world.heartbeat.stop_signal:
             with contextlib.suppress(OSError):
@@ -133,17 +133,17 @@ def _look(world: World, notice: Notice, is_saving: threading.Event) -> None:
 
 
 def _end_unsaved(number: int, grace_s: float, world: World) -> None:
-    """Ends this process: a phase did not end in time. Checkpoints that are there stay whole."""
-    if "RANK" not in os.environ:  # a notebook's process is the user's
+    """Ends this process because a phase did not end in time. Existing checkpoints stay."""
+    if "RANK" not in os.environ:  # the process is the user's notebook
         return
-    said = (
+    message = (
         f"hybridrl: {signal.Signals(number).name}: phase '{world.heartbeat.phase()}' did not end "
-        f"within run.grace_s={grace_s:g}; nothing was saved, the newest checkpoint stands"
+        f"within run.grace_s={grace_s:g}; nothing was saved, and the newest checkpoint is intact"
     )
     if world.rank == 0:
-        say(said)
+        say(message)
     else:
-        failure.log(said)
+        failure.log(message)
     failure.end()
     os._exit(128 + number)
 
@@ -153,7 +153,7 @@ def _is_main_thread() -> bool:
 
 
 def _note_signals(world: World) -> dict[signal.Signals, Any]:
-    """Sets the handlers; returns those before."""
+    """Sets the handlers and returns the previous ones."""
     first: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -161,7 +161,7 @@ def _note_signals(world: World) -> dict[signal.Signals, Any]:
         is_second = may_be_second(number) and first[-1] - first[0] > SAME_SIGNAL_S
         number = meaning(number)
         if is_second:
-            if number == signal.SIGINT and "RANK" not in os.environ:  # a notebook's process stays
+            if number == signal.SIGINT and "RANK" not in os.environ:  # do not end a notebook
                 raise KeyboardInterrupt
             os._exit(128 + number)
         world.heartbeat.stop_signal = world.heartbeat.stop_signal or number

@@ -1,4 +1,4 @@
-"""A module with some of its names replaced, for other people's code that knows one world only."""
+"""A module with some names replaced, for libraries that assume a single world."""
 
 from __future__ import annotations
 
@@ -7,11 +7,7 @@ from typing import Any
 
 
 class View(ModuleType):
-    """What `module` has, but for the attributes that are set on the view.
-
-    Args:
-        module: to look through to.
-    """
+    """Forwards to `module`, except for attributes that are set on the view."""
 
     def __init__(self, module: ModuleType) -> None:
         super().__init__(module.__name__)

@@ -1,5 +1,7 @@
-"""Where ranks wait for each other though some may not come: those of one `World.all_agree` once one
-has failed, and those that complete something before they end, in a barrier with a time limit.
+"""Waits in the job's key-value store for ranks that may never come.
+
+Who waits for whom: in a WaitingRoom, the ranks of one `World.all_agree` wait for each other once a
+rank has failed. In `timed_barrier`, all ranks wait for each other for a limited time.
 """
 
 from __future__ import annotations
@@ -15,22 +17,21 @@ import torch.distributed as dist
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.heartbeat import POLL_S
 
-# How long a rank that failed waits for the others in `all_agree`, and how often ranks look there
-# at most, and at least: a straggler may be waited for by hundreds, for hours.
+# Time that a failed rank waits for the others in `all_agree`, and the longest interval between two
+# checks of the store. Hundreds of ranks may wait for a straggler for hours.
 PATIENCE_S = 10.0
 MAX_POLL_S = 2.0
-_NUMBERS = itertools.count()  # of the agreements of this process, the same on all ranks
+_NUMBERS = itertools.count()  # numbers of agreements, equal on all ranks
 _WRITTEN: list[int] = []  # numbers of agreements in which this rank was the first to wait
 
 
 class WaitingRoom:
-    """Where the ranks of one `all_agree` wait for each other, once somebody waits long or failed.
+    """Store entries of one `all_agree`, used once a rank waits long or has failed.
 
-    It lies in the job's key-value store, which needs no peer to answer. `waiting` counts ranks that
-    are in the gather or about to enter it, `failed` says who failed first, `left` that a failed
-    rank gave up waiting. The rank that wrote `waiting` first removes it once nobody can be in this
-    room any more: a rank that begins an agreement has ended the one before, which all ranks had
-    entered, so all have left those before that.
+    The store needs no peer to answer. `waiting` counts the ranks that are in the gather or about to
+    enter it. `failed` has the first failure. `left` means that a failed rank has given up waiting.
+    The rank that created `waiting` deletes it two agreements later: a rank starts an agreement only
+    after all have entered the previous one, so all have left the one before that.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -45,7 +46,7 @@ class WaitingRoom:
                 dist.PrefixStore(f"hybridrl/agreement/{number}", store).delete_key("waiting")
 
     def wait_in_failure(self, message: str) -> bool:
-        """Tells of this rank's failure and waits for the others; False if they do not come."""
+        """Records this rank's failure and waits for the other ranks; returns whether all came."""
         try:
             self._store.compare_set("failed", "", f"{self._rank} {message}")
             self._store.add("waiting", 1)
@@ -56,14 +57,16 @@ class WaitingRoom:
                     return True
                 if time.monotonic() > deadline:
                     self._store.set("left", "")
-                    time.sleep(MAX_POLL_S + POLL_S)  # those that wait look before the store ends
+                    time.sleep(
+                        MAX_POLL_S + POLL_S
+                    )  # let waiting ranks read it before the store ends
                 time.sleep(POLL_S)
         except dist.DistError:  # the store was in a rank that has ended
             pass
         return False
 
     def look(self) -> None:
-        """Raises if a rank that failed has left; called while a rank that did not fail waits."""
+        """Raises if a failed rank has left; called while a rank that did not fail waits."""
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -77,7 +80,7 @@ class WaitingRoom:
             raise self.first_failure() or RuntimeError("a rank that failed has left")
 
     def first_failure(self) -> PeerError | None:
-        """Returns which other rank failed first, and how; None if none is known of."""
+        """Returns the error of the first rank that failed; None if it is unknown or this rank."""
         try:
             if not self._store.check(["failed"]):
                 return None
@@ -105,17 +108,18 @@ def timed_barrier(
     is_ready: Callable[[], bool],
     is_lost: Callable[[], bool],
 ) -> BarrierOutcome:
-    """Waits, for a bounded time, until all ranks have called this and are ready. It needs no
-    process group and no rank that does not come: ranks meet in the job's key-value store. The first
-    rank that decides does so for all; one that comes later gets the same outcome at once.
+    """Waits for a limited time until all ranks have called this function and are ready.
+
+    Ranks meet in the job's key-value store, so the barrier needs no process group. The first rank
+    that decides does so for all. A later rank gets the same outcome immediately.
 
     Args:
-        name: of this barrier, the same on all ranks; each use needs a name of its own.
-        size: number of ranks.
-        within_s: how long this rank waits once all have come, from its own coming on.
-        come_within_s: how long it waits for ranks that have not come; at most `within_s`.
-        is_ready: whether this rank is ready; called repeatedly until it is.
-        is_lost: whether a rank is known to be lost; called repeatedly.
+        name: Name of the barrier, equal on all ranks and unique to this use.
+        size: Number of ranks.
+        within_s: Longest wait of this rank if all ranks have come.
+        come_within_s: Longest wait for ranks that have not come; at most `within_s`.
+        is_ready: Function that returns whether this rank is ready; called until it is.
+        is_lost: Function that returns whether a rank is known to be lost; called repeatedly.
     """
     store = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"hybridrl/barrier/{name}", store)

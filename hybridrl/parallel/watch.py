@@ -1,15 +1,15 @@
-"""Judges what ranks say of themselves: who is lost, who is waited for, and for how long. No torch.
+"""Decides from the heartbeats of all ranks which ranks are lost and who waits for whom. No torch.
 
-Pure: rank 0 collects a `Beat` of every rank, looks at them at even intervals (heartbeat.py) and
-publishes what `Watch` finds. Time is counted in looks, so that a rank 0 that was stopped itself, or
-a host that slept, finds nobody silent when it goes on.
+Pure: rank 0 collects a `Beat` of every rank, passes them to `Watch` at regular intervals
+(heartbeat.py), and publishes its verdict. Time is counted in intervals, so that no rank appears
+silent after rank 0 itself was stopped or its host slept.
 
-A rank that does not beat is lost, unless a rank of the same host says that its process runs: then
-its Python is busy in native code (a library that loads from a slow disk holds the interpreter). The
-only rank of a host, of whose process nobody can tell, is waited for ALONE_FACTOR times as long; its
-launcher sees an end of the process at once.
-A rank that beats is never lost, however long it takes: it is named to who waits, once a minute, and
-given up after `run.stall_timeout_s`, if that is set.
+A rank without heartbeats is lost, unless another rank on its host reports that its process runs. In
+that case native code holds the interpreter, for example a library that loads from a slow disk. A
+rank that is alone on its host has nobody to report on it, so it gets ALONE_FACTOR times as long;
+its launcher notices immediately if the process ends. A rank with heartbeats is never lost, however
+long its work takes. Messages name it once a minute while others wait for it, and it is given up
+after `run.stall_timeout_s`, if that is set.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-NOTICE_S = 60.0  # waits that are longer are told, this often
-MAX_NAMED = 4  # ranks in one message
-# A rank whose Python stands still for long, and of whose process no other rank of its host can
-# tell, gets more time: native code (a library that loads from a slow disk) holds the interpreter.
+NOTICE_S = 60.0  # waits longer than this are reported, at this interval
+MAX_NAMED = 4  # ranks named in one message
+# A rank that is alone on its host gets this many times `silent_s` before it is lost.
 ALONE_FACTOR = 4
 
 
@@ -32,12 +31,12 @@ WaitKey = tuple[str, range | tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Wait:
-    """A rank waits until others have entered a collective that it has entered.
+    """A rank's wait for other ranks to enter a collective.
 
     Args:
         number: Number of the collective in the group, from 1.
         ranks: Ranks of the group; None for all.
-        what: What is over for those that wait.
+        what: Work that precedes the collective.
     """
 
     group: str
@@ -48,21 +47,21 @@ class Wait:
 
     @property
     def key(self) -> WaitKey:
-        """What is the same for ranks that wait in the same collective."""
+        """Identifies the collective; equal on all ranks that wait in it."""
         ranks = self.ranks
         return self.group, ranks if isinstance(ranks, range) else tuple(ranks or ()), self.number
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of torch.distributed by a rank.
+    """A rank's call of torch.distributed.
 
     Args:
-        group: torch's name of the process group, and its description.
-        number: Number of the call in the group; sends and receives have numbers of their own.
+        group: Torch's name and description of the process group.
+        number: Number of the call in the group; sends and receives are numbered separately.
         what: Operation, dtype and shape.
-        is_p2p: Whether it is a send or a receive.
-        peer: The other rank of such a call; None if it is not known.
+        is_p2p: Whether the call is a send or a receive.
+        peer: Other rank of a send or receive; None if unknown.
     """
 
     group: str
@@ -75,30 +74,31 @@ class Call:
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """The call as text for messages."""
         return f"{self.what}, #{self.number} of group {self.group} ({ranks_text(self.ranks)})"
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank says about itself every few seconds.
+    """A heartbeat: the state that a rank reports every few seconds.
 
     Args:
-        count: One more each time.
-        host_id: The same for ranks that can see each other's processes.
-        part: What it does that all must agree on; empty between such parts.
-        at: Innermost lines of its main thread.
-        entered: Number of collectives it has entered, by group.
-        wait: What its main thread waits for, if it waits.
-        within: Seconds since it began a part in whose collectives ranks wait for each other
-            without a bound (files are written or read); None if it is in none.
-        is_in_collective: Whether its main thread is in a call of torch.distributed.
-        found: What is wrong with processes of other ranks on its host.
-        knows: Whether it has read the verdict.
-        stop_signal: Signal that asked it, or for rank 0 any rank, to save and end; 0 if none.
-        stop_epoch: How often it has forgotten such signals; others count only in the same.
-        idle_s: Seconds for which nothing that counts its work has changed.
-        latest: Calls that are not over, and the last one in each group, if it is idle.
+        count: Number of the heartbeat.
+        host_id: Id of the host; equal for ranks that can see each other's processes.
+        part: Current part of `World.all_agree` or `World.arrive`; empty outside of them.
+        at: Innermost lines of the main thread's stack.
+        entered: Number of collectives that the rank has entered, by group.
+        wait: Current wait of the main thread, if any.
+        within: Seconds since the rank began a part whose collectives have no timeout (files are
+            written or read); None outside of such parts.
+        is_in_collective: Whether the main thread is in a call of torch.distributed.
+        found: Faults of other ranks' processes on the same host.
+        knows: Whether the rank has read the verdict.
+        stop_signal: Signal that asked this rank (for rank 0: any rank) to save and end; 0 if none.
+        stop_epoch: Number of times that the rank has forgotten signals. Only signals of the same
+            epoch count.
+        idle_s: Seconds without progress.
+        latest: Unfinished calls and the last call in each group, if the rank is idle.
     """
 
     count: int
@@ -120,12 +120,12 @@ class Beat:
     latest: Sequence[Call] = ()
 
     def to_json(self) -> str:
-        """Returns the beat as text."""
+        """Returns the heartbeat as JSON."""
         return json.dumps(asdict(self), default=_range_ends)
 
     @staticmethod
     def from_json(text: str | bytes) -> Beat:
-        """Returns the beat of `to_json`."""
+        """Returns the heartbeat that `to_json` wrote."""
         fields: dict[str, Any] = json.loads(text)
         wait = fields.pop("wait")
         found = {int(rank): state for rank, state in fields.pop("found").items()}
@@ -137,36 +137,36 @@ class Beat:
 
     @property
     def where(self) -> str:
-        """What the rank is doing, for people."""
+        """What the rank is doing, as text for messages."""
         part = f", {self.part}" if self.part else ""
         return f"in phase '{self.phase}'{part}" + (f", at {self.at}" if self.at else "")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why all ranks must end; `culprit` is the first rank to blame, None if none is."""
+    """Reason why all ranks must end; `culprit` is the first rank to blame, or None."""
 
     message: str
     culprit: int | None
 
     def to_json(self) -> str:
-        """Returns the verdict as text."""
+        """Returns the verdict as JSON."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str | bytes) -> Verdict:
-        """Returns the verdict of `to_json`."""
+        """Returns the verdict that `to_json` wrote."""
         return Verdict(**json.loads(text))
 
 
 class Watch:
-    """Looks at the beats of all ranks, again and again.
+    """Examines the heartbeats of all ranks at regular intervals.
 
     Args:
-        every_s: Seconds between two looks.
-        silent_s: Seconds without a beat after which a rank may be lost.
-        collective_timeout_s: Bound of a collective that all have entered.
-        stall_timeout_s: Bound of the wait for ranks that beat; None for no bound.
+        every_s: Seconds between two calls of `look`.
+        silent_s: Seconds without a heartbeat after which a rank may be lost.
+        collective_timeout_s: Timeout of a collective that all ranks have entered.
+        stall_timeout_s: Longest wait for ranks that are alive; None for no limit.
     """
 
     def __init__(
@@ -179,12 +179,12 @@ class Watch:
         self.every_s, self.silent_s = every_s, silent_s
         self.collective_timeout_s, self.stall_timeout_s = collective_timeout_s, stall_timeout_s
         self._counts: dict[int, int] = {}
-        self._silent: dict[int, int] = {}  # looks without a new beat
-        self._entered_by_all: dict[WaitKey, int] = {}  # looks
-        self._told_s = 0.0
+        self._silent: dict[int, int] = {}  # intervals without a new heartbeat
+        self._entered_by_all: dict[WaitKey, int] = {}  # intervals
+        self._noticed_s = 0.0
 
     def look(self, beats: Sequence[Beat]) -> Verdict | None:
-        """Takes in the latest beat of every rank; returns why all must end, if they must."""
+        """Records the latest heartbeats; returns a verdict if all ranks must end."""
         for rank, beat in enumerate(beats):
             is_new = self._counts.get(rank) != beat.count or beat.has_left
             self._silent[rank] = 0 if is_new else self._silent[rank] + 1
@@ -192,24 +192,24 @@ class Watch:
         return self._lost(beats) or self._stalled(beats) or self._unfinished(beats)
 
     def is_silent(self, rank: int) -> bool:
-        """Whether a rank has not beaten for so long that it needs an explanation."""
+        """Returns whether a rank's last heartbeat is at least `silent_s` old."""
         return self.silent_for_s(rank) >= self.silent_s
 
     def silent_for_s(self, rank: int) -> float:
-        """Returns the seconds since a rank's last beat."""
+        """Returns the seconds since a rank's last heartbeat."""
         return self._silent.get(rank, 0) * self.every_s
 
     def notice(self, beats: Sequence[Beat]) -> str | None:
-        """Returns who waits for whom, once a minute while somebody waits for longer than that."""
+        """Returns a message on who waits for whom, once a minute during a longer wait."""
         waits = [beat.wait.seconds for beat in beats if beat.wait is not None]
         withins = [beat.within for beat in beats if beat.within is not None]
         longest = max([*waits, *withins], default=0.0)
         if longest < NOTICE_S:
-            self._told_s = 0.0
+            self._noticed_s = 0.0
             return None
-        if longest < self._told_s + NOTICE_S:
+        if longest < self._noticed_s + NOTICE_S:
             return None
-        self._told_s = longest
+        self._noticed_s = longest
         waiting = max(beats, key=lambda beat: beat.wait.seconds if beat.wait else -1.0).wait
         if waiting is not None and (missing := missing_ranks(waiting, beats)):
             said = f"for {waiting.seconds:.0f} s ranks wait after {waiting.what!r} for "
@@ -231,14 +231,14 @@ class Watch:
         alike = [rank for rank in lost if beats[rank].host_id == beats[first].host_id]
         message = (
             f"{ranks_text(alike)} on host {beats[first].host} gave no sign of life for "
-            f"{silent_s:g} s: {lost[first]}. Last heard of {where}"
+            f"{silent_s:g} s: {lost[first]}. Last seen {where}"
         )
         if others := [rank for rank in lost if rank not in alike]:
             message += f"; {ranks_text(others)} on other hosts are silent too"
         return Verdict(message, first)
 
     def _patience_s(self, rank: int, beats: Sequence[Beat]) -> float:
-        """Returns the seconds without a beat after which a rank may be lost."""
+        """Returns the seconds without a heartbeat after which a rank may be lost."""
         host = beats[rank].host_id
         is_alone = all(beat.host_id != host for i, beat in enumerate(beats) if i != rank)
         return self.silent_s * (ALONE_FACTOR if is_alone else 1)
@@ -272,28 +272,30 @@ class Watch:
         return None
 
     def _unfinished(self, beats: Sequence[Beat]) -> Verdict | None:
-        """Finds a collective that all have entered and that does not end: the network's fault."""
-        waits = {  # of each replica one
-            wait.key: wait for beat in beats if (wait := beat.wait) is not None
-        }
+        """Finds a collective that all ranks have entered but that does not end."""
+        waits = {wait.key: wait for beat in beats if (wait := beat.wait) is not None}
         entered = {key: wait for key, wait in waits.items() if not missing_ranks(wait, beats)}
         looks = {key: self._entered_by_all.get(key, 0) + 1 for key in entered}
         self._entered_by_all = looks
         for key, count in looks.items():
             if count * self.every_s > self.collective_timeout_s:
                 message = (
-                    f"all ranks came together after {entered[key].what!r}, but their collective "
-                    f"did not end within run.collective_timeout_s={self.collective_timeout_s:g}: "
-                    "look at the network between the hosts"
+                    f"all ranks entered the collective after {entered[key].what!r}, but it did not "
+                    f"end within run.collective_timeout_s={self.collective_timeout_s:g}. Check the "
+                    "network between the hosts"
                 )
                 return Verdict(message, None)
         return None
 
     def described(self, ranks: Sequence[int], beats: Sequence[Beat]) -> str:
-        """Says where ranks are; names MAX_NAMED."""
+        """Describes what ranks are doing; names at most MAX_NAMED of them."""
         named = [
             f"rank {rank} on host {beats[rank].host}"
-            + (" (its Python does not answer, its process runs)" if self.is_silent(rank) else "")
+            + (
+                " (its Python does not answer, but its process runs)"
+                if self.is_silent(rank)
+                else ""
+            )
             + f", {beats[rank].where}"
             for rank in ranks[:MAX_NAMED]
         ]
@@ -302,10 +304,10 @@ class Watch:
 
 
 class HangObserver(Protocol):
-    """Names hangs; `run` is the run folder, None if there is none."""
+    """Reports hangs; `run` is the run folder, or None."""
 
     def look(self, beats: Sequence[Beat], silent: Sequence[int], run: Path | None) -> list[str]:
-        """Takes in the latest beats; returns what there is to say."""
+        """Records the latest heartbeats; returns the messages to print."""
 
     def explained(
         self,
@@ -315,32 +317,32 @@ class HangObserver(Protocol):
         silent: Sequence[int],
         run: Path | None,
     ) -> str:
-        """Writes down what every rank does; returns the message with where that is."""
+        """Writes a report of every rank's state; returns the message with the report's path."""
 
 
-# Makes an observer from what has all ranks write their stacks to their logs.
+# Creates an observer from a function that makes all ranks write their stacks to their logs.
 ObserveHangs = Callable[[Callable[[Sequence[int]], None]], HangObserver]
 _OBSERVE: list[ObserveHangs] = []
 
 
 def observe_hangs(make: ObserveHangs) -> None:
-    """Gives the observer to the heartbeats that this process starts from now on."""
+    """Sets the observer for heartbeats that this process starts from now on."""
     _OBSERVE[:] = [make]
 
 
 def hang_observer(ask_stacks: Callable[[Sequence[int]], None]) -> HangObserver | None:
-    """Returns an observer for a heartbeat; None if this process was given none."""
+    """Returns a new observer for a heartbeat; None if this process has none."""
     return _OBSERVE[0](ask_stacks) if _OBSERVE else None
 
 
 def missing_ranks(wait: Wait, beats: Sequence[Beat]) -> list[int]:
-    """Returns the ranks that have not entered what a rank waits in."""
+    """Returns the ranks that have not entered the collective of a wait."""
     ranks = range(len(beats)) if wait.ranks is None else wait.ranks
     return [rank for rank in ranks if beats[rank].entered.get(wait.group, 0) < wait.number]
 
 
 def even(ranks: Sequence[int]) -> Sequence[int]:
-    """Returns ranks as a range where they are one, as in most groups: a beat tells it shortly."""
+    """Returns evenly spaced ranks as a range, which keeps heartbeats short; others unchanged."""
     if not ranks:
         return ranks
     found = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1) if len(ranks) > 1 else 1)
@@ -348,7 +350,7 @@ def even(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def _range_ends(ranks: range) -> dict[str, tuple[int, int, int]]:
-    """Returns what stands in JSON for the ranks of a group, of which there may be thousands."""
+    """Returns a range of ranks, of which there may be thousands, as JSON."""
     return {"range": (ranks.start, ranks.stop, ranks.step)}
 
 

@@ -84,7 +84,7 @@ def test_watch_names_a_stopped_rank_after_30_s() -> None:
     found = job.looks(4)
     assert found is not None and found.culprit == 1
     assert found.message == (
-        "rank 1 on host a gave no sign of life for 30 s: its process is stopped. Last heard of in "
+        "rank 1 on host a gave no sign of life for 30 s: its process is stopped. Last seen in "
         "phase 'generate, step 2', at engine.py:1 in step"
     )
 
