@@ -1,11 +1,12 @@
 """The 3D-HybridEngine: writes a training layout's weights into an inference engine's parameters.
 
-A plan is a rank's list of copies: which rectangle of which training tensor goes into which
-rectangle of which engine parameter (plan.py). A transport carries it out (packed.py, peer.py).
+A plan lists each rank's copies: a rectangle of a training tensor and the rectangle of an engine
+parameter that it goes to (plan.py). A transport runs the plan (packed.py, peer.py).
 
-Who waits for whom: making one and `to_rollout` are collective. Whatever one rank
-finds wrong while the plan is made is told to all before any raises. Invariant: a plan runs only if
-it is proven to fill every parameter, by each rank for its own, and only if all hold the same plan.
+Who waits for whom: the constructor and `to_rollout` are collective. An error that one rank finds
+while the plan is made reaches all ranks before any of them raises. Invariant: a plan runs only if
+each rank has proven that it fills all parameters of that rank, and only if all ranks hold the same
+plan.
 """
 
 from __future__ import annotations
@@ -54,24 +55,25 @@ from hybridrl.parallel.peer_memory import PeerMemory
 
 Alike = TypeVar("Alike", RankLayout, frozenset[str])
 
-POLL_S = 2e-5  # how often the host looks whether the weights have arrived
+POLL_S = 2e-5  # interval at which the host checks whether the weights have arrived
 
 
 @dataclass(frozen=True)
 class ReshardStats:
-    """What one transition to rollout did.
+    """Measurements of one transition to rollout.
 
     Args:
-        version: weight version that the engine now has.
-        received_bytes, sent_bytes: over links of any kind, of this rank.
-        seconds: wall time on this rank, until its parameters are complete.
-        total_planned_bytes: what the plan says all ranks send together.
-        total_sent_bytes, total_received_bytes: what all ranks did.
-        total_node_received_bytes: of those, what came from other nodes.
-        total_messages: what all ranks sent; none where they read each other's memory.
-        slowest_gb_per_s: bytes received a second by the rank that took longest, 1e9 bytes a second.
-        verify_seconds: spent on comparing both ends, 0 when it was not time to.
-        keeps_memory: the next change of phases frees nothing: the device has memory for both.
+        version: Weight version of the engine after the transition.
+        received_bytes, sent_bytes: Bytes of this rank, over links of any kind.
+        seconds: Wall time on this rank until its parameters are complete.
+        total_planned_bytes: Bytes that all ranks send according to the plan.
+        total_sent_bytes, total_received_bytes: Bytes of all ranks.
+        total_node_received_bytes: The part of `total_received_bytes` that came from other nodes.
+        total_messages: Messages sent by all ranks; 0 if ranks read each other's memory.
+        slowest_gb_per_s: Receive rate of the rank that took longest, 1e9 bytes a second.
+        verify_seconds: Time spent on verification; 0 if there was none.
+        keeps_memory: Whether the next phase change frees no memory, because the device has room for
+            both phases.
     """
 
     version: int
@@ -105,29 +107,31 @@ class HybridEngine:
     """Keeps an inference engine's weights equal to the policy's.
 
     Args:
-        source: What the engine's parameters are written from in every transition.
-        target: this rank's engine.
-        peers: all ranks, and how they talk.
-        staging_bytes: bound of the staging buffers together (`rollout.staging_mib`).
-        verify_every: compare both ends of every copy each time the version is a multiple of this;
-            0: never (`rollout.verify`).
-        training: what the trainer holds only while it trains.
-        training_weights: the trainer's weights, released once the engine has them. That frees them,
-            or starts to gather them beside generation where a rank has updated only its own part.
-        domain_size: ranks of one node, which are consecutive; None: all are of one.
-        peer_memory: holds all ranks' source tensors, which the ranks then read where they lie.
-            None: weights travel as packed messages, as they do if any is computed.
-        timeout_s: longest that a transition may take, seconds (`run.collective_timeout_s`).
-        engine_stays: the engine goes on while the policy trains, on ranks of its own; it stops for
-            the next weights, and where its memory is asked for.
+        source: Source of the engine's weights in every transition.
+        target: Engine of this rank.
+        peers: All ranks.
+        staging_bytes: Limit for all staging buffers together (`rollout.staging_mib`).
+        verify_every: Verify each weight version that is a multiple of this number; 0 for never
+            (`rollout.verify`).
+        training: Memory that the trainer needs only while it trains.
+        training_weights: The trainer's weights, released once the engine has them. Release frees
+            them, or starts to gather them during generation if each rank has updated only its own
+            part.
+        domain_size: Consecutive ranks of one node; None for a single node.
+        peer_memory: Memory with the source tensors of all ranks, which ranks then read directly.
+            Without it, or if any source tensor is computed, weights travel as packed messages.
+        timeout_s: Longest time that a transition may take, seconds (`run.collective_timeout_s`).
+        engine_stays: Whether the engine keeps generating while the policy trains on other ranks. It
+            then pauses only for new weights, or when its memory is needed.
 
     Attributes:
-        transport: what moves the weights.
-        before_change: Called before memory goes to the other phase: peaks of both are told apart.
+        transport: Transport that moves the weights.
+        before_change: Callback before memory changes phase, so that the peaks of both phases can be
+            measured separately.
 
     Raises:
-        PlanError: the layouts cannot be joined, the tensors are not those of the layouts, or the
-            ranks do not hold the same plan; on every rank, naming the ranks concerned.
+        PlanError: The layouts cannot be joined, the tensors do not match the layouts, or the ranks
+            hold different plans. Raised on every rank; names the ranks concerned.
     """
 
     def __init__(
@@ -178,9 +182,9 @@ class HybridEngine:
         is_computed = any(not isinstance(tensor, Tensor) for tensor in weights.values())
         traits = _Traits(is_computed, *forgets(target))
         traits = _agree(error, "".join(plan.hash() for plan in plans), traits, peers)
-        self._forgets = {False: traits.forgets, True: traits.forgets_kept}  # by whether it is kept
+        self._forgets = {False: traits.forgets, True: traits.forgets_kept}  # by `keeps_memory`
         self.plan, self._changing = plans[0], plans[-1]
-        self._has_frozen = False  # what never changes, in every engine
+        self._has_frozen = False  # whether every engine has the frozen weights
         self._wire_dtype, self._target_layout = wire_dtype, own[1]
         self._block_group: dist.ProcessGroup | None = None
         self._kind: Literal["packed", "peer"]
@@ -190,17 +194,19 @@ class HybridEngine:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether the next change of phases frees nothing: the device has memory for both."""
+        """Whether the next phase change frees no memory, because the device has room for both
+        phases.
+        """
         return self._headroom.is_enough
 
     def make_transport(
         self, kind: Literal["packed", "peer"], plan: Plan | None = None
     ) -> Transport:
-        """Returns another transport, of all weights unless a plan is given; the caller closes it.
-        Collective.
+        """Returns a new transport, for all weights unless a plan is given. Collective; the caller
+        closes it.
 
         Raises:
-            ValueError: 'peer', but the engine was made without `peer_memory`.
+            ValueError: `kind` is 'peer', but the engine has no `peer_memory`.
         """
         ends = plan or self.plan, self._peers, self._weights, self._written()
         if kind == "packed":
@@ -209,26 +215,28 @@ class HybridEngine:
             staging, block_group = self._staging_bytes, self._block_group
             return PackedTransport(*ends, staging, self._wire_dtype, block_group)
         if self._peer_memory is None:
-            raise ValueError("transport 'peer' needs peer_memory, where training tensors lie")
+            raise ValueError(
+                "transport 'peer' needs `peer_memory`, which holds the training tensors"
+            )
         return PeerTransport(*ends, self._peer_memory)
 
     def _written(self) -> Mapping[str, Tensor]:
-        """Returns the engine's parameters as they are written."""
+        """Returns the engine's parameters in the form that transports write."""
         return wire_views(self._target.tensors(), self._target_layout, self._wire_dtype)
 
     def to_rollout(self, version: int | None = None, verifies: bool = False) -> ReshardStats:
         """Enters the rollout phase with the policy's weights; collective.
 
-        Args:
-            version: what the engine calls these weights; None: one more than the last time.
-            verifies: whether to verify even if it is not time to.
+        Calls `to_train` first if the caller has not.
 
-        A loop that never says `to_train` is taken to have trained since the last transition.
+        Args:
+            version: Version number of these weights; None for the last one plus 1.
+            verifies: Whether to verify this version in any case.
 
         Raises:
-            VerifyError: it was time to verify, and a parameter differs from its source.
-            TransportError: the weights did not all arrive; the engine generates with none.
-            PeerError: a rank is lost.
+            VerifyError: A parameter differs from its source.
+            TransportError: The weights did not all arrive, so the engine must not generate.
+            PeerError: A rank has failed.
         """
         if self.phases.phase is Phase.ROLLOUT:
             self.to_train()
@@ -236,7 +244,7 @@ class HybridEngine:
         self.version = self.version + 1 if version is None else version
         start = time.perf_counter()
         if self._is_awake:
-            self._sleep(keeps_memory=True)  # it has had it beside this training
+            self._sleep(keeps_memory=True)  # the engine kept its memory during this training phase
             self._is_awake = False
         self._free_training_memory()
         self._target.begin_update()
@@ -250,10 +258,10 @@ class HybridEngine:
             verify_seconds = self._timed_verify()
         for weights in self._training_weights:
             weights.release()
-        if frees:  # before the engine takes the rest of its memory
+        if frees:  # before the engine allocates the rest of its memory
             _give_blocks_back()
         self._target.finish_update(self.version)
-        if is_due and not frees:  # what the engine did to its parameters is seen too
+        if is_due and not frees:  # also finds changes that the engine made to its parameters
             verify_seconds = self._timed_verify()
         if is_due:
             self._verify_copies()
@@ -280,7 +288,7 @@ class HybridEngine:
         )
 
     def _free_training_memory(self) -> None:
-        """Frees what only training needs, unless there is memory for both phases."""
+        """Frees memory that only training needs, unless the device has room for both phases."""
         frees = any(weights.is_freed for weights in self._training_weights)
         growth = max((memory.growth_bytes for memory in self._training), default=0)
         may_stay = not frees and all(memory.may_stay for memory in self._training)
@@ -292,15 +300,15 @@ class HybridEngine:
         self._is_released = True
         _give_blocks_back()
         self._headroom.measure_freed()
-        self.before_change()  # the engine takes what is free now
+        self.before_change()  # before the engine allocates the freed memory
 
     def _move(self) -> Traffic:
         """Runs the transport and waits until this rank's parameters are complete.
 
-        A rank that never comes must not leave this one waiting: no watchdog looks after work in
-        CUDA graphs, or after copies out of peer memory.
+        The wait has a time limit because NCCL's watchdog does not cover CUDA graphs or copies from
+        peer memory: a failed rank would leave this one waiting forever.
         """
-        said = f"weight version {self.version} did not arrive on rank {self._peers.rank}"
+        summary = f"weight version {self.version} did not arrive on rank {self._peers.rank}"
         try:
             self._choose_plan()
             traffic = self.transport.run()
@@ -313,11 +321,11 @@ class HybridEngine:
                         raise RuntimeError("no answer from the device")
                     time.sleep(POLL_S)
         except torch.OutOfMemoryError:
-            raise  # has its own explanation, and is of this rank
+            raise  # concerns this rank alone and has its own explanation
         except PeerError as error:
-            if error.is_lost:  # says which rank, and why
+            if error.is_lost:  # the error names the rank and the reason
                 raise
-            raise TransportError(f"{said}: {error}", error.culprit) from error
+            raise TransportError(f"{summary}: {error}", error.culprit) from error
         except RuntimeError as error:
             dead = self._peers.dead_ranks()
             why = (
@@ -327,13 +335,15 @@ class HybridEngine:
                 f"{self._timeout_s:g}, or died, its log says why"
             )
             culprit = dead[0] if len(dead) == 1 else None
-            raise TransportError(f"{said} {why} ({error})", culprit) from error
+            raise TransportError(f"{summary} {why} ({error})", culprit) from error
         self._has_frozen = True
         return traffic
 
     def _choose_plan(self) -> None:
-        """Makes the transport one of all weights, or of those that change; collective where it is
-        another than before. One at a time: each has staging buffers.
+        """Switches between the plan of all weights and that of the weights that change. Collective
+        if the plan changes.
+
+        Only one transport exists at a time, since each has staging buffers.
         """
         wanted = self._changing if self._has_frozen else self.plan
         if wanted is not self._moved:
@@ -341,8 +351,10 @@ class HybridEngine:
             self._moved, self.transport = wanted, self.make_transport(self._kind, wanted)
 
     def send_frozen_again(self) -> None:
-        """Sends frozen weights in the next transition too; for all ranks to call where they have
-        changed after all, as by a checkpoint that was loaded.
+        """Makes the next transition send frozen weights too.
+
+        All ranks must call it if frozen weights have changed, for example after a checkpoint was
+        loaded.
         """
         self._has_frozen = False
 
@@ -352,23 +364,24 @@ class HybridEngine:
             self._has_frozen = False
 
     def close(self) -> None:
-        """Ends the use of the process group; before it is destroyed."""
+        """Stops using the process group; call it before the group is destroyed."""
         self.transport.close()
 
     def verify(self) -> None:
         """Compares both ends of every copy; collective, in the rollout phase only.
 
         Raises:
-            PhaseError: the trainer's weights are freed already.
-            VerifyError: on every rank, naming the first parameter that differs from its source.
+            PhaseError: The trainer's weights have already been freed.
+            VerifyError: A parameter differs from its source. Raised on every rank; names the first
+                one.
         """
         self.phases.require(Phase.ROLLOUT, "comparing weights")
         memory = memory_of(self._weights.values())
         if any(t.numel() and not t.untyped_storage().nbytes() for t in memory):
             raise PhaseError(
-                "comparing weights needs the trainer's, which are freed by "
-                "train.release_weights_in_rollout=true: compare on the way, with "
-                "rollout.verify=N or to_rollout(verifies=True)"
+                "comparing weights needs the trainer's weights, which "
+                "train.release_weights_in_rollout=true has freed. Verify during the transition: "
+                "set rollout.verify=N or call to_rollout(verifies=True)"
             )
         ends = self._weights, self._written()
         verify(self.plan, self._peers, *ends, self._wire_dtype)
@@ -379,25 +392,27 @@ class HybridEngine:
         for rank, name in enumerate(stale):
             if name is not None:
                 raise VerifyError(
-                    f"{name} of the engine on rank {rank} differs from the parameter that it is a "
-                    "copy of"
+                    f"{name} of the engine on rank {rank} differs from the parameter that it copies"
                 )
 
     def _timed_verify(self) -> float:
-        """Verifies; returns the seconds that it took."""
+        """Verifies and returns the seconds that it took."""
         start = time.perf_counter()
         self.verify()
         return time.perf_counter() - start
 
     def to_train(self, frees_memory: bool = False) -> None:
-        """Enters the training phase; the engine sleeps, and keeps unfinished requests, unless it
-        stays. Its memory is freed unless there is memory for both phases (headroom.py).
+        """Enters the training phase. The engine sleeps, unless it stays awake on its own ranks, and
+        keeps unfinished requests.
+
+        The engine's memory is freed unless the device has room for both phases (headroom.py).
 
         Args:
-            frees_memory: frees it in any case, for what needs much memory and is rare.
+            frees_memory: Whether to free the engine's memory in any case, for rare work that needs
+                much memory.
 
         Raises:
-            PhaseError: it is the training phase already.
+            PhaseError: The current phase is already training.
         """
         self.phases.enter(Phase.TRAIN)
         self.before_change()
@@ -406,7 +421,7 @@ class HybridEngine:
         self._is_awake = self._engine_stays and not frees_memory
         if not self._is_awake:
             self._sleep(keeps_memory=self.keeps_memory)
-        # The weights may be made from the rest of the training memory.
+        # Restoring the weights may need the rest of the training memory, so that comes first.
         released = self._training if self._is_released else ()
         for memory in (*released, *self._training_weights):
             memory.restore()
@@ -422,13 +437,14 @@ class HybridEngine:
 
 
 def _nothing() -> None:
-    """Nobody measures memory."""
+    """Default for `before_change`."""
 
 
 def _give_blocks_back() -> None:
-    """Returns what torch's allocator keeps of freed memory: the engine maps its own beside torch.
+    """Returns the free blocks of torch's allocator to the driver, since the engine maps memory
+    outside torch.
 
-    The next update allocates it again, once.
+    The next update allocates them again.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -439,8 +455,9 @@ def _shapes(tensors: Mapping[str, SourceTensor]) -> dict[str, tuple[int, ...]]:
 
 
 def gather_alike(own: Alike, peers: Peers) -> list[Alike]:
-    """Returns every rank's layout, or set of names; each different one is sent once, by the first
-    rank that has it, and is one object.
+    """Returns every rank's layout or set of names.
+
+    Equal values become one object, which only the first rank that has it sends.
     """
     digests = peers.gather_objects(hashlib.sha256(repr(_content(own)).encode()).hexdigest())
     found = {
@@ -457,12 +474,12 @@ def _content(own: RankLayout | frozenset[str]) -> object:
 
 
 class _Traits(NamedTuple):
-    """What is so if it is so on any rank.
+    """Properties that hold for the job if they hold on any rank.
 
     Args:
         has_computed: Whether a source tensor is computed when it is sent.
-        forgets: Whether an engine's weights lose their content in a sleep that frees its memory.
-        forgets_kept: Whether they do in a sleep that keeps it.
+        forgets: Whether an engine loses its weights in a sleep that frees memory.
+        forgets_kept: Whether an engine loses its weights in a sleep that keeps memory.
     """
 
     has_computed: bool
@@ -471,8 +488,10 @@ class _Traits(NamedTuple):
 
 
 def _agree(error: str, plan_hash: str, traits: _Traits, peers: Peers) -> _Traits:
-    """Returns the traits of all ranks; raises PlanError on every rank if any has an error, or plans
-    unlike rank 0's.
+    """Returns the traits of all ranks together.
+
+    Raises:
+        PlanError: A rank has an error, or its plan differs from rank 0's. Raised on every rank.
     """
     outcomes = peers.gather_objects((error, plan_hash, traits))
     for rank, (found, _, _) in enumerate(outcomes):
@@ -480,5 +499,7 @@ def _agree(error: str, plan_hash: str, traits: _Traits, peers: Peers) -> _Traits
             raise PlanError(f"rank {rank}: {found}")
     differing = [rank for rank, (_, other, _) in enumerate(outcomes) if other != outcomes[0][1]]
     if differing:
-        raise PlanError(f"ranks {differing} made another plan than rank 0: their layouts differ")
+        raise PlanError(
+            f"ranks {differing} made a different plan than rank 0: their layouts differ"
+        )
     return _Traits(*map(any, zip(*(own for _, _, own in outcomes), strict=True)))

@@ -1,9 +1,11 @@
-"""Writes weights that are spread over ranks as one HF directory, all ranks their share of it, with
-one tensor in hand at a time each.
+"""Writes weights that are sharded over ranks as one HF directory.
 
-Who waits for whom: `export_hf` is collective. In each round every rank that writes gets one HF
-tensor, whole, from its owners, writes it into its place and lets it go. A rank that cannot write
-goes on receiving, and all ranks raise its error at the end.
+Every rank that sees the directory writes a share of the tensors and holds one whole tensor at a
+time.
+
+Who waits for whom: `export_hf` is collective. In each round every writing rank receives one whole
+HF tensor from its owners, writes it and frees it. A rank that cannot write still receives, and all
+ranks raise its error at the end.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from hybridrl.models.sources import WeightSource
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 
 STAGING_BYTES = 64 << 20
-ROUNDS_PER_AGREEMENT = 64  # of tensors, whose messages the ranks agree on together
+ROUNDS_PER_AGREEMENT = (
+    64  # rounds of tensors for which the ranks agree on messages in one collective
+)
 
 
 def export_hf(
@@ -45,18 +49,18 @@ def export_hf(
     """Writes an HF directory from the ranks' shards; collective.
 
     Args:
-        directory: where to; must not exist or be empty. Rank 0's disk is the one that matters;
-            ranks that see the folder there write a share of the tensors.
-        source: The weights.
-        shapes: every HF tensor of the model, as from `hf_shapes`.
-        dtype: type of the written tensors, but of those that are kept in fp32.
-        config: content of config.json.
-        peers: the ranks of the layouts.
-        side_files: folder whose tokenizer files are copied along.
-        card: text of the directory's README.md, if it is to have one.
+        directory: Directory to write; it must be empty or not exist. Rank 0 creates it; the ranks
+            that see it there write a share of the tensors.
+        source: Source of the weights.
+        shapes: Shape of every HF tensor of the model, as from `hf_shapes`.
+        dtype: Type of the written tensors, except those kept in fp32.
+        config: Content of config.json.
+        peers: Ranks of the layouts.
+        side_files: Folder whose tokenizer files are copied.
+        card: Text of the directory's README.md; None for no README.
 
     Raises:
-        UserError: on every rank, if one of them cannot write there.
+        UserError: A rank cannot write there. Raised on every rank.
     """
     writer, error = None, None
     if peers.rank == 0:
@@ -78,9 +82,9 @@ def export_hf(
                     written.append(places.write(partial, name, tensor))
                 except OSError as caught:
                     error = _as_user_error(directory, caught)
-        told = peers.gather_objects((error, written))
-        if writer is not None and all(failed is None for failed, _ in told):
-            writer.wrote([name for _, names in told for name in names])
+        results = peers.gather_objects((error, written))
+        if writer is not None and all(failed is None for failed, _ in results):
+            writer.wrote([name for _, names in results for name in names])
             try:
                 writer.complete()
             except OSError as caught:
@@ -98,9 +102,9 @@ def gather_tensors(
     peers: Peers,
     writers: Sequence[int] = (0,),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields every HF tensor, whole, on one of the ranks `writers`, which take turns; collective.
+    """Yields every HF tensor, whole, on one of `writers`, which take turns; collective.
 
-    All ranks must run through the iterator; it yields nothing on others.
+    All ranks must exhaust the iterator; it yields nothing on ranks outside `writers`.
     """
     rank, layouts, tensors = peers.rank, source.layouts, source.tensors
     with torch.no_grad():
@@ -130,7 +134,7 @@ def _rounds(
     writers: Sequence[int],
     itemsize: int,
 ) -> Iterator[tuple[Plan, dict[int, RankLayout]]]:
-    """Yields the plans by which each writer gets one tensor, and what that is of each."""
+    """Yields, for each round, the plan and the layout of each writer's tensor."""
     regions = [_by_hf_name(layout) for layout in layouts]
     names = list(shapes)
     for first in range(0, len(names), len(writers)):
@@ -147,7 +151,7 @@ def _rounds(
 def _wholes(
     layout: RankLayout, dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
-    """Returns the tensors of a layout of whole HF tensors; their content is not set."""
+    """Returns uninitialised tensors for a layout of whole HF tensors."""
     return {
         name: torch.empty(shape, dtype=stored_as(name, dtype), device=device)
         for name, shape in layout.shapes.items()

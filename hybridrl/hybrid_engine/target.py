@@ -1,4 +1,4 @@
-"""What the hybrid engine asks of the thing whose weights it writes."""
+"""Interface of an engine whose weights the hybrid engine writes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class WeightTarget(Protocol):
     """An inference engine's live parameters on this rank, writable in place."""
 
     def layout(self) -> RankLayout:
-        """Returns what of the HF checkpoint each of this rank's parameters holds."""
+        """Returns the part of the HF checkpoint that each parameter of this rank holds."""
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -29,12 +29,13 @@ class WeightTarget(Protocol):
         """Stops generation until the next update has finished.
 
         Args:
-            keeps_memory: else weights and caches give their memory back for training.
+            keeps_memory: Whether weights and caches keep their memory instead of freeing it for
+                training.
         """
         ...
 
     def finish_update(self, version: int) -> None:
-        """Declares all parameters to be of weight version `version` and drops what was cached."""
+        """Declares that all parameters have weight version `version`, and drops cached results."""
         ...
 
 
@@ -43,26 +44,30 @@ class ForgettingTarget(WeightTarget, Protocol):
     """A target whose parameters can lose their content while it sleeps."""
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
-        """Returns whether they do after `sleep(keeps_memory)`. It does not change during a run."""
+        """Returns whether parameters lose their content in `sleep(keeps_memory)`; constant during a
+        run.
+        """
         ...
 
 
 @runtime_checkable
 class CopyingTarget(WeightTarget, Protocol):
-    """A target that computes with copies of parameters, which `finish_update` makes again."""
+    """A target that computes with copies of parameters, which `finish_update` updates."""
 
     def stale_copy(self) -> str | None:
-        """Returns the name of the first copy that is not of the present weights; None: all are."""
+        """Returns the name of the first copy that differs from its parameter, or None."""
         ...
 
 
 def stale_copy_of(target: WeightTarget) -> str | None:
-    """Returns the same of any target."""
+    """Returns the name of a target's first stale copy, or None."""
     return target.stale_copy() if isinstance(target, CopyingTarget) else None
 
 
 def forgets(target: WeightTarget) -> tuple[bool, bool]:
-    """Returns whether a target forgets its weights in a sleep without memory, and in one with."""
+    """Returns whether a target loses its weights in a sleep that frees memory, and in one that
+    keeps it.
+    """
     if not isinstance(target, ForgettingTarget):
         return False, False
     return target.forgets_weights(keeps_memory=False), target.forgets_weights(keeps_memory=True)

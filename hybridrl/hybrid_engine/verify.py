@@ -1,9 +1,9 @@
-"""Proof on demand that what arrived is what was sent: checksums of both ends of every copy.
+"""Verifies a finished transfer with checksums of both ends of every copy.
 
-Who waits for whom: `verify` is collective. Every rank sums up the slices that it is
-the source of and those that it received, and all compare. The plan is proven to be right before it
-runs (proof.py); this finds what a proof cannot: a broken transport, a parameter that an engine
-repacked, memory that something else overwrote.
+Who waits for whom: `verify` is collective. Every rank computes checksums of the slices that it sent
+and of those that it received, and all ranks compare them. proof.py has already proven the plan.
+Checksums find faults outside the plan: a broken transport, a parameter that an engine repacked, or
+memory that other code overwrote.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Key = tuple[int, int]
 """A copy: the rank that receives it, and its number among that rank's copies."""
 
 BYTES_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 1 << 22  # elements summed up at once: intermediates are 8 bytes each, and memory is full
+CHUNK = 1 << 22  # elements per sum: intermediates take 8 bytes each, and free memory is scarce
 
 
 class VerifyError(RuntimeError):
@@ -37,19 +37,24 @@ def verify(
     dests: Mapping[str, Tensor],
     wire_dtype: torch.dtype,
 ) -> None:
-    """Compares every slice at its source, cast as on its way, with the slice where it arrived.
+    """Compares every slice at its source, cast as in the transfer, with the slice at its
+    destination.
 
-    Args: as of `PackedTransport`.
+    Args:
+        plan, peers, sources, dests, wire_dtype: See `PackedTransport`.
 
     Raises:
-        VerifyError: on every rank, naming the parameter, the element range and both ranks.
+        VerifyError: A slice differs. Raised on every rank; names the parameter, the element range
+            and both ranks.
     """
     rank = peers.rank
     dtypes: list[dict[str, torch.dtype]] = peers.gather_objects(
         {name: tensor.dtype for name, tensor in dests.items()}
     )
     sent: dict[Key, Tensor] = {}
-    summed: dict[tuple[object, ...], Tensor] = {}  # a slice that many receive is summed up once
+    summed: dict[
+        tuple[object, ...], Tensor
+    ] = {}  # by slice, so that a slice with many receivers is summed once
     for dest_rank, copies in enumerate(plan.ops):
         for number, op in enumerate(copies):
             if op.source_rank != rank:
@@ -70,10 +75,10 @@ def verify(
     _compare(plan, peers.gather_objects((_read(sent), _read(arrived))))
 
 
-def _compare(plan: Plan, told: list[tuple[dict[Key, int], dict[Key, int]]]) -> None:
-    """Raises VerifyError if what some rank sent is not what arrived."""
-    expected = {key: value for part, _ in told for key, value in part.items()}
-    found = {key: value for _, part in told for key, value in part.items()}
+def _compare(plan: Plan, sums: list[tuple[dict[Key, int], dict[Key, int]]]) -> None:
+    """Raises VerifyError if a checksum differs between the ends of a copy."""
+    expected = {key: value for part, _ in sums for key, value in part.items()}
+    found = {key: value for _, part in sums for key, value in part.items()}
     for dest_rank, number in sorted(found):
         if found[dest_rank, number] != expected[dest_rank, number]:
             op = plan.ops[dest_rank][number]
@@ -84,8 +89,9 @@ def _compare(plan: Plan, told: list[tuple[dict[Key, int], dict[Key, int]]]) -> N
 
 
 def checksum(part: Tensor) -> Tensor:
-    """Returns a number, int64 on the part's device, that changes when a bit does, or when two
-    elements swap places.
+    """Returns a checksum, an int64 scalar on the part's device.
+
+    It changes if any bit changes or if two elements swap places.
     """
     words = part.contiguous().view(BYTES_OF[part.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=part.device)
@@ -98,7 +104,7 @@ def checksum(part: Tensor) -> Tensor:
 
 
 def _read(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
-    """Returns the numbers on the host; one sync point for all of them."""
+    """Copies the checksums to the host; one sync point for all of them."""
     if not sums:
         return {}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

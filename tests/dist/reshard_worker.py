@@ -397,7 +397,7 @@ def check_refusals(rank: int, world: int) -> None:
     last = world - 1
     if rank == last:  # believes that the first two ranks hold each other's slices
         layouts = [layouts[1], layouts[0], *layouts[2:]]
-    refused(layouts, trained, f"ranks [{last}] made another plan than rank 0")
+    refused(layouts, trained, f"ranks [{last}] made a different plan than rank 0")
     fewer = dict(trained)
     if rank == last:
         fewer.pop("0/decoder.layers.0.mlp.linear_fc2.weight")

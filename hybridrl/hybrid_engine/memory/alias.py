@@ -1,10 +1,10 @@
-"""Engine parameters that need no copy: the trainer's shard holds the same rows in the same order.
+"""Finds engine parameters that can share memory with training parameters.
 
 Where training and generation cut a tensor alike, the engine's parameter becomes a view of the
-training parameter: no second copy, nothing to move. A parameter that stacks experts becomes a view
-of all of theirs at once, if the rank trains with the same experts and they lie as far apart
-(models/expert_stacks.py). Pure; the engine makes the views, before it captures CUDA graphs, since a
-graph keeps the addresses that it was captured with.
+training parameter, so that nothing is copied. A parameter that stacks experts becomes one view of
+all of them, if the rank trains the same experts and they are evenly spaced in memory
+(models/expert_stacks.py). Pure; the engine makes the views before it captures CUDA graphs, since a
+graph keeps addresses.
 """
 
 from __future__ import annotations
@@ -17,37 +17,34 @@ from hybridrl.models.boxes import Box
 from hybridrl.models.expert_stacks import is_run
 from hybridrl.models.weights import RankLayout
 
-if TYPE_CHECKING:  # `hybridrl plan` asks for the names, where torch takes seconds
+if TYPE_CHECKING:  # `hybridrl plan` needs only the names, and importing torch takes seconds
     from torch import Tensor
 
     from hybridrl.models.sources import TrainingShard
 
-# Ends of the names of engine parameters of which generation reads copies
+# Suffixes of engine parameters of which generation reads copies
 # (rollout/common/latent_copies.py).
 COPIED = (".kv_b_proj.weight",)
 Content = frozenset[tuple[str, Box, Box]]
-"""What a tensor holds: (HF name, rectangle there, rectangle here) of each of its regions."""
+"""Regions of a local tensor: (HF name, rectangle in the HF tensor, rectangle in the local one)."""
 
 
 def shared_names(
     source: RankLayout, target: RankLayout, has_even_stacks: bool = True
 ) -> dict[str, str]:
-    """Returns, by engine name, the training tensor that holds the same rectangles at the same
-    places, with rows of the same length and no fewer of them. None of what is kept in fp32,
-    whatever the engine's type.
+    """Returns, by engine name, the training tensor with the same rectangles at the same offsets.
 
-    None of what engines compute with copies of, either (`COPIED`): vLLM's copies are views of the
-    parameter that it has loaded. Were another put in its place, its memory would stay, and nothing
-    be saved.
-
-    Experts of a stack, `<parameter>/<index>`, are found all or none, and only where they follow one
-    another in training too.
+    Its rows have the same length, and it has at least as many. Leaves out tensors that are kept in
+    fp32, and tensors of which engines compute with copies (`COPIED`): vLLM's copies are views of
+    the loaded parameter, whose memory would stay allocated if another tensor replaced it. The
+    experts of a stack, `<parameter>/<index>`, are shared all or none, and only if they are
+    consecutive in training too.
 
     Args:
-        source: of the trainer.
-        target: the engine's layout on the same rank.
-        has_even_stacks: whether a stack's experts lie as far apart (`stacks_are_even`), or it
-            remains to be seen; if not, no stack is found.
+        source: Layout of the trainer.
+        target: Layout of the engine on the same rank.
+        has_even_stacks: Whether a stack's experts are, or may turn out to be, evenly spaced
+            (`stacks_are_even`); if False, no stack is shared.
     """
     kept = kept_tensors(target)
     held = {content: name for name, content in _contents(source).items()}
@@ -73,17 +70,17 @@ def shared_names(
 
 
 def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dict[str, Tensor]:
-    """Returns, by engine parameter, the view of training parameters that can serve as it.
+    """Returns, by engine parameter, the view of training parameters that can replace it.
 
-    A training parameter serves if it holds the same rectangles at the same places and is contiguous
-    and of the engine's dtype. Rows that pad the vocabulary may follow, and may be missing in the
-    engine; what is in them is never read. A stack of experts, (experts, rows, columns), has one
-    distance between them, which may be more than an expert takes.
+    A training parameter fits if it holds the same rectangles at the same offsets, is contiguous and
+    has the engine's dtype. It may have more rows that pad the vocabulary than the engine; their
+    content is never read. A stack of experts, (experts, rows, columns), has a constant stride
+    between experts, which may exceed the size of an expert.
 
     Args:
-        shard: of the trainer.
-        target: the engine's layout on the same rank.
-        dtype: of the engine's parameters.
+        shard: Shard of the trainer.
+        target: Layout of the engine on the same rank.
+        dtype: Type of the engine's parameters.
     """
     views: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = {}
@@ -106,7 +103,7 @@ def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dic
 
 
 def is_view(name: str, tensor: Tensor, views: Mapping[str, Tensor]) -> bool:
-    """Whether an engine's tensor, by its layout's name, is where `shared_views` has it."""
+    """Whether an engine's tensor, by its layout's name, has the address of its shared view."""
     parameter, _, index = name.partition("/")
     if parameter not in views:
         return False
@@ -115,7 +112,7 @@ def is_view(name: str, tensor: Tensor, views: Mapping[str, Tensor]) -> bool:
 
 
 def _stacked(experts: Sequence[Tensor]) -> Tensor | None:
-    """Returns one view of equally large matrices; None where they do not lie equally far apart."""
+    """Returns one view of equally large matrices; None if they are not evenly spaced in memory."""
     first, storage = experts[0], experts[0].untyped_storage().data_ptr()
     starts = [one.storage_offset() for one in experts]
     distance = starts[1] - starts[0] if len(experts) > 1 else first.numel()

@@ -1,11 +1,11 @@
-"""Whether the device has memory for training and rollout at once, so that neither must be freed.
+"""Decides whether the device has room for training and rollout at the same time.
 
-To unmap an engine, to return blocks to the driver and to map and allocate all again takes some
-tenths of a second a step. Where the most that a whole step of training held leaves enough for the
-engine, both stay where they are. It is measured, not predicted: torch's allocator keeps what it
-ever held until it is told to give it back, so after an update the driver's free memory is what
-training never used. An update whose micro-batches were not full tells less. What full ones would
-take beyond is set aside, since an engine that stays cannot make way for them.
+Unmapping an engine, returning blocks to the driver and allocating all of it again takes some tenths
+of a second a step. If the peak of a whole training step leaves enough memory for the engine, both
+stay allocated. The peak is measured: torch's allocator keeps all memory that it ever held until
+`empty_cache`, so after an update the driver's free memory is what training never used. An update
+with small micro-batches used less than full ones would; the difference is reserved, since an engine
+that stays cannot make room for it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Shares of the device's memory. The first must be free beside training and engine before both
-# stay: batches differ, and so does what their passes need. With less than the second they no
-# longer do.
+# Shares of the device's memory that must be free next to training and engine. Both start to stay
+# at the first, since the memory that batches need varies, and stop below the second.
 SPARE_SHARE, LEAST_SHARE = 0.10, 0.05
 
 
@@ -26,23 +25,23 @@ def device_memory() -> tuple[int, int] | None:
 
 
 def allocator_flushes() -> int:
-    """Returns how often torch's allocator, out of memory, freed its cache and tried again."""
+    """Returns how often torch's allocator ran out of memory, freed its cache and retried."""
     if not torch.cuda.is_available():
         return 0
     return int(torch.cuda.memory_stats().get("num_alloc_retries", 0))
 
 
 class Headroom:
-    """Decides, from transition to transition, whether both phases' memory stays.
+    """Decides before each phase change whether the memory of both phases stays allocated.
 
-    Each rank measures its own `spare_bytes`; the numbers of all ranks decide together.
+    Each rank measures its own `spare_bytes`; all ranks decide from the numbers of all.
 
     Args:
-        measure: returns free and total bytes.
-        count_flushes: returns how often the allocator has freed its cache.
+        measure: Function that returns free and total bytes.
+        count_flushes: Function that returns how often the allocator has freed its cache.
 
     Attributes:
-        is_enough: the next change of phases frees nothing.
+        is_enough: Whether the next phase change frees nothing.
     """
 
     def __init__(
@@ -52,18 +51,18 @@ class Headroom:
     ) -> None:
         self._measure, self._count_flushes = measure, count_flushes
         self.is_enough = False
-        self._unused: int | None = None  # bytes that the training phase has left
+        self._unused: int | None = None  # bytes that the training phase left free
         self._before_engine = 0
-        self._was_disturbed = False  # something else than an update has had the device
+        self._was_disturbed = False  # whether work other than an update used the device
         self._num_flushes = 0
 
     def measure_training(self, may_stay: bool, growth_bytes: int = 0) -> None:
-        """Measures what the training phase has left free. Call it before anything is freed.
+        """Measures the memory that training left free. Call it before anything is freed.
 
         Args:
-            may_stay: nobody asked for training's memory to be freed, and since it was last freed a
-                full update has run.
-            growth_bytes: that full micro-batches would take beyond those of this update.
+            may_stay: Whether the configuration lets training's memory stay, and a full update has
+                run since it was last freed.
+            growth_bytes: Bytes that full micro-batches would take beyond this update's peak.
         """
         found, flushes = self._measure(), self._count_flushes()
         is_known = not self._was_disturbed and flushes == self._num_flushes
@@ -73,24 +72,25 @@ class Headroom:
             self._unused = found[0] - growth_bytes
 
     def measure_freed(self) -> None:
-        """Measures what is free once training's memory is, before the engine takes its own."""
+        """Measures free memory after training frees its own and before the engine allocates."""
         found = self._measure()
         self._before_engine = found[0] if found is not None else 0
 
     def reset(self) -> None:
-        """Makes both phases free their memory again, until another update has been measured."""
+        """Makes both phases free their memory until another update has been measured."""
         self.is_enough, self._was_disturbed = False, True
 
     def spare_bytes(self) -> int:
-        """Returns the bytes left beyond the required share of this rank's device if both stay.
+        """Returns the bytes that this device has beyond the required share if both phases stay.
 
-        Call it while the engine holds all of its memory. Negative: too few, or not known.
+        Negative if there are too few, or if they are unknown. Call it while the engine holds all of
+        its memory.
         """
         found = self._measure()
         if found is None or self._unused is None:
             return -1
         free, size = found
-        if self.is_enough:  # the engine was there all the time
+        if self.is_enough:  # the engine's memory was allocated during training
             return self._unused - int(LEAST_SHARE * size)
         return self._unused - (self._before_engine - free) - int(SPARE_SHARE * size)
 

@@ -1,14 +1,14 @@
-"""Device memory that an engine needs in rollout and training in training: one memory for both.
+"""Device memory that an engine uses during rollout and training uses during training.
 
-The engine lends pieces of its physical memory, which are then mapped at two addresses for good: the
-engine's, and those where training keeps its gradients. So a change of phases neither releases nor
-creates them, which takes the driver 3 to 4 ms a GiB (benchmarks/results/phases_h100.json), and the
-device needs room for the larger of the two, not for both.
+The engine lends pieces of its physical memory. They stay mapped at two addresses: the engine's, and
+the one where training keeps gradients. So a phase change neither frees nor creates them, which
+would take the driver 3 to 4 ms a GiB (benchmarks/results/phases_h100.json), and the device needs
+room only for the larger use.
 
-Invariant: no phase reads what the other wrote. Gradients are cleared before the first backward of
-every update; the engine's lent weights are all written by the next update, and its KV cache is
-cleared (rollout/common/engine_memory.py). What the lender cannot give is memory of training's own,
-mapped only while it trains.
+Invariant: no phase reads data that the other wrote. Gradients are cleared before the first backward
+pass of every update; the next transition overwrites all lent weights, and the engine's KV cache is
+cleared (rollout/common/engine_memory.py). If the lender has too little, the rest is training's own
+memory, which is mapped only during training.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Piece:
     """A piece of physical memory.
 
     Args:
-        handle: the driver's, which its lender releases.
-        num_bytes: all of it is mapped at once.
+        handle: Handle of the driver; the lender releases it.
+        num_bytes: Size, which is always mapped as a whole.
     """
 
     handle: int
@@ -36,7 +36,7 @@ class Piece:
 
 
 class Mapping(Protocol):
-    """What is asked of `parallel.device_mapping.DeviceMapping`, whose docstrings hold."""
+    """Methods of `parallel.device_mapping.DeviceMapping` that this module calls."""
 
     def reserve(self, size: int) -> int: ...
     def free(self, address: int, size: int) -> None: ...
@@ -54,20 +54,22 @@ class MemoryLender(Protocol):
     """An engine whose physical memory others may use while it sleeps."""
 
     def lend(self, num_bytes: int) -> list[Piece]:
-        """Returns pieces of so many bytes or somewhat more, fewer if that is all there is. From now
-        on they are the engine's in both phases. To be called while it sleeps.
+        """Returns pieces of at least `num_bytes` together, or fewer if there are no more.
+
+        The pieces stay allocated in both phases from then on. Call it while the engine sleeps.
         """
         ...
 
     def released_bytes(self) -> int:
-        """Returns the bytes of tensors that have no memory now, since the engine sleeps; torch's
-        allocator counts them all the same.
+        """Returns the bytes of tensors that have no physical memory while the engine sleeps.
+
+        torch's allocator still counts them.
         """
         ...
 
 
 def choose(sizes: Sequence[int], wanted: int) -> list[int]:
-    """Returns indices of sizes whose sum reaches `wanted`, or all: few, and little beyond it."""
+    """Returns indices of few sizes whose sum reaches `wanted` with little excess, or all."""
     largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     chosen: list[int] = []
     missing = wanted
@@ -76,26 +78,26 @@ def choose(sizes: Sequence[int], wanted: int) -> list[int]:
             break
         enough = [other for other in largest_first if sizes[other] >= missing]
         fitting = [other for other in enough if other not in chosen]
-        # The smallest that ends it, if one does; else the largest of the rest.
+        # The smallest size that is enough; if there is none, the largest of the rest.
         chosen.append(fitting[-1] if fitting else index)
         missing -= sizes[chosen[-1]]
     return chosen
 
 
 class LentMemory:
-    """Addresses in a row for training, over lent pieces and own memory for the rest.
+    """Consecutive addresses for training, backed by lent pieces and by own memory for the rest.
 
-    Made released: own memory comes with `restore`, and the two calls alternate as those of
+    Own memory is first mapped by `restore`; `restore` and `release` alternate, as in
     `phases.Restorable`.
 
     Args:
-        mapping: of the device.
-        num_bytes: that are needed.
-        pieces: of the lender, the first of the addresses.
+        mapping: Mapping of the device.
+        num_bytes: Number of bytes needed.
+        pieces: Pieces of the lender; they get the first addresses.
 
     Attributes:
-        address: of the first byte; lent bytes are readable and writable at any time.
-        num_lent_bytes: of `num_bytes`, those that are the lender's.
+        address: Address of the first byte; lent bytes are accessible at any time.
+        num_lent_bytes: Number of the `num_bytes` that the lender provides.
     """
 
     def __init__(self, mapping: Mapping, num_bytes: int, pieces: Sequence[Piece]) -> None:
@@ -113,14 +115,14 @@ class LentMemory:
 
     @property
     def own_bytes(self) -> int:
-        """Own memory that is mapped now, which torch's allocator does not know of."""
+        """Bytes of own memory mapped now, which torch's allocator does not count."""
         return self._own_size if self._own_handle else 0
 
     def restore(self) -> None:
-        """Makes and maps own memory, if any is needed.
+        """Creates and maps own memory, if any is needed.
 
         Raises:
-            torch.OutOfMemoryError: the device has none.
+            torch.OutOfMemoryError: The device has too little memory.
         """
         if self._own_size:
             place = self.address + self._lent_size
@@ -129,7 +131,7 @@ class LentMemory:
             self._mapping.allow(place, self._own_size)
 
     def release(self) -> None:
-        """Gives own memory back; the lender goes on with its own."""
+        """Frees own memory; lent pieces stay mapped."""
         if self._own_handle:
             self._mapping.wait()  # a sync point: an update may still be on its way
             self._mapping.unmap(self.address + self._lent_size, self._own_size)
@@ -137,7 +139,7 @@ class LentMemory:
             self._own_handle = 0
 
     def close(self) -> None:
-        """Gives own memory and the addresses back. Lent pieces may be released before or later."""
+        """Frees own memory and the addresses. Lent pieces may be released before or after."""
         if not self.address:
             return
         self._mapping.wait()  # a sync point, at the end of a run

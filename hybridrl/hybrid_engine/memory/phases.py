@@ -1,8 +1,8 @@
 """Training and rollout as phases that take turns on the same devices.
 
-`PhaseSwitch` keeps the order, so that nobody trains while the engine's weights are being written,
-or generates with weights that are not the newest. What frees memory between phases is behind
-interfaces: the engine's (target.py), and here those of what the trainer holds.
+`PhaseSwitch` keeps the order: nobody trains while the engine's weights are being written, and
+nobody generates with outdated weights. The engine frees memory through target.py, the trainer
+through the interfaces here.
 """
 
 from __future__ import annotations
@@ -12,58 +12,61 @@ from typing import Protocol
 
 
 class Phase(Enum):
-    """What the devices are used for."""
+    """Current use of the devices."""
 
     TRAIN = "train"
     ROLLOUT = "rollout"
 
 
 class PhaseError(RuntimeError):
-    """Something was asked for that the current phase does not offer."""
+    """An operation that the current phase does not allow."""
 
 
 class Restorable(Protocol):
-    """Device memory that is needed only while training; the calls alternate."""
+    """Device memory that only training needs; calls to its methods alternate."""
 
     def release(self) -> None:
-        """Frees it; what is worth keeping is moved away first."""
+        """Frees the memory, after moving content that must survive elsewhere."""
         ...
 
     def restore(self) -> None:
-        """Allocates all of it again; what was moved away may still be on its way back."""
+        """Allocates the memory again; moved content may still be on its way back."""
         ...
 
 
 class TrainingMemory(Restorable, Protocol):
-    """What the trainer holds only while it trains."""
+    """Memory that the trainer needs only while it trains."""
 
     @property
     def may_stay(self) -> bool:
-        """Whether it may stay during rollout: a full update has run since it was last released, and
-        no knob asks for it to be moved away.
+        """Whether the memory may stay during rollout.
+
+        True if a full update has run since it was last released and no knob offloads it.
         """
         ...
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes that full micro-batches would take beyond the peak since it was last released."""
+        """Bytes that full micro-batches would take beyond the peak since the last release."""
         ...
 
 
 class TrainingWeights(Restorable, Protocol):
-    """The trainer's weights, which the engine is written from.
+    """The trainer's weights, from which the engine is written.
 
-    `release` frees them, or starts to gather them from the ranks that have updated a part each.
+    `release` frees them, or starts to gather the parts that each rank has updated.
     """
 
     @property
     def is_freed(self) -> bool:
-        """Whether `release` frees them; else it starts a gather that may go on beside rollout."""
+        """Whether `release` frees the weights; otherwise it starts a gather that may overlap
+        rollout.
+        """
         ...
 
 
 class PhaseSwitch:
-    """The current phase, and the only way to change it."""
+    """Holds the current phase and checks changes of it."""
 
     def __init__(self) -> None:
         self._phase = Phase.TRAIN
@@ -74,16 +77,16 @@ class PhaseSwitch:
         return self._phase
 
     def enter(self, phase: Phase) -> None:
-        """Goes to `phase`.
+        """Changes the phase.
 
         Raises:
-            PhaseError: it is the current one already.
+            PhaseError: `phase` is already the current one.
         """
         if phase is self._phase:
             raise PhaseError(f"cannot enter phase {phase.value}: it is {self._phase.value} already")
         self._phase = phase
 
     def require(self, phase: Phase, action: str) -> None:
-        """Raises PhaseError unless the current phase is the one that `action` needs."""
+        """Raises PhaseError unless `phase` is the current one."""
         if self._phase is not phase:
             raise PhaseError(f"{action} needs phase {phase.value}, but it is {self._phase.value}")

@@ -1,16 +1,16 @@
-"""Which rank generates with which part of which engine replica. Pure, no torch.
+"""Assigns ranks to parts of engine replicas. Pure, no torch.
 
-The bytes that a rank receives depend on its tensor-parallel rank in the engine alone. So the search
+The bytes that a rank receives depend only on its tensor-parallel rank in the engine. So the search
 gives every rank a tensor-parallel rank, each equally often on a node, and forms replicas of ranks
-in ascending order. Candidates are compared by the bytes of the rank that receives most, then by
-those of the rank that sends most (where senders are balanced by a linear program), then by all
-bytes. The search is exact for up to 8 ranks. In larger worlds each node of up to 8 ranks is
-searched by itself, and HybridFlow's groups at regular intervals (Sheng et al. 2025, "HybridFlow",
-section 5.3) are candidates too.
+in ascending order. Candidates are compared by the bytes of the rank that receives most, then of the
+rank that sends most (with senders balanced by a linear program), then of all ranks. The search is
+exact for up to 8 ranks. In larger worlds each node of up to 8 ranks is searched separately, and
+HybridFlow's groups at regular intervals (Sheng et al. 2025, "HybridFlow", section 5.3) are
+candidates too.
 
-An engine's groups must ascend: torch sorts the ranks of a group, vLLM takes the order that it was
-given. `is_ascending=False` tells what that rule costs; another order of the training axes
-(`choose_order`) often avoids the cost.
+The ranks of an engine's group must ascend: torch sorts the ranks of a group, but vLLM takes them in
+the given order. `is_ascending=False` shows the cost of that rule; another order of the training
+axes (`choose_order`) often avoids it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridrl.models.weights import RankLayout
 from hybridrl.parallel.layout import AXES, RolloutLayout, TrainLayout
 
 MAX_EXACT = 8
-CHUNK = 4096  # candidates evaluated at once, which bounds memory
+CHUNK = 4096  # candidates per evaluation, which bounds memory
 # Share of the received bytes that an order must save to spread data-parallel groups on more nodes.
 WORTH_SPREADING = 0.1
 
@@ -40,9 +40,9 @@ class Assignment:
     """A rollout layout and its costs, in elements.
 
     Args:
-        layout: which part of which replica each rank is.
-        receive: most that one rank must receive.
-        send: most that one rank must send, if sending is spread as well as it can be.
+        layout: Replica and tensor-parallel rank of each rank.
+        receive: Elements received by the rank that receives most.
+        send: Elements sent by the rank that sends most, with senders balanced.
     """
 
     layout: RolloutLayout
@@ -51,7 +51,7 @@ class Assignment:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """What is to be small, the more important first."""
+        """Costs to minimise, the more important first."""
         return self.receive, self.send
 
 
@@ -63,16 +63,17 @@ def assign(
     ranks: Sequence[int] | None = None,
     costs: Costs | None = None,
 ) -> Assignment:
-    """Gives every rank its part of an engine replica, or some ranks; the others then have none.
+    """Assigns each rank, or some ranks, to a part of an engine replica.
 
     Args:
-        sources: what each rank trains with; nothing, for some.
-        parts: what each tensor-parallel rank of the engine holds; their number divides the ranks'.
-        domain_size: ranks of one node, which are consecutive; None: all are of one. A replica
-            stays on one node if it fits, else on as few as it can.
-        is_ascending: whether the ranks of a replica must ascend in tensor-parallel order.
-        ranks: that have engines, ascending; None: all.
-        costs: of these sources and parts, where they are known already.
+        sources: Training layout of each rank; may be empty for some.
+        parts: Layout of each tensor-parallel rank of the engine; their number divides the number of
+            ranks.
+        domain_size: Consecutive ranks of one node; None for a single node. A replica stays on one
+            node if it fits, otherwise on as few as possible.
+        is_ascending: Whether the ranks of a replica must ascend in tensor-parallel order.
+        ranks: Ranks that have engines, ascending; None for all.
+        costs: Costs of these sources and parts, if already known.
     """
     costs = costs or Costs.of(sources, parts)
     if ranks is None or len(ranks) == len(sources):
@@ -83,10 +84,11 @@ def assign(
 
 
 def domain_of(ranks: Sequence[int], domain_size: int) -> int | None:
-    """Returns how many of these ranks, ascending, are on each node; None: not equally many.
+    """Returns how many of these ranks each node has; None if the numbers differ.
 
     Args:
-        domain_size: consecutive ranks of the world that are one node.
+        ranks: Ranks, ascending.
+        domain_size: Consecutive ranks of one node.
     """
     nodes = Counter(rank // domain_size for rank in ranks)
     return nodes[ranks[0] // domain_size] if len(set(nodes.values())) == 1 else None
@@ -98,20 +100,20 @@ def evaluate_layout(
     layout: RolloutLayout,
     costs: Costs | None = None,
 ) -> Assignment:
-    """Returns a given layout with its costs; engines may be on some of the ranks."""
+    """Returns a given layout with its costs; engines may run on some of the ranks."""
     return _evaluate((costs or Costs.of(sources, parts)).moved(layout.ranks), layout)
 
 
 def evaluate_parts(
     sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
 ) -> Assignment:
-    """Returns a layout with its costs where each rank's part is its own.
+    """Returns a layout with its costs, for parts that may differ between replicas.
 
     Args:
-        sources: what each rank trains with.
-        parts: what each rank that has an engine holds of it, in order; the same object for equal
-            ones saves comparing them.
-        layout: which part of which replica that is.
+        sources: Training layout of each rank.
+        parts: Layout of each rank that has an engine, in order. Sharing one object among equal
+            layouts saves comparisons.
+        layout: Replica and part of each of these ranks.
     """
     numbers = {id(part): number for number, part in enumerate({id(p): p for p in parts}.values())}
     distinct = list({id(part): part for part in parts}.values())
@@ -121,18 +123,20 @@ def evaluate_parts(
 
 
 def missing_elements(sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> np.ndarray:
-    """Returns the elements that each source rank (outer) lacks of each part (inner)."""
+    """Returns the number of elements that each source rank (outer) lacks of each part (inner)."""
     return Costs.of(sources, parts).missing
 
 
 def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, list[np.ndarray]]:
-    """Returns how many consecutive ranks divide up replicas among themselves, and the ways to give
-    them tensor-parallel ranks: of up to 8 ranks all, else at regular intervals.
+    """Returns the size of a unit of ranks that holds whole replicas, and the candidate patterns.
+
+    A pattern gives each rank of a unit a tensor-parallel rank. Units of up to 8 ranks have all
+    patterns, larger ones those with regular intervals.
 
     Args:
-        size: number of ranks that have engines.
-        tp: ranks of a replica.
-        domain_size: ranks of a node; None: all are of one.
+        size: Number of ranks that have engines.
+        tp: Number of ranks of a replica.
+        domain_size: Number of ranks of a node; None for a single node.
     """
     unit = _unit(size, tp, domain_size or size)
     if unit <= MAX_EXACT:
@@ -142,12 +146,12 @@ def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, lis
 
 @dataclass(frozen=True)
 class OrderChoice:
-    """An order of the training axes, and what it saves; in elements.
+    """An order of the training axes and its cost, in elements.
 
     Args:
-        order: in Megatron's notation.
-        receive: most that one rank receives in this order.
-        default_receive: most that one rank receives in Megatron's own order.
+        order: Axes in Megatron's notation.
+        receive: Elements received by the rank that receives most in this order.
+        default_receive: The same in Megatron's own order.
     """
 
     order: str
@@ -161,25 +165,27 @@ def choose_order(
     parts: Sequence[RankLayout],
     domain_size: int | None = None,
 ) -> OrderChoice:
-    """Finds the order of the training axes in which the rank that receives most receives least.
+    """Finds the order of the training axes that minimises what the busiest receiver receives.
 
-    Only orders that Megatron takes, and that keep training's messages where they are in Megatron's
-    own: tensor- and context-parallel groups span no more nodes, and data-parallel groups that lie
-    on one node stay on one. Those that span several anyway may span more of them if that saves a
-    tenth (WORTH_SPREADING), since gradients then have fewer network cards. Of equal orders
-    Megatron's own wins, then the one whose busiest rank sends least, then the first in a fixed
-    list.
+    Candidates are orders that Megatron accepts and that do not spread training's messages: tensor-
+    and context-parallel groups span no more nodes than in Megatron's own order, and data-parallel
+    groups on a single node stay on one. Data-parallel groups that span several nodes may span more
+    of them only if that saves a tenth (WORTH_SPREADING), since gradients then have fewer network
+    cards. Among equal orders Megatron's own wins, then the one whose busiest rank sends least, then
+    the first in a fixed list.
 
     Args:
-        train: the layout, in Megatron's own order.
-        sources: what each rank trains with in that order.
-        parts: what each tensor-parallel rank of the engine holds.
-        domain_size: ranks of one node, which are consecutive; None: all are of one.
+        train: Layout in Megatron's own order.
+        sources: Training layout of each rank in that order.
+        parts: Layout of each tensor-parallel rank of the engine.
+        domain_size: Consecutive ranks of one node; None for a single node.
     """
     costs = Costs.of(sources, parts)
     own = _assign(costs, domain_size)
     choice, least = train.order, own.cost
-    bound = int(costs.missing.min(axis=1).max())  # each rank as the part that it lacks least of
+    bound = int(
+        costs.missing.min(axis=1).max()
+    )  # if each rank had the part of which it lacks least
     if own.receive == bound:
         return OrderChoice(choice, own.receive, own.receive)
     node = domain_size or train.world_size
@@ -204,13 +210,13 @@ def choose_order(
 
 
 def ranks_moved(train: TrainLayout, other: TrainLayout) -> list[int]:
-    """Returns for each rank of `other` the rank of `train`, of the same sizes, at its place."""
+    """Returns, for each rank of `other`, the rank of `train` with the same coordinates."""
     where = (other.coordinates(rank) for rank in range(train.world_size))
     return [train.rank_at(**vars(place)) for place in where]
 
 
 def _other_orders(train: TrainLayout) -> Iterator[str]:
-    """Yields the orders that Megatron takes; expert parallelism is beside context parallelism."""
+    """Yields the other orders that Megatron accepts; `ep` always follows `cp`."""
     for axes in permutations(AXES):
         order = "-".join(axes).replace("cp", "cp-ep")
         if order != train.order and is_megatron_order(order, train.pp, train.cp, train.ep):
@@ -218,7 +224,7 @@ def _other_orders(train: TrainLayout) -> Iterator[str]:
 
 
 def _num_nodes(layout: TrainLayout, axis: str, node: int) -> list[int]:
-    """Returns on how many nodes the ranks of each group of an axis are."""
+    """Returns the number of nodes that each group of an axis spans."""
     return [len({rank // node for rank in group}) for group in layout.groups(axis)]
 
 
@@ -246,16 +252,16 @@ def _evaluate(costs: Costs, layout: RolloutLayout) -> Assignment:
 
 
 class Costs:
-    """What tensor-parallel ranks cost each rank.
+    """Elements that each rank must receive as each tensor-parallel rank.
 
     Args:
-        of_rank: class of each rank, of those that hold the same.
-        holds: whether each rank (outer) holds pieces of each set of owners (inner).
-        need: elements that each tensor-parallel rank (outer) needs of each set (inner).
-        senders: as `holds`, of all ranks that send, which may be more; None: the same.
+        of_rank: Class of each rank; ranks of one class hold the same elements.
+        holds: Whether each rank (outer) holds pieces of each set of owners (inner).
+        need: Elements that each tensor-parallel rank (outer) needs of each set (inner).
+        senders: Like `holds`, for all ranks that send; None if they are the same ranks.
 
     Attributes:
-        missing: elements that each rank (outer) must receive as each tensor-parallel rank (inner).
+        missing: Elements that each rank (outer) must receive as each tensor-parallel rank (inner).
     """
 
     def __init__(
@@ -271,7 +277,7 @@ class Costs:
 
     @classmethod
     def of(cls, sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> Costs:
-        """Returns what `parts` cost ranks that hold `sources`."""
+        """Returns the costs of `parts` for ranks that hold `sources`."""
         joined = join(sources, parts)
         owners: dict[tuple[int, ...], int] = {}
         of_kind = [owners.setdefault(kind.owners, len(owners)) for kind in joined.kinds]
@@ -286,27 +292,28 @@ class Costs:
         return cls(joined.sources.of_rank, holds, need)
 
     def moved(self, ranks: Sequence[int]) -> Costs:
-        """Returns the costs of ranks that hold what `ranks` name here; all ranks of here send."""
+        """Returns the costs of the listed ranks, in that order; all ranks still send."""
         of_rank = [self.of_rank[rank] for rank in ranks]
         return Costs(of_rank, self._holds[list(ranks)], self._need, self._senders)
 
     def receive(self, candidates: np.ndarray) -> np.ndarray:
-        """Returns, for rows of tensor-parallel ranks, what the fullest rank must receive."""
+        """Returns, for each row of tensor-parallel ranks, the elements of the busiest receiver."""
         return self.missing[np.arange(candidates.shape[1]), candidates].max(axis=1)
 
     def send(self, candidates: np.ndarray) -> np.ndarray:
-        """Returns what the busiest rank must send.
+        """Returns, for each row of tensor-parallel ranks, the least elements of the busiest sender.
 
-        By duality of the linear program: what can come only from a set of ranks, over the size of
-        that set; the largest. In large worlds the sets are those that share something; that is all
-        where sets of owners are disjoint or within each other.
+        By duality of the linear program this is the largest quotient, over sets of ranks, of the
+        elements that only ranks of the set hold and the size of the set. Large worlds try only the
+        sets of owners and the set of all ranks, which is exact if sets of owners are disjoint or
+        nested.
         """
         size = len(self._senders)
         if size <= MAX_EXACT:
             sets = np.arange(1, 1 << size)[:, None] >> np.arange(size) & 1 == 1
         else:
             sets = np.unique(np.concatenate([self._senders.T, np.ones((1, size), bool)]), axis=0)
-        outside = (~sets).astype(np.float64) @ self._senders  # owners that a set leaves out
+        outside = (~sets).astype(np.float64) @ self._senders  # number of owners outside each set
         share = (outside == 0) / sets.sum(axis=1, keepdims=True)
         found = []
         for start in range(0, len(candidates), CHUNK):
@@ -329,8 +336,9 @@ class Costs:
 
 
 def numbered(places: Sequence[int], unit: int, tp: int) -> RolloutLayout:
-    """Returns the layout of ranks with these tensor-parallel ranks; replicas are of ascending ranks
-    within each `unit` of them.
+    """Returns the layout in which ranks have these tensor-parallel ranks.
+
+    Within each `unit` of ranks, a replica consists of ascending ranks.
     """
     counters = [[count(first // tp) for _ in range(tp)] for first in range(0, len(places), unit)]
     pairs = ((next(counters[rank // unit][place]), place) for rank, place in enumerate(places))
@@ -338,12 +346,12 @@ def numbered(places: Sequence[int], unit: int, tp: int) -> RolloutLayout:
 
 
 def _strides(unit: int, tp: int) -> list[int]:
-    """Returns the intervals at which the ranks of a replica may lie in a unit."""
+    """Returns the possible intervals between the ranks of a replica in a unit."""
     return [s for s in range(1, unit // tp + 1) if unit % (s * tp) == 0]
 
 
 def _unit(size: int, tp: int, domain_size: int) -> int:
-    """Returns the number of ranks, whole nodes, that replicas divide up among themselves."""
+    """Returns the smallest number of ranks, on whole nodes, that holds whole replicas."""
     whole_nodes = range(domain_size, size, domain_size)
     return next((n for n in whole_nodes if n % tp == 0 and size % n == 0), size)
 
@@ -352,8 +360,8 @@ def _unit(size: int, tp: int, domain_size: int) -> int:
 def _patterns(size: int, tp: int, is_ascending: bool) -> np.ndarray:
     """Returns every way to give each of `size` ranks a tensor-parallel rank, each equally often.
 
-    Ascending groups exist where, up to any rank, no tensor-parallel rank was given more often than
-    the one before it.
+    A pattern allows ascending groups if, up to any rank, no tensor-parallel rank occurs more often
+    than the one before it.
     """
     found = np.array(list(permutations(np.arange(size) % tp)), np.int8)
     if is_ascending:
@@ -363,20 +371,23 @@ def _patterns(size: int, tp: int, is_ascending: bool) -> np.ndarray:
 
 
 def _least(patterns: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Returns the pattern with the least largest receiver, then with the least traffic."""
+    """Returns the pattern whose busiest receiver receives least; ties go to the least traffic."""
     each = missing[np.arange(len(missing)), patterns]
     return patterns[np.lexsort((each.sum(axis=1), each.max(axis=1)))[0]]
 
 
 def _matched(missing: np.ndarray) -> np.ndarray:
-    """Returns a tensor-parallel rank for each rank, each equally often, the largest cost least."""
+    """Returns a tensor-parallel rank for each rank, so that the largest cost is minimal.
+
+    Each tensor-parallel rank occurs equally often.
+    """
     limits = np.unique(missing)
     first = bisect_left(limits, True, key=lambda limit: _matching(missing <= limit) is not None)
     return np.array(_matching(missing <= limits[first]))
 
 
 def _matching(is_allowed: np.ndarray) -> list[int] | None:
-    """Returns an allowed place for each rank, each place equally often; None: there is none."""
+    """Returns an allowed tensor-parallel rank for each rank, each equally often, or None."""
     size, tp = is_allowed.shape
     taken: list[list[int]] = [[] for _ in range(tp)]
 

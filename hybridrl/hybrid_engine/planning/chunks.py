@@ -31,10 +31,10 @@ class Part:
     """The elements of one stream in one message.
 
     Args:
-        stream: to which they belong.
-        elements: their number.
-        pieces: the rank's operations, or pieces of them, in order. Empty where the rank passes on
-            what it received in the exchange before.
+        stream: Stream of the elements.
+        elements: Number of the elements.
+        pieces: Operations of the rank, or pieces of operations, in order. Empty if the rank passes
+            on elements of the exchange before.
     """
 
     stream: Stream
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's messages in one exchange: by peer, the parts of the message in order."""
+    """One rank's messages in one exchange: the parts of each message in order, by peer."""
 
     sends: dict[int, list[Part]] = field(default_factory=dict)
     receives: dict[int, list[Part]] = field(default_factory=dict)
@@ -57,17 +57,17 @@ def schedule_exchanges(
     direct: Collection[CopyOp] = (),
     direct_elements: Mapping[Stream, int] | None = None,
 ) -> list[Exchange]:
-    """Returns a rank's part of every exchange; all ranks have as many.
+    """Returns a rank's part of every exchange; the number of exchanges is the same on all ranks.
 
     Args:
-        plan: whose local operations are left out.
-        rank: whose messages.
-        capacity_bytes: most that one rank sends, and most that it receives, in one exchange.
-        direct: the rank's operations that need no exchange, since they go without staging.
-        direct_elements: of all ranks' streams, how many elements go so.
+        plan: Plan to schedule; local operations are left out.
+        rank: Rank that sends and receives the messages.
+        capacity_bytes: Most bytes that one rank sends, and most that it receives, in one exchange.
+        direct: Operations of the rank that bypass the staging buffers.
+        direct_elements: Number of elements of each stream, over all ranks, that bypass them.
 
     Raises:
-        PlanError: a rank's streams are more than elements fit.
+        PlanError: A rank has more streams than elements fit into the capacity.
     """
     gone = direct_elements or {}
     streams = {s: n - gone.get(s, 0) for s, n in plan.streams.items() if n > gone.get(s, 0)}
@@ -97,7 +97,7 @@ def schedule_exchanges(
 
 
 def _division(streams: Mapping[Stream, int], itemsize: int, capacity_bytes: int) -> tuple[int, int]:
-    """Returns how many chunks there are, and of how many elements the parts are multiples."""
+    """Returns the number of chunks, and the number of elements of which parts are multiples."""
     if not streams:
         return 0, 1
     hops = [(*hop, elements) for stream, elements in streams.items() for hop in stream.hops]
@@ -121,13 +121,13 @@ def _division(streams: Mapping[Stream, int], itemsize: int, capacity_bytes: int)
 
 @dataclass(frozen=True)
 class _Line:
-    """A stream's operations one after the other, each row by row, and where each ends."""
+    """Operations of a stream, concatenated row by row, and the end of each."""
 
     ops: Sequence[CopyOp]
     stops: Sequence[int]
 
     def cut(self, start: int, stop: int) -> Iterator[CopyOp]:
-        """Yields what lies between two elements, in order."""
+        """Yields the operations, cut where needed, between two elements, in order."""
         for number in range(bisect_right(self.stops, start), len(self.ops)):
             op = self.ops[number]
             first = self.stops[number] - volume(op.dest_box)

@@ -1,9 +1,9 @@
-"""Which pieces cross between nodes, and on which ranks they land.
+"""Routes pieces that cross between nodes.
 
-A piece crosses to a node if a rank of the node needs it and none holds it, and it crosses once. It
-lands on one of the ranks that need it, chosen so that these receive equally much. That rank passes
-it on to the others. Pure, no torch. Invariant: all ranks of a node that need a piece find the same
-way for it, in whatever order each of them asks.
+A piece crosses to a node if some rank of the node needs it and none holds it; it crosses once. It
+lands on one of the ranks that need it, chosen so that these ranks receive equal amounts, and that
+rank passes it on to the others. Pure, no torch. Invariant: all ranks of a node find the same way
+for a piece, whatever the order of their queries.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ import numpy as np
 from hybridrl.hybrid_engine.planning.pieces import Join, ReceiverGroup, Wanted
 from hybridrl.hybrid_engine.planning.senders import Demand, balance_senders
 
-# Number of receiver groups, over all nodes, whose ways are kept once found.
+# Number of receiver groups, over all nodes, whose ways are cached.
 KEPT_GROUPS = 4096
 
 Landings = dict[ReceiverGroup, Demand]
-"""Where the pieces of each receiver group land: `send_counts` says how many on which rank."""
+"""Landing ranks of each receiver group's pieces; `send_counts` is the number on each rank."""
 
 
 class Way(NamedTuple):
     """The ranks that a piece goes through.
 
     Args:
-        source: the rank that sends it.
-        route: the rank on which it lands, then the ranks of the same node that it is passed on to.
-        is_plain: all ranks of the route are of one target class, and so list their pieces in the
-            same order.
+        source: Rank that sends the piece.
+        route: Rank on which it lands, followed by the ranks of that node to which it is passed on.
+        is_plain: Whether all ranks of the route have the same target class, and so list their
+            pieces in the same order.
     """
 
     source: int
@@ -42,7 +42,7 @@ class Way(NamedTuple):
 
 
 class _Pattern:
-    """What nodes need whose ranks have these target classes, numbered within each group."""
+    """Pieces needed by nodes with given target classes, numbered within each receiver group."""
 
     def __init__(self, joined: Join, classes: Sequence[int]) -> None:
         self.classes = classes
@@ -53,18 +53,18 @@ class _Pattern:
             self.counts[group] += 1
 
     def ranks(self, group: ReceiverGroup) -> list[int]:
-        """Returns the ranks that need a group's pieces, counted from the node's first rank."""
+        """Returns the ranks that need a group's pieces, relative to the node's first rank."""
         return [place for place, number in enumerate(self.classes) if number in group.targets]
 
 
 class Crossings:
-    """The pieces that cross, by node.
+    """Pieces that cross to each node.
 
-    `demands` must go through `balance_senders` before `way`, `streams` and `digest` are called.
+    Pass `demands` to `balance_senders` before calling `way`, `streams` or `digest`.
 
     Args:
-        joined: what the targets need of whom.
-        domain_size: ranks of one node, which are consecutive.
+        joined: Pieces that the targets need, and their owners.
+        domain_size: Consecutive ranks of one node.
     """
 
     def __init__(self, joined: Join, domain_size: int) -> None:
@@ -75,7 +75,9 @@ class Crossings:
         self._sent: list[dict[ReceiverGroup, tuple[Demand, int]]] = [{} for _ in starts]
         self._patterns: list[_Pattern] = []
         self._landings: dict[tuple[int, tuple[ReceiverGroup, ...]], Landings] = {}
-        self._landing_of: dict[int, Landings] = {}  # by node: the keys above are long
+        self._landing_of: dict[
+            int, Landings
+        ] = {}  # by node, which is a shorter key than that above
         self._ways_of = lru_cache(KEPT_GROUPS)(self._find_ways)
         if len(starts) < 2:
             return
@@ -103,14 +105,14 @@ class Crossings:
                 self._sent[node][group] = (demand, position)
 
     def way(self, rank: int, wanted: Wanted) -> Way:
-        """Returns how a piece comes to the node of a rank that needs it."""
+        """Returns the way of a piece that a rank needs to the rank's node."""
         node = rank // self._domain_size
         group, index = self._patterns[node].places[wanted]
         sources, routes = self._ways_of(node, group)
         return Way(sources[index], routes[index], len(group.targets) == 1)
 
     def streams(self) -> Counter[tuple[int, tuple[int, ...]]]:
-        """Returns the elements that go from each source along each route."""
+        """Returns the number of elements that go from each source along each route."""
         found: Counter[tuple[int, tuple[int, ...]]] = Counter()
         for node, groups in enumerate(self._sent):
             for group, (demand, position) in groups.items():
@@ -122,7 +124,7 @@ class Crossings:
         return found
 
     def digest(self) -> bytes:
-        """Returns what all ways follow from, besides `demands`."""
+        """Returns a digest of everything, besides `demands`, that determines the ways."""
         digest = hashlib.sha256()
         for node, groups in enumerate(self._sent):
             for group in groups:
@@ -133,7 +135,13 @@ class Crossings:
     def _find_ways(
         self, node: int, group: ReceiverGroup, pieces: np.ndarray | None = None
     ) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Returns the sources and the routes of a group's pieces, or of some, by their numbers."""
+        """Returns sources and routes of a group's pieces.
+
+        Args:
+            node: Node that needs them.
+            group: Group of the pieces.
+            pieces: Numbers of the pieces; None for all.
+        """
         demand, position = self._sent[node][group]
         start = node * self._domain_size
         ranks = [start + place for place in self._patterns[node].ranks(group)]
@@ -144,9 +152,9 @@ class Crossings:
         return demand.senders_to(position, pieces), [routes[place] for place in landing]
 
     def _landing(self, node: int) -> Landings:
-        """Returns on which of its ranks a node's pieces land; nodes that are alike do alike.
+        """Returns the ranks on which a node's pieces land; the same for nodes with the same needs.
 
-        Landings are balanced as sends are: in these demands the landing ranks stand as senders.
+        Landings are balanced like sends: the landing ranks are the senders of these demands.
         """
         if node in self._landing_of:
             return self._landing_of[node]

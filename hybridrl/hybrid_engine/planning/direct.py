@@ -1,9 +1,9 @@
-"""Which operations need no staging: large blocks that are contiguous at both ends.
+"""Finds blocks that are large and contiguous at both ends, and so bypass the staging buffers.
 
-Such a block is one message from the source tensor into the destination tensor, without packing and
+Such a block is one message from the source tensor to the destination tensor, without packing and
 unpacking. Only the receiver knows whether a block is contiguous in the destination tensor, and only
-the sender whether it is in the source tensor. So they ask each other, once for a plan, or for many
-plans that are run in turn.
+the sender whether it is contiguous in the source tensor. So they ask each other, once for a plan or
+for many plans that run in turn.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from hybridrl.models.boxes import Box, volume
 from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import SourceTensor
 
-# Smaller ones go packed: NCCL moves messages of 16 MiB at 100 GB/s, of 32 MiB and more at 300, and
-# what is packed travels in messages of 64 MiB. Measured on H200.
+# Smaller blocks are packed: NCCL moves messages of 16 MiB at 100 GB/s, of 32 MiB and more at 300;
+# packed messages have 64 MiB. Measured on H200.
 BLOCK_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
 class Direct:
-    """What goes without staging.
+    """Operations that bypass the staging buffers.
 
     Args:
-        sends, receives: this rank's operations by peer, in the same order at both ends.
-        elements: of every stream of all ranks, how many go so.
+        sends, receives: Operations of this rank by peer, in the same order at both ends.
+        elements: Number of their elements in every stream of all ranks.
     """
 
     sends: Mapping[int, list[CopyOp]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Direct:
 
     @property
     def ops(self) -> frozenset[CopyOp]:
-        """All of this rank's."""
+        """All such operations of this rank."""
         return frozenset(chain(*self.sends.values(), *self.receives.values()))
 
 
@@ -71,9 +71,9 @@ def agree_on_all(
     """Finds the operations of each plan that need no staging; collective, once for all plans.
 
     Args:
-        plans: that are run one after another.
-        peers, sources, wire_dtype: as of `PackedTransport`.
-        dests: of each plan; tensors without memory (of device "meta") will do.
+        plans: Plans that run one after another.
+        peers, sources, wire_dtype: See `PackedTransport`.
+        dests: Destinations of each plan; tensors on device "meta" suffice.
     """
     single_hops = [_SingleHops(plan, peers.rank, wire_dtype) for plan in plans]
     pairs = list(zip(single_hops, dests, strict=True))
@@ -90,8 +90,9 @@ def agree_on_all(
 
 
 class _SingleHops:
-    """The operations of one plan that go from this rank to another, or from there, without a rank
-    between: what this rank asks for, grants and gets of them.
+    """Operations of one plan between this rank and others, without a rank in between.
+
+    The receiver requests blocks, and the sender grants those that are contiguous there too.
     """
 
     def __init__(self, plan: Plan, rank: int, wire_dtype: torch.dtype) -> None:
@@ -112,7 +113,7 @@ class _SingleHops:
         return is_large and tensor.dtype == self._dtype and box_view(tensor, box).is_contiguous()
 
     def asked(self, dests: Mapping[str, Tensor]) -> dict[int, list[int]]:
-        """Returns which operations may go so for this rank as their receiver, by peer."""
+        """Returns the numbers of the operations that this rank requests as receiver, by peer."""
         return {
             peer: [i for i, op in enumerate(ops) if self._is_block(dests[op.dest], op, op.dest_box)]
             for peer, ops in self._receives.items()
@@ -121,12 +122,11 @@ class _SingleHops:
     def granted(
         self, asked: Sequence[Mapping[int, Sequence[int]]], sources: Mapping[str, SourceTensor]
     ) -> dict[int, tuple[list[int], int]]:
-        """Returns, by peer, which operations may for this rank as their sender too, and how many
-        elements these have.
+        """Returns, by peer, the granted operations' numbers and their total number of elements.
 
         Args:
-            asked: by each rank.
-            sources: of this rank.
+            asked: Requests of each rank.
+            sources: Source tensors of this rank.
         """
         found = {}
         for peer, ops in self._sends.items():
@@ -144,11 +144,11 @@ class _SingleHops:
         granted: Mapping[int, tuple[list[int], int]],
         answers: Sequence[Mapping[int, tuple[list[int], int]]],
     ) -> Direct:
-        """Returns what was agreed.
+        """Returns the operations that both ends agreed on.
 
         Args:
-            granted: by this rank.
-            answers: what each rank granted.
+            granted: Operations that this rank granted.
+            answers: Operations that each rank granted.
         """
         elements: Counter[Stream] = Counter()
         for source, given in enumerate(answers):

@@ -1,13 +1,13 @@
-"""Which experts lie on which rank of an engine replica that deals them whole. Pure, no torch.
+"""Assigns whole experts to the ranks of an engine replica. Pure, no torch.
 
-An engine needs every expert of a layer on one of its ranks, as many on each; which ones is free. So
-each replica has a map of its own, the same in all layers, in which its ranks keep as much as they
-can of what they train with. It is found from the linear map, by exchanges in a circle of ranks that
-leave more in place, until there is none: then no balanced map leaves more (cycle cancelling, Klein
-1967, "A primal method for minimal cost flows"). Of the rank that lacks most then some is taken by
-exchanges of two. Maps are used only where the rank that receives most then receives less than with
-linear ones, or as much while the one that sends most sends less. Invariant: all ranks find the same
-maps.
+Each rank of an engine replica holds the same number of a layer's experts; which ones is free. So
+each replica has its own map, the same in all layers, with which its ranks keep as many as possible
+of the elements that they train. The search starts from the linear map. It exchanges experts around
+a circle of ranks as long as that keeps more elements in place; afterwards no balanced map keeps
+more (cycle cancelling, Klein 1967, "A primal method for minimal cost flows"). Exchanges between two
+ranks then relieve the rank that lacks most. A map is used only if the busiest receiver receives
+less than with the linear map, or as much while the busiest sender sends less. Invariant: all ranks
+find the same maps.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from hybridrl.parallel.layout import RolloutLayout
 
 @dataclass(frozen=True)
 class Engines:
-    """Which rank generates with what.
+    """Engine layouts of all ranks.
 
     Args:
-        best: the layout of the engines, with its costs in elements.
-        targets: what each rank of the world is to hold for its engine.
-        linear: the same with experts dealt in order.
-        costs: of every part for every rank, experts dealt in order.
+        best: Layout of the engines, with its costs in elements.
+        targets: Engine layout of each rank of the world.
+        linear: Layout and costs with experts assigned in order.
+        costs: Costs of every part for every rank, with experts assigned in order.
     """
 
     best: Assignment
@@ -54,10 +54,10 @@ class ExpertTensors:
     """The HF tensors of a model's experts, by name.
 
     Args:
-        family, shape: of the model.
+        family, shape: Family and sizes of the model.
 
     Attributes:
-        num_experts: of a layer.
+        num_experts: Number of experts in a layer.
     """
 
     def __init__(self, family: Family, shape: ModelShape) -> None:
@@ -74,12 +74,12 @@ class ExpertTensors:
                     self._names.append(names)
 
     def expert(self, hf: str) -> int | None:
-        """Returns which expert a tensor is of; None: of none."""
+        """Returns the expert that a tensor belongs to, or None."""
         found = self._of.get(hf)
         return None if found is None else found[1]
 
     def of_expert(self, hf: str, expert: int) -> str:
-        """Returns the name of the same tensor of another expert of its layer."""
+        """Returns the name of the corresponding tensor of another expert of the same layer."""
         return self._names[self._of[hf][0]][expert]
 
 
@@ -90,14 +90,14 @@ def lay_out_engines(
     domain_size: int | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Engines:
-    """Gives every rank its part of an engine replica, and its experts, so that few bytes move.
+    """Assigns each rank a part of an engine replica, and experts, so that few bytes move.
 
     Args:
-        sources: what each rank trains with; nothing, for some.
-        parts: what each tensor-parallel rank of the engine holds, experts dealt in order.
-        tensors: of the experts, if each rank of a replica holds whole ones; None: it does not.
-        domain_size: ranks of one node, which are consecutive; None: all are of one.
-        ranks: that have engines, ascending; None: all.
+        sources: Training layout of each rank; empty for some.
+        parts: Layout of each tensor-parallel rank of the engine, with experts in order.
+        tensors: Tensors of the experts; None unless each rank of a replica holds whole experts.
+        domain_size: Consecutive ranks of one node; None for a single node.
+        ranks: Ranks that have engines, ascending; None for all.
     """
     costs = Costs.of(sources, parts)
     linear = assign(sources, parts, domain_size, ranks=ranks, costs=costs)
@@ -125,12 +125,13 @@ def lay_out_engines(
 
 
 class _Search:
-    """Looks for the parts and experts with which the rank that lacks most lacks least; of equal
-    ones, with which all lack least, then the first.
+    """Finds the parts and experts that minimise the elements that the worst rank lacks.
+
+    Ties go to the smallest sum over all ranks, then to the first candidate.
 
     Args:
-        sources, parts, tensors: as of `lay_out_engines`.
-        ranks: that have engines.
+        sources, parts, tensors: See `lay_out_engines`.
+        ranks: Ranks that have engines.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class _Search:
         return held
 
     def best(self, domain_size: int | None) -> tuple[RolloutLayout, list[tuple[int, ...]]]:
-        """Returns the parts of the ranks that have engines, and their experts."""
+        """Returns the rollout layout of the ranks that have engines, and the experts of each."""
         size = len(self._missing)
         unit, patterns = part_patterns(size, self._tp, domain_size)
         places: list[int] = []
@@ -183,8 +184,10 @@ class _Search:
     def _tried(
         self, first: int, pattern: np.ndarray
     ) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
-        """Returns what ranks from `first` on lack with this pattern, most and all, and the experts
-        of each.
+        """Evaluates a pattern for the ranks from `first` on.
+
+        Returns:
+            The largest number of lacking elements and their sum, and the experts of each rank.
         """
         members = [first + np.flatnonzero(pattern == place) for place in range(self._tp)]
         maps: list[tuple[int, ...]] = [()] * len(pattern)
@@ -208,12 +211,12 @@ def _without_experts(part: RankLayout, tensors: ExpertTensors) -> RankLayout:
 
 
 def with_experts(part: RankLayout, tensors: ExpertTensors, experts: Sequence[int]) -> RankLayout:
-    """Returns an engine rank's layout with other experts in its places.
+    """Returns an engine rank's layout with its experts replaced by others.
 
     Args:
-        part: of the rank, with as many whole experts, in ascending order.
-        tensors: of the model's experts.
-        experts: that it is to hold, ascending.
+        part: Layout of the rank, with the same number of whole experts.
+        tensors: Tensors of the model's experts.
+        experts: New experts of the rank, ascending.
     """
     of_region = [tensors.expert(region.hf) for region in part.regions]
     places = {
@@ -228,18 +231,20 @@ def with_experts(part: RankLayout, tensors: ExpertTensors, experts: Sequence[int
 
 
 def balanced_map(held: np.ndarray, lacking: np.ndarray) -> list[list[int]]:
-    """Deals experts to ranks, as many to each: so that as much as possible is where it lies, then,
-    by exchanges between two ranks, so that the one that lacks most lacks less.
+    """Assigns each rank the same number of experts.
+
+    First keeps as many elements as possible in place; then exchanges experts between pairs of
+    ranks, so that the rank that lacks most lacks less.
 
     Args:
-        held: elements of each expert (inner) that each rank (outer) has.
-        lacking: elements that each rank lacks whatever its experts.
+        held: Elements of each expert (inner) that each rank (outer) holds.
+        lacking: Elements that each rank lacks whatever its experts.
 
     Returns:
-        The experts of each rank, ascending; the linear map where none is better.
+        The experts of each rank, ascending; the linear map if none is better.
     """
     columns, kind_of = np.unique(held, axis=1, return_inverse=True)
-    dealt = _Dealt(columns, kind_of.reshape(-1))  # of its shape numpy has changed its mind
+    dealt = _Dealt(columns, kind_of.reshape(-1))  # its shape depends on numpy's version
     while (circle := _gaining_circle(dealt.costs())) is not None:
         dealt.give_on(circle)
     while dealt.relieve(lacking):
@@ -248,30 +253,33 @@ def balanced_map(held: np.ndarray, lacking: np.ndarray) -> list[list[int]]:
 
 
 class _Dealt:
-    """Experts on ranks, at first in order.
+    """Experts of each rank, initially in order.
 
     Args:
-        columns: elements that each rank (outer) has of an expert of each kind (inner).
-        kind_of: the kind of each expert.
+        columns: Elements that each rank (outer) holds of an expert of each kind (inner).
+        kind_of: Kind of each expert.
     """
 
     def __init__(self, columns: np.ndarray, kind_of: np.ndarray) -> None:
         self._columns, self._kind_of = columns, kind_of
         num_ranks, each = len(columns), len(kind_of) // len(columns)
         self.experts = [list(range(rank * each, (rank + 1) * each)) for rank in range(num_ranks)]
-        self._loss = columns[:, None, :] - columns[None, :, :]  # where one gives to the other
+        self._loss = columns[:, None, :] - columns[None, :, :]  # by giver, taker and kind
 
     def _kinds(self, rank: int) -> np.ndarray:
         return np.unique(self._kind_of[self.experts[rank]])
 
     def costs(self) -> np.ndarray:
-        """Returns what it costs each rank (outer) to give each other one an expert, at least."""
+        """Returns the least cost for each rank (outer) of giving each other rank one expert."""
         return np.array(
             [self._loss[rank][:, self._kinds(rank)].min(1) for rank in range(len(self.experts))]
         )
 
     def give_on(self, circle: Sequence[int]) -> None:
-        """Lets each rank give the next as many experts, of what costs least, as all of them can."""
+        """Moves experts around the circle: each rank gives the next the kind that costs least.
+
+        All ranks give the same number, the largest that each of them has.
+        """
         pairs = list(zip(circle, (*circle[1:], circle[0]), strict=True))
         moved = []
         for giver, taker in pairs:
@@ -290,24 +298,26 @@ class _Dealt:
             self.experts[taker] += experts
 
     def relieve(self, lacking: np.ndarray) -> bool:
-        """Exchanges an expert of the rank that lacks most for one of another, so that the larger of
-        both falls most; returns whether that is possible.
+        """Exchanges an expert of the rank that lacks most for one of another rank.
+
+        Chooses the exchange after which the larger number of lacking elements of the two ranks is
+        least. Returns whether the exchange is an improvement; otherwise nothing changes.
 
         Args:
-            lacking: as of `balanced_map`.
+            lacking: See `balanced_map`.
         """
         columns = self._columns
         kept = [
             columns[rank, self._kind_of[experts]].sum() for rank, experts in enumerate(self.experts)
         ]
-        lacks = lacking - np.array(kept)  # but for what all lack alike
+        lacks = lacking - np.array(kept)  # up to a constant that is the same for all ranks
         worst = int(lacks.argmax())
         found: list[tuple[tuple[int, int], tuple[tuple[int, int, int], ...]]] = []
         for other in range(len(columns)):
             if other == worst:
                 continue
             mine, theirs = self._kinds(worst), self._kinds(other)
-            # Outer: the kind that `worst` gives, inner: the one that it takes.
+            # Outer index: the kind that `worst` gives; inner index: the kind that it takes.
             own = lacks[worst] + columns[worst, mine, None] - columns[worst, theirs]
             its = lacks[other] + columns[other, theirs] - columns[other, mine, None]
             larger, both = np.maximum(own, its), own + its
@@ -325,8 +335,9 @@ class _Dealt:
 
 
 def _gaining_circle(costs: np.ndarray) -> list[int] | None:
-    """Returns ranks of which each gives the next an expert, at a cost below 0; None: there are
-    none. By Bellman and Ford, from everywhere at once.
+    """Returns a circle of ranks with negative total cost, or None (Bellman-Ford from all ranks).
+
+    Each rank of the circle gives the next one an expert.
     """
     num_ranks = len(costs)
     least, before, changed = np.zeros(num_ranks, np.int64), [0] * num_ranks, -1
@@ -339,7 +350,7 @@ def _gaining_circle(costs: np.ndarray) -> list[int] | None:
                     before[taker], changed = giver, taker
         if changed < 0:
             return None
-    for _ in range(num_ranks):  # back onto the circle itself
+    for _ in range(num_ranks):  # walk back until on the circle
         changed = before[changed]
     circle = [changed]
     while before[circle[-1]] != changed:

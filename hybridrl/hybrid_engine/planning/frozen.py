@@ -1,6 +1,7 @@
 """HF tensors that never change, and layouts without them.
 
-An engine that still has them gets the other weights only, by a plan of its own. Pure, no torch.
+Once an engine has the frozen tensors, a second plan sends it the other weights only. Pure, no
+torch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from hybridrl.models.weights import RankLayout
 def frozen_tensors(
     layouts: Sequence[RankLayout], frozen: Sequence[Collection[str]]
 ) -> frozenset[str]:
-    """Returns the HF tensors that are frozen wherever a rank holds a part of them.
+    """Returns the HF tensors that are frozen on every rank that holds a part of them.
 
     Args:
-        layouts: The layout of every rank.
-        frozen: For every rank the names of its local tensors that never change.
+        layouts: Layout of each rank.
+        frozen: Names of each rank's local tensors that never change.
     """
     found: set[str] = set()
     changing: set[str] = set()
@@ -30,8 +31,9 @@ def frozen_tensors(
 
 
 def without(layouts: Sequence[RankLayout], frozen: Collection[str]) -> list[RankLayout]:
-    """Returns the layouts without these HF tensors, whose place counts as padding; layouts that are
-    one object stay one.
+    """Returns the layouts without these HF tensors, whose elements become padding.
+
+    Layouts that share one object still do afterwards.
     """
     found: dict[int, RankLayout] = {}
     for layout in layouts:

@@ -1,11 +1,12 @@
-"""What the kernel reads of the blocks that copy engines could bring, so that no rank is waited for.
+"""Divides blocks between the kernel and the copy engines so that no rank is a bottleneck.
 
-A rank first runs a kernel that reads cut-up rectangles out of all peers, then its copy engines,
-which bring whole blocks of one peer after the other (peer.py). Where the blocks of a few ranks are
-many, as those of the ranks that hold the embedding and the head are when the optimizer's shards are
-the sources, all ranks read from these few at once in the second phase, which each gives a share of
-its link, and their links are idle in the first. What makes the second phase longer than its busiest
-reader needs moves into the first, as long as no rank sends or reads more there than the busiest.
+A rank first runs a kernel that reads cut-up rectangles from all peers, and then its copy engines,
+which bring whole blocks of one peer after the other (peer.py). A few ranks may hold most blocks:
+for example those with the embedding and the head, if the sources are the optimizer's shards. All
+ranks then read from these few in the second phase and share their links, which are idle in the
+first phase. Blocks therefore move from the second phase to the first until the busiest sender of
+the second phase is no busier than its busiest reader, or until some rank's kernel phase would
+become longer than that of the busiest rank.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ import numpy as np
 
 from hybridrl.hybrid_engine.transports.transport import Pair
 
-# Parts in which bytes are moved, of what the busiest rank has in the kernel's phase.
+# Bytes move in steps of this fraction of the busiest rank's bytes in the kernel's phase.
 PARTS = 64
 
 
 def kernel_shares(cut_up: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """Returns how many bytes of blocks the kernel of each rank reads out of each peer.
+    """Returns the bytes of blocks that each rank's kernel reads from each peer.
 
-    The same on all ranks for the same arguments.
+    Equal arguments give equal results, so all ranks agree.
 
     Args:
-        cut_up: bytes of shape (ranks, ranks), by the rank that holds them and the rank that reads
-            them, which the kernel reads in any case.
-        blocks: the same of what copy engines bring.
+        cut_up: Bytes that the kernel reads in any case, of shape (ranks, ranks): outer index the
+            rank that holds them, inner index the rank that reads them.
+        blocks: Bytes of the blocks that copy engines could bring, of the same shape.
     """
     kernel, left = cut_up.astype(np.int64), blocks.astype(np.int64)
     most = max(kernel.sum(axis=1).max(initial=0), kernel.sum(axis=0).max(initial=0))
@@ -37,7 +38,7 @@ def kernel_shares(cut_up: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         sent, read = kernel.sum(axis=1), kernel.sum(axis=0)
         room = np.minimum(most - sent[:, None], most - read[None, :])
         can_move = np.minimum(np.minimum(room, left), step)
-        # Of the rank that all wait for, from the reader that has most to read from it.
+        # Move blocks of the busiest sender, for the reader that has most to read from it.
         source = int(left.sum(axis=1).argmax())
         reader = int(np.where(can_move[source] > 0, left[source], -1).argmax())
         moved = can_move[source, reader]
@@ -51,13 +52,15 @@ def kernel_shares(cut_up: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 def split_blocks(
     blocks: Sequence[Pair], num_bytes: int, least_bytes: int
 ) -> tuple[list[Pair], list[Pair]]:
-    """Returns the blocks that the kernel reads, and those that are left for the copy engines.
+    """Returns the blocks for the kernel and those for the copy engines.
+
+    The kernel first takes blocks whose destination is not contiguous, since copy engines need a
+    second copy for them. Its last block may be cut between rows.
 
     Args:
-        blocks: (source, destination) views of one peer's; sources are contiguous.
-        num_bytes: that the kernel reads at most. First of blocks whose destination is not
-            contiguous, which copy engines need a second copy for; the last one is cut between rows.
-        least_bytes: of what is left of a block that is cut.
+        blocks: (source, destination) views of one peer's blocks; sources are contiguous.
+        num_bytes: Most bytes that the kernel reads.
+        least_bytes: Smallest rest of a block that is cut.
     """
     if num_bytes == 0:
         return [], list(blocks)
@@ -78,7 +81,7 @@ def split_blocks(
 
 
 def _rows_within(block_bytes: int, num_rows: int, num_bytes: int, least_bytes: int) -> int:
-    """Returns how many rows of a block are at most so many bytes, and leave enough of it."""
+    """Returns how many rows fit into `num_bytes`; a cut block keeps at least `least_bytes`."""
     if block_bytes <= num_bytes:
         return num_rows
     row_bytes = block_bytes // num_rows

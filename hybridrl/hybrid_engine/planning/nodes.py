@@ -1,12 +1,12 @@
-"""Predicts a reshard over many nodes: a schedule in two levels, its time, and a bound of any.
+"""Predicts the time of a reshard over many nodes, and a lower bound for any schedule.
 
-Pure, no torch; a model on paper. The schedule: every piece that a node needs and has on none of its
-GPUs crosses to it once, from the owning node that has the least to send, spread over all NICs on
-both sides; NVLink brings it to the NIC's GPU before and to every GPU that needs it after. Both
-levels work on chunks, at the same time. Links and NICs are taken to keep their rates whatever else
-goes on: switches and congestion are no part of it. What runs (crossing.py) has each piece cross
-from a GPU that owns it to one that needs it, whose NICs may carry less alike (`planned_ms`). Within
-a node (`transfer_ms`) what a reshard costs was measured.
+Pure, no torch. The modelled schedule has two levels. Every piece that a node needs and holds on
+none of its GPUs crosses to it once, from the owning node that has the least to send, spread over
+all NICs on both sides. NVLink brings it to the NIC's GPU before, and to every GPU that needs it
+after. Both levels work on chunks at the same time. Links and NICs are assumed to keep their rates;
+switches and congestion are not modelled. In the real schedule (crossing.py) each piece crosses from
+a GPU that owns it to one that needs it, so NICs may carry unequal loads (`planned_ms`).
+`transfer_ms` is fitted to measurements within one node.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Wants = Counter[ReceiverGroup]
 
 CHUNK_BYTES = 64 << 20
 
-# NVLink 4 of one GPU, one way. H200 gave 330 to 363, with NCCL and with copies.
+# NVLink 4 of one GPU, one way. Measured on H200: 330 to 363, with NCCL and with copies.
 LINK_GB_PER_S = 345.0
-# By transport, what bytes over NVLink cost beside their number, ms, and the rate at which a GPU
-# then receives, as a share of the link's above; bytes a second copied on a GPU; what a reshard
-# costs that moves nothing. Fitted to 4 x H200 (benchmarks/results/reshard_h200.json).
+# Fixed cost of a transfer over NVLink, ms, and the rate at which a GPU receives as a share of the
+# link's, by transport; rate of copies on one GPU; cost of a reshard that moves nothing. Fitted to
+# 4 x H200 (benchmarks/results/reshard_h200.json).
 TRANSPORTS = {"peer": (0.0, 362 / 345), "packed": (1.2, 330 / 345)}
 LOCAL_BYTES_PER_S = 1.85e12
 LEAST_MS = 0.1
 
 
 class Cluster(BaseModel):
-    """Equal nodes; the rates are those of one direction, both work at once."""
+    """Equal nodes; rates are for one direction, and both directions work at the same time."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -50,26 +50,26 @@ class Cluster(BaseModel):
 
     @property
     def link_rate(self) -> float:
-        """Bytes a second of a GPU's NVLink."""
+        """NVLink rate of one GPU, bytes a second."""
         return self.link_gb_per_s * 1e9
 
     @property
     def node_rate(self) -> float:
-        """Bytes a second of all NICs of a node."""
+        """Rate of all NICs of a node together, bytes a second."""
         return self.nics_per_node * self.nic_gb_per_s * 1e9
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the schedule does, of the busiest node or GPU, one way.
+    """Load of the busiest node or GPU in one direction, and the time of the schedule.
 
     Args:
-        nic_receive_bytes, nic_send_bytes: of a node, over all of its NICs.
-        link_bytes: of a GPU, in or out.
-        messages: of a GPU, in, over both levels.
-        predicted_ms: time, milliseconds.
-        bound_ms: what the bytes take on the NICs, or on a GPU's link and NIC share together,
-            whatever the schedule.
+        nic_receive_bytes, nic_send_bytes: Bytes of a node over all of its NICs.
+        link_bytes: Bytes into or out of a GPU over NVLink.
+        messages: Messages into a GPU, over both levels.
+        predicted_ms: Predicted time, milliseconds.
+        bound_ms: Least time of any schedule, milliseconds: the time of the bytes on the NICs, or on
+            a GPU's link and its share of the NICs together.
     """
 
     nic_receive_bytes: int
@@ -86,10 +86,10 @@ def predict(
     """Predicts how long filling the targets takes on a cluster.
 
     Args:
-        joined: sources and targets of all ranks, node by node.
-        itemsize: bytes of one element.
-        cluster: sizes and rates.
-        chunk_bytes: most that one message holds.
+        joined: Pieces that the targets need, with ranks ordered by node.
+        itemsize: Bytes of one element.
+        cluster: Sizes and rates of the cluster.
+        chunk_bytes: Largest size of one message.
     """
     nodes = _nodes(joined, cluster.gpus_per_node)
     wants = _wants(joined, nodes)
@@ -112,9 +112,9 @@ def predict(
     link_s = link / cluster.link_rate + latency_s * link_messages
     least_sent = itemsize * _least_largest_sender([demand for _, demand in between])
     needed = itemsize * max(int(node.needed.max()) for node in nodes)
-    # NICs help no GPU where nothing crosses.
+    # NICs add to a GPU's rate only if pieces cross.
     gpu_rate = cluster.link_rate + bool(received) * cluster.node_rate / cluster.gpus_per_node
-    # One level has nothing to do until the first chunk has gone through the other.
+    # One level waits until the first chunk has gone through the other.
     num_chunks = -(-max(received, sent) // (cluster.nics_per_node * chunk_bytes))
     wait_s = min(nic_s, link_s) / max(num_chunks, 1)
     return Prediction(
@@ -128,11 +128,11 @@ def predict(
 
 
 def planned_ms(traffic: np.ndarray, cluster: Cluster) -> float:
-    """Returns milliseconds of a plan whose ranks each have their own share of the node's NICs.
+    """Returns the time, milliseconds, of a plan in which each rank uses its own share of the NICs.
 
     Args:
-        traffic: bytes from each rank (outer) to each rank (inner), as of `Plan`.
-        cluster: sizes and rates.
+        traffic: Bytes from each rank (outer) to each rank (inner), as in `Plan.traffic`.
+        cluster: Sizes and rates of the cluster.
     """
     node = np.arange(len(traffic)) // cluster.gpus_per_node
     crosses = node[:, None] != node[None, :]
@@ -150,13 +150,13 @@ def planned_ms(traffic: np.ndarray, cluster: Cluster) -> float:
 def transfer_ms(
     transport: str, busiest_bytes: int, local_bytes: int, link_gb_per_s: float = LINK_GB_PER_S
 ) -> float:
-    """Predicts a reshard within a node, milliseconds.
+    """Predicts the time of a reshard within a node, milliseconds.
 
     Args:
-        transport: a key of TRANSPORTS.
-        busiest_bytes: that the busiest rank receives, or sends.
-        local_bytes: that a rank copies on itself, at the same time.
-        link_gb_per_s: of one GPU's link, one way.
+        transport: A key of TRANSPORTS.
+        busiest_bytes: Bytes that the busiest rank receives, or sends if that is more.
+        local_bytes: Bytes that a rank copies on its own GPU at the same time.
+        link_gb_per_s: Rate of one GPU's link in one direction, 1e9 bytes a second.
     """
     fixed_ms, share = TRANSPORTS[transport]
     link_ms = fixed_ms + busiest_bytes / (share * link_gb_per_s * 1e6) if busiest_bytes else 0.0
@@ -164,7 +164,7 @@ def transfer_ms(
 
 
 class _Node:
-    """Nodes whose GPUs have these source and target classes; bytes are in elements."""
+    """Nodes whose GPUs have given source and target classes; amounts are in elements."""
 
     def __init__(self, kinds: Sequence[PieceKind], sources: Sequence[int], targets: Sequence[int]):
         self._kinds, self._sources, self.targets = kinds, sources, tuple(targets)
@@ -172,15 +172,17 @@ class _Node:
         self._receiving: np.ndarray | None = None
 
     def holders(self, kind: int) -> list[int]:
-        """Returns which of its GPUs hold pieces of a kind."""
+        """Returns the GPUs of the node that hold pieces of a kind."""
         owners = self._kinds[kind].owners
         return [gpu for gpu, number in enumerate(self._sources) if number in owners]
 
     def receiving(self, wants: Wants) -> np.ndarray:
-        """Returns what goes over the links, (2, GPUs) in and out, for the node to have its pieces.
+        """Returns the elements over each GPU's link that give the node its pieces, (2, GPUs), in
+        and out.
 
-        A piece that crosses lands at a GPU that needs it. Where the NICs would then not carry
-        alike, some land at another GPU and are passed on, as is what several GPUs need.
+        A piece that crosses lands at a GPU that needs it. If the NICs would then carry unequal
+        loads, some pieces land at another GPU and are passed on, like pieces that several GPUs
+        need.
         """
         if self._receiving is not None:
             return self._receiving
@@ -217,7 +219,7 @@ def _nodes(joined: Join, gpus: int) -> list[_Node]:
 
 
 def _wants(joined: Join, nodes: Sequence[_Node]) -> dict[tuple[int, ...], Wants]:
-    """Returns, by the target classes of a node's GPUs, what the node wants."""
+    """Returns the pieces that a node needs, by the target classes of its GPUs."""
     found: dict[tuple[int, ...], Wants] = {}
     for classes in dict.fromkeys(node.targets for node in nodes):
         found[classes] = Counter(joined.wanted_by(classes).values())
@@ -227,7 +229,7 @@ def _wants(joined: Join, nodes: Sequence[_Node]) -> dict[tuple[int, ...], Wants]
 def _between(
     joined: Join, nodes: Sequence[_Node], wants: Mapping[tuple[int, ...], Wants]
 ) -> list[tuple[int, Demand]]:
-    """Returns the demands of nodes for pieces that none of their GPUs holds, each with its kind."""
+    """Returns each kind and demand of nodes for pieces that none of their GPUs holds."""
     demands = []
     kinds = range(len(joined.kinds))
     owning = [[i for i, node in enumerate(nodes) if node.holders(kind)] for kind in kinds]
@@ -245,7 +247,9 @@ def _between(
 
 
 def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> np.ndarray:
-    """Returns what goes over the links, (nodes, 2, GPUs) in and out, to even out the NICs."""
+    """Returns the elements over each link, (nodes, 2, GPUs), in and out, that balance the sending
+    NICs.
+    """
     shares: list[list[Demand]] = [[] for _ in nodes]
     for kind, demand in between:
         for number, count in zip(demand.senders.tolist(), demand.send_counts.tolist(), strict=True):
@@ -262,7 +266,11 @@ def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> n
 
 
 def _least_largest_sender(demands: Sequence[Demand]) -> float:
-    """Returns a bound of what the busiest sender sends: what only some can, over their number."""
+    """Returns a lower bound for the elements that the busiest sender sends.
+
+    For every set of senders, the elements that only they hold must leave through them; the bound is
+    the largest such number per sender.
+    """
     only_from: Counter[frozenset[int]] = Counter()  # elements, by the nodes that may send them
     for demand in demands:
         only_from[frozenset(demand.senders.tolist())] += demand.total * demand.size

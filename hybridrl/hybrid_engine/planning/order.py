@@ -1,7 +1,8 @@
-"""The order in which training lays its parallel axes over the ranks. No torch.
+"""Order in which training assigns its parallel axes to ranks. No torch.
 
-It is the configured one, or with `train.order=auto` the one in which engines receive the fewest
-bytes. Pure: every rank finds the same order before there is a model, and so does `hybridrl plan`.
+This is the configured order, or with `train.order=auto` the order in which engines receive the
+fewest bytes. Pure: every rank finds the same order before there is a model, and so does `hybridrl
+plan`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 
 @dataclass(frozen=True)
 class Ordered:
-    """A training layout, and what another order would cost.
+    """A training layout and the cost of its order.
 
     Args:
-        layout: of training.
-        whole: layout of each rank's training tensors.
-        sources: layout of the elements on each rank that engines are written from.
-        choice: the order that 'auto' finds. None where all orders cost the same, since an engine of
-            one rank needs all weights.
+        layout: Layout of training.
+        whole: Layout of each rank's training tensors.
+        sources: Layout of the elements on each rank from which engines are written.
+        choice: Order that 'auto' finds; None if no order was searched, because the model has
+            experts or each engine has one rank, which needs all weights.
     """
 
     layout: TrainLayout
@@ -41,7 +42,7 @@ def is_settled(train: TrainConfig, rollout_tp: int) -> bool:
 
 
 def lay_out(train: TrainConfig, world_size: int) -> TrainLayout:
-    """Returns the layout in the configured order, in Megatron's own where that is 'auto'."""
+    """Returns the layout in the configured order; 'auto' counts as Megatron's own order."""
     order = DEFAULT_ORDER if train.order == AUTO_ORDER else train.order
     sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
     return TrainLayout(world_size, *sizes, order, train.etp)
@@ -55,15 +56,16 @@ def order_layout(
     rollout_tp: int,
     ranks_per_node: int,
 ) -> Ordered:
-    """Returns the training layout, its order chosen if the configuration says 'auto': of a dense
-    model; one with experts, which lie on a grid of their own, keeps Megatron's.
+    """Returns the training layout, with its order chosen if the configuration says 'auto'.
+
+    Models with experts keep Megatron's order, since experts have a grid of their own.
 
     Args:
-        train: sizes and order.
-        family, shape: of the model.
-        world_size: number of ranks.
-        rollout_tp: tensor-parallel size of the engine.
-        ranks_per_node: ranks of one node, which are consecutive.
+        train: Sizes and order.
+        family, shape: Family and sizes of the model.
+        world_size: Number of ranks.
+        rollout_tp: Tensor-parallel size of the engine.
+        ranks_per_node: Consecutive ranks of one node.
     """
     if shape.moe is not None:
         layout = lay_out(train, world_size)

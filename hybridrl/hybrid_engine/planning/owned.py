@@ -1,18 +1,18 @@
-"""Slices of a layout that exactly one rank owns: the rank whose optimizer updates them.
+"""Layouts of the elements that each rank's optimizer updates.
 
-Megatron's distributed optimizer cuts each of a model's flat parameter buffers into contiguous
-shards, one a data-parallel rank. Of a tensor a rank then owns a range of elements, counted row by
-row, or none. After an optimizer step only the owned ranges hold new values, so with
-`train.fuse_param_gather` the sources of a plan are these ranges alone.
+Megatron's distributed optimizer cuts each flat parameter buffer into contiguous shards, one for
+each data-parallel rank. So a rank owns a range of a tensor's elements, counted row by row, or none.
+After an optimizer step only owned ranges hold new values, so with `train.fuse_param_gather` the
+sources of a plan are these ranges alone.
 
-Such a plan does not write to owned ranges. A rank copies the range that it owns from its own
-tensor, and where the engine's parameter is the same memory (alias.py) there is nothing to copy. The
-plan fills the ranges of the other owners only, so no range is read while it is written.
+Such a plan never writes an owned range. A rank copies its own range from its own tensor; where the
+engine's parameter is the same memory (alias.py) there is nothing to copy. The plan fills the other
+owners' ranges only, so no range is read while it is written.
 
-Biases of routers are no parameters: no optimizer updates them, and every rank that has them owns
-them whole. So several ranks may own the same one; a plan takes it from any.
+Router biases are not parameters: no optimizer updates them, and every rank that has one owns all of
+it. Several ranks may thus own the same bias; a plan takes it from any of them.
 
-Pure, no torch. Invariant: the layout made here tiles its tensors like the one it was made from.
+Pure, no torch. Invariant: an owned layout tiles its tensors like the layout from which it was made.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ ROUTER_BIAS = ".router.expert_bias"
 
 
 def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> RankLayout:
-    """Returns the layout whose regions are the owned elements; all others count as padding.
+    """Returns the layout whose regions are the owned elements; all others become padding.
 
     Args:
-        layout: of everything that the rank holds.
-        ranges: (start, stop) of the owned elements of each local tensor, counted row by row. Of a
-            tensor that is missing here the rank owns nothing.
+        layout: Layout of all elements of the rank.
+        ranges: (start, stop) of the owned elements of each local tensor, counted row by row. The
+            rank owns nothing of a tensor without an entry.
     """
     owned: dict[str, list[Box]] = {}
     others: dict[str, list[Box]] = {}
@@ -57,12 +57,12 @@ def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> R
 
 
 def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankLayout]:
-    """Returns each rank's owned layout, if every tensor is cut into equal shards over the data- and
-    context-parallel ranks, those of experts over the expert-data-parallel ones; biases of routers
-    are each rank's own, whole.
+    """Returns each rank's owned layout, assuming that every tensor is cut into equal shards.
 
-    Megatron cuts buckets of several tensors instead, which are known once there is a model. The
-    bytes of all ranks together are the same, those of one rank nearly so.
+    Tensors are cut over the data- and context-parallel ranks, those of experts over the
+    expert-data-parallel ones; every rank owns its router biases whole. Megatron instead cuts
+    buckets of several tensors, which are unknown before there is a model. The bytes of all ranks
+    together are the same, those of one rank nearly so.
     """
     owners = layout.dp * layout.cp
     if owners == layout.edp == 1:

@@ -19,14 +19,14 @@ from hybridrl.models.weights import RankLayout, Region
 
 
 class PlanError(Exception):
-    """Layouts that cannot be joined, or a plan that does not do what it must."""
+    """Layouts that cannot be joined, or a plan that is wrong."""
 
 
 class RankClasses:
-    """Ranks grouped by what they hold.
+    """Ranks grouped by equal layouts.
 
     Args:
-        layouts: of every rank; the same object for equal ranks saves comparing them.
+        layouts: Layout of each rank; sharing one object among equal ranks saves comparisons.
     """
 
     def __init__(self, layouts: Sequence[RankLayout]) -> None:
@@ -47,11 +47,11 @@ class RankClasses:
 
 
 class PieceKind(NamedTuple):
-    """What interchangeable pieces have in common: the ranks that may send one, and its size.
+    """Ranks that may send a piece, and its size; pieces of one kind are interchangeable.
 
     Args:
-        owners: classes of the source ranks that hold such a piece whole, ascending.
-        volume: elements of one piece.
+        owners: Classes of the source ranks that hold such a piece whole, ascending.
+        volume: Number of elements of one piece.
     """
 
     owners: tuple[int, ...]
@@ -66,15 +66,15 @@ class Piece(NamedTuple):
 
 
 Wanted = tuple[str, Box, int]
-"""A piece that a rank needs: HF name, box, and how often the same is among the pieces before."""
+"""A piece that a rank needs: HF name, box, and the number of equal pieces before it."""
 
 
 class ReceiverGroup(NamedTuple):
-    """What pieces have in common that the same ranks of a node need and the same ranks may send.
+    """Pieces that the same ranks of a node need and the same ranks may send.
 
     Args:
-        kind: number of the pieces' kind.
-        targets: all target classes of the node that need them, ascending.
+        kind: Number of the pieces' kind.
+        targets: All target classes of the node that need them, ascending.
     """
 
     kind: int
@@ -83,13 +83,13 @@ class ReceiverGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class Join:
-    """The pieces that every target rank needs, and the source ranks that hold them.
+    """Pieces that every target rank needs, and the source ranks that hold them.
 
     Args:
-        sources, targets: ranks grouped by their layouts.
-        kinds: all kinds of pieces; the index is the number of the kind.
-        needs: for each target class its regions in order, each with the pieces that tile it.
-        counts: for each target class the number of pieces of each kind.
+        sources, targets: Ranks grouped by their layouts.
+        kinds: All kinds of pieces; a kind's number is its index.
+        needs: Regions of each target class in order, each with the pieces that tile it.
+        counts: Number of pieces of each kind that each target class needs.
     """
 
     sources: RankClasses
@@ -111,7 +111,7 @@ class Join:
                 seen[region.hf, box] += 1
 
     def wanted_by(self, classes: Iterable[int]) -> dict[Wanted, ReceiverGroup]:
-        """Returns what ranks of these target classes need, each piece with its receiver group."""
+        """Returns the receiver group of each piece that ranks of these target classes need."""
         found: dict[Wanted, tuple[int, list[int]]] = {}
         for target in sorted(set(classes)):
             for _, kind, wanted in self.wants(target):
@@ -123,7 +123,8 @@ def join(sources: Sequence[RankLayout], targets: Sequence[RankLayout]) -> Join:
     """Cuts the regions of each target along the borders of the regions that sources hold.
 
     Raises:
-        PlanError: a target needs what no source holds; names the HF tensor and its elements.
+        PlanError: A target needs elements that no source holds; names the HF tensor and the
+            elements.
     """
     held, wanted = RankClasses(sources), RankClasses(targets)
     cutter = _Cutter(held)
@@ -153,7 +154,7 @@ class _Slices:
 
 
 class _Cutter:
-    """Cuts boxes of HF tensors, each combination of holders and box once."""
+    """Cuts boxes of HF tensors; caches the result for each combination of holders and box."""
 
     def __init__(self, held: RankClasses) -> None:
         self.kinds: dict[PieceKind, int] = {}

@@ -1,11 +1,11 @@
-"""Which rank copies which rectangle where: two sets of layouts turned into copy operations.
+"""Plans the copy operations between ranks that fill the target layouts from the source layouts.
 
-Pure and deterministic, no torch: every rank computes the same plan from the same layouts. What a
-rank holds already is copied locally; every other slice is received once, from an owner on its own
-node if there is one, and so that the busiest owner sends least (senders.py). What no rank of a node
-owns crosses to it once, and goes on from where it landed (crossing.py). Invariant: after the
-operations every element of every target region is written exactly once (proof.py proves it from the
-operations alone).
+Pure and deterministic, no torch: every rank computes the same plan from the same layouts. Elements
+that a rank already holds are copied locally. Every other slice is received once, from an owner on
+the same node if there is one, with owners chosen so that the busiest one sends least (senders.py).
+Slices that no rank of a node owns cross to it once and are passed on from the rank on which they
+land (crossing.py). Invariant: the operations write every element of every target region exactly
+once (proof.py proves it from the operations alone).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from hybridrl.models.weights import RankLayout, Region
 
 __all__ = ["CopyOp", "Plan", "PlanError", "PlannedOps", "Stream", "plan_reshard"]
 
-# Ranks whose operations are kept once made. 64: a small world's all; of a large one a rank wants
-# few, and the operations of a thousand ranks would fill its memory.
+# Number of ranks whose operations are cached: all ranks of a small world. In a large one a rank
+# needs those of few others, and the operations of a thousand ranks would fill its memory.
 KEPT_RANKS = 64
 
 
 class Stream(NamedTuple):
-    """The path of the elements of several operations, which follow one after the other.
+    """Path that the elements of several operations take, in order.
 
     Args:
-        source: the rank that sends them.
-        route: the rank that receives them, then the ranks to which that rank passes them on.
+        source: Rank that sends them.
+        route: Rank that receives them, followed by the ranks to which it passes them on.
     """
 
     source: int
@@ -52,9 +52,9 @@ class Stream(NamedTuple):
 
 
 class CopyOp(NamedTuple):
-    """Copy `source_box` of `source` on `source_rank` into `dest_box` of `dest` on `dest_rank`.
+    """Copy from `source_box` of `source` on `source_rank` to `dest_box` of `dest` on `dest_rank`.
 
-    The elements take the path of `stream`. Where both ranks are the same they are copied locally.
+    The elements take the path of `stream`. If both ranks are the same, the copy is local.
     """
 
     source_rank: int
@@ -73,12 +73,12 @@ class CopyOp(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The copy operations of all ranks.
+    """Copy operations of all ranks.
 
     Args:
-        ops: for each destination rank its operations, local ones included.
-        itemsize: bytes of one element on the wire.
-        domain_size: ranks of one node, which are consecutive.
+        ops: Operations of each destination rank, including local ones.
+        itemsize: Bytes of one element on the wire.
+        domain_size: Consecutive ranks of one node.
     """
 
     ops: Sequence[tuple[CopyOp, ...]]
@@ -139,7 +139,7 @@ class Plan:
 
     @property
     def messages(self) -> tuple[int, ...]:
-        """Number of other ranks that each rank receives from: its messages in one chunk at most."""
+        """Number of ranks from which each rank receives: its most messages in one exchange."""
         counts = np.count_nonzero(self.traffic, axis=0) - (self.traffic.diagonal() > 0)
         return tuple(counts.tolist())
 
@@ -155,11 +155,11 @@ class Plan:
 
 
 class PlannedOps(Sequence[tuple[CopyOp, ...]]):
-    """The operations of each destination rank, made when they are asked for.
+    """Operations of each destination rank, computed on access.
 
     Args:
-        joined: what the targets need of whom.
-        domain_size: ranks of one node.
+        joined: Pieces that the targets need, and their owners.
+        domain_size: Consecutive ranks of one node.
     """
 
     def __init__(self, joined: Join, domain_size: int) -> None:
@@ -180,11 +180,11 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
 
     @property
     def joined(self) -> Join:
-        """What the targets need of whom."""
+        """Pieces that the targets need, and their owners."""
         return self._join
 
     def _add_demands(self, target: int, kind: int, count: int, domain_size: int) -> None:
-        """Adds who may send pieces of one kind to ranks of one class on its nodes that own them."""
+        """Adds demands for pieces of one kind by ranks of one class whose node owns them."""
         holders, size = self._join.kinds[kind]
         classes = self._join.sources.of_rank
         dests = [rank for rank in self._join.targets.ranks[target] if classes[rank] not in holders]
@@ -212,14 +212,14 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         return hash(self.digest())
 
     def made(self, rank: int, only_from: int | None = None) -> tuple[CopyOp, ...]:
-        """Makes the operations of a rank, or those of them with this source, in order."""
+        """Returns the operations of a rank in order; with `only_from`, those from that source."""
         source_class = self._join.sources.of_rank
         senders = {
             kind: iter(demand.senders_to(position))
             for kind, (demand, position) in self._demands_of[rank].items()
         }
         found: list[CopyOp] = []
-        is_next = False  # to what was found last
+        is_next = False  # whether this piece follows the last operation directly
         for region, kind, wanted in self._join.wants(self._join.targets.of_rank[rank]):
             if source_class[rank] in self._join.kinds[kind].owners:
                 way = Way(rank, (rank,), is_plain=True)
@@ -237,8 +237,8 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
             op = CopyOp(
                 way.source, rank, source.local, source_box, region.local, dest_box, way.route
             )
-            # Elements must come in the same order to all ranks of the route: those whose regions
-            # may differ extend no operations.
+            # Elements must reach all ranks of a route in the same order, so operations are merged
+            # only if the regions of these ranks are the same.
             if is_next and way.is_plain:
                 _append(found, op)
             else:
@@ -257,13 +257,13 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         return found
 
     def needed(self) -> np.ndarray:
-        """Returns the elements that each rank must have."""
+        """Returns the number of elements that each rank needs."""
         kinds, classes = self._join.kinds, self._join.targets
         needed = [sum(n * kinds[k].volume for k, n in c.items()) for c in self._join.counts]
         return np.array([needed[number] for number in classes.of_rank], np.int64)
 
     def digest(self) -> bytes:
-        """Returns what all operations follow from: the layouts, and who sends."""
+        """Returns a digest of everything that determines the operations: layouts and senders."""
         digest = hashlib.sha256()
         for classes in (self._join.sources, self._join.targets):
             digest.update(repr(classes.of_rank).encode())
@@ -286,13 +286,14 @@ def plan_reshard(
     """Plans how the targets' tensors are filled from the sources'.
 
     Args:
-        sources: what each rank holds.
-        targets: what each rank must have; as many as sources, empty where nothing is needed.
-        itemsize: bytes of one element on the wire, where what is kept in fp32 may be several.
-        domain_size: ranks of one node, which are consecutive; None: all are of one.
+        sources: Layout that each rank holds.
+        targets: Layout that each rank needs; as many as sources, some may be empty.
+        itemsize: Bytes of one element on the wire; an fp32 value may take several elements.
+        domain_size: Consecutive ranks of one node; None for a single node.
 
     Raises:
-        PlanError: a target needs what no source holds; names the HF tensor and its elements.
+        PlanError: A target needs elements that no source holds; names the HF tensor and the
+            elements.
     """
     if len(sources) != len(targets):
         raise PlanError(f"{len(sources)} source layouts, but {len(targets)} target layouts")

@@ -1,7 +1,7 @@
-"""Proves from a plan's operations alone that running them fills every target as it must be.
+"""Proves, from a plan's operations alone, that they fill every target correctly.
 
-Independent of how plan.py chose them: it looks at where each operation reads and writes in HF
-coordinates, and at what is written altogether. Pure, no torch.
+Independent of how plan.py chose the operations: it checks where each one reads and writes in HF
+coordinates, and which elements are written in all. Pure, no torch.
 """
 
 from __future__ import annotations
@@ -36,22 +36,21 @@ def prove(
 ) -> None:
     """Checks a plan against the layouts that it joins.
 
-    Every element of every target tensor is written exactly once, or is padding and is not written;
-    every operation reads the HF elements that belong where it writes.
+    Every element of every target tensor is either written exactly once, or is padding and not
+    written; every operation reads the HF elements that belong where it writes.
 
     Args:
-        plan: to be proven.
-        sources, targets: of all ranks.
-        ranks: whose tensors are looked at; None: everyone's. In a large world each rank proves its
-            own.
+        plan: Plan to check.
+        sources, targets: Layouts of all ranks.
+        ranks: Ranks to check; None for all. In a large world each rank proves its own.
 
     Raises:
-        PlanError: names the rank, the tensor and the first elements that are wrong.
+        PlanError: The plan is wrong; names the rank, the tensor and the first wrong elements.
     """
     if not len(plan.ops) == len(sources) == len(targets):
         raise PlanError(f"plan of {len(plan.ops)} ranks for {len(sources)} and {len(targets)}")
     sources, targets = (wire_layouts(one, plan.itemsize) for one in (sources, targets))
-    different = {id(layout): layout for layout in sources}  # equal ones are often one object
+    different = {id(layout): layout for layout in sources}  # equal layouts are often one object
     by_tensor = {key: _by_tensor(layout) for key, layout in different.items()}
     held = [by_tensor[id(layout)] for layout in sources]
     for rank in range(len(targets)) if ranks is None else ranks:

@@ -1,10 +1,10 @@
-"""Which owner sends which items, so that the busiest owner sends least.
+"""Chooses a sender for each item so that the busiest sender sends least.
 
-Pure, no torch. A demand is about items of one size: each of its receivers needs all of them, and
-each of its senders has all of them. One demand alone is spread over its senders by water-filling,
-given what the other demands make them send. Repeating that until nothing improves minimises the sum
-of the squared loads (a convex function, minimised block by block), and with it the largest load, to
-within the size of one item.
+Pure, no torch. A demand covers items of one size: each of its receivers needs all of them, and any
+of its senders can send any item. A single demand is spread over its senders by water-filling, given
+the loads from the other demands. Repeating that for each demand until nothing improves minimises
+the sum of the squared loads (a convex function, minimised block by block), and with it the largest
+load, to within the size of one item.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ MAX_SWEEPS = 100
 
 @dataclass
 class Demand:
-    """Items of one size that each receiver needs and each sender has.
+    """Items of one size that each receiver needs and each sender holds.
 
     The items of all receivers, one receiver after the other, are divided among the senders in
-    order. So few pairs of ranks exchange messages.
+    order, so that few pairs of ranks exchange messages.
 
     Args:
-        receivers: each needs all of the items.
-        senders: any of them may send any item, ascending.
-        count: number of items that a receiver needs.
-        size: of one item, in elements.
-        send_counts: number of items that each sender sends, over all receivers. Set by
+        receivers: Ranks that each need all of the items.
+        senders: Ranks that may send any item, ascending.
+        count: Number of items that a receiver needs.
+        size: Elements of one item.
+        send_counts: Number of items that each sender sends, over all receivers. Set by
             `balance_senders`.
     """
 
@@ -48,8 +48,8 @@ class Demand:
         """Returns the sender of each item that one receiver gets.
 
         Args:
-            position: of the receiver in `receivers`.
-            items: numbers of its items, from 0 to `count`; None: all, in order.
+            position: Index of the receiver in `receivers`.
+            items: Numbers of its items, below `count`; None for all, in order.
         """
         items = (np.arange(self.count) if items is None else items) + position * self.count
         stops = np.cumsum(self.send_counts)
@@ -59,13 +59,13 @@ class Demand:
         """Returns 0, the numbers of the items at which the sender changes, and `count`.
 
         Args:
-            position: of the receiver in `receivers`.
+            position: Index of the receiver in `receivers`.
         """
         stops = np.cumsum(self.send_counts) - position * self.count
         return np.unique(np.concatenate([[0], np.clip(stops, 0, self.count)]))
 
     def add_traffic(self, traffic: np.ndarray) -> None:
-        """Adds the elements that are sent to `traffic`, of shape (senders, receivers)."""
+        """Adds the elements of the demand to `traffic`, of shape (senders, receivers)."""
         stops = np.cumsum(self.send_counts)
         edges = np.union1d(stops, np.arange(len(self.receivers) + 1) * self.count)
         senders = self.senders[np.searchsorted(stops, edges[:-1], side="right")]
@@ -95,7 +95,9 @@ def balance_senders(demands: Sequence[Demand], num_senders: int) -> np.ndarray:
             then = without + counts * demand.size
             changed = np.flatnonzero(then != now)
             pairs = zip(then[changed].tolist(), now[changed].tolist(), strict=True)
-            if sum(new * new - old * old for new, old in pairs) < 0:  # exact: Python's integers
+            if (
+                sum(new * new - old * old for new, old in pairs) < 0
+            ):  # Python's integers do not overflow
                 demand.send_counts, improved = counts, True
                 loads[demand.senders] = then
         if not improved:
@@ -104,7 +106,7 @@ def balance_senders(demands: Sequence[Demand], num_senders: int) -> np.ndarray:
 
 
 def _water_filled(loads: np.ndarray, num_items: int, size: int) -> np.ndarray:
-    """Returns how many of `num_items` items each sender adds to its load, the lowest filled up."""
+    """Returns how many of `num_items` each sender sends; the lowest loads are raised first."""
     order = np.argsort(loads, kind="stable")
     low = loads[order]
     places = np.arange(1, len(low) + 1)

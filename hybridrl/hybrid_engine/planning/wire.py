@@ -1,8 +1,8 @@
-"""How tensors that are kept in fp32 travel with elements of a narrower type, bit by bit.
+"""Views of fp32 tensors as elements of the narrower type in which weights travel.
 
-A plan counts elements of one size. A router's bias is fp32 beside weights of 16 bit on both sides,
-so it is planned, moved and verified as twice as many elements of the narrower type: views of the
-same memory, which nothing casts. Pure, no torch.
+A plan counts elements of one size. Weights have 16 bits, but a router's bias is fp32 in training
+and in the engine. It is planned, moved and verified as twice as many 16-bit elements: a view of the
+same memory, whose bits are never cast. Pure, no torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def kept_tensors(layout: RankLayout) -> frozenset[str]:
 
 
 def wire_layouts(layouts: Sequence[RankLayout], itemsize: int) -> list[RankLayout]:
-    """Returns the layouts in elements of `itemsize` bytes; what changes in none stays the object.
+    """Returns the layouts in elements of `itemsize` bytes; unchanged layouts stay the same objects.
 
     Args:
-        layouts: of all ranks; equal ones may be one object, and stay so.
-        itemsize: bytes of one element on the wire.
+        layouts: Layouts of all ranks; those that share one object still do afterwards.
+        itemsize: Bytes of one element on the wire.
     """
     found: dict[int, RankLayout] = {}
     for layout in layouts:
@@ -49,15 +49,15 @@ def wire_layouts(layouts: Sequence[RankLayout], itemsize: int) -> list[RankLayou
 def wire_views(
     tensors: Mapping[str, AnyTensor], layout: RankLayout, dtype: torch.dtype
 ) -> Mapping[str, AnyTensor]:
-    """Returns the tensors as a transport moves them: those kept in fp32 as elements of `dtype`.
+    """Returns the tensors with those kept in fp32 viewed as elements of `dtype`.
 
     Args:
-        tensors: of one rank, by local name.
-        layout: of the same rank.
-        dtype: the type on the wire.
+        tensors: Tensors of one rank, by local name.
+        layout: Layout of the same rank.
+        dtype: Type on the wire.
 
     Raises:
-        ModelError: one of them is not in fp32, or has no memory; names it.
+        ModelError: A tensor that must be fp32 is not, or is computed; names it.
     """
     kept = kept_tensors(layout) & tensors.keys()
     for name in kept:
@@ -74,7 +74,7 @@ def wire_views(
 
 
 def _bits(name: str, tensor: SourceTensor, dtype: torch.dtype) -> Tensor:
-    from torch import Tensor  # the rest of the module needs none
+    from torch import Tensor  # the rest of the module does not need torch
 
     if not isinstance(tensor, Tensor):
         raise ModelError(

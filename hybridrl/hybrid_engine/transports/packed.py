@@ -1,22 +1,22 @@
 """Runs a plan through bounded staging buffers and grouped exchanges (gloo or NCCL).
 
-Who waits for whom: `run` is collective. In every exchange a rank packs what it
-sends, exchanges with its peers of that exchange alone, and unpacks. All ranks go through the same
-exchanges in the same order (chunks.py), so between two ranks there is at most one message each way
-and both know its content. What came from another node for several ranks of this one goes on in the
-exchange after, out of the receive buffer before that is written again.
+Who waits for whom: `run` is collective. In every exchange a rank packs its messages, exchanges them
+with the peers of that exchange alone, and unpacks. All ranks go through the same exchanges in the
+same order (chunks.py), so between two ranks there is at most one message each way, whose content
+both know. Data from another node that several ranks of this node need is passed on in the next
+exchange, before its receive buffer is overwritten.
 
-Blocks of some megabytes that lie in one piece at both ends are sent as they are, all in one group
-of messages, which is on its way all the time beside the exchanges (direct.py).
+Blocks of at least 32 MiB that are contiguous at both ends are sent without staging, all in one
+group of messages that overlaps the exchanges (direct.py).
 
-There are two send and two receive buffers. On GPUs packing, exchanging and unpacking are on streams
-of their own: while one exchange travels, the next is packed and the last unpacked. What stays on
-the rank is copied beside them. What a run queues is always the same, so from the second run on it
-is one CUDA graph, made anew if tensors move: nothing is allocated and the host does nothing for
-single tensors or messages.
+There are two send and two receive buffers. On GPUs packing, exchanging and unpacking use separate
+streams: while one exchange travels, the next is packed and the last unpacked. Local copies run at
+the same time. A run always queues the same work, so from the second run on it is one CUDA graph,
+captured again if tensors move: nothing is allocated, and the host does nothing for single tensors
+or messages.
 
-Elements travel in one type, the narrower of what the sources and the destinations hold, and are
-cast while they are packed or unpacked.
+Elements travel in one type, the narrower of the sources' and the destinations', and are cast while
+they are packed or unpacked.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import ComputedSlice, SourceTensor, memory_of, slice_of
 from hybridrl.models.weights import RankLayout
 
-# Programs of a kernel that packs, unpacks or copies: NCCL's kernels wait for room if others fill
-# the device. These move 2 TB/s, five times what comes over NVLink.
+# Programs of a kernel that packs, unpacks or copies: NCCL's kernels must wait if others fill the
+# device. This number moves 2 TB/s, five times the rate of NVLink.
 PROGRAMS = 64
 SLOTS = 2  # buffers each way: one is on its way while the other is filled or emptied
 
 Messages = Mapping[int, Sequence[Part]]
-"""By peer, the parts of a message in order."""
+"""Parts of each message in order, by peer."""
 
 Staged = Mapping[int, Sequence[tuple[Part, Tensor]]]
-"""The same, each part with its place in a staging buffer, next to the one before."""
+"""Like `Messages`, with each part's place in a staging buffer; places are consecutive."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,10 @@ class _Step:
     """One exchange of this rank, ready to be queued.
 
     Args:
-        pack: fills the send buffer; `reads_last`: out of the receive buffer of the step before too.
-        transfers: messages of both directions.
-        unpack: empties the receive buffer.
+        pack: Copies that fill the send buffer.
+        reads_last: Whether `pack` also reads the receive buffer of the previous step.
+        transfers: Messages of both directions.
+        unpack: Copies that empty the receive buffer.
     """
 
     pack: ops.Copies
@@ -81,20 +82,20 @@ class _Step:
 
 
 class PackedTransport:
-    """Moves the plan's slices between the ranks' tensors.
+    """Moves the plan's slices between the ranks' tensors in packed messages.
 
     Args:
-        plan: the same on every rank; its itemsize is `wire_dtype`'s.
-        peers: the ranks that the plan is for.
-        sources: this rank's source tensors by name; computed ones are computed straight into
-            messages and destinations.
-        dests: this rank's destination tensors by name; written in place. Source and destination may
-            be the same memory where they hold the same (alias.py); then nothing is copied.
-        staging_bytes: bound of all staging buffers together.
-        wire_dtype: the type that elements travel in, the same on every rank (`agree_wire_dtype`).
-        block_group: of all ranks, for large blocks; without it they wait for the exchanges, since
-            messages of one communicator do.
-        direct: what needs no staging; None: the ranks agree on that here.
+        plan: Plan, the same on every rank; its itemsize is that of `wire_dtype`.
+        peers: Ranks of the plan.
+        sources: This rank's source tensors by name; computed slices go straight into messages and
+            destinations.
+        dests: This rank's destination tensors by name; written in place. A destination may be the
+            same memory as a source with the same content (alias.py); then nothing is copied.
+        staging_bytes: Limit for all staging buffers together.
+        wire_dtype: Type in which elements travel, the same on every rank (`agree_wire_dtype`).
+        block_group: Process group of all ranks for large blocks. Without it they wait for the
+            exchanges, since messages of one communicator run in order.
+        direct: Operations without staging; None to let the ranks agree on them here.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class PackedTransport:
         self._domain_size = plan.domain_size
         self._programs = PROGRAMS if plan.streams else None
         self._local_ops = [op for op in plan.ops[self._rank] if op.source_rank == self._rank]
-        if direct is None:  # the same on all ranks, which agree here
+        if direct is None:  # None on all ranks or on none, since agreeing is collective
             direct = agree_direct(plan, peers, sources, dests, wire_dtype)
         self._direct = direct
         capacity = staging_bytes // (2 * SLOTS)
@@ -138,7 +139,7 @@ class PackedTransport:
 
     @property
     def launches(self) -> int:
-        """Kernels and collectives that a run starts, be it one by one or as a graph."""
+        """Number of kernels and collectives in a run, whether or not a graph starts them."""
         exchanges = sum(bool(step.transfers) for step in self._steps) + bool(self._blocks)
         return sum(copy.num_launches for copy in self._all_copies()) + exchanges
 
@@ -164,12 +165,12 @@ class PackedTransport:
         return self._traffic
 
     def close(self) -> None:
-        """Gives the graph up: NCCL cannot end while a graph holds its work."""
+        """Drops the graph: NCCL cannot shut down while a graph holds its work."""
         self._work.close()
 
     def prepare(self) -> None:
-        """Makes buffers, tables and messages, again only if a tensor has moved since."""
-        # All of them: any source may have been replaced by another tensor of its name.
+        """Makes buffers, tables and messages; makes them again only if a tensor has moved."""
+        # All tensors are checked: any source may have been replaced by another tensor of its name.
         found = addresses(chain(memory_of(self._sources.values()), self._dests.values()))
         if found == self._addresses:
             return
@@ -203,7 +204,7 @@ class PackedTransport:
         )
 
     def _queue(self) -> None:
-        """Queues everything; on CPU each part is through before the next begins."""
+        """Queues all work of a run; on CPU each part ends before the next begins."""
         if self._blocks:
             with self._aside(self._directing):
                 self._wait(dist.batch_isend_irecv(self._blocks))
@@ -234,7 +235,7 @@ class PackedTransport:
                 torch.cuda.current_stream().wait_stream(stream)
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
-        """Makes what is queued next wait for messages; on CPU waits for them itself."""
+        """Makes work that is queued next wait for messages; on CPU it blocks."""
         for work in works:
             work.wait()
 
@@ -243,14 +244,14 @@ class PackedTransport:
             torch.cuda.current_stream().wait_event(self._unpacked[slot])
 
     def _aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-        """Queues what follows on another stream, after what this one has queued so far."""
+        """Queues the enclosed work on another stream, after the current stream's work so far."""
         if stream is None:
             return nullcontext()
         stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
 
     def _staging(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns send and receive buffers; made once."""
+        """Returns the send and receive buffers, allocated at the first call."""
         if self._buffers is None:
             send = max((_elements(x.sends) for x in self._exchanges), default=0)
             receive = max((_elements(x.receives) for x in self._exchanges), default=0)
@@ -297,7 +298,7 @@ class PackedTransport:
                     else (self._dests, op.dest, op.dest_box)
                 )
                 block = slice_of(tensors[name], box)
-                assert isinstance(block, Tensor)  # no other is direct
+                assert isinstance(block, Tensor)  # only tensors in memory are direct
                 message = block.reshape(-1).view(torch.uint8)
                 kind = dist.isend if is_send else dist.irecv
                 yield dist.P2POp(kind, message, group=group, group_peer=peer)
@@ -323,8 +324,10 @@ class PackedTransport:
 
 
 def _one_device(sources: Mapping[str, SourceTensor], dests: Mapping[str, Tensor]) -> torch.device:
-    """Returns the device of all tensors; kernels read them by address, so that one elsewhere would
-    be read as other memory.
+    """Returns the device of all tensors.
+
+    Kernels read tensors by address, so a tensor on another device would be read as unrelated
+    memory.
     """
     found: torch.device | None = None
     sides: tuple[tuple[str, Mapping[str, SourceTensor]], ...]
@@ -340,21 +343,21 @@ def _one_device(sources: Mapping[str, SourceTensor], dests: Mapping[str, Tensor]
 
 
 def make_block_group(peers: Peers, timeout_s: float) -> dist.ProcessGroup | None:
-    """Makes the process group over which large blocks travel beside the exchanges; collective.
+    """Makes the process group that sends large blocks alongside the exchanges; collective.
 
     Args:
-        peers: the ranks that need it.
-        timeout_s: of its collectives, seconds.
+        peers: Ranks of the group.
+        timeout_s: Timeout of its collectives, seconds.
 
     Returns:
-        None where there is none to make: on CPU and on one rank.
+        The group; None on CPU and for one rank, which need none.
     """
     if not torch.cuda.is_available() or peers.size == 1:
         return None
-    made = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
-    # All ranks take part in a group's first use; messages are between some.
-    dist.all_reduce(torch.zeros(1, device="cuda"), group=made)
-    return made
+    group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
+    # The first use of a group involves all its ranks, but blocks travel between some of them only.
+    dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    return group
 
 
 def agree_wire_dtype(
@@ -363,38 +366,38 @@ def agree_wire_dtype(
     peers: Peers,
     layouts: tuple[RankLayout, RankLayout],
 ) -> torch.dtype:
-    """Returns the type in which all ranks send elements: the narrower of the widest types.
+    """Returns the type in which all ranks send elements; collective.
 
-    The widest type among all sources, or among all destinations if that is narrower, so that no
-    value loses more than its destination's type makes it lose. What is kept in fp32 does not count.
-    Collective.
+    This is the widest type of all sources, or that of all destinations if narrower, so that no
+    value loses more than its destination's type requires. Tensors that are kept in fp32 do not
+    count.
 
     Args:
-        sources, dests: of this rank.
-        peers: all ranks.
-        layouts: of this rank's sources and destinations.
+        sources, dests: Tensors of this rank.
+        peers: All ranks.
+        layouts: Layouts of this rank's sources and destinations.
     """
     kept = [kept_tensors(layout) for layout in layouts]
     widest = (
         _widest([tensor for name, tensor in sources.items() if name not in kept[0]]),
         _widest([tensor for name, tensor in dests.items() if name not in kept[1]]),
     )
-    gathered = peers.gather_objects(widest)
-    held = [source for source, _ in gathered if source is not None]
-    wanted = [dest for _, dest in gathered if dest is not None]
+    dtypes = peers.gather_objects(widest)
+    held = [source for source, _ in dtypes if source is not None]
+    wanted = [dest for _, dest in dtypes if dest is not None]
     source, dest = _promoted(held), _promoted(wanted)
     return dest if dest.itemsize < source.itemsize else source
 
 
 def _staged(messages: Messages, buffer: Tensor) -> Staged:
-    """Lays the messages' parts into a buffer, one after the other."""
+    """Assigns the messages' parts to consecutive places in a buffer."""
     counts = [part.elements for part in chain(*messages.values())]
     places = iter(buffer[: sum(counts)].split(counts))
     return {peer: [(part, next(places)) for part in parts] for peer, parts in messages.items()}
 
 
 def _shaped(part: Part, place: Tensor) -> Iterator[tuple[CopyOp, Tensor]]:
-    """Yields a part's pieces, each with where it lies in a buffer as a tensor of its shape."""
+    """Yields a part's pieces, each with its view of the buffer in the piece's shape."""
     if part.pieces:
         counts = [volume(op.dest_box) for op in part.pieces]
         for op, staged in zip(part.pieces, place.split(counts), strict=True):

@@ -1,17 +1,19 @@
-"""Runs a plan by reading other ranks' training parameters where they lie: no message, no staging.
+"""Runs a plan by reading other ranks' training parameters in place, without messages or staging.
 
-Who waits for whom: making one and `run` are collective. A barrier comes before the copies, so that
-all parameters are final, and one after, so that nobody changes them while they are read. In between
-a rank only reads the others' memory and writes its own. One kernel reads small and cut-up
-rectangles from all peers in turn; meanwhile the host queues the copy engines' work, which begins
-when the kernel ends: both at once would slow each other down (docs/adr/0003). Copy engines bring
-whatever is large and contiguous at its source. What is strided at its destination is staged in a
-destination whose own content comes last (staging.py), and a kernel copies it from there while the
-engines go on. The same kernel copies what stays on the rank. Where few ranks hold most blocks, the
-first kernel reads a part of these too (kernel_share.py). From the second run on the first barrier
-and the copying kernels are CUDA graphs (repeated.py), which are made before that barrier.
+Who waits for whom: the constructor and `run` are collective. A barrier before the copies ensures
+that all parameters are final; one after them ensures that nobody changes parameters that are still
+being read. In between a rank only reads the others' memory and writes its own.
 
-Elements are cast on their way from the source's type to the destination's.
+One kernel reads small and cut-up rectangles from all peers in turn. Meanwhile the host queues the
+copy engines' work, which begins when the kernel ends, since both together would slow each other
+down (docs/adr/0003). Copy engines bring blocks that are large and contiguous at their source. A
+block that is strided at its destination is staged in a destination whose own content comes last
+(staging.py); a kernel copies it from there while the engines continue. The same kernel copies data
+that stays on the rank. Where few ranks hold most blocks, the first kernel reads a part of these too
+(kernel_share.py). From the second run on the first barrier and the copying kernels are CUDA graphs
+(repeated.py), which are captured before that barrier.
+
+Elements are cast from the source's type to the destination's as they are copied.
 """
 
 from __future__ import annotations
@@ -39,31 +41,31 @@ from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import SourceTensor
 from hybridrl.parallel.peer_memory import PeerMemory
 
-# From here on a copy engine is faster than the kernel: 370 against 330 GB/s from 2 MiB, and below
-# 1 MiB its time a copy begins to show. Measured on H200.
+# A copy engine is faster than the kernel from this size on: 370 against 330 GB/s from 2 MiB. Below
+# 1 MiB its fixed time per copy matters. Measured on H200.
 BLOCK_BYTES = 2 << 20
 
-# Programs of the kernel that copies beside the copy engines: all would take the memory's bandwidth
+# Programs of the kernel that runs alongside the copy engines; more would take memory bandwidth
 # away from them.
 LOCAL_PROGRAMS = 48
 
 Place = tuple[int, tuple[int, ...], torch.dtype]
-"""Where a tensor lies in its rank's piece of memory: offset in bytes, shape, type; contiguous."""
+"""A contiguous tensor in its rank's piece of memory: offset in bytes, shape, type."""
 
 
 class PeerTransport:
-    """Moves the plan's slices out of the ranks' peer memory.
+    """Copies the plan's slices out of the ranks' peer memory.
 
     Args:
-        plan: the same on every rank.
-        peers: the ranks that the plan is for.
-        sources: this rank's source tensors by name, all in its piece of `memory`.
-        dests: this rank's destination tensors by name; written in place. One may be the same
-            memory as a source where they hold the same (alias.py); then nothing is copied.
-        memory: over the same ranks.
+        plan: Plan, the same on every rank.
+        peers: Ranks of the plan.
+        sources: This rank's source tensors by name, all in its part of `memory`.
+        dests: This rank's destination tensors by name; written in place. A destination may be the
+            same memory as a source with the same content (alias.py); then nothing is copied.
+        memory: Peer memory of the same ranks.
 
     Raises:
-        PlanError: a source of some rank is not in `memory`; on every rank.
+        PlanError: A rank's source is not in `memory`. Raised on every rank.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class PeerTransport:
         for other, places in enumerate(self._sources):
             outside = sorted(name for name, place in places.items() if place is None)
             if outside:
-                raise PlanError(f"rank {other}: {outside[0]} does not lie in peer memory")
+                raise PlanError(f"rank {other}: {outside[0]} is not in peer memory")
         self._kernel_bytes = self._agree_on_kernel(peers)
         self._engines = torch.cuda.Stream(self._device) if own.is_cuda else None
         self._beside = torch.cuda.Stream(self._device) if own.is_cuda else None
@@ -102,21 +104,22 @@ class PeerTransport:
 
     @property
     def launches(self) -> int:
-        """Kernels and batches of copies that a run starts, barriers included."""
+        """Number of kernels, batches of copies and barriers that a run starts."""
         batches = sum(batch.num_launches for batch in self._batches)
         kernels = sum(kernel.num_launches for kernel in self._kernels)
         return kernels + batches + 2 * bool(self._plan.streams)
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory held beside parameters and peer memory."""
+        """Device memory held in addition to parameters and peer memory."""
         return sum(kernel.table_bytes for kernel in self._kernels)
 
     @torch.no_grad()
     def run(self) -> Traffic:
         """Fills the destination tensors; collective."""
         self.prepare()
-        for work in self._repeated:  # all before the barrier, at which a lost rank would not come
+        # All before the barrier: a capture waits for the device, and a failed rank never arrives.
+        for work in self._repeated:
             work.capture()
         self._cut_up()
         self._run_blocks()
@@ -125,12 +128,13 @@ class PeerTransport:
         return self._traffic
 
     def close(self) -> None:
-        """Nothing of it outlives the process group: its graphs have kernels alone, no messages. To
-        wait for the device here would be to wait for a lost rank at a barrier.
+        """Does nothing: the graphs hold kernels alone, no messages.
+
+        Waiting for the device here could mean waiting for a failed rank at a barrier.
         """
 
     def prepare(self) -> None:
-        """Makes the tables of the copies, again only if a destination has moved since."""
+        """Makes the tables of the copies; makes them again only if a destination has moved."""
         if not self._watch.look_again():
             return
         local: list[Pair] = []
@@ -145,8 +149,8 @@ class PeerTransport:
                 of_peer.setdefault(op.source_rank, []).append((source, dest))
             else:
                 remote.append((op.source_rank, (source, dest)))
-        # One peer after the other, and each rank starts with another: if two read from the same
-        # rank, each gets half of its link. On more than one stream it is no faster.
+        # One peer after the other, and each rank starts with a different one: two ranks that read
+        # from the same peer get half of its link each. More streams are no faster.
         large: list[tuple[int, Pair]] = []
         for peer in sorted(of_peer, key=lambda peer: (peer - self._rank) % size):
             taken, left = split_blocks(of_peer[peer], self._kernel_bytes[peer], BLOCK_BYTES)
@@ -190,33 +194,33 @@ class PeerTransport:
             yield op, source, box_view(self._dests[op.dest], op.dest_box)
 
     def _is_block(self, source: Tensor, dest: Tensor) -> bool:
-        """Whether a copy engine is faster."""
+        """Whether a copy engine is faster than the kernel."""
         same_type = source.dtype == dest.dtype
         is_large = same_type and dest.nbytes >= BLOCK_BYTES and source.is_contiguous()
         return is_large and ops.has_copy_engine(self._device)
 
     def _repeat(self, queue: Callable[[], None], has_work: bool) -> Callable[[], None]:
-        """Returns what queues kernels, as one graph from the second time on; on CPU what copies."""
+        """Returns a function that queues `queue`, as a CUDA graph from the second call on."""
         if self._device.type == "cuda" and not has_work:
             return _nothing
         self._repeated.append(Repeated(queue, self._device))
         return self._repeated[-1].run
 
     def _read_cut_up(self) -> None:
-        """Reads what the copy engines would not, once all ranks' parameters are final."""
+        """Reads the rectangles that are left to the kernel, once all parameters are final."""
         if self._plan.streams:
             self._memory.barrier()
         self._remote.run()
 
     def _run_blocks(self) -> None:
-        """Copies blocks and what stays on the rank, each on its own stream."""
+        """Copies blocks and data that stays on the rank, each on its own stream."""
         if not any(batch.num_launches for batch in self._batches):
             self._local()
             return
         to_staging, direct, last = self._batches
         engines, beside = self._engines, self._beside
         current = None if engines is None else torch.cuda.current_stream()
-        # Only what is staged is awaited by the current stream, nothing that is queued from here on.
+        # The current stream waits for staged blocks only, not for copies queued from here on.
         to_staging.run(engines, [(engines, current), (beside, current)], [(current, engines)])
         direct.run(engines)
         with nullcontext() if beside is None else torch.cuda.stream(beside):
@@ -230,7 +234,7 @@ def _nothing() -> None:
 
 
 def _place(tensor: SourceTensor, piece: Tensor) -> Place | None:
-    """Returns where a tensor lies in a rank's piece; None if it does not, or has gaps."""
+    """Returns a tensor's place in a rank's piece; None if it is outside or not contiguous."""
     if not isinstance(tensor, Tensor):
         return None
     offset = tensor.data_ptr() - piece.data_ptr()

@@ -1,8 +1,8 @@
-"""Work that is queued on a device again and again, always the same.
+"""Work that is queued on a device many times without change.
 
-Invariant: once there is a graph, its work is what was queued when it was made; whoever moves a
-tensor makes another `Repeated`. Who waits for whom: `capture` waits for all of this rank's device
-and gives PyTorch's free blocks back to it, once; nothing else waits.
+Invariant: a graph repeats the work that was queued when it was captured; code that moves a tensor
+makes another `Repeated`. Who waits for whom: `capture` waits for all work of this rank's device and
+returns PyTorch's free blocks to the driver, once; nothing else waits.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import torch
 
 
 class Repeated:
-    """Queues the same work each time it runs: on a GPU from the second time on as one CUDA graph,
-    which the host starts in one call however many kernels and messages it has.
+    """Queues the same work on each run; on a GPU as one CUDA graph from the second run on.
 
-    The first time is queued piece by piece, since kernels are compiled and groups connected then.
+    The host starts a graph with one call, however many kernels and messages it has. The first run
+    queues each piece, since kernels are compiled and groups connected then.
 
     Args:
-        queue: method that queues the work on the device's current stream. Its object is not kept
-            alive: it may own this. Tensors keep their addresses, and it allocates nothing.
-        device: that does the work.
+        queue: Method that queues the work on the device's current stream. It allocates nothing, and
+            its tensors keep their addresses. Its object may own this one, so it is referenced
+            weakly.
+        device: Device that runs the work.
     """
 
     def __init__(self, queue: Callable[[], object], device: torch.device) -> None:
@@ -32,13 +33,15 @@ class Repeated:
         self._has_run = False
 
     def capture(self) -> None:
-        """Makes the graph, if it is time to and there is none; waits for all of the device's work,
-        so that it comes before any work that waits for other ranks.
+        """Captures the graph if the first run is over and there is none.
+
+        Capture waits for all work of the device, so it must precede work that waits for other
+        ranks.
         """
         if self._device.type == "cpu" or not self._has_run or self._graph is not None:
             return
         graph = torch.cuda.CUDAGraph()
-        # Other threads, NCCL's watchdog among them, may ask about events meanwhile.
+        # Other threads, such as NCCL's watchdog, may query events during the capture.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self._queue()
         self._graph = graph
@@ -54,11 +57,11 @@ class Repeated:
 
     def _queue(self) -> None:
         queue = self._method()
-        assert queue is not None  # who runs this has it
+        assert queue is not None  # the caller of this method owns the object
         queue()
 
     def close(self) -> None:
-        """Gives the graph up: NCCL cannot end while a graph holds its work."""
+        """Drops the graph: NCCL cannot shut down while a graph holds its work."""
         if self._graph is not None:
             torch.cuda.synchronize(self._device)
             self._graph = None

@@ -1,13 +1,13 @@
-"""Staging memory for the copy engines, taken from destinations that are written last.
+"""Staging memory for copy engines, taken from destinations that are written last.
 
 A copy engine copies blocks that are contiguous at both ends. A slice of a row-parallel weight is
-contiguous at its source and strided at its destination. It is staged: a copy engine brings it into
-contiguous memory of this rank, and a kernel that reads this rank's memory only copies it from there
-to its destination. Nothing is allocated for that: destinations whose own content comes last serve
-as staging memory until then. The order of the copies is:
+contiguous at its source and strided at its destination. A copy engine therefore brings it into
+contiguous staging memory of this rank, and a kernel copies it from there to its destination. No
+memory is allocated: destinations whose own content comes last serve as staging memory until then.
+The order of the copies is:
 
-    1. to_staging: the strided slices go into staging memory
-    2. direct: all other blocks; while they travel, from_staging: the kernel copies what is staged
+    1. to_staging: strided slices go into staging memory
+    2. direct: all other blocks; meanwhile from_staging: the kernel copies the staged slices
     3. last: the blocks whose destinations were staging memory
 """
 
@@ -20,19 +20,19 @@ import torch
 
 from hybridrl.hybrid_engine.transports.transport import Pair
 
-ALIGNMENT = 16  # bytes; of the widest loads
+ALIGNMENT = 16  # bytes of the widest load
 
 
 class StagedCopies(NamedTuple):
-    """Pairs of (source, destination), by when they are copied.
+    """Pairs of (source, destination), grouped by when they are copied.
 
     Args:
-        to_staging: source, staging memory.
-        from_staging: staging memory, destination; after all of `to_staging`.
-        direct: at any time.
-        last: after all of `from_staging`.
-        unstaged: indices of the given pairs for which there was no staging memory. They are to be
-            copied in another way.
+        to_staging: Pairs of source and staging memory.
+        from_staging: Pairs of staging memory and destination; copied after all of `to_staging`.
+        direct: Pairs that are copied at any time.
+        last: Pairs that are copied after all of `from_staging`.
+        unstaged: Indices of the given pairs for which there was no staging memory. The caller
+            copies them in another way.
     """
 
     to_staging: list[Pair]
@@ -48,8 +48,8 @@ def stage_copies(pairs: Sequence[Pair]) -> StagedCopies:
     The staged bytes are at most the direct ones, so that the kernel ends before the copy engines.
 
     Args:
-        pairs: sources are contiguous and of their destinations' dtypes, destinations do not
-            overlap. They are in the order of their transfer, which each list of the result keeps.
+        pairs: Pairs in the order of their transfer, which each list of the result keeps. Sources
+            are contiguous and have the dtype of their destinations; destinations do not overlap.
     """
     blocks = [pair for pair in pairs if pair[1].is_contiguous()]
     direct_bytes = sum(dest.nbytes for _, dest in blocks)
@@ -58,7 +58,7 @@ def stage_copies(pairs: Sequence[Pair]) -> StagedCopies:
     from_staging: list[Pair] = []
     unstaged: list[int] = []
     candidates = sorted(range(len(blocks)), key=lambda i: blocks[i][1].nbytes)  # largest last
-    free = torch.empty(0, dtype=torch.uint8)  # of the staging memory
+    free = torch.empty(0, dtype=torch.uint8)  # rest of the current staging memory
     staged_bytes = 0
     for index, (source, dest) in enumerate(pairs):
         if dest.is_contiguous():
@@ -86,5 +86,5 @@ def stage_copies(pairs: Sequence[Pair]) -> StagedCopies:
 
 
 def _fits(dest: torch.Tensor, free: torch.Tensor) -> bool:
-    """Whether bytes can hold a destination's elements, each at a multiple of its size."""
+    """Whether bytes can hold a destination's elements, aligned to their size."""
     return free.numel() >= dest.nbytes and free.storage_offset() % dest.element_size() == 0

@@ -1,4 +1,4 @@
-"""What every way of running a plan offers, and what it says of a run."""
+"""Interface of transports, which run a plan, and code that they share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hybridrl.models.sources import ComputedSlice
 from hybridrl.parallel.failure import PeerError
 
 Pair = tuple[Tensor, Tensor]
-"""Views of equal shapes: what is copied, and where to."""
+"""Source and destination of a copy: views of equal shapes."""
 
 Fill = tuple[Tensor | ComputedSlice, Tensor]
-"""The same, what is copied being in memory or computed first."""
+"""Like `Pair`, but the source may be computed first."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one run moved on this rank.
+    """Bytes and messages that one run moved on this rank.
 
     Args:
-        sent_bytes, received_bytes: over links of any kind.
-        node_sent_bytes, node_received_bytes: of those, to and from ranks of other nodes.
-        messages: messages sent.
-        num_exchanges: exchanges gone through.
-        staging_bytes: size of all staging buffers together.
+        sent_bytes, received_bytes: Bytes over links of any kind.
+        node_sent_bytes, node_received_bytes: The part to and from ranks of other nodes.
+        messages: Number of messages sent.
+        num_exchanges: Number of exchanges in the run.
+        staging_bytes: Size of all staging buffers together.
     """
 
     sent_bytes: int
@@ -52,11 +52,13 @@ class Transport(Protocol):
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory that it holds between runs."""
+        """Device memory that the transport holds between runs."""
         ...
 
     def prepare(self) -> None:
-        """Makes what a run needs; `run` does so too. Not before it are the figures known."""
+        """Allocates the resources of a run; `launches` and `extra_bytes` are known afterwards.
+        `run` calls it.
+        """
         ...
 
     def run(self) -> Traffic:
@@ -64,36 +66,36 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Ends the use of the process group; before it is destroyed."""
+        """Stops using the process group; call it before the group is destroyed."""
         ...
 
 
 class Peers(Ranks, Protocol):
-    """The ranks that a plan is for, all of the job's, as `parallel.groups.World` has them."""
+    """All ranks of the job, as `parallel.groups.World` implements them."""
 
     def broadcast_object(self, value: Any, source: int) -> Any:
         """Returns the `value` of rank `source` on every rank."""
         ...
 
     def check(self) -> None:
-        """Raises PeerError if a rank is lost, which all ranks are told."""
+        """Raises PeerError if a rank has failed and all ranks were told."""
         ...
 
     def dead_ranks(self) -> list[int]:
-        """Returns the ranks that this one sees to have ended."""
+        """Returns the ranks whose processes have ended, as far as this rank can see."""
         ...
 
 
 class TransportError(PeerError):
-    """The weights did not arrive: the engine has none that may be used."""
+    """The weights did not all arrive, so the engine must not use them."""
 
 
 class ComputedCopies:
     """Copies of views and of computed slices; implements `ops.Copies`.
 
     Args:
-        copies: Those of the views.
-        slices: What is computed, and where it goes.
+        copies: Copies of the views.
+        slices: Computed slices with their destinations.
     """
 
     def __init__(self, copies: ops.Copies, slices: Sequence[tuple[ComputedSlice, Tensor]]) -> None:
@@ -101,12 +103,12 @@ class ComputedCopies:
 
     @property
     def num_launches(self) -> int:
-        """Kernels that a run starts, each computed slice counted as one."""
+        """Number of kernels that a run starts; a computed slice counts as one."""
         return self._copies.num_launches + len(self._slices)
 
     @property
     def table_bytes(self) -> int:
-        """Device memory of tables."""
+        """Device memory of the tables of copies."""
         return self._copies.table_bytes
 
     def run(self) -> None:
@@ -117,9 +119,7 @@ class ComputedCopies:
 
 
 def copies_of(fills: Iterable[Fill], device: torch.device, programs: int | None) -> ops.Copies:
-    """Returns what fills places from views and computed slices; `programs` as of
-    `ops.rectangle_copies`.
-    """
+    """Returns copies from views and computed slices; see `ops.rectangle_copies` for `programs`."""
     pairs: list[Pair] = []
     slices: list[tuple[ComputedSlice, Tensor]] = []
     for source, place in fills:
@@ -132,19 +132,19 @@ def copies_of(fills: Iterable[Fill], device: torch.device, programs: int | None)
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Returns where tensors lie, to be compared: tables of copies hold addresses."""
+    """Returns the addresses of tensors, for comparison; tables of copies hold addresses."""
     return tuple(map(Tensor.data_ptr, tensors))
 
 
 class AddressWatch:
-    """Knows whether tensors have moved, by one of each storage.
+    """Detects whether tensors have moved, by checking one tensor of each storage.
 
-    Tensors in one storage move with it: the experts of a mixture are thousands of views of a few
-    tensors. So those that share a storage must stay in it, and none of them may be replaced by
-    another tensor of its name.
+    Tensors of one storage move together: the experts of a model are thousands of views of a few
+    tensors. So tensors must not leave their storage, and no tensor may be replaced by another of
+    its name.
 
     Args:
-        tensors: by name.
+        *tensors: Tensors by name.
     """
 
     def __init__(self, *tensors: Mapping[str, Tensor]) -> None:
@@ -153,13 +153,13 @@ class AddressWatch:
         self._known: list[int] | None = None
 
     def look_again(self) -> bool:
-        """Returns whether a tensor lies elsewhere than at the last look; at the first they do."""
+        """Returns whether a tensor has moved since the last call; True at the first."""
         if self._places() == self._known:
             return False
         asked: dict[int, tuple[Mapping[str, Tensor], str]] = {}
         for group in self._tensors:
             for name, tensor in group.items():
-                if tensor.numel():  # the others lie nowhere
+                if tensor.numel():  # empty tensors have no address
                     asked[tensor.untyped_storage()._cdata] = group, name
         self._asked = list(asked.values())
         self._known = self._places()
@@ -170,7 +170,7 @@ class AddressWatch:
 
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two views are the same elements at the same places."""
+    """Whether two views have the same address, type and strides."""
     return (
         one.data_ptr() == other.data_ptr()
         and one.dtype == other.dtype
