@@ -28,13 +28,12 @@ from hybridrl.services.planner.times import Times, giving_back_s, step_times
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a configuration takes.
+    """Predicted memory and time of a configuration.
 
     Args:
-        memory: of the fullest rank.
-        times: of a step's phases.
-        most_bytes: of the phase that takes most, the KV cache with what there is room for.
-        spare_bytes: of a GPU, the margin taken off; below 0: it does not fit.
+        memory: Peaks of the fullest rank.
+        most_bytes: Memory of the largest phase, with as large a KV cache as there is room for.
+        spare_bytes: Memory of a GPU left after the margin; negative if the run does not fit.
     """
 
     memory: Memory
@@ -49,13 +48,10 @@ def estimate(
     """Estimates a configuration whose rules hold.
 
     Args:
-        config: of the run.
-        models: of it, the policy first.
-        world_size: number of ranks.
-        assumed: of the cluster.
+        models: Models of the run, the policy first.
 
     Raises:
-        ModelError: a tensor cannot be cut so.
+        ModelError: A tensor cannot be cut so.
     """
     train, rollout = config.train, config.rollout
     itemsize = itemsize_of(config, on_gpu=True)

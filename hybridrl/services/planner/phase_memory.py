@@ -92,10 +92,10 @@ class RankMemory:
     """The estimate for ranks that hold the same models.
 
     Args:
-        ranks: ascending.
-        roles: of the models that they hold.
-        memory: of the fullest of them.
-        fullest: those that hold the most of the models, as the first or last stage of a pipeline.
+        ranks: Ranks, ascending.
+        roles: Roles of the models that they hold.
+        memory: Peaks of the fullest of them.
+        fullest: Ranks with the most of the models, such as a pipeline's first or last stage.
     """
 
     ranks: tuple[int, ...]
@@ -184,8 +184,8 @@ class HeldEngine:
     """An engine's part on a rank.
 
     Args:
-        num_bytes: of its weights that are not the trainer's own memory.
-        num_ranks: that have engines.
+        num_bytes: Size of its weights, without those that are the trainer's own memory.
+        num_ranks: Number of ranks with engines.
     """
 
     num_bytes: int
@@ -220,12 +220,7 @@ class Held:
 def role_models(
     config: Config, models: RunModels, family: Family, shape: ModelShape
 ) -> list[RoleModel]:
-    """Returns the models of a run, the policy first.
-
-    Args:
-        config, models: of the run.
-        family, shape: of the policy.
-    """
+    """Returns the models of a run, the policy first; `family` and `shape` are the policy's."""
     freeze = config.train.freeze
     found = [RoleModel("policy", family, shape, models.trains_policy, freeze=freeze)]
     if models.has_reference:

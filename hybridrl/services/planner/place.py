@@ -77,13 +77,12 @@ class Placed:
 def place_models(
     config: Config, placement: Placement, family: Family, shape: ModelShape, node: int
 ) -> Placed:
-    """Returns where policy and engines are, as `loop/setup.py` lays them.
+    """Returns where policy and engines are, as `loop/setup.py` places them.
 
     Args:
-        config: of the run.
-        placement: of it; the rules hold.
-        family, shape: of the policy.
-        node: number of consecutive ranks of one node.
+        placement: Placement whose rules hold.
+        family, shape: Weight table and sizes of the policy.
+        node: Number of consecutive ranks of one node.
     """
     train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
     if ENGINES[config.rollout.engine].has_fused_parameters:
@@ -162,10 +161,9 @@ def held_by_ranks(
     """Returns the ranks that hold the same models, and what the fullest of them holds of each.
 
     Args:
-        models: of the run, the policy first.
-        placed: where it and the engines are.
-        itemsize: bytes of a parameter.
-        transport: how weights travel.
+        models: Models of the run, the policy first.
+        itemsize: Bytes of a parameter.
+        transport: Transport of the weights.
     """
     placement, sizes = placed.placement, _Sizes(models[0], placed)
     parts = [sizes.of(model) for model in models]

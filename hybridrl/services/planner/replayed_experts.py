@@ -1,5 +1,5 @@
-"""What replayed experts take, for `hybridrl plan`: a byte a choice, two with more than 256 experts.
-No torch.
+"""Memory of replayed experts, for `hybridrl plan`: one byte a choice, two with more than 256
+experts. No torch.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class ReplayBytes:
     """Bytes of recorded experts.
 
     Args:
-        token: of one token, over all layers with experts.
-        step: of all tokens of a step, each response as long as it may be, on the host; a rank has
-            those of the samples that it trains on, and they move with their tokens.
-        train: of a micro-batch, on the device of each rank that trains the policy.
-        rollout: of the engine's buffer, on the device, where its KV cache is made at the start.
+        token: Record of one token, over all layers with experts.
+        step: Records of a step's tokens, on the host, each response as long as it may be; a rank
+            has those of the samples that it trains on, and they move with their tokens.
+        train: Records of a micro-batch, on the device of each rank that trains the policy.
+        rollout: The engine's buffer, on the device, where its KV cache is made at the start.
     """
 
     token: int
@@ -38,12 +38,10 @@ class ReplayBytes:
 
 
 def replay_bytes(config: Config, shape: ModelShape, num_requests: int) -> ReplayBytes | None:
-    """Returns what replay takes; None where experts are not replayed.
+    """Returns the memory of replay; None if experts are not replayed.
 
     Args:
-        config: of the run.
-        shape: of the policy.
-        num_requests: for which the engine has room.
+        num_requests: Requests for which the engine has room.
     """
     if not replays(config) or shape.moe is None:
         return None

@@ -57,14 +57,14 @@ class Candidate:
 
 @dataclass
 class Result:
-    """What a search came to.
+    """Outcome of a search.
 
     Args:
-        best: that fit, the fastest of each layout, in order of the step's time.
-        num_refused: layouts that break a rule.
-        refusals: of the rules, each by its key, once.
-        num_large: layouts that fit with no way to save memory.
-        nearest: of those, the one that lacks least.
+        best: Fastest fitting candidate of each layout, in order of the step's time.
+        num_refused: Layouts that break a rule.
+        refusals: Broken rules, each once, by key.
+        num_large: Layouts that no saving of memory makes fit.
+        nearest: The one of those that lacks least.
     """
 
     best: list[Candidate] = field(default_factory=list)

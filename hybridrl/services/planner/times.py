@@ -31,7 +31,7 @@ from hybridrl.services.planner.phase_memory import ADAM_BYTES, MASTER_BYTES, Rol
 # which is copied to its expert and back, in hidden sizes.
 HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
 LOGIT_BYTES = 8  # of fp32 logits, read and written in chunks
-# Of a gathered token and an expert: its fp32 weight and whether it was chosen (dispatch.py).
+# Bytes of a gathered token and expert: an fp32 weight and whether it was chosen (dispatch.py).
 ROUTER_BYTES = 4 + 1
 # Matrix products of a micro-batch take as long as if it had so many tokens more, at full rate.
 LOST_TOKENS = 850.0
@@ -75,12 +75,11 @@ class Times:
     """Seconds of the phases of a step.
 
     Args:
-        generation: of responses.
-        scoring: forward passes of frozen models, old log-probabilities and values.
-        update: passes of what is trained, and the optimizer.
-        reshard: of weights to the engines.
-        offload: of the optimizer's state to host memory and back.
-        rest: rewards, advantages.
+        scoring: Forward passes of frozen models, old log-probabilities and values.
+        update: Passes of trained models, and the optimizer.
+        reshard: Transfer of weights to the engines.
+        offload: Transfer of the optimizer's state to host memory and back.
+        rest: Rewards and advantages.
     """
 
     generation: float
@@ -92,19 +91,19 @@ class Times:
 
     @property
     def step(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return sum(getattr(self, one.name) for one in fields(self))
 
 
 @dataclass(frozen=True)
 class Packs:
-    """What a data-parallel replica computes with in one update, in micro-batches.
+    """Micro-batches of one data-parallel replica in one update.
 
     Args:
-        num_micro: of them.
-        tokens: of all, a prompt that samples share counted once in each.
-        pairs: of tokens that attend one to the other.
-        head_tokens: that the head is computed for.
+        num_micro: Number of micro-batches.
+        tokens: Tokens of all micro-batches; a shared prompt counts once in each.
+        pairs: Pairs of tokens of which one attends to the other.
+        head_tokens: Tokens for which the head is computed.
     """
 
     num_micro: int
@@ -138,11 +137,11 @@ def _beside(gpu_s: float, host_s: float) -> float:
 
 
 def giving_back_s(share: float) -> float:
-    """Returns the seconds that a step is expected to get longer by, since both phases' memory is
-    freed in turn.
+    """Returns the expected seconds by which a step gets longer because both phases free their
+    memory in turn.
 
     Args:
-        share: of a GPU's memory that training and engine are predicted to hold together.
+        share: Share of a GPU's memory that training and engine are predicted to hold together.
     """
     chance = (share - ROOM_SHARE) / (2 * MEMORY_DOUBT) + 0.5
     return GIVING_BACK_S * min(1.0, max(0.0, chance))
@@ -150,14 +149,7 @@ def giving_back_s(share: float) -> float:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Predicts passes over packed micro-batches.
-
-    Args:
-        shape: of the model.
-        layout: how it is cut.
-        assumed: of the cluster.
-        head_size: outputs of its head.
-    """
+    """Predicts passes over packed micro-batches; `head_size` counts the head's outputs."""
 
     shape: ModelShape
     layout: TrainLayout
@@ -193,7 +185,7 @@ class PassTimes:
 
         Args:
             num_trained: Parameters that a rank trains.
-            num_updated: of which it holds the optimizer's state.
+            num_updated: Those of which it holds the optimizer's state.
         """
         layout = self.layout
         replicas = layout.dp * layout.cp
@@ -310,10 +302,9 @@ def generation_s(
     """Predicts generation: each step of decoding reads the weights and the cache once.
 
     Args:
-        config, shape, lengths, assumed: of the run.
-        num_ranks: that have engines.
-        engine_bytes: of a rank's weights.
-        max_requests: that a replica decodes together, of those that it may.
+        num_ranks: Number of ranks with engines.
+        engine_bytes: Size of a rank's weights.
+        max_requests: Requests that a replica decodes together; None for `rollout.max_batch`.
     """
     tp, steps = config.rollout.tp, config.steps
     replicas = max(1, num_ranks // tp)
@@ -364,15 +355,12 @@ def step_times(
     """Predicts the phases of a step in which all models share all ranks.
 
     Args:
-        config: of the run.
-        models: of it, the policy first.
-        layout: of training.
-        assumed: of the cluster.
-        held: trained parameters of the fullest rank's policy, and of which it has the optimizer's
-            state.
-        engine_bytes: of a rank's engine.
-        crossing_bytes: of it, what a rank receives from others.
-        max_requests: that a replica decodes together.
+        models: Models of the run, the policy first.
+        held: Trained policy parameters of the fullest rank, and those of which it has the
+            optimizer's state.
+        engine_bytes: Size of a rank's engine.
+        crossing_bytes: Part of it that a rank receives from others.
+        max_requests: Requests that a replica decodes together.
     """
     lengths, train, steps = Lengths.of(config), config.train, config.steps
     found = packs(config, lengths, layout.dp, layout.cp, train.micro_batch_tokens)
