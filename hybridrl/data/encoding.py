@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from hybridrl.contracts.samples import in_gaps
 from hybridrl.data.chats import Chat, chats_of, sample, shared_prompt, token_runs
@@ -99,7 +99,10 @@ def encoded_rows(
             that the tokenizer puts before a text.
         bad: Collects rows with a text that has no tokens; these are left out.
     """
-    special, encoder = _special_tokens(tokenizer), TextTokens(tokenizer)
+    added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them
+    # A tokenizer splits a text at special tokens before anything else.
+    special = frozenset(number for number, token in added.items() if token.special)
+    encoder = TextTokens(tokenizer)
     front = encoder.front if adds_special else ()
 
     def of_texts(rows: Sequence[Row]) -> list[Encoded | None]:
@@ -276,12 +279,6 @@ def _chat_tokens(
                 *((by + a, by + b) for by, found in moved for a, b in found),
             ]
     return tokens, offsets
-
-
-def _special_tokens(tokenizer: Any) -> frozenset[int]:
-    """Returns the special tokens, at which a tokenizer splits a text before anything else."""
-    added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them
-    return frozenset(number for number, token in added.items() if token.special)
 
 
 def _tokenize_with_offsets(

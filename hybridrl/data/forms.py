@@ -191,27 +191,24 @@ def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, objec
     if is_chat and absent == [config.response_key]:  # a whole conversation
         return _split(row, names[0], columns, is_last=kind == "labels")
     has_own = _has_own_keys(config, kind)
-    form = None if has_own else _form(columns, kind)
-    if form is None:
+    fitting = [
+        form
+        for form in ([] if has_own else FORMS)
+        if kind in form.parts and columns.keys() >= set(form.needed) and form.fits(columns)
+    ]
+    if not fitting:
         error = missing(row, absent[0])
         if has_own:
             raise error
         forms = "; ".join(form.text() for form in FORMS if kind in form.parts)
         forms += "" if kind == "labels" else f"; {TREES}"
         raise RowError(row.place, error.value, f"{error.allowed}, or {forms}", error.remedy)
-    return form.parts[kind](row, config, columns)
+    return fitting[0].parts[kind](row, config, columns)
 
 
 def _has_own_keys(config: DataConfig, kind: Kind) -> bool:
     defaults = DataConfig.model_fields
     return any(getattr(config, key) != defaults[key].default for key in _KEYS[kind])
-
-
-def _form(columns: Mapping[str, object], kind: Kind) -> Form | None:
-    for form in FORMS:
-        if kind in form.parts and columns.keys() >= set(form.needed) and form.fits(columns):
-            return form
-    return None
 
 
 def _checked(row: Row, name: str, value: Text) -> Text:

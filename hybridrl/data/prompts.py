@@ -287,14 +287,6 @@ def _fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
     return f"{_NEW}{digest.hexdigest()[:16]}"
 
 
-def _older_fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
-    """Returns the fingerprint of older releases; reads all prompts."""
-    digest = hashlib.sha256(f"{seed}".encode())
-    for prompt in prompts:
-        digest.update(identity(prompt))
-    return digest.hexdigest()[:16]
-
-
 class PromptSource:
     """Gives prompts without end, in a new order each epoch.
 
@@ -349,8 +341,11 @@ class PromptSource:
         self._order = self._epoch_order()
 
     def older_fingerprint(self) -> str:
-        """Returns the fingerprint of older releases."""
-        return _older_fingerprint(self._prompts, self._order_seed)
+        """Returns the fingerprint of older releases; reads all prompts."""
+        digest = hashlib.sha256(f"{self._order_seed}".encode())
+        for prompt in self._prompts:
+            digest.update(identity(prompt))
+        return digest.hexdigest()[:16]
 
     def _check(self, state: Mapping[str, int | str]) -> None:
         """Raises DataError if the state is from a source with other prompts."""

@@ -347,9 +347,14 @@ class Episodes:
     def _results(self, ready: Sequence[int]) -> list[tuple[int, Answer]] | UserError:
         """Returns the finished answers for these responses; an error for all ranks to raise."""
         try:
-            return [(n, _without_cause(self._plays.pop(n).result()[0])) for n in ready]
+            answers = [(number, self._plays.pop(number).result()[0]) for number in ready]
         except UserError as error:
             return error
+        # The user's exception may not be picklable, so it is not sent.
+        return [
+            (number, replace(answer, cause=None) if isinstance(answer, ScorerFailure) else answer)
+            for number, answer in answers
+        ]
 
     def _broadcast(
         self, answers: list[tuple[int, Answer]] | UserError
@@ -410,11 +415,6 @@ class Episodes:
         sampling = replace(episode.sampling, max_new_tokens=longest)
         # Blobs of earlier turns are kept, even if the engine computes those positions again.
         return Request(episode.sample_id, prompt, seed, sampling, blobs=episode.blobs)
-
-
-def _without_cause(answer: Answer) -> Answer:
-    """Returns an answer without the user's exception, so that it can be sent."""
-    return replace(answer, cause=None) if isinstance(answer, ScorerFailure) else answer
 
 
 def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:

@@ -41,7 +41,12 @@ class ExactMatch:
     def __init__(self, extract: str | None = None) -> None:
         self._pattern = compile_pattern("reward.extract", extract) if extract is not None else None
         if self._pattern is not None and self._pattern.groups < 1:
-            raise _group_error(extract)
+            raise UserError(
+                "reward.extract",
+                repr(extract),
+                "a regular expression with a group",
+                "Put ( ) around the part that is the answer.",
+            )
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns 1.0 or 0.0."""
@@ -312,15 +317,6 @@ def compile_pattern(key: str, text: object) -> re.Pattern[str]:
     except (re.error, TypeError) as error:
         allowed = "a regular expression"
         raise UserError(key, repr(text), allowed, f"Fix it: {error}.") from error
-
-
-def _group_error(extract: str | None) -> UserError:
-    return UserError(
-        "reward.extract",
-        repr(extract),
-        "a regular expression with a group",
-        "Put ( ) around the part that is the answer.",
-    )
 
 
 def _number(text: str) -> Decimal | None:

@@ -10,6 +10,7 @@ error with the others.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 from collections.abc import Sequence
@@ -175,7 +176,7 @@ class Scorer:
     ) -> None:
         self._config, self._tokenizer, self._min_samples = config, tokenizer, min_samples
         environment = environment or EnvironmentConfig()
-        self._pieces: dict[int, str] = {}
+        self._piece = functools.cache(lambda token: self._text([token]))
         self._sees_all = environment.reward_sees == "response"
         if function is not None:
             self.parts = _script_parts([function] if callable(function) else function)
@@ -355,11 +356,6 @@ class Scorer:
 
     def _text(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-
-    def _piece(self, token: int) -> str:
-        if token not in self._pieces:  # at most the size of the vocabulary
-            self._pieces[token] = self._text([token])
-        return self._pieces[token]
 
 
 def _has_failed(found: Sequence[Outcome]) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridrl.contracts.prompts import Asked
@@ -99,22 +99,6 @@ def _occurrences(text: str, word: str) -> int:
     return len(re.findall(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE))
 
 
-def _existence(text: str, keywords: Sequence[str]) -> bool:
-    return all(word.lower() in text.lower() for word in keywords)
-
-
-def _frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return _compare(text.lower().count(keyword.lower()), relation, frequency)
-
-
-def _forbidden(text: str, forbidden_words: Sequence[str]) -> bool:
-    return not any(_occurrences(text, word) for word in forbidden_words)
-
-
-def _letters(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return _compare(text.lower().count(letter.lower()), let_relation, let_frequency)
-
-
 def _language(text: str, language: str) -> bool:
     try:
         import langdetect
@@ -145,10 +129,6 @@ def _paragraphs(text: str, num_paragraphs: int) -> bool:
     return is_whole and len(inner) + len(ends) == int(num_paragraphs)
 
 
-def _num_words(text: str, num_words: int, relation: str) -> bool:
-    return _compare(len(_words(text)), relation, num_words)
-
-
 def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_word: str) -> bool:
     parts = [part.strip() for part in re.split(r"\n\n+", text) if part.strip()]
     if len(parts) != int(num_paragraphs) or not 1 <= int(nth_paragraph) <= len(parts):
@@ -158,22 +138,10 @@ def _nth_paragraph(text: str, num_paragraphs: int, nth_paragraph: int, first_wor
     return word is not None and word[0].lower() == first_word.lower()
 
 
-def _placeholders(text: str, num_placeholders: int) -> bool:
-    return len(re.findall(r"\[[^\[\]]*\]", text)) >= int(num_placeholders)
-
-
 def _postscript(text: str, postscript_marker: str) -> bool:
     letters = [re.escape(one) for one in postscript_marker.lower() if one not in ". "]
     pattern = rf"(?m)^\s*{r'[.]?[ ]?'.join(letters)}[.:]?"
     return re.search(pattern, text.lower()) is not None
-
-
-def _bullets(text: str, num_bullets: int) -> bool:
-    return len(_BULLET.findall(text)) == int(num_bullets)
-
-
-def _constrained(text: str) -> bool:
-    return any(answer in text for answer in _ANSWERS)
 
 
 def _highlights(text: str, num_highlights: int) -> bool:
@@ -198,10 +166,6 @@ def _json(text: str) -> bool:
     return True
 
 
-def _title(text: str) -> bool:
-    return any(one.strip("<> ") for one in re.findall(r"<<[^\n]+>>", text))
-
-
 def _two_responses(text: str) -> bool:
     parts = text.split("******")
     whole = [part.strip() for i, part in enumerate(parts) if part.strip() or 0 < i < len(parts) - 1]
@@ -216,14 +180,6 @@ def _prompt_text(prompt: Asked) -> str:
     return texts[-1] if texts else ""
 
 
-def _repeats(text: str, prompt_to_repeat: str) -> bool:
-    return text.strip().lower().startswith(prompt_to_repeat.strip().lower())
-
-
-def _ends(text: str, end_phrase: str) -> bool:
-    return text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
-
-
 def _capital_words(text: str, capital_frequency: int, capital_relation: str) -> bool:
     count = sum(1 for word in _words(text) if word.isupper())
     return _compare(count, capital_relation, capital_frequency)
@@ -235,26 +191,48 @@ def _quoted(text: str) -> bool:
 
 
 CHECKS: dict[str, Callable[..., bool]] = {
-    "keywords:existence": _existence,
-    "keywords:frequency": _frequency,
-    "keywords:forbidden_words": _forbidden,
-    "keywords:letter_frequency": _letters,
+    "keywords:existence": lambda text, keywords: all(
+        word.lower() in text.lower() for word in keywords
+    ),
+    "keywords:frequency": lambda text, keyword, frequency, relation: _compare(
+        text.lower().count(keyword.lower()), relation, frequency
+    ),
+    "keywords:forbidden_words": lambda text, forbidden_words: (
+        not any(_occurrences(text, word) for word in forbidden_words)
+    ),
+    "keywords:letter_frequency": lambda text, letter, let_frequency, let_relation: _compare(
+        text.lower().count(letter.lower()), let_relation, let_frequency
+    ),
     "language:response_language": _language,
     "length_constraints:number_sentences": _sentences,
     "length_constraints:number_paragraphs": _paragraphs,
-    "length_constraints:number_words": _num_words,
+    "length_constraints:number_words": lambda text, num_words, relation: _compare(
+        len(_words(text)), relation, num_words
+    ),
     "length_constraints:nth_paragraph_first_word": _nth_paragraph,
-    "detectable_content:number_placeholders": _placeholders,
+    "detectable_content:number_placeholders": lambda text, num_placeholders: (
+        len(re.findall(r"\[[^\[\]]*\]", text)) >= int(num_placeholders)
+    ),
     "detectable_content:postscript": _postscript,
-    "detectable_format:number_bullet_lists": _bullets,
-    "detectable_format:constrained_response": _constrained,
+    "detectable_format:number_bullet_lists": lambda text, num_bullets: (
+        len(_BULLET.findall(text)) == int(num_bullets)
+    ),
+    "detectable_format:constrained_response": lambda text: any(
+        answer in text for answer in _ANSWERS
+    ),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:multiple_sections": _sections,
     "detectable_format:json_format": _json,
-    "detectable_format:title": _title,
+    "detectable_format:title": lambda text: any(
+        one.strip("<> ") for one in re.findall(r"<<[^\n]+>>", text)
+    ),
     "combination:two_responses": _two_responses,
-    "combination:repeat_prompt": _repeats,
-    "startend:end_checker": _ends,
+    "combination:repeat_prompt": lambda text, prompt_to_repeat: (
+        text.strip().lower().startswith(prompt_to_repeat.strip().lower())
+    ),
+    "startend:end_checker": lambda text, end_phrase: (
+        text.strip().strip('"').lower().endswith(end_phrase.strip().lower())
+    ),
     "startend:quotation": _quoted,
     "change_case:capital_word_frequency": _capital_words,
     "change_case:english_capital": str.isupper,

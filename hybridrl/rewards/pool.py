@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from itertools import chain, islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -181,7 +182,8 @@ class Worker(Generic[C, R]):
         except subprocess.TimeoutExpired:
             pass
         finally:
-            _kill_session(process.pid)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
@@ -309,10 +311,3 @@ def _wait(file: int, event: int, deadline: float) -> None:
     left = deadline - time.monotonic()
     if left <= 0 or not poll.poll(left * 1000):
         raise TimeoutError
-
-
-def _kill_session(pid: int) -> None:
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
