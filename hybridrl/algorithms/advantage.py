@@ -182,8 +182,8 @@ def pass_at_k(is_passed_B: Tensor, group_B: Tensor, k: int, normalize_std: bool)
     return torch.tensor(rows, dtype=torch.float64)[index_B, is_passed_B.long()]
 
 
-def divided_by_group_std(centred_B: Tensor, group_B: Tensor, epsilon: float = 1e-6) -> Tensor:
-    """Divides by the standard deviation (n - 1) of the group, plus epsilon.
+def divided_by_group_std(centred_B: Tensor, group_B: Tensor) -> Tensor:
+    """Divides by the standard deviation (n - 1) of the group, plus 1e-6.
 
     GRPO (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2).
 
@@ -192,7 +192,7 @@ def divided_by_group_std(centred_B: Tensor, group_B: Tensor, epsilon: float = 1e
     """
     size_B = _group_sum(torch.ones_like(centred_B), group_B)
     square_B = _group_sum(minus_group_mean(centred_B, group_B).square(), group_B)
-    return centred_B / ((square_B / (size_B - 1).clamp(min=1)).sqrt() + epsilon)
+    return centred_B / ((square_B / (size_B - 1).clamp(min=1)).sqrt() + 1e-6)
 
 
 def uniform_groups(value_B: Tensor, group_B: Tensor) -> Tensor:

@@ -68,8 +68,8 @@ class Environment(Protocol):
 
         Args:
             tokens: Sampled tokens, including the stop token.
-            text: The same as text, without the stop token if that is a special token. Other special
-                tokens are kept, because some models use them to mark tool calls.
+            text: Text of the tokens, without the stop token if that is a special token. Other
+                special tokens are kept, because some models use them to mark tool calls.
         """
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from hybridrl.algorithms import make_algorithm
 from hybridrl.checkpoint.model_state import connect_shares, saved_bytes
 from hybridrl.checkpoint.run_lock import RunLock
@@ -26,7 +24,6 @@ from hybridrl.loop.run_starts import StartTimes
 from hybridrl.loop.skipped import SkippedSteps
 from hybridrl.loop.step_metrics import StepMetrics
 from hybridrl.loop.updates import Updates
-from hybridrl.loop.user_prompts import UserPrompt, responses_to
 from hybridrl.loop.validation import Validation
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.joining import start_process_group, stop_process_group
@@ -189,17 +186,6 @@ class Run:
             self.evaluation,
         )
         self.times.over("plan of the weights")
-
-    def responses_to(
-        self,
-        prompts: Sequence[UserPrompt],
-        temperature: float | None = None,
-        max_new_tokens: int | None = None,
-    ) -> list[str]:
-        """Generates a response to each prompt; see `responses_to`."""
-        return responses_to(
-            prompts, self.config, self.data.tokenizer, self.sampler, temperature, max_new_tokens
-        )
 
     def close(self) -> None:
         """Completes a checkpoint that is being written, and leaves the process group."""

@@ -57,7 +57,7 @@ SUMMARY = "summary.json"
 
 
 Evaluations = Mapping[str, Mapping[str, float]]
-"""Reward and accuracy by step."""
+"""Results of evaluations by step."""
 
 
 class StepWarning(Protocol):
@@ -75,8 +75,9 @@ class Journal(Observer):
             count, minus the bytes that it counts for tensors without memory.
     """
 
-    def __init__(self, config: Config, world: World, warnings: Sequence[StepWarning] = ()) -> None:
-        self.config, self.world, self.warnings = config, world, warnings
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.warnings: Sequence[StepWarning] = ()
         self.folder = run_folder(config)
         is_cpu = world.platform.is_cpu
         self._synchronize = None if is_cpu else world.platform.synchronize

@@ -181,8 +181,8 @@ def make_sampler(
     engine: RolloutEngine,
     scorer: Scorer,
     tokenizer: PreTrainedTokenizerBase,
-    reward_models: Sequence[RewardModel] = (),
-    placement: Placement | None = None,
+    reward_models: Sequence[RewardModel],
+    placement: Placement,
 ) -> Sampler:
     """Builds the sampler of this rank; collective."""
     world, source = model.world, model.source
@@ -207,7 +207,7 @@ def make_sampler(
     )
 
 
-def make_schedule(config: Config, placement: Placement | None = None) -> Schedule:
+def make_schedule(config: Config, placement: Placement) -> Schedule:
     """Returns the schedule of generation.
 
     Raises:
@@ -219,13 +219,12 @@ def make_schedule(config: Config, placement: Placement | None = None) -> Schedul
         return Schedule(max_lag=0, per_step=num, in_flight=num)
     if not needs_of(config.algorithm).allows_lag:
         raise no_lag(config)
-    is_ahead = placement is not None and generates_ahead(config, placement)
     return Schedule(
         max_lag=steps.max_policy_lag,
         per_step=num,
         in_flight=num_in_flight(config),
         at_bound=rollout.at_lag_bound,
-        ahead_until=max_unfinished(config) if is_ahead else None,
+        ahead_until=max_unfinished(config) if generates_ahead(config, placement) else None,
     )
 
 
@@ -236,7 +235,7 @@ def make_hybrid_engine(
     engine: EngineAdapter,
     memories: Sequence[TrainedModelMemory],
     copies: Sequence[TrainedWeights],
-    placement: Placement | None = None,
+    placement: Placement,
 ) -> HybridEngine:
     """Plans the transfer of the policy's weights to the engine; collective."""
     return HybridEngine(
@@ -250,7 +249,7 @@ def make_hybrid_engine(
         domain_size=ranks_per_node(model.world),
         peer_memory=model.peers,
         timeout_s=config.run.collective_timeout_s,
-        engine_stays=placement is not None and generates_ahead(config, placement),
+        engine_stays=generates_ahead(config, placement),
     )
 
 

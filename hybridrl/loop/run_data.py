@@ -60,7 +60,7 @@ def make_data(
     needs: Needs,
     given: Given,
     notify: Callable[[str], None],
-    trains: bool = True,
+    trains: bool,
 ) -> RunData:
     """Reads the data of a run, without training data if `trains` is off; collective."""
     with world.all_agree("loading the tokenizer"):

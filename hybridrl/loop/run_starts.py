@@ -80,15 +80,13 @@ class RunStarts:
 class StartTimes(Observer):
     """Seconds of the parts of a start on this rank, from the beginning of its process.
 
-    Args:
-        report: Called with the seconds of all parts after the first step.
-
     Attributes:
+        report: Called with the seconds of all parts after the first step.
         seconds: Seconds of each finished part, in order.
     """
 
-    def __init__(self, report: Callable[[Mapping[str, float]], None] | None = None) -> None:
-        self.report = report
+    def __init__(self) -> None:
+        self.report: Callable[[Mapping[str, float]], None] | None = None
         self.seconds: dict[str, float] = {}
         self._is_over, self._since = False, time.monotonic()
         if is_launched():  # else the process, such as a notebook, did other things before

@@ -80,7 +80,7 @@ def _chosen_layout(config: Config, world_size: int) -> Mapping[str, Any]:
     return choose(config, world_size, host, count)
 
 
-def check_rules(config: Config, machines: Machines, trains: bool = True) -> None:
+def check_rules(config: Config, machines: Machines, trains: bool) -> None:
     """Checks the whole configuration with the world size and the model's shape. If `trains` is off,
     the teacher and knobs of training are not checked.
 

@@ -358,8 +358,12 @@ class Trainer:
             max_new_tokens: Maximum length of a response; None takes the maximum of the run's
                 evaluations.
         """
+        from hybridrl.loop.user_prompts import responses_to
+
         self.enter_rollout()
-        return self._run.responses_to(prompts, temperature, max_new_tokens)
+        return responses_to(
+            prompts, self.config, self.tokenizer, self.sampler, temperature, max_new_tokens
+        )
 
     def save_hf(self, path: str | Path) -> Path:
         """Writes the trained policy or reward model as an HF directory; collective. Returns the

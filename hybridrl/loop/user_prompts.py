@@ -27,8 +27,8 @@ def responses_to(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     sampler: Sampler,
-    temperature: float | None = None,
-    max_new_tokens: int | None = None,
+    temperature: float | None,
+    max_new_tokens: int | None,
 ) -> list[str]:
     """Generates a single-turn response to each prompt, without environment and rewards; returns the
     texts in the order of the prompts.

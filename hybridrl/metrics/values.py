@@ -74,7 +74,7 @@ def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the maximum of each value over ranks; all ranks have the same values."""
+    """Returns the maximum of each value over ranks, which have the same names."""
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
@@ -93,9 +93,9 @@ def rank_spread(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return found
 
 
-def recent_mean(records: Sequence[Mapping[str, float | None]], name: str, count: int = 10) -> float:
-    """Returns the mean of `name` over the last `count` records that have it; NaN if none has."""
-    values = [value for record in records if (value := record.get(name)) is not None][-count:]
+def recent_mean(records: Sequence[Mapping[str, float | None]], name: str) -> float:
+    """Returns the mean of `name` over the last 10 records that have it; NaN if none has."""
+    values = [value for record in records if (value := record.get(name)) is not None][-10:]
     return sum(values) / len(values) if values else float("nan")
 
 

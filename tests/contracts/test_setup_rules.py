@@ -40,7 +40,7 @@ def test_bias_update_is_refused_where_routers_have_no_bias(
     }
     config = load_config_dict(content, [])
     try:
-        check_rules(config, Machines(1))
+        check_rules(config, Machines(1), trains=True)
     except ConfigError as error:
         found = [violation.name for violation in error.violations]
     else:
