@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from safetensors.torch import load_file
 from torch import Tensor
@@ -55,3 +56,9 @@ def exported_weights(run_folder: Path, target: Path) -> dict[str, Tensor]:
     """Returns the policy's weights of a run's newest checkpoint, through `hybridrl convert`."""
     run("convert", run_folder, target, "--to", "hf")
     return load_file(target / "model.safetensors")
+
+
+def records(run_folder: Path) -> list[dict[str, Any]]:
+    """Returns the metrics of a run's steps."""
+    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from engine_cases import (
     MIXED,
     PACKAGED_EXPERT_MODELS,
     VOCAB,
-    close_engines,
     expected_logps,
     make_engine,
     make_reference,
@@ -42,13 +41,13 @@ from hybridrl.models.weights import (
     hf_shapes,
     megatron_layout,
 )
-from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import TrainLayout
-from hybridrl.platform import Platform
 from hybridrl.rollout import registry
 from hybridrl.rollout.common.cpu_experts import experts_forward
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.hf.experts import ChosenExperts
+
+pytestmark = pytest.mark.usefixtures("process_group", "closed_engines")
 
 RECORDING = [
     name
@@ -64,19 +63,6 @@ def records(name: str) -> bool:
         return False
     modules = make_reference(name).named_modules()
     return all(hasattr(part, "top_k") for part_name, part in modules if part_name.endswith(".gate"))
-
-
-@pytest.fixture(autouse=True)
-def closed_engines() -> Iterator[None]:
-    yield
-    close_engines()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    start_process_group(Platform.detect(), 60)
-    yield
-    stop_process_group()
 
 
 @pytest.mark.parametrize("name", [*EXPERT_MODELS, *FUSED_EXPERTS])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,18 +32,7 @@ from hybridrl.platform import Platform
 from hybridrl.rollout.common.groups import ranks_by_place, replica_members
 from hybridrl.rollout.engine import Request, SamplingParams, generate
 
-
-@pytest.fixture(autouse=True)
-def closed_engines() -> Iterator[None]:
-    yield
-    close_engines()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    start_process_group(Platform.detect(), 60)
-    yield
-    stop_process_group()
+pytestmark = pytest.mark.usefixtures("process_group", "closed_engines")
 
 
 @pytest.mark.parametrize("engine", PACKAGED)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from engine_cases import (
     TINY,
     VOCAB,
     close,
-    close_engines,
     expected_logps,
     make_engine,
     make_reference,
@@ -38,8 +37,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.weights import check_layout
-from hybridrl.parallel.joining import start_process_group, stop_process_group
-from hybridrl.platform import Platform
 from hybridrl.rollout import registry
 from hybridrl.rollout.build import ComputingEngine
 from hybridrl.rollout.common.sampling import uniforms
@@ -54,20 +51,7 @@ from hybridrl.rollout.engine import (
 from hybridrl.rollout.hf.adapter import HfEngine
 from hybridrl.rollout.scripted import ScriptedEngine
 
-
-@pytest.fixture(autouse=True)
-def closed_engines() -> Iterator[None]:
-    """Closes what `make_engine` opened, so that each test starts its engines anew."""
-    yield
-    close_engines()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    """The world of one rank in which engines of several ranks start."""
-    start_process_group(Platform.detect(), 60)
-    yield
-    stop_process_group()
+pytestmark = pytest.mark.usefixtures("process_group", "closed_engines")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
 
@@ -36,8 +36,6 @@ from tiny_models import longrope
 from hybridrl.errors import ModelError, UserError
 from hybridrl.models.families.by_length import at_length
 from hybridrl.models.family import resolve_family
-from hybridrl.parallel.joining import start_process_group, stop_process_group
-from hybridrl.platform import Platform
 from hybridrl.rollout.common.settings import EngineSettings
 from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
@@ -50,7 +48,7 @@ from hybridrl.rollout.sglang.sampling import request_sampling
 from hybridrl.rollout.sglang.scheduler import token_ids
 from hybridrl.rollout.sglang.shared_prompts import SharedPrompts
 
-pytestmark = list(needs("sglang"))
+pytestmark = [*needs("sglang"), pytest.mark.usefixtures("process_group", "closed_engines")]
 
 QWEN3 = "sglang-qwen3"
 EXPERTS = "sglang-qwen3-moe"
@@ -69,19 +67,6 @@ def test_sglang_knows_the_arguments_of_gpus(name: str) -> None:
     given = server_arguments(settings, family.shape(config), 2, 2**20, (2**36, 2**37))
     known = {field.name for field in dataclasses.fields(ServerArgs)}
     assert set(sglang_start.renamed(given, ServerArgs)) <= known
-
-
-@pytest.fixture(autouse=True)
-def closed_engines() -> Iterator[None]:
-    yield
-    close_engines()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    start_process_group(Platform.detect(), 60)
-    yield
-    stop_process_group()
 
 
 class Event:

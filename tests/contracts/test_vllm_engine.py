@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -30,30 +29,15 @@ from packaged import needs
 from scheduler_cases import Kind, compare_schedulers
 
 from hybridrl.errors import UserError
-from hybridrl.parallel.joining import start_process_group, stop_process_group
-from hybridrl.platform import Platform
 from hybridrl.rollout.common.stops import TokenTexts
 from hybridrl.rollout.engine import Completion, Request, SamplingParams, generate
 from hybridrl.rollout.vllm.arguments import CPU_BLOCK_SIZE
 from hybridrl.rollout.vllm.decoding import StepTokens
 
-pytestmark = list(needs("vllm"))
+pytestmark = [*needs("vllm"), pytest.mark.usefixtures("process_group", "closed_engines")]
 
 NAMES = [f"vllm-{name}" for name in HF_MODELS]
 QWEN3, MIXTURE = NAMES[0], "vllm-qwen3-moe"
-
-
-@pytest.fixture(autouse=True)
-def closed_engines() -> Iterator[None]:
-    yield
-    close_engines()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def process_group() -> Iterator[None]:
-    start_process_group(Platform.detect(), 60)
-    yield
-    stop_process_group()
 
 
 def long_request(request_id: int, sampling: SamplingParams) -> Request:

@@ -43,37 +43,3 @@ def test_training_benchmark_times_passes_and_compares_packing(tmp_path: Path) ->
     assert parts["accumulate"] > parts["apply"] > 0 < parts["grad_norm"]
     assert parts["whole"] > sum(ms for name, ms in parts.items() if name != "whole")
     assert case["packed_to_padded"] > 0 and "torch" in case["layers"]
-
-
-def test_padded_samples_are_as_many_on_each_replica_and_in_order(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
-    from train_case import padded_in_order
-
-    sizes = [(2, 3), (2, 8), (2, 1), (2, 1), (2, 1)]
-    padded, dealt = padded_in_order(sizes, 20, 2)
-    assert dealt == [[(0, 1), (2,)], [(3, 4), ()]]
-    assert padded == [(2, 8), (2, 8), (2, 1), (2, 1), (2, 1)]
-    assert padded_in_order(sizes, 20, 1, multiple=4)[1] == [[(0, 1), (2, 3, 4), (), ()]]
-
-
-def test_profile_tells_gaps_between_kernels_and_the_call_in_each(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARK.parent))
-    from train_profile import Span, said_of
-
-    # Two streams overlap; the first stream alone would have a gap from 10 to 30.
-    kernels = [Span(0, 10, "a"), Span(5, 20, "b"), Span(30, 40, "a"), Span(1040, 1050, "c")]
-    calls = [Span(25, 900, "cudaMalloc"), Span(900, 1030, "cudaLaunchKernel")]
-    found = said_of(kernels, calls)
-    assert found["span_ms"] == pytest.approx(1.05) and found["busy_ms"] == pytest.approx(0.04)
-    assert found["kernels"][0] == {"name": "a", "ms": pytest.approx(0.02), "times": 2}
-    assert found["calls"][0] == {"name": "cudaMalloc", "ms": pytest.approx(0.875), "times": 1}
-    longest, short = found["gaps"]
-    assert longest["ms"] == pytest.approx(1) and longest["at_ms"] == pytest.approx(0.04)
-    assert (longest["after"], longest["before"]) == ("a", "c")
-    assert longest["call"] == {"name": "cudaMalloc", "ms": pytest.approx(0.86)}
-    assert short["ms"] == pytest.approx(0.01) and short["after"] == "b"
-    assert short["call"] == {"name": "cudaMalloc", "ms": pytest.approx(0.005)}

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from command_line import QUICKSTART, run
+from command_line import QUICKSTART, records, run
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 NUM_STEPS = 30
@@ -50,11 +50,6 @@ def write_run(folder: Path, algorithm: dict[str, Any]) -> Path:
     return folder / "c.yaml"
 
 
-def records(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "mine" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 LATER = pytest.mark.full
 IN_CI = ("dpo",)
 KNOBS: dict[str, dict[str, Any]] = {
@@ -73,7 +68,7 @@ KNOBS: dict[str, dict[str, Any]] = {
 )
 def test_new_pairs_are_separated(tmp_path: Path, algorithm: dict[str, Any]) -> None:
     run("train", write_run(tmp_path, algorithm))
-    found = records(tmp_path)
+    found = records(tmp_path / "mine")
     accuracies = [record["preference/accuracy"] for record in found]
     assert len(found) == NUM_STEPS
     print(f"{algorithm}: {mean(accuracies[-5:]):.3f}")
@@ -101,7 +96,7 @@ def test_four_ranks_take_the_steps_of_one(
     run("train", config, *small, f"run.dir={tmp_path / 'one'}")
     cut = (*small, *layout, f"run.dir={tmp_path / 'four'}", "train.micro_batch_tokens=48")
     run("train", config, *cut, "--world", "4")
-    expected, found = records(tmp_path / "one"), records(tmp_path / "four")
+    expected, found = records(tmp_path / "one" / "mine"), records(tmp_path / "four" / "mine")
     assert expected[2]["policy/loss"] != expected[0]["policy/loss"]
     for ours, theirs in zip(found, expected, strict=True):
         for key in theirs:

@@ -11,7 +11,7 @@ from statistics import mean
 
 import pytest
 import torch
-from command_line import QUICKSTART, exported_weights, run
+from command_line import QUICKSTART, exported_weights, records, run
 
 MIXED = QUICKSTART / "grpo_sft.yaml"
 RISE = 0.1  # of held-out accuracy; a deviation of it over 512 prompts is 0.02
@@ -31,11 +31,6 @@ SHORT = (
     "checkpoint.keep=9",
     "train.learning_rate=1e-3",
 )
-
-
-def records(run_folder: Path) -> list[dict[str, float]]:
-    lines = (run_folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 @pytest.fixture(scope="module")

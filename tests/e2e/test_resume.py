@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from command_line import QUICKSTART, exported_weights, run, start
+from command_line import QUICKSTART, exported_weights, records, run, start
 from killed_ranks import check_same, lose_a_rank, rank_process, wait_for
 from launch import run_ranks
 from packaged import CLASSES, needs
@@ -59,11 +59,6 @@ PACKAGED_IN_FULL = [
 
 def arguments(config: tuple[str | Path, ...], folder: Path, *more: str) -> list[str | Path]:
     return ["train", *config, f"run.dir={folder}", *more]
-
-
-def records(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def hold_in_generation(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from command_line import QUICKSTART, run
+from command_line import QUICKSTART, records, run
 
 NUM_PROMPTS, NUM_SAMPLES = 8, 4
 
@@ -36,11 +36,6 @@ def write_run(folder: Path, **reward: object) -> Path:
     return folder / "c.yaml"
 
 
-def records(folder: Path) -> list[dict[str, float]]:
-    lines = (folder / "mine" / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
 FUNCTIONS = {
     "digits": {"function": "scripted_reward:digits", "weight": 2.0},
     "flaky": {"function": "own_rewards:fails_on_odd_lengths", "timeout_s": 2.0},
@@ -53,7 +48,7 @@ def test_failures_are_dropped_counted_and_trained_around(tmp_path: Path) -> None
     """What is left of 32 samples need be no multiple of the 4 updates."""
     config = write_run(tmp_path, functions=FUNCTIONS, on_error="drop")
     run("train", config, "--world", "2")
-    found = records(tmp_path)
+    found = records(tmp_path / "mine")
     assert len(found) == 2
     for step, record in enumerate(found, 1):
         errors = record["reward/flaky/errors"]
@@ -74,7 +69,7 @@ def test_pass_at_k_leaves_out_groups_of_fewer_than_k(tmp_path: Path) -> None:
     more = ("algorithm.name=pass_at_k", "algorithm.pass_k=3")
     run("train", config, *more, f"steps.prompts_per_step={2 * NUM_PROMPTS}", "--world", "2")
     dropped = 0
-    for step, record in enumerate(records(tmp_path), 1):
+    for step, record in enumerate(records(tmp_path / "mine"), 1):
         dump = next((tmp_path / "mine" / "rollouts").glob(f"*{step}.jsonl"))
         lines = [json.loads(line)["sample"] for line in dump.read_text().splitlines()]
         groups = Counter(sample // NUM_SAMPLES for sample in lines)

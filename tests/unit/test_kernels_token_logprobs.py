@@ -1,30 +1,11 @@
-"""The log-probability head against fp64: kernels by Triton's interpreter, and the reference."""
+"""The reference of the log-probability head, against fp64."""
 
 from __future__ import annotations
-
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
 
 from hybridrl import ops
-
-CASES = Path(__file__).parents[1] / "head_kernel_cases.py"
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="triton has no build for this host")
-def test_kernels_give_the_statistics_and_gradients_of_fp64() -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, str(CASES)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "cases of the log-probability head" in done.stdout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
