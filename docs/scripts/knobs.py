@@ -1,7 +1,7 @@
-"""Writes docs/reference/knobs.md: every knob with its default, its reason and who reads it.
+"""Writes docs/reference/knobs.md: every knob with its allowed values, default and commands.
 
-Knobs, defaults and reasons come from the schema. Which commands a knob acts on is the table READERS
-here, by the longest prefix; a knob that no prefix covers is an error.
+Knobs, allowed values, defaults and reasons come from the schema. The table READERS here says on
+which commands a knob acts; the longest prefix of a knob applies, and each knob must have one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 from pydantic.fields import FieldInfo
 
 from hybridrl.config.load import _algorithm_sections, _member
@@ -75,18 +75,14 @@ READERS = {
 HEAD = """<!-- Written by docs/scripts/knobs.py; change the schema instead. -->
 # Every knob
 
-Each knob has its default, what it is and why that is the default. Every command that takes a configuration judges all of them; the
-last column says on which commands a knob acts (`bench` is `bench rollout`, `check` is `check --mismatch`). A knob is set in the file or on
-the command line, `train.tp=2`. [Configuration](configuration.md) says what the sections are for.
+Set a knob in the file or on the command line, as in `train.tp=2`. Every command that takes a configuration checks all knobs; the last
+column names the commands on which a knob acts (`bench` is `bench rollout`, `check` is `check --mismatch`).
+[Configuration](configuration.md) describes the sections.
 """
 
 
 def reader(knob: str) -> str:
-    """Returns the commands on which a knob acts.
-
-    Raises:
-        KeyError: no prefix covers it.
-    """
+    """Returns the commands on which a knob acts."""
     parts = knob.replace("[", ".[").split(".")
     for length in range(len(parts), 0, -1):
         if (prefix := ".".join(parts[:length])) in READERS:
@@ -108,23 +104,52 @@ def fields(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldIn
 
 
 def default(field: FieldInfo) -> str:
-    """Returns a default as it is written in YAML."""
+    """Returns a knob's default in YAML."""
     if field.is_required():
         return "must be set"
     value: Any = field.get_default(call_default_factory=True)
     if isinstance(value, BaseModel):
-        return "see there"
+        return "see its knobs"
     value = list(value) if isinstance(value, tuple) else value
     return f"`{json.dumps(value)}`" if not isinstance(value, str) else f"`{value}`"
 
 
+TYPES = {"boolean": "true, false", "integer": "integer", "string": "text", "object": "mapping"}
+
+
+def allowed(field: FieldInfo) -> str:
+    """Returns the allowed values of a knob: its type with bounds, or a list of values."""
+    model = create_model("Knob", value=(field.annotation, field))
+    schema = model.model_json_schema()["properties"]["value"]
+    found = dict.fromkeys(_values(part) for part in schema.get("anyOf", [schema]))
+    return ", ".join(text for text in found if text)
+
+
+def _values(schema: dict[str, Any]) -> str:
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    kind = schema.get("type", "")
+    if kind == "array":  # every list of numbers must be a list; others may also be one value
+        items = schema["items"]
+        is_list = items["type"] == "number"
+        return "list of numbers" if is_list else f"{_values(items)}, list of these"
+    text = TYPES.get(kind, kind) or "section"
+    for bound, words in (
+        *(("minimum", "from"), ("exclusiveMinimum", "above")),
+        *(("maximum", "to"), ("exclusiveMaximum", "below")),
+    ):
+        if bound in schema:
+            text += f" {words} {schema[bound]}"
+    return text
+
+
 def table(knobs: list[tuple[str, FieldInfo]]) -> Iterator[str]:
     """Yields the lines of a table of knobs."""
-    yield "| Knob | Default | What it is, and why that | Acts on |"
-    yield "| --- | --- | --- | --- |"
+    yield "| Knob | Allowed | Default | Meaning | Acts on |"
+    yield "| --- | --- | --- | --- | --- |"
     for name, field in knobs:
         text = " ".join((field.description or "").split()).replace("|", "\\|")
-        yield f"| `{name}` | {default(field)} | {text} | {reader(name)} |"
+        yield f"| `{name}` | {allowed(field)} | {default(field)} | {text} | {reader(name)} |"
 
 
 def page() -> str:
@@ -141,12 +166,12 @@ def page() -> str:
         named = [(f"{name}[NAME].{key}", inner) for key, inner in member.model_fields.items()]
         lines += table(list(fields(member, f"{name}.")) if member is kind else named)
     num = sum(line.startswith("| `") for line in lines)
-    lines[1] = f"There are {num} knobs; what several algorithms share is counted once."
+    lines[1] = f"There are {num} knobs; a knob that several algorithms share is counted once."
     return "\n".join(lines) + "\n"
 
 
 def _algorithms() -> Iterator[str]:
-    """Yields the tables of the algorithms: what several share, then what each has of its own."""
+    """Yields the tables of the algorithms: shared knobs first, then those of each algorithm."""
     members = _algorithm_sections()
     bases: dict[type[BaseModel], list[str]] = {}
     for tag, member in members.items():
@@ -177,11 +202,11 @@ def _intro(member: type[BaseModel], tag: str) -> str:
     text = " ".join((member.__doc__ or "").split())
     names = {"grpo": PRESETS, "dpo": PAIR_PRESETS}.get(tag)
     shared = (
-        f" Of the names {', '.join(f'`{n}`' for n in names)} too, with other defaults"
+        f" The names {', '.join(f'`{n}`' for n in names)} share these knobs, with other defaults"
         if names
         else ""
     )
-    return f"{text}{shared}{' ([which](../algorithms.md)).' if names else ''}"
+    return f"{text}{shared}{' ([defaults](../algorithms.md)).' if names else ''}"
 
 
 if __name__ == "__main__":

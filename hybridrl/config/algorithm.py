@@ -1,7 +1,7 @@
-"""The section `algorithm`: one set of knobs for each algorithm, chosen by its name. No torch.
+"""The section `algorithm`: one class of knobs per algorithm, chosen by `algorithm.name`. No torch.
 
-Those without rollouts, and online DPO, are in supervised.py, those that learn from a teacher in
-distillation.py.
+supervised.py has the algorithms without rollouts and online DPO; distillation.py has those that
+learn from a teacher.
 """
 
 from __future__ import annotations
@@ -41,64 +41,64 @@ ALGORITHM_NAMES = (
 
 
 class PolicyGradientConfig(Section):
-    """What the algorithms with rollouts share: the objective of a token, the mean over tokens, KL
-    to a reference, entropy, the penalty on length.
+    """Knobs of every algorithm with rollouts: objective per token, mean over tokens, KL to a
+    reference, entropy, length penalty.
     """
 
     name: str
-    """Selects the algorithm."""
+    """Name of the algorithm."""
     objective: Literal[
         "clip", "ratio", "sequence_clip", "geometric_mean", "cispo", "sapo", "plain"
     ] = "clip"
-    """What is maximised at a token. 'clip': the clipped surrogate of the PPO paper."""
+    """Objective that is maximised per token. The default 'clip' is the clipped surrogate of the PPO paper."""
     clip_low: float = Field(0.2, gt=0, le=1)
-    """Ratio may fall to 1 - clip_low (its logarithm to -clip_low for geometric_mean). 0.2: the value of the PPO paper."""
+    """The ratio may fall to 1 - clip_low (for geometric_mean, its logarithm to -clip_low). The default 0.2 is the PPO paper's."""
     clip_high: float = Field(0.2, gt=0)
-    """Ratio may rise to 1 + clip_high (its logarithm to clip_high for geometric_mean). 0.2: symmetric, as in the PPO paper."""
+    """The ratio may rise to 1 + clip_high (for geometric_mean, its logarithm to clip_high). The default 0.2 is symmetric, as in the PPO paper."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound on the ratio at negative advantages, objective clip only. None: off; 3 is the paper's."""
+    """Bound on the ratio at negative advantages, only with objective clip. Off by default; the paper uses 3."""
     sapo_tau_positive: float = Field(1.0, gt=0)
-    """Temperature of sapo's gate at positive advantages. 1: the paper's."""
+    """Temperature of SAPO's gate at positive advantages. The default 1 is the paper's."""
     sapo_tau_negative: float = Field(1.05, gt=0)
-    """Temperature of sapo's gate at negative advantages. 1.05: the paper's; they need the stronger decay."""
+    """Temperature of SAPO's gate at negative advantages. The default 1.05 is the paper's; negative advantages need the stronger decay."""
     aggregate: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
-    """Mean over all tokens, over each response's and then over responses, or a sum over tokens by a fixed length. 'token_mean': a token counts the same everywhere."""
+    """How token losses are averaged: 'token_mean' over all tokens, 'sequence_mean' over each response's tokens and then over responses, 'fixed' as each response's sum divided by fixed_length. The default 'token_mean' weighs every token alike."""
     fixed_length: float = Field(1.0, gt=0)
-    """Tokens that a response counts as with aggregate fixed. 1: the sum over tokens that the formulas have; rollout.max_new_tokens makes it a mean."""
+    """Tokens that aggregate 'fixed' divides a response's sum by. The default 1 keeps the sum over tokens of the papers' formulas; rollout.max_new_tokens makes it a mean."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference. 0: off, which also saves the reference model."""
+    """Weight of the KL to the reference. The default 0 turns it off and saves the memory of the reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL enters. 'loss': as in the GRPO paper."""
+    """Where the KL is added: 'loss' or 'reward'. The default 'loss' is the GRPO paper's."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL. 'k3': unbiased and never negative, as in the GRPO paper."""
+    """Estimator of the KL. The default 'k3' is unbiased and never negative, as in the GRPO paper."""
     kl_target: float | None = Field(None, gt=0)
-    """KL to the reference, nats a response, towards which kl_coef is adapted after each step. None: kl_coef is fixed; 6 is of the authors of the controller."""
+    """KL to the reference, in nats per response, towards which kl_coef is adapted after each step. By default kl_coef is fixed; the authors of the controller use 6."""
     kl_horizon: int = Field(10_000, ge=1)
-    """Responses over which the adaptive kl_coef changes by a factor of e^0.2 at most. 10000: the value of the authors."""
+    """Responses over which the adaptive kl_coef changes by at most a factor of e^0.2. The default 10000 is the authors'."""
     kl_importance_weighted: bool = False
-    """Multiply the KL in the loss by the ratio, which makes the gradient of k1 and k3 unbiased. False: as in the GRPO paper."""
+    """Whether the KL in the loss is multiplied by the ratio, which makes the gradient of k1 and k3 unbiased. Off by default, as in the GRPO paper."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus. 0: sampling at temperature 1 explores enough."""
+    """Weight of the entropy bonus. The default 0 turns it off, because sampling at temperature 1 explores enough."""
     overlong_max_tokens: int | None = Field(None, ge=1)
-    """Length from which a response's reward is lowered by 1, in tokens that the policy sampled, without observations. None: no penalty on length; DAPO's is 20480."""
+    """Response length, in sampled tokens without observations, from which the reward is lowered by 1. By default length is not penalised; DAPO uses 20480."""
     overlong_buffer_tokens: int = Field(4096, ge=1)
-    """Tokens before overlong_max_tokens over which the penalty grows. 4096: as in the DAPO paper."""
+    """Tokens before overlong_max_tokens over which the penalty grows from 0 to 1. The default 4096 is the DAPO paper's."""
     correction: CorrectionConfig = CorrectionConfig()
-    """Off-policy correction between the engine and the trainer. All of it is off; see there."""
+    """Off-policy correction between the engine and the trainer. All of it is off by default; see its knobs."""
     router_replay: Literal["off", "rollout"] = "off"
-    """Mixtures of experts: 'rollout' computes old log-probabilities and the update with the experts that the engine chose for each token. 'off': a byte a layer, expert and token is saved."""
+    """For mixtures of experts: 'rollout' computes old log-probabilities and the update with the experts that the engine chose for each token. The default 'off' saves a byte per layer, expert and token."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs: the reference for its KL, which as a part of the reward, or to
-        adapt its weight, is measured at the policy before the update.
+        """Needs of the algorithm: the reference if the KL has a weight, and log-probabilities of
+        the policy before the update if the KL is part of the reward or adapts its weight.
         """
         is_measured = self.kl_target is not None or (self.kl_coef > 0 and self.kl_in == "reward")
         return Needs(reference=self.kl_coef > 0, old_logps=is_measured, allows_lag=True)
 
     @property
     def needs_whole_sequences(self) -> bool:
-        """Whether the loss has to see all tokens of a response at once, so that train.cp is 1."""
+        """Whether the loss needs all tokens of a response on one rank, so that train.cp must be 1."""
         return (
             self.aggregate == "sequence_mean"
             or self.objective in ("sequence_clip", "geometric_mean")
@@ -131,9 +131,11 @@ class PolicyGradientConfig(Section):
 
 
 def with_default_weight(section: PolicyGradientConfig) -> PolicyGradientConfig:
-    """Returns a section whose objective is corrected for samples of older weights: where neither a
-    weight nor the proximal policy is set, tokens are weighted (TIS). A token's weights are known
-    one by one, and a product over a response that several versions made varies without bound.
+    """Returns the section with token-level importance weights (TIS), unless it sets a weight or the
+    proximal policy.
+
+    The default applies to samples of older weights. It is per token because a product of ratios
+    over a response that several weight versions sampled has unbounded variance.
     """
     given = section.correction.model_fields_set
     if {"weight", "proximal"} & given:
@@ -143,46 +145,48 @@ def with_default_weight(section: PolicyGradientConfig) -> PolicyGradientConfig:
 
 
 class GrpoConfig(PolicyGradientConfig):
-    """The samples of one prompt are compared with each other, without a critic: GRPO, and what
-    PRESETS makes of it.
+    """Compares the samples of one prompt with each other, without a critic: GRPO and the variants
+    in PRESETS.
     """
 
     name: GroupRelativeName = "grpo"
-    """Selects the algorithm, and with it the defaults of this section."""
+    """Name of the algorithm, which also sets the defaults of this section."""
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k", "greedy"] = (
         "group_mean"
     )
-    """What a reward is compared with. 'group_mean': as in the GRPO paper."""
+    """Baseline that is subtracted from a reward. The default 'group_mean' is the GRPO paper's."""
     normalize_std: bool = True
-    """Divide a group's advantages by their deviation. True: as in the GRPO paper."""
+    """Whether a group's advantages are divided by their standard deviation. On by default, as in the GRPO paper."""
     whiten_advantages: bool = False
-    """Scale advantages to mean 0, deviation 1 over the batch's tokens, with normalize_parts its samples. False: as in the GRPO paper."""
+    """Whether advantages are scaled to mean 0 and standard deviation 1 over the batch's tokens (with normalize_parts, over its samples). Off by default, as in the GRPO paper."""
     rescale_informative: bool = False
-    """Multiply advantages by samples / samples of groups whose advantages are not all 0. False: as in the GRPO paper."""
+    """Whether advantages are multiplied by the number of samples over the number of samples in groups whose advantages are not all 0. Off by default, as in the GRPO paper."""
     pass_k: int = Field(4, ge=1)
-    """The k of baseline pass_at_k. 4: the least of the paper's 4, 8 and 16."""
+    """The k of baseline pass_at_k. The default 4 is the smallest of the paper's 4, 8 and 16."""
     pass_reward: float = 0.5
-    """Reward from which a sample passes, baseline pass_at_k only. 0.5: between wrong, 0, and right, 1."""
+    """Reward from which a sample passes, only with baseline pass_at_k. The default 0.5 is between wrong (0) and right (1)."""
     cov_clip_fraction: float = Field(0.0, ge=0, lt=1)
-    """Share of the tokens that lose their gradient for a high covariance. 0: off; 2e-4 is the paper's."""
+    """Share of the tokens whose gradient is dropped because of a high covariance. The default 0 turns it off; the paper uses 2e-4."""
     cov_clip_low: float = 1.0
-    """Smallest covariance that counts as high. 1: the value of the authors."""
+    """Smallest covariance that counts as high. The default 1 is the authors'."""
     cov_clip_high: float = 5.0
-    """Largest covariance that counts as high. 5: the value of the authors."""
+    """Largest covariance that counts as high. The default 5 is the authors'."""
     cov_kl_fraction: float = Field(0.0, ge=0, lt=1)
-    """Share of the tokens, those of highest covariance, that pay for moving away from the old policy. 0: off; 2e-4 is the paper's for 32B, 2e-3 for 7B."""
+    """Share of the tokens, taken by highest covariance, that are penalised for moving away from the old policy. The default 0 turns it off; the paper uses 2e-4 for 32B and 2e-3 for 7B."""
     cov_kl_coef: float = Field(1.0, ge=0)
-    """What these pay a nat. 1: the value of the authors."""
+    """Penalty per nat for the tokens of cov_kl_fraction. The default 1 is the authors'."""
     normalize_parts: bool = False
-    """Compare each part of the reward by itself, then add. False: the sum is compared, as in the GRPO paper."""
+    """Whether each part of the reward is compared within the group separately before the parts are added. Off by default: the sum is compared, as in the GRPO paper."""
     part_weights: dict[str, float] = Field(default_factory=dict)
-    """Weights of the compared parts by name, with normalize_parts. Empty: 1 for every part."""
+    """Weight of each part of the reward by name, only with normalize_parts. By default every part has weight 1."""
     max_resampling: int = Field(0, ge=0)
-    """Rounds in which groups whose advantages are all 0, as those of equal rewards, are replaced by further prompts. 0: off; DAPO samples on until there are none."""
+    """Rounds in which groups whose advantages are all 0, such as those of equal rewards, are replaced by further prompts. The default 0 turns it off; DAPO repeats until no such group is left."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs beside that: groups to compare, or greedy responses."""
+        """Needs of the algorithm: groups to compare or greedy responses, in addition to the shared
+        needs.
+        """
         needs = super().needs
         return replace(
             needs,
@@ -198,7 +202,7 @@ class GrpoConfig(PolicyGradientConfig):
 
     @property
     def min_samples(self) -> int:
-        """Samples that a prompt needs at least."""
+        """Smallest number of samples per prompt."""
         if self.baseline == "pass_at_k":
             return max(2, self.pass_k)
         return 1 if self.baseline == "greedy" else 2
@@ -230,51 +234,51 @@ class GrpoConfig(PolicyGradientConfig):
 
 
 class ReinforceConfig(PolicyGradientConfig):
-    """REINFORCE++: one sample a prompt is enough; advantages are whitened over the whole batch."""
+    """REINFORCE++: one sample per prompt is enough; advantages are whitened over the whole batch."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
-    """Selects REINFORCE++."""
+    """Name of the algorithm."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Where the KL enters. 'reward': a penalty a token, as in the paper."""
+    """Where the KL is added: 'loss' or 'reward'. The default 'reward' is a penalty per token, as in the paper."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL. 'k1': as in the paper."""
+    """Estimator of the KL. The default 'k1' is the paper's."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount a token. 1: the reward comes once, at the end."""
+    """Discount per token. The default 1 suits a reward that comes once, at the end."""
 
 
 class PpoConfig(PolicyGradientConfig):
-    """Proximal policy optimization: a critic and generalised advantage estimation; and what
-    CRITIC_PRESETS makes of it.
+    """Proximal policy optimization with a critic and generalised advantage estimation, and the
+    variants in CRITIC_PRESETS.
     """
 
     name: Literal["ppo", "vapo"] = "ppo"
-    """Selects the algorithm, and with it the defaults of this section."""
+    """Name of the algorithm, which also sets the defaults of this section."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Where the KL enters. 'reward': a per-token penalty that the critic learns too."""
+    """Where the KL is added: 'loss' or 'reward'. The default 'reward' is a penalty per token that the critic learns too."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL. 'k1': the plain log-ratio, unbiased inside a reward."""
+    """Estimator of the KL. The default 'k1' is the plain log-ratio, which is unbiased inside a reward."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """Discount a token. 1: the reward comes once, at the end."""
+    """Discount per token. The default 1 suits a reward that comes once, at the end."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """GAE's bias-variance trade. 0.95: the value of the PPO paper."""
+    """Lambda of generalised advantage estimation, which trades bias for variance. The default 0.95 is the PPO paper's."""
     gae_length_alpha: float | None = Field(None, gt=0)
-    """The policy's lambda as 1 - 1 / (alpha length), in place of gae_lambda. None: off; VAPO's is 0.05."""
+    """Alpha of a length-dependent lambda for the policy, 1 - 1 / (alpha length), in place of gae_lambda. Off by default; VAPO uses 0.05."""
     critic_gae_lambda: float | None = Field(None, ge=0, le=1)
-    """Lambda of the critic's targets. None: the policy's, as in PPO; VAPO's is 1."""
+    """Lambda of the critic's targets. By default it is the policy's, as in PPO; VAPO uses 1."""
     value_clip: float = Field(0.2, gt=0)
-    """How far a value may move from its old one in a step. 0.2: the same as the ratio's."""
+    """Largest distance of a value from its old value in a step. The default 0.2 equals that of the ratio."""
     whiten_advantages: bool = True
-    """Scale advantages to mean 0, deviation 1 over the batch. True: learning rates carry over."""
+    """Whether advantages are scaled to mean 0 and standard deviation 1 over the batch. On by default, so that learning rates carry over between tasks."""
     critic_warmup_steps: int = Field(0, ge=0)
-    """First steps that train the critic alone. 0: a critic from the policy's weights learns fast."""
+    """Number of first steps that train only the critic. The default is 0, because a critic that starts from the policy's weights learns fast."""
     positive_lm_coef: float = Field(0.0, ge=0)
-    """Weight of the negative log-likelihood of the samples that pass, beside the objective. 0: off; VAPO's is 0.1."""
+    """Weight of the negative log-likelihood of samples that pass, which is added to the loss. The default 0 turns it off; VAPO uses 0.1."""
     pass_reward: float = 0.5
-    """Reward from which a sample passes, positive_lm_coef only. 0.5: between wrong, 0, and right, 1."""
+    """Reward from which a sample passes, only with positive_lm_coef. The default 0.5 is between wrong (0) and right (1)."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs beside that: a critic."""
+        """Needs of the algorithm: a critic, in addition to the shared needs."""
         return replace(super().needs, values=True)
 
     @model_validator(mode="before")
@@ -286,14 +290,16 @@ class PpoConfig(PolicyGradientConfig):
 
 
 class OnPolicyDistillationConfig(PolicyGradientConfig, SampledTokensConfig):
-    """The teacher's log-probabilities of sampled tokens, and beside them a reward."""
+    """Learns from the teacher's log-probabilities of sampled tokens, and optionally from a reward."""
 
     name: Literal["on_policy_distillation"] = "on_policy_distillation"
-    """Selects on-policy distillation."""
+    """Name of the algorithm."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs beside that: what teacher and policy say of the samples."""
+        """Needs of the algorithm: the teacher's and the policy's log-probabilities of the samples,
+        in addition to the shared needs.
+        """
         return replace(super().needs, teacher=True, old_logps=True)
 
     @model_validator(mode="after")
@@ -304,16 +310,16 @@ class OnPolicyDistillationConfig(PolicyGradientConfig, SampledTokensConfig):
 
 
 class CustomAlgorithmConfig(Section):
-    """An algorithm in the user's own package."""
+    """An algorithm in your own package."""
 
     name: str = Field(pattern=DOTTED_PATH)
     """Dotted path 'package.module:Class' of an Algorithm."""
     options: dict[str, object] = Field(default_factory=dict)
-    """Keyword arguments of the class. Empty: its own defaults."""
+    """Keyword arguments of the class. By default the class's own defaults apply."""
 
     @property
     def needs(self) -> None:
-        """None: only the class knows; `algorithms/__init__.py:needs_of` imports it and asks."""
+        """None, since only the class knows its needs; `algorithms/__init__.py:needs_of` imports it."""
         return None
 
 
@@ -333,8 +339,8 @@ def _algorithm_tag(value: object) -> str | None:
 
 
 def nearest_algorithm(name: str) -> str | None:
-    """Returns the algorithm that a misspelt name means: one of the same letters, else the closest;
-    None if none is close.
+    """Returns the algorithm that a misspelt name most likely means; None if none is close. An
+    anagram comes first.
     """
     given = name.lower()
     swapped = (known for known in ALGORITHM_NAMES if sorted(known) == sorted(given))

@@ -1,6 +1,6 @@
-"""The section `cluster`: what GPUs, links and nodes a plan may count on. No torch.
+"""The section `cluster`: GPUs, links and nodes that a plan assumes. No torch.
 
-Owns its keys, which `--cluster FILE` has too, and the rates of known GPUs.
+Owns its keys, which `--cluster FILE` shares, and the rates of known GPUs.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ GPUS_PER_NODE = 8  # of most hosts of training
 
 
 class ClusterConfig(Section):
-    """The cluster of a run. A key that is None is this host's, or that of the named GPU; rates are
-    those of one direction.
+    """The cluster that a plan assumes. A key that is null is taken from the named GPU, else from
+    this host. Rates are for one direction.
     """
 
     gpu: str | None = None
-    """A known GPU: H200, H100, H800, H20, A100, A800, B200 or L40S, whose memory and rates are taken. None: this host's, else H100."""
+    """Known GPU whose memory and rates are used: H200, H100, H800, H20, A100, A800, B200 or L40S. The default is this host's GPU, or H100 if it has none."""
     nodes: int | None = Field(None, ge=1)
-    """Number of nodes. None: what the ranks ask for."""
+    """Number of nodes. By default it follows from the number of ranks."""
     gpus_per_node: int | None = Field(None, ge=1)
-    """GPUs of a node, all linked to each other. None: at most 8, or as this host."""
+    """GPUs per node, all linked to each other. By default it is this host's number, or at most 8."""
     gpu_memory_gib: float | None = Field(None, gt=0)
-    """Memory of one GPU, 2**30 bytes, as CUDA reports it. None: that of the GPU."""
+    """Memory of one GPU in GiB (2**30 bytes), as CUDA reports it. The default is the GPU's."""
     matrix_tflops: float | None = Field(None, gt=0)
-    """Rate of large bf16 matrix products of one GPU, 1e12 operations a second. None: that of the GPU."""
+    """Rate of large bf16 matrix products on one GPU, in 1e12 operations per second. The default is the GPU's."""
     memory_gb_per_s: float | None = Field(None, gt=0)
-    """Rate at which one GPU copies its memory, read and written bytes together, 1e9 a second. None: that of the GPU."""
+    """Rate at which one GPU copies its own memory, read and written bytes together, in 1e9 bytes per second. The default is the GPU's."""
     link_gb_per_s: float | None = Field(None, gt=0)
-    """NVLink of one GPU, 1e9 bytes a second. None: that of the GPU."""
+    """NVLink rate of one GPU, in 1e9 bytes per second. The default is the GPU's."""
     host_gb_per_s: float | None = Field(None, gt=0)
-    """Copies between one GPU and pinned host memory, 1e9 bytes a second. None: that of the GPU."""
+    """Rate of copies between one GPU and pinned host memory, in 1e9 bytes per second. The default is the GPU's."""
     nic_gb_per_s: float | None = Field(None, gt=0)
-    """One network card, 1e9 bytes a second. None: 45, a card of 400 Gbit/s at 90%."""
+    """Rate of one network card, in 1e9 bytes per second. The default is 45, which is 90% of a 400 Gbit/s card."""
     nics_per_node: int | None = Field(None, ge=1)
-    """Network cards of a node. None: one for each GPU."""
+    """Network cards per node. The default is one per GPU."""
     latency_us: float | None = Field(None, ge=0)
-    """Fixed cost of one message, microseconds. None: 10."""
+    """Fixed cost of one message, in microseconds. The default is 10."""
 
     def world_size(self) -> int | None:
-        """Returns the number of ranks of all nodes; None where the nodes are not given."""
+        """Returns the number of ranks on all nodes; None if `nodes` is not set."""
         return self.nodes and self.nodes * (self.gpus_per_node or GPUS_PER_NODE)
 
 
 @dataclass(frozen=True)
 class KnownGpu:
-    """What a kind of GPU does.
+    """Memory and rates of one kind of GPU.
 
     Args:
-        title: as people write it.
-        memory_mib: as CUDA reports it.
-        matrix_tflops, memory_gb_per_s, link_gb_per_s, host_gb_per_s: as of ClusterConfig.
-        source: where the rates are from.
+        title: Name for people.
+        memory_mib: Memory as CUDA reports it.
+        matrix_tflops, memory_gb_per_s, link_gb_per_s, host_gb_per_s: Rates in the units of
+            ClusterConfig.
+        source: Source of the rates.
     """
 
     title: str
@@ -83,13 +84,13 @@ KNOWN_GPUS = {
 
 
 def known_gpu(name: str) -> KnownGpu | None:
-    """Returns the kind of GPU that a name is of, as "NVIDIA H200"; None: it is not known."""
+    """Returns the known GPU in a name such as "NVIDIA H200"; None if it is not known."""
     words = name.upper().replace("-", " ").replace("_", " ").split()
     return next((gpu for key, gpu in KNOWN_GPUS.items() if key in words), None)
 
 
 def gpu_rule(cluster: ClusterConfig) -> UserError | None:
-    """Returns what is wrong with the name of the GPU; None: nothing."""
+    """Returns the error of an unknown GPU's name, or None."""
     if cluster.gpu is None or known_gpu(cluster.gpu) is not None:
         return None
     return UserError(

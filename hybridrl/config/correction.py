@@ -1,5 +1,5 @@
-"""The section `algorithm.correction`: what is done about samples that another policy drew. No
-torch.
+"""The section `algorithm.correction`: off-policy correction for samples that another policy drew.
+No torch.
 """
 
 from __future__ import annotations
@@ -11,37 +11,38 @@ from pydantic import Field, model_validator
 from hybridrl.config.section import Section
 
 Level = Literal["none", "token", "sequence", "geometric"]
-"""Over what a ratio of two policies is taken: one token, the product over a response, or its
-geometric mean."""
+"""Unit over which the ratio of two policies is taken: one token, the product over a response, or
+its geometric mean.
+"""
 
 REJECT_MAX = {"none": 2.0, "token": 2.0, "sequence": 2.0, "geometric": 1.001}
 
 
 class CorrectionConfig(Section):
     """Importance weights and rejection by the ratio k = old / behaviour: the policy at the start of
-    the step against what the engine sampled from.
+    the step over the policy that the engine sampled from.
     """
 
     weight: Level = "none"
-    """Multiply the objective by k at this level. 'none': every algorithm is as its paper has it; the mismatch is measured either way."""
+    """Level of k by which the objective is multiplied. The default 'none' keeps every algorithm as in its paper; with steps.max_policy_lag above 0 the default is 'token'. The mismatch is measured either way."""
     bound: Literal["truncate", "mask"] = "truncate"
-    """Outside of min and max a weight is truncated, or masked, 0. 'truncate': TIS, which loses no sample."""
+    """How weights outside min and max are treated: 'truncate' clamps them, 'mask' sets them to 0. The default 'truncate' is TIS, which loses no sample."""
     max: float = Field(2.0, gt=0)
-    """Largest weight. 2: usual for TIS; IcePop masks from 5."""
+    """Largest weight. The default 2 is usual for TIS; IcePop masks above 5."""
     min: float = Field(0.0, ge=0)
-    """Smallest weight. 0: none, as in TIS; IcePop masks below 0.5."""
+    """Smallest weight. The default 0 is no bound, as in TIS; IcePop masks below 0.5."""
     reject: Level = "none"
-    """Learn nothing where k at this level is outside of reject_min and reject_max. 'none': rejection loses samples."""
+    """Level of k at which samples are rejected if k is outside reject_min and reject_max. The default is 'none', because rejection loses samples."""
     reject_max: float | None = Field(None, gt=0)
-    """Largest k that is kept. None: 2, and 1.001 for geometric, as in verl's rollout correction."""
+    """Largest k that is kept. The default is 2, and 1.001 for geometric; both are from verl's rollout correction."""
     reject_min: float | None = Field(None, ge=0)
-    """Smallest k that is kept. None: 1 / reject_max; 0 is no bound."""
+    """Smallest k that is kept. The default is 1 / reject_max; 0 is no bound."""
     proximal: Literal["old", "behaviour"] = "old"
-    """Policy that the objective's ratio is taken to. 'old': decoupled from the behaviour policy, so that clipping bounds the step alone."""
+    """Policy in the denominator of the objective's ratio. The default 'old' is decoupled from the behaviour policy, so that clipping bounds only this step."""
 
     @property
     def is_on(self) -> bool:
-        """Whether it changes a loss by anything but the proximal policy."""
+        """Whether weights or rejection change the loss; the proximal policy is not considered."""
         return self.weight != "none" or self.reject != "none"
 
     @property
@@ -51,7 +52,7 @@ class CorrectionConfig(Section):
 
     @property
     def reject_bounds(self) -> tuple[float, float]:
-        """The smallest and the largest k that is kept."""
+        """Smallest and largest k that is kept."""
         high = REJECT_MAX[self.reject] if self.reject_max is None else self.reject_max
         return 1 / high if self.reject_min is None else self.reject_min, high
 

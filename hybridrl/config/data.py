@@ -1,4 +1,4 @@
-"""The section `data`: where prompts come from and which of their columns are used. No torch."""
+"""The section `data`: sources of prompts and their columns. No torch."""
 
 from __future__ import annotations
 
@@ -14,62 +14,62 @@ _RENDERED = frozenset({"messages", "tools", "documents", "add_generation_prompt"
 
 
 class DataConfig(Section):
-    """Where prompts come from and which of their columns are used."""
+    """Sources of prompts and the columns that are used."""
 
     prompts: Paths = None
-    """Source or list of sources to train on: a .jsonl or .parquet file, a data set's folder, or datasets:NAME[@REVISION][:CONFIG]:SPLIT of the hub. None: only where prompts are passed from Python."""
+    """Source or list of sources to train on: a .jsonl or .parquet file, the folder of a data set, or datasets:NAME[@REVISION][:CONFIG]:SPLIT from the hub. It may be left out only if prompts are passed from Python."""
     weights: Weights = None
-    """Share of the prompts from each source, in any unit. None: all rows of all sources, once an epoch."""
+    """Relative share of the prompts from each source. By default every row of every source is used once per epoch."""
     chat_template: bool = False
-    """Make texts too a chat by the tokenizer's template, as rows of messages are always. False: base models have none."""
+    """Whether plain text prompts are rendered by the tokenizer's chat template; rows of messages always are. Off by default, because base models have no template."""
     system_prompt: str | None = None
-    """System message before each chat without one. None: as the template has it."""
+    """System message that is put before each chat without one. By default the template decides."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, such as {enable_thinking: false}, wherever it renders: training, rollouts, evaluations, environments. Empty: the template's own defaults."""
+    """Arguments of the chat template, such as {enable_thinking: false}, for training, rollouts, evaluations and environments. By default the template's own defaults apply."""
     split_turns: bool = True
-    """Make several samples of a demonstration whose earlier turns the chat template renders differently when others follow, each as the model sees it; counted and reported. True: many templates drop earlier reasoning. False: refuse such rows."""
+    """Whether a demonstration is split into several samples if the chat template renders its earlier turns differently once others follow; each sample is as the model sees it, and the number is reported. On by default, because many templates drop earlier reasoning; if off, such rows are refused."""
     add_special_tokens: bool = True
-    """Begin prompts that no template rendered with the special tokens that the tokenizer puts in front (BOS), as tokenizer(text) does. True: base models were trained so. False: for runs that began before this knob existed."""
+    """Whether prompts that no template rendered start with the tokenizer's leading special tokens (BOS), as tokenizer(text) returns them. On by default, because base models were trained so; turn it off to resume a run that is older than this knob."""
     prompt_key: str = "prompt"
-    """Column of the prompt text. 'prompt': the common name."""
+    """Column of the prompt. The default 'prompt' is the common name."""
     response_key: str = "response"
-    """Column of the demonstration or labelled response (sft, kto). 'response': the common name."""
+    """Column of the demonstration or labelled response (sft, kto). The default 'response' is the common name."""
     chosen_key: str = "chosen"
-    """Column of a pair's better response. 'chosen': the common name."""
+    """Column of a pair's better response. The default 'chosen' is the common name."""
     rejected_key: str = "rejected"
-    """Column of a pair's worse response. 'rejected': the common name."""
+    """Column of a pair's worse response. The default 'rejected' is the common name."""
     margin_key: str | None = None
-    """Column that says by how much a pair's better response is better (reward_model). None: alike for all."""
+    """Column of the margin by which a pair's better response leads (reward_model). By default all pairs have the same margin."""
     label_key: str = "label"
-    """Column that says if a response is good, true or false (kto). 'label': the common name."""
+    """Column that is true for a good response and false for a bad one (kto). The default 'label' is the common name."""
     answer_key: str = "answer"
-    """Column the exact_match reward compares with. 'answer': the common name."""
+    """Column that the exact_match reward compares with. The default 'answer' is the common name."""
     tools_key: str = "tools"
-    """Column of a chat's tools, schemas that its template is given. 'tools': the common name."""
+    """Column of a chat's tools, which are schemas for its template. The default 'tools' is the common name."""
     max_prompt_tokens: int = Field(512, ge=1)
-    """Longer prompts are dropped and counted. 512: keeps nearly all of the usual math sets."""
+    """Longest prompt in tokens; longer prompts are dropped and counted. The default 512 keeps nearly all prompts of the usual math sets."""
     max_response_tokens: int | None = Field(None, ge=1)
-    """Longest response of rows that an algorithm learns from, all turns after the prompt together. None: rollout.max_new_tokens."""
+    """Longest response, in tokens, of rows that an algorithm learns from, all turns after the prompt together. The default is rollout.max_new_tokens."""
     long_responses: Literal["leave_out", "cut"] = "leave_out"
-    """What is done with rows of longer responses; both are counted and told. 'leave_out': a response that is cut teaches not to end."""
+    """Treatment of rows with longer responses, 'leave_out' or 'cut'; both are counted and reported. The default is 'leave_out', because a response that is cut teaches the model not to end."""
     on_bad_row: Literal["drop", "stop"] = "drop"
-    """What is done with rows that cannot be used (an empty prompt or response, a missing column, messages of no known form): 'drop' leaves them out, counted and reported; 'stop' names them. A source without any other row stops either way. 'drop': published sets have such rows."""
+    """Treatment of rows that cannot be used (an empty prompt or response, a missing column, messages of an unknown form): 'drop' leaves them out and reports their number; 'stop' ends the run and names them. A source without any usable row always ends the run. The default is 'drop', because published sets have such rows."""
     shuffle: bool = True
-    """New order each epoch, from the seed. True: files are often sorted."""
+    """Whether each epoch has a new order, drawn from the seed. On by default, because files are often sorted."""
     validation: Paths = None
-    """Source or list of held-out rows with responses, for the loss on them (algorithms that learn from the data's responses). None: what eval_share holds out of such rows."""
+    """Source or list of sources with held-out responses for the validation loss (algorithms that learn from the data's responses). By default these are the rows that eval_share holds out."""
     eval_prompts: Paths = None
-    """Source or list of sources for accuracy, as in data.prompts. None: no evaluation during training."""
+    """Source or list of sources for accuracy, as in data.prompts. By default there is no evaluation during training."""
     eval_share: float = Field(0.0, ge=0, lt=1)
-    """Share of data.prompts that is held out for accuracy; the same prompt is never on both sides. 0: none."""
+    """Share of data.prompts that is held out for accuracy; equal prompts are always on the same side. The default 0 holds out none."""
     eval_limit: int | None = Field(None, ge=1)
-    """Evaluate the first N prompts only. None: all, so that accuracies compare."""
+    """Number of first prompts to evaluate. The default is all, so that accuracies are comparable."""
 
     def longest_response(self, max_new_tokens: int) -> int:
-        """Returns the longest response of rows that an algorithm learns from, in tokens.
+        """Returns the longest response, in tokens, of rows that an algorithm learns from.
 
         Args:
-            max_new_tokens: of `rollout`, where the section says none.
+            max_new_tokens: `rollout.max_new_tokens`, for a section that sets no length.
         """
         return self.max_response_tokens or max_new_tokens
 

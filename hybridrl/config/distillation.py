@@ -1,5 +1,5 @@
-"""The section `algorithm` of distillation: what is learned from a teacher, a larger or better model
-with the same tokens. No torch.
+"""The section `algorithm` of distillation from a teacher, a larger or better model with the same
+tokens. No torch.
 """
 
 from __future__ import annotations
@@ -14,47 +14,47 @@ from hybridrl.config.supervised import SupervisedConfig
 
 
 class TaughtConfig(Section):
-    """What learns from a teacher."""
+    """Knobs of every algorithm that learns from a teacher."""
 
     teacher: str
-    """HF directory or hub name[@revision] of the teacher, frozen, with the policy's tokens. No default: it is what is learned."""
+    """HF directory or hub name[@revision] of the frozen teacher, which must have the policy's tokens. It has no default: every distillation has its own teacher."""
 
 
 class TopTokensConfig(TaughtConfig):
-    """What learns the teacher's distribution over its likeliest tokens."""
+    """Knobs of algorithms that learn the teacher's distribution over its likeliest tokens."""
 
     top_k: int = Field(64, ge=1)
-    """Tokens of the teacher, the likeliest in each place, that are learned one by one; the others together are one more. 64: language models leave little to the rest, and a token costs 512 bytes."""
+    """Number of the teacher's likeliest tokens per position that are learned one by one; all other tokens count as one more. The default 64 leaves little probability to the others and costs 512 bytes per position."""
 
 
 class DistillationConfig(TopTokensConfig, SupervisedConfig):
-    """Learns the teacher's distributions along the data's responses."""
+    """Learns the teacher's distributions on the data's responses."""
 
     name: Literal["distillation"] = "distillation"
-    """Selects distillation on the data's responses."""
+    """Name of the algorithm."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs: the teacher's likeliest tokens on the data's responses."""
+        """Needs of the algorithm: the teacher's likeliest tokens on the data's responses."""
         return Needs(rollouts=False, teacher_top=self.top_k)
 
 
 class GkdConfig(TopTokensConfig):
-    """Learns the teacher's distributions along the policy's own responses."""
+    """Learns the teacher's distributions on the policy's own responses."""
 
     name: Literal["gkd"] = "gkd"
-    """Selects distillation by distributions on sampled responses."""
+    """Name of the algorithm."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs: the teacher's likeliest tokens on samples."""
+        """Needs of the algorithm: the teacher's likeliest tokens on samples."""
         return Needs(teacher_top=self.top_k)
 
 
 class SampledTokensConfig(TaughtConfig):
-    """What learns from the teacher's log-probabilities of the tokens that the policy sampled."""
+    """Knobs of algorithms that learn from the teacher's log-probabilities of sampled tokens."""
 
     gamma: float = Field(0.0, ge=0, le=1)
-    """Discount of what the teacher says of later tokens. 0: each token is taught by itself, with far less variance; 1 is the gradient of the responses' KL."""
+    """Discount of the teacher's signal for later tokens. With the default 0 each token is taught by itself, which has far less variance; 1 gives the gradient of the responses' KL."""
     reward_coef: float = Field(0.0, ge=0)
-    """Weight of the group-relative advantage of the reward, as grpo has it, beside the teacher's. 0: the teacher alone, and no reward is needed."""
+    """Weight of the reward's group-relative advantage, as in grpo, which is added to the teacher's signal. With the default 0 only the teacher counts, and no reward is needed."""

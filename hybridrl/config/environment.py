@@ -1,4 +1,4 @@
-"""The section `environment`: what answers the policy between its turns, if anything. No torch."""
+"""The section `environment`: the environment that answers the policy between its turns. No torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from hybridrl.config.section import Section
 from hybridrl.errors import UserError
 
 REWARD = "environment"
-"""The reward function that stands for the sum of the environment's rewards."""
+"""Reward function that returns the sum of the environment's rewards."""
 
 
 class EnvironmentConfig(Section):
-    """The environment of a response's turns and how it is run; reward.on_error says what follows
-    when it fails.
-    """
+    """Environment of multi-turn responses. reward.on_error decides what happens when it fails."""
 
     name: str | None = None
-    """An environment's name, or 'package.module:Class'. None: a response is one turn, nothing answers it."""
+    """Name of an environment, or 'package.module:Class' for your own. By default there is none, and a response is one turn."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the class. Empty: its own defaults."""
+    """Keyword arguments of the class. By default the class's own defaults apply."""
     max_turns: int = Field(8, ge=1)
-    """Turns of the policy in one response. 8: several tool calls and the answer; what goes on longer is mostly lost."""
+    """Most turns of the policy in one response. The default 8 allows several tool calls and the answer; longer responses rarely succeed."""
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Tokens of one turn. None: what is left of rollout.max_new_tokens, which holds all turns and observations together."""
+    """Most tokens in one turn. By default the limit is the rest of rollout.max_new_tokens, which holds all turns and observations together."""
     reward_sees: Literal["last_turn", "response"] = "last_turn"
-    """What reward functions get as the response. 'last_turn': what follows the last observation, so that no observation passes for an answer; 'response': all of it."""
+    """Part of the response that reward functions receive: 'last_turn' is the text after the last observation; 'response' is all of it. The default is 'last_turn', so that no observation counts as an answer."""
     isolated: bool | None = None
-    """Run in processes that can be killed. None: your own class and 'tools' are, 'calculator', which cannot hang, is not."""
+    """Whether the environment runs in processes that can be killed. By default your own class and 'tools' do; 'calculator' does not, because it cannot hang."""
     timeout_s: float = Field(60.0, gt=0)
-    """Wall-clock limit of one step in a process. 60: far above any tool."""
+    """Wall-clock limit of one step in a process, in seconds. The default 60 is far above any tool."""
     workers: int = Field(2, ge=1)
-    """Processes of one rank that environments run in. 2: keeps up with cheap tools while eight ranks share a host."""
+    """Environment processes per rank. The default 2 keeps up with cheap tools while eight ranks share a host."""
 
     @model_validator(mode="after")
     def _check_named(self) -> Self:
@@ -49,12 +47,7 @@ class EnvironmentConfig(Section):
 def environment_rules(
     environment: EnvironmentConfig, reward: RewardConfig, max_new_tokens: int
 ) -> Iterator[UserError]:
-    """Rules between the environment and other sections.
-
-    Args:
-        environment, reward: the sections.
-        max_new_tokens: of `rollout`.
-    """
+    """Yields the violations between the environment and other sections."""
     named = [name for name, scorer in reward.scorers().items() if scorer.function == REWARD]
     if len(named) > 1:
         yield UserError(

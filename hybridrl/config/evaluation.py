@@ -1,6 +1,4 @@
-"""The section `eval`: how responses are drawn where a model is evaluated, and on which public sets.
-No torch.
-"""
+"""The section `eval`: sampling in evaluations, and public evaluation sets. No torch."""
 
 from __future__ import annotations
 
@@ -29,43 +27,43 @@ FORM_SCORERS: Mapping[str, ScorerConfig] = {
 
 
 class EvalSetConfig(Section):
-    """A set of held-out rows beside those of the section data."""
+    """A set of held-out rows, in addition to those of the section data."""
 
     form: SetForm
-    """What its rows look like, as they were published: gsm8k, math (MATH-500), aime, choices (MMLU, MMLU-Pro, ARC), ifeval; prompts: a prompt and an answer. No default: it says how to read and score them."""
+    """Published form of the rows, which decides how they are read and scored: gsm8k, math (MATH-500), aime, choices (MMLU, MMLU-Pro, ARC), ifeval, or prompts (a prompt and an answer). It has no default."""
     path: Paths = None
-    """Its source or list of sources, as in data.prompts. None is refused."""
+    """Source or list of sources, as in data.prompts. It must be set."""
     instruction: str | None = None
-    """Text after each question. None: what the form asks for, such as the answer in a box."""
+    """Text after each question. The default is the form's own, such as a request for a boxed answer."""
     scorer: ScorerConfig | None = None
-    """What gives responses their score, from 0 to 1. None: the form's own; prompts have exact_match."""
+    """Scorer of responses, with scores from 0 to 1. The default is the form's own; for prompts it is exact_match."""
     limit: int | None = Field(None, ge=1)
-    """Evaluate the first N rows only. None: all, so that figures compare."""
+    """Number of first rows to evaluate. The default is all, so that figures are comparable."""
     samples_per_prompt: int | None = Field(None, ge=1)
-    """Responses to each of its prompts. None: eval.samples_per_prompt."""
+    """Responses per prompt. The default is eval.samples_per_prompt."""
 
     @property
     def scored_by(self) -> RewardConfig:
-        """What scores its responses. One that a scorer fails on, late ones too, scores 0 and is
-        counted: a set has rows by thousands, and what people wrote there is not checked.
+        """Reward section that scores its responses. A response whose scorer fails or is late scores
+        0 and is counted, because a set has thousands of rows of unchecked text.
         """
         scorer = self.scorer or FORM_SCORERS[self.form]
         return RewardConfig(**scorer.model_dump(), on_error="value")
 
 
 class EvalConfig(Section):
-    """How a model is evaluated: by `hybridrl eval`, and in training by steps.eval_every."""
+    """How a model is evaluated, by `hybridrl eval` and during training (steps.eval_every)."""
 
     samples_per_prompt: int = Field(1, ge=1)
-    """Responses to each prompt; accuracy is their mean. 1: a greedy response says it all."""
+    """Responses per prompt; accuracy is their mean. The default 1 is enough for greedy sampling."""
     temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of evaluations. 0: greedy, which repeats; several samples need more."""
+    """Sampling temperature of evaluations. The default 0 is greedy, which is repeatable; several samples per prompt need more."""
     max_new_tokens: int | None = Field(None, ge=1)
-    """Longest response in evaluations. None: rollout.max_new_tokens, as in training."""
+    """Longest response in evaluations, in tokens. The default is rollout.max_new_tokens, as in training."""
     pass_k: Counts = ()
-    """Each k of pass@k to report, at most the samples of a prompt. None: accuracy is pass@1."""
+    """Values of k for which pass@k is reported, each at most the number of samples per prompt. By default there are none, because accuracy is pass@1."""
     sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
-    """Further sets to evaluate on, by the name that their metrics have. Empty: only data.eval_prompts."""
+    """Further evaluation sets, by the name of their metrics. By default only data.eval_prompts is evaluated."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -77,16 +75,16 @@ class EvalConfig(Section):
         return self
 
     def most_new_tokens(self, in_training: int) -> int:
-        """Returns the longest response that an engine is asked for, in training or evaluations."""
+        """Returns the longest response of an engine request, in training or evaluations."""
         return max(in_training, self.max_new_tokens or 0)
 
     def samples_of(self, one: EvalSetConfig) -> int:
-        """Returns how many responses each prompt of a set gets."""
+        """Returns the number of responses per prompt of a set."""
         return one.samples_per_prompt or self.samples_per_prompt
 
 
 def evaluation_rules(section: EvalConfig, reward: RewardConfig) -> Iterator[UserError]:
-    """Yields what is wrong between the knobs of the section, and with the names of scorers."""
+    """Yields the violations between knobs of the section, and between names of sets and scorers."""
     sizes = {"eval.samples_per_prompt": section.samples_per_prompt}
     for name, one in section.sets.items():
         sizes[f"eval.sets.{name}.samples_per_prompt"] = section.samples_of(one)

@@ -1,6 +1,7 @@
-"""The section `layout`: who chooses the layout, and what the choice is told of lengths. No torch.
+"""The section `layout`: whether the layout is chosen automatically, and the usual lengths for that
+choice. No torch.
 
-Owns which keys `layout: auto` chooses. A key that the configuration writes is kept.
+Owns the list of keys that `layout: auto` chooses. Keys that the configuration sets are kept.
 """
 
 from __future__ import annotations
@@ -23,25 +24,27 @@ CHOSEN_KEYS = (
     "rollout.tp",
     "rollout.ep",
 )
-"""Keys that `layout: auto` chooses; `train.order=auto`, the default, is chosen at every start."""
+"""Keys that `layout: auto` chooses. `train.order=auto`, the default, is chosen at every start."""
 
 
 class LayoutConfig(Section):
-    """Who chooses the layout. `layout: auto` alone stands for `choose: auto`."""
+    """Whether the layout is chosen automatically. `layout: auto` is short for `layout.choose:
+    auto`.
+    """
 
     choose: Literal["config", "auto"] = "config"
-    """'auto': train.tp, pp, cp, ep, recompute, offload_optimizer, micro_batch_tokens and rollout.tp, ep are those of the shortest predicted step that fits, but for keys that are written. 'config': a run takes what is written."""
+    """'auto' chooses train.tp, pp, cp, ep, recompute, offload_optimizer, micro_batch_tokens and rollout.tp, ep for the shortest predicted step that fits, except for keys that are set. The default 'config' uses the configuration's values."""
     mean_prompt_tokens: int | None = Field(None, ge=1)
-    """Tokens of a usual prompt, for predicted times and usual memory. None: data.max_prompt_tokens, since data is not read for a plan."""
+    """Tokens of a usual prompt, for predicted times and usual memory. The default is data.max_prompt_tokens, because a plan does not read the data."""
     mean_response_tokens: int | None = Field(None, ge=1)
-    """Tokens of a usual response, for predicted times and usual memory. None: rollout.max_new_tokens, the longest; whether a run fits is judged for any lengths."""
+    """Tokens of a usual response, for predicted times and usual memory. The default is rollout.max_new_tokens, the longest; whether a run fits is judged for any lengths."""
     chosen_for: int | None = Field(None, ge=1)
-    """Ranks that a run's layout was chosen for; runs write it into their config.yaml. None: nothing was chosen yet."""
+    """Number of ranks for which the layout was chosen; runs write it into their config.yaml. It is null until a layout is chosen."""
     chosen_keys: Texts = ()
-    """Keys that were chosen then, all others of them were written. Empty: nothing was chosen yet."""
+    """Keys that were chosen then; all others were set by the configuration. It is empty until a layout is chosen."""
 
     def is_open(self, world_size: int) -> bool:
-        """Whether a layout is still to be chosen for so many ranks."""
+        """Whether a layout must still be chosen for this number of ranks."""
         return self.choose == "auto" and self.chosen_for != world_size
 
 

@@ -1,7 +1,7 @@
-"""On which ranks each model of a run lies, and how it is cut there. No torch.
+"""Placement: the ranks that hold each model of a run, and each model's layout. No torch.
 
-Owns the section `placement`, how its ranks are written, and what they are for a number of ranks and
-the machines under them (`place`). Without the section all models share all ranks.
+Owns the section `placement`, the syntax of ranks, and `place`, which resolves them for a number of
+ranks and the machines. Without the section all models share all ranks.
 """
 
 from __future__ import annotations
@@ -37,38 +37,38 @@ def _as_text(value: object) -> object:
 
 
 Ranks = Annotated[str | None, BeforeValidator(_as_text)]
-"""Ranks as a user writes them."""
+"""Ranks in the syntax of the configuration."""
 
 OWN_AXES = ("tp", "pp", "cp", "ep", "etp")
-"""Sizes that a role's place may have of its own."""
+"""Parallel sizes that a role can set for itself."""
 
 
 class RankSet(Section):
-    """Some ranks."""
+    """A set of ranks."""
 
     ranks: Ranks = None
-    """0-3, first:2, last:2, node:0, gpu:H100, or several, joined by ','. None: for policy and rollout all, for another model the policy's; so nothing is idle."""
+    """0-3, first:2, last:2, node:0, gpu:H100, or several of these, joined by ','. The default is all ranks for policy and rollout, and the policy's ranks for other models, so that none is idle."""
     mixed_gpus: bool = False
-    """The ranks' GPUs may be of several kinds. False: the slowest sets the pace, so it is not done by accident."""
+    """Whether the ranks may have GPUs of several kinds. Off by default, because the slowest GPU sets the pace."""
 
 
 class RoleRanks(RankSet):
-    """Some ranks, and how a model is cut over them."""
+    """A set of ranks and the layout of a model over them."""
 
     tp: int | None = Field(None, ge=1)
-    """Tensor parallel size. None: train.tp; most models are cut alike."""
+    """Tensor parallel size. The default is train.tp, since most models are cut alike."""
     pp: int | None = Field(None, ge=1)
-    """Pipeline parallel size. None: train.pp; most models are cut alike."""
+    """Pipeline parallel size. The default is train.pp, since most models are cut alike."""
     cp: int | None = Field(None, ge=1)
-    """Context parallel size. None: train.cp; most models are cut alike."""
+    """Context parallel size. The default is train.cp, since most models are cut alike."""
     ep: int | None = Field(None, ge=1)
-    """Expert parallel size. None: train.ep; most models are cut alike."""
+    """Expert parallel size. The default is train.ep, since most models are cut alike."""
     etp: int | None = Field(None, ge=1)
-    """Expert tensor parallel size. None: train.etp; most models are cut alike."""
+    """Expert tensor parallel size. The default is train.etp, since most models are cut alike."""
 
 
 def _as_section(value: object) -> object:
-    """Lets ranks alone stand for a section that names nothing else."""
+    """Accepts ranks alone for a section without other keys."""
     return {"ranks": value} if isinstance(value, str | int | list) else value
 
 
@@ -84,30 +84,29 @@ Roles = Annotated[dict[str, RoleRanks], BeforeValidator(_as_sections)]
 
 
 class PlacementConfig(Section):
-    """Which ranks each model is on. Without a word of it all models share all ranks."""
+    """Ranks of each model. By default all models share all ranks."""
 
     policy: OnRanks = RankSet()
-    """The trained policy, cut as `train` says. All: so nothing is idle."""
+    """The trained policy, with the layout of `train`. The default is all ranks, so that none is idle."""
     rollout: OnRanks = RankSet()
-    """The engines, cut as `rollout` says. All: so nothing is idle."""
+    """The engines, with the layout of `rollout`. The default is all ranks, so that none is idle."""
     reference: Role = RoleRanks()
-    """The reference. As the policy: it is the same model."""
+    """The reference. The default is the policy's ranks and layout, because it is the same model."""
     critic: Role = RoleRanks()
-    """The critic. As the policy: both train at the same time."""
+    """The critic. The default is the policy's ranks and layout, because both train at the same time."""
     teacher: Role = RoleRanks()
-    """The teacher of a distillation. As the policy: so nothing is idle."""
+    """The teacher of a distillation. The default is the policy's ranks and layout, so that none is idle."""
     rewards: Roles = Field(default_factory=dict)
-    """Reward models, by their scorers' names. None of a name: where the policy is; they share its memory."""
+    """Reward models by their scorers' names. The default is the policy's ranks, whose memory they share."""
 
 
 @dataclass(frozen=True)
 class Machines:
-    """What is under the ranks.
+    """Hardware of the ranks.
 
     Args:
-        num_ranks: of the world.
-        ranks_per_node: of one node, which are consecutive; None: it is not known.
-        gpus: name of each rank's GPU; None: they are not known, or there are none.
+        ranks_per_node: Ranks on one node, which are consecutive; None if unknown.
+        gpus: Name of each rank's GPU; None if unknown or without GPUs.
     """
 
     num_ranks: int
@@ -117,11 +116,10 @@ class Machines:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a model lies.
+    """Ranks and layout of one model.
 
     Args:
-        ranks: of the world, ascending.
-        tp, pp, cp, ep, vpp, etp: sizes of its layout over them.
+        ranks: Global ranks, ascending.
     """
 
     ranks: tuple[int, ...]
@@ -135,13 +133,11 @@ class Place:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where every model of a run lies.
+    """Ranks and layout of every model of a run.
 
     Args:
-        num_ranks: of the world.
-        policy: of the trained policy.
-        rollout: ranks of the engines, ascending.
-        named: of the roles that the section names beside them.
+        rollout: Ranks of the engines, ascending.
+        named: Places of the other roles that the section names.
     """
 
     num_ranks: int
@@ -150,19 +146,19 @@ class Placement:
     named: Mapping[str, Place] = field(default_factory=dict)
 
     def of(self, role: str) -> Place:
-        """Returns where a role's model lies: where the policy does, unless told otherwise."""
+        """Returns the place of a role's model; the policy's if the section does not name the role."""
         return self.named.get(role, self.policy)
 
     @property
     def is_shared(self) -> bool:
-        """Whether all models and engines share all ranks, cut alike."""
+        """Whether all models and engines share all ranks in one layout."""
         places = {self.policy, *self.named.values()}
         everyone = tuple(range(self.num_ranks))
         return len(places) == 1 and self.policy.ranks == self.rollout == everyone
 
 
 def named_roles(section: PlacementConfig) -> dict[str, tuple[str, RankSet]]:
-    """Returns the key and the content of each role of which a section says something."""
+    """Returns the key and section of each role that the configuration sets."""
     found: dict[str, tuple[str, RankSet]] = {}
     for role in ("policy", "rollout", "reference", "critic", "teacher"):
         given: RankSet = getattr(section, role)
@@ -174,7 +170,7 @@ def named_roles(section: PlacementConfig) -> dict[str, tuple[str, RankSet]]:
 
 
 def least_ranks(section: PlacementConfig) -> int:
-    """Returns how many ranks there must be for those that a section names."""
+    """Returns the smallest number of ranks that includes every named rank."""
     least = 1
     for _, given in named_roles(section).values():
         for part in (given.ranks or "all").split(","):
@@ -186,7 +182,7 @@ def least_ranks(section: PlacementConfig) -> int:
 
 
 def asks_for(section: PlacementConfig, *kinds: str) -> bool:
-    """Whether a section names ranks by what is under them: "node:", "gpu:" or either."""
+    """Whether a section selects ranks by `kinds`, such as "node:" or "gpu:"."""
     texts = [given.ranks or "" for _, given in named_roles(section).values()]
     return any(kind in text for text in texts for kind in kinds)
 
@@ -194,12 +190,10 @@ def asks_for(section: PlacementConfig, *kinds: str) -> bool:
 def place(
     section: PlacementConfig, train: Place, machines: Machines
 ) -> tuple[Placement, list[UserError]]:
-    """Returns where the models lie, and what is wrong with it.
+    """Returns the placement of the models and its violations.
 
     Args:
-        section: of the configuration.
-        train: sizes of the policy's layout; its ranks do not matter.
-        machines: under the ranks.
+        train: Layout of the policy; its ranks are not used.
     """
     everyone, errors = tuple(range(machines.num_ranks)), list[UserError]()
     given, ranks = named_roles(section), dict[str, tuple[int, ...]]()
@@ -237,7 +231,7 @@ def _sized(
 
 
 def _resolved(key: str, text: str, machines: Machines) -> tuple[tuple[int, ...], list[UserError]]:
-    """Returns the ranks that a text names, ascending, or what is wrong with it."""
+    """Returns the ranks that a text names, ascending, or the errors in it."""
     found: set[int] = set()
     for part in text.split(","):
         ranks = _ranks_of(key, part, machines)
@@ -316,7 +310,7 @@ def _unlike_gpus(
 
 
 def shown(ranks: Sequence[int]) -> str:
-    """Returns ascending ranks as a user writes them: 0-3,6."""
+    """Returns ascending ranks in the configuration's syntax, such as 0-3,6."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

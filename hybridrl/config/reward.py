@@ -1,4 +1,4 @@
-"""The section `reward`: one scorer, or several with weights, and what happens when one fails. No
+"""The section `reward`: one scorer, or several with weights, and the treatment of failures. No
 torch.
 """
 
@@ -19,35 +19,35 @@ NOT_NAMES = ("mean", "std", "accuracy", "reward", "majority")
 
 
 class ScorerConfig(Section):
-    """One scorer: a function and how it is run."""
+    """One scorer: a function and how it runs."""
 
     function: str = "exact_match"
-    """A reward's name, or 'package.module:function'. 'exact_match': needs no judge."""
+    """Name of a reward, or 'package.module:function' for your own. The default 'exact_match' needs no judge."""
     extract: str | None = None
-    """Regular expression whose last match's group 1 is the answer (exact_match). None: the whole response."""
+    """Regular expression; group 1 of its last match is the answer (exact_match). By default the answer is the whole response."""
     options: dict[str, Any] = {}
-    """Keyword arguments of the function, for a batched one too. Empty: each function's own defaults."""
+    """Keyword arguments of the function, batched or not. By default the function's own defaults apply."""
     weight: float = 1.0
-    """What its score is multiplied by in the reward. 1: the score itself."""
+    """Factor of the score in the reward. The default 1 keeps the score."""
     isolated: bool | None = None
-    """Run in processes that can be killed. None: what may hang or crash is (regex, math, your own functions), what cannot is not."""
+    """Whether the function runs in processes that can be killed. By default functions that may hang or crash do (regex, math, your own)."""
     timeout_s: float = Field(60.0, gt=0)
-    """Wall-clock limit of one call in a process. 60: far above any rule."""
+    """Wall-clock limit of one call in a process, in seconds. The default 60 is far above any rule."""
     workers: int = Field(2, ge=1)
-    """Processes or threads of one rank that score at a time. 2: keeps up with rules while eight ranks share a host."""
+    """Scoring processes or threads per rank. The default 2 keeps up with rules while eight ranks share a host."""
 
 
 class RewardConfig(ScorerConfig):
     """How a response is scored: by `function`, or by the weighted sum of `functions`."""
 
     functions: dict[str, ScorerConfig] = {}
-    """Several scorers, by the name that their metrics have; then 'function' is left out. Empty: there is one."""
+    """Several scorers, by the name of their metrics, in place of `function`. By default there is one scorer."""
     on_error: Literal["stop", "drop", "value"] = "stop"
-    """When a scorer hangs, dies, raises or returns no number. 'stop': end the run; 'drop': leave the response out; 'value': score 'error_value'. 'stop': a broken scorer should not train."""
+    """What happens when a scorer hangs, dies, raises or returns no number: 'stop' ends the run, 'drop' leaves the response out, 'value' scores 'error_value'. The default is 'stop', because a broken scorer should not train a model."""
     error_value: float = 0.0
-    """The score of a scorer that failed, with on_error=value. 0: no reward."""
+    """Score of a failed scorer, only with on_error=value. The default 0 is no reward."""
     accuracy: str | None = None
-    """Scorer in 'functions' whose score, from 0 to 1, is the accuracy of evaluations. None: the only scorer, or the only one of exact_match, gsm8k, math, code and choice."""
+    """Scorer in 'functions' whose score, from 0 to 1, is the accuracy of evaluations. The default is the only scorer, or the only one of exact_match, gsm8k, math, code and choice."""
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -69,7 +69,7 @@ class RewardConfig(ScorerConfig):
         return self
 
     def accuracy_scorer(self) -> str | None:
-        """Returns the name of the scorer whose score is the accuracy; None if it is not known."""
+        """Returns the name of the scorer whose score is the accuracy; None if it is unknown."""
         scorers = self.scorers()
         if self.accuracy is not None or len(scorers) == 1:
             return self.accuracy or next(iter(scorers))
@@ -77,7 +77,7 @@ class RewardConfig(ScorerConfig):
         return judging[0] if len(judging) == 1 else None
 
     def scorers(self) -> dict[str, ScorerConfig]:
-        """Returns every scorer by the name that its metrics have."""
+        """Returns every scorer by the name of its metrics."""
         if self.functions:
             return dict(self.functions)
         own = {name: getattr(self, name) for name in ScorerConfig.model_fields}

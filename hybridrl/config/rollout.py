@@ -19,44 +19,44 @@ class RolloutConfig(Section):
         PlainValidator(known_engine),
         WithJsonSchema({"enum": offered_engines(), "type": "string"}),
     ] = "hf"
-    """Inference engine. 'hf': needs no GPU and no extra package, so it works everywhere."""
+    """Inference engine. The default 'hf' needs no GPU and no extra package, so it works everywhere."""
     tp: int = Field(1, ge=1)
-    """Tensor parallel size of one engine replica. 1: most replicas, no generation traffic."""
+    """Tensor parallel size of one engine replica. The default 1 gives the most replicas and no communication in generation."""
     ep: int = Field(1, ge=1)
-    """Expert parallel size of one engine replica: 1, every rank has a part of each expert, or rollout.tp, whole experts by rank. 1: ranks have equal work however tokens are routed."""
+    """Expert parallel size of one engine replica: 1, where every rank has a part of each expert, or rollout.tp, where each rank has whole experts. The default 1 gives ranks equal work for any routing."""
     temperature: float = Field(1.0, ge=0)
-    """Sampling temperature; 0 is greedy. 1: samples come from the policy that is trained."""
+    """Sampling temperature; 0 is greedy. The default 1 samples from the policy that is trained."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Nucleus mass. 1: off, truncation would bias the policy gradient."""
+    """Probability mass of nucleus sampling. The default 1 turns it off, because truncation would bias the policy gradient."""
     top_k: int = Field(0, ge=0)
-    """Number of likeliest tokens kept. 0: off, for the same reason as top_p."""
+    """Number of likeliest tokens to sample from. The default 0 turns it off, because truncation would bias the policy gradient."""
     max_new_tokens: int = Field(256, ge=1)
-    """Longest response. 256: enough for short answers, raise it for worked reasoning."""
+    """Longest response, in tokens. The default 256 is enough for short answers; raise it for worked reasoning."""
     stop_strings: Texts = ()
-    """Texts after which a response ends, what has them included. Empty: end tokens alone."""
+    """Texts that end a response, which includes them. By default only end tokens end a response."""
     min_new_tokens: int = Field(0, ge=0)
-    """Tokens before which no end token is drawn; not in training. 0: off, it changes the distribution."""
+    """Number of tokens before an end token can be sampled; not in training. The default 0 turns it off, because it changes the distribution."""
     repetition_penalty: float = Field(1.0, gt=0)
-    """Divides positive and multiplies negative logits of tokens in prompt and response; not in training. 1: off, it changes the distribution."""
+    """Factor that divides positive and multiplies negative logits of tokens in prompt and response; not in training. The default 1 turns it off, because it changes the distribution."""
     presence_penalty: float = Field(0.0, ge=-2, le=2)
-    """Is taken from logits of tokens in the response; not in training. 0: off, it changes the distribution."""
+    """Amount that is subtracted from the logits of tokens in the response; not in training. The default 0 turns it off, because it changes the distribution."""
     generation_config: bool = False
-    """Take what this section does not set from the model's generation_config.json; the end tokens that it names count in any case. False: such files are made for chats, with truncation that biases the policy gradient."""
+    """Whether knobs that this section does not set come from the model's generation_config.json; its end tokens always apply. Off by default, because such files are made for chats, with truncation that biases the policy gradient."""
     gpu_memory_share: float | None = Field(None, gt=0, le=1)
-    """Most of a GPU's memory that an engine's weights and KV cache may take (vllm, sglang). None: what requests can fill, as far as the trainer leaves it."""
+    """Largest share of a GPU's memory for an engine's weights and KV cache (vllm, sglang). By default the engine takes as much as its requests can fill, up to what the trainer leaves."""
     staging_mib: int = Field(248, ge=1)
-    """Memory of the reshard's staging buffers a rank. 248: saturates NVLink, and with tables, 4 MiB for 7B, is below 256."""
+    """Staging buffers of a reshard, in MiB per rank. The default 248 saturates NVLink and, with its tables (4 MiB for 7B), stays below 256."""
     transport: Literal["auto", "peer", "packed"] = "auto"
-    """How weights travel. 'peer': ranks read each other's memory; 'packed': messages. 'auto': peer where the GPUs can, it is faster and needs no staging."""
+    """How weights are sent: with 'peer' ranks read each other's memory, with 'packed' they exchange messages. 'auto' is peer where the GPUs support it, which is faster and needs no staging."""
     verify: int = Field(0, ge=0)
-    """Check engine weights against the trainer every N steps. 0: off, the plan is proved already."""
+    """Steps between checks of the engine's weights against the trainer's. The default 0 turns it off, because the transfer plan is already proved complete."""
     max_batch: int = Field(256, ge=1)
-    """Requests an engine replica decodes together. 256: amortises a step's overhead, bounds the KV cache."""
+    """Most requests that an engine replica decodes together. The default 256 amortises the overhead of a step and bounds the KV cache."""
     in_flight: int | None = Field(None, ge=1)
-    """Prompts that are under way while a step generates, with steps.max_policy_lag above 0. None: 1.5 times steps.prompts_per_step, which keeps engines full while a step's last responses decode."""
+    """Prompts in generation during a step, only with steps.max_policy_lag above 0. The default is 1.5 times steps.prompts_per_step, which keeps engines busy while the last responses of a step finish."""
     at_lag_bound: Literal["finish", "drop"] = "finish"
-    """Samples that no later step may learn from: generation waits for them, or they are thrown away and counted (lag/dropped). 'finish': to drop them favours short responses."""
+    """Treatment of samples that would be too old for the next step: 'finish' makes generation wait for them, 'drop' discards and counts them (lag/dropped). The default is 'finish', because dropping favours short responses."""
     unfinished_at_update: float | None = Field(None, ge=0, lt=1)
-    """Share of a step's samples at which engines on ranks of their own pause for the next weights, with steps.max_policy_lag above 0. None: 0 with a lag of 1, whose samples are all needed in the next step; 0.2 with more, so that long responses go on with the new weights."""
+    """Share of a step's samples still unfinished when engines on ranks of their own pause for new weights, only with steps.max_policy_lag above 0. The default is 0 with a lag of 1, where the next step needs all samples; with more it is 0.2, so that long responses continue with the new weights."""
     eager: bool = False
-    """Run vLLM and SGLang without CUDA graphs, vLLM without torch.compile too, as on CPU always. False: both make GPUs decode faster."""
+    """Whether vLLM and SGLang run without CUDA graphs, and vLLM without torch.compile, as they always do on CPU. Off by default, because both make decoding on GPUs faster."""

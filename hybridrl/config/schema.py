@@ -1,7 +1,8 @@
-"""Every knob of hybridrl, with its type, range, default and the reason for that default. No torch.
+"""Schema of a configuration: the sections and their knobs, with types, ranges, defaults and the
+reason for each default. No torch.
 
-Owns the shape of a configuration: sections, fields, and what one value alone may be. Rules between
-fields are in rules.py, reading YAML and overrides in load.py. Values are frozen after validation.
+Owns what one value alone may be. Rules between knobs are in rules.py; load.py reads YAML and
+overrides. Values are frozen after validation.
 """
 
 from __future__ import annotations
@@ -76,96 +77,96 @@ __all__ = [
 
 
 class RunConfig(Section):
-    """Which run this is and what bounds it."""
+    """Name, folder, seed and time limits of the run."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][\w.-]*$")
-    """Name of the run folder. No default: two runs must not share a folder by accident."""
+    """Name of the run folder. It has no default, so that two runs never share a folder by accident."""
     dir: str = "runs"
-    """Folder that holds run folders. 'runs' is beside the config's caller, ignored by git."""
+    """Folder that holds the run folders, relative to the working directory. The default 'runs' is ignored by git."""
     seed: int = Field(0, ge=0, lt=2**31)
-    """Seed of weights, data order and sampling. 0: runs repeat unless told otherwise."""
+    """Seed of weights, data order and sampling. It is fixed by default (0), so that a run can be repeated."""
     collective_timeout_s: float = Field(600.0, gt=0)
-    """Longest that a collective may take once all ranks are there; a slow rank is waited for as long as it lives. 600: above any of tensors, far below gloo's own 30 minutes."""
+    """Longest time in seconds that a collective may take after all ranks have reached it; ranks wait for a slow rank as long as it is alive. The default 600 is more than any tensor needs and far below gloo's own 30 minutes."""
     stall_timeout_s: float | None = Field(None, gt=0)
-    """Longest that ranks wait for one that lives: in generation, a reward, files. None: such work has no natural bound; who is waited for is told each minute."""
+    """Longest time in seconds that ranks wait for a live rank that is busy with generation, rewards or files. There is no limit by default, because such work has no natural bound; a message each minute names the ranks that the others wait for."""
     grace_s: float = Field(30.0, gt=0)
-    """Seconds from SIGINT, SIGTERM, SIGUSR1 or SIGHUP within which a rank has to begin to save; one that is still in a phase then ends unsaved. It does not bound the saving itself. Also the longest that, after an error and when a trainer is closed, ranks wait for each other and for a checkpoint that is still being written. 30: after as long torchrun and Slurm's scancel kill a job; raise it where phases are longer and there is more time, as with `launch --slurm` (120 s)."""
+    """Seconds after SIGINT, SIGTERM, SIGUSR1 or SIGHUP within which each rank must start to save; if a rank is still inside a phase then, the run ends without saving. It does not limit the save itself. It also limits how long ranks wait for each other, and for a checkpoint that is still being written, after an error and when a trainer is closed. The default 30 is the time after which torchrun and Slurm's scancel kill a job; raise it if phases take longer and the job gets more time, as with `launch --slurm` (120 s)."""
     max_restarts: int = Field(0, ge=0)
-    """How often `hybridrl train` and `launch` (by ssh, Ray and in a Slurm job) start ranks again that were lost, killed or silent, from the newest state (`checkpoint.copy_every`): as many, or fewer where they do not come back (in a Slurm job as many). 0: as torchrun, a job that keeps losing ranks must not hold a machine."""
+    """How often `hybridrl train` and `launch` (over ssh, Ray or in a Slurm job) restart ranks that failed, were killed or stopped responding, from the newest state (`checkpoint.copy_every`). A restart uses the same number of ranks, or fewer if some do not come back; a Slurm job always uses the same number. The default 0 is torchrun's: a job whose ranks keep failing must not hold a machine."""
     profile: Steps = ()
-    """Steps to trace: 3, 3-5 or a list; RUN_DIR/traces/step_3.json.gz opens in Perfetto. None: such steps are slower, their files large."""
+    """Steps to trace, such as 3, 3-5 or a list; RUN_DIR/traces/step_3.json.gz opens in Perfetto. No step is traced by default, because traced steps are slower and their files are large."""
 
 
 class ModelConfig(Section):
-    """Where the policy comes from. Exactly one of `path` and `init`."""
+    """Source of the policy. Set exactly one of `path` and `init`."""
 
     family: str | None = None
-    """A family's name, or 'package.module:FAMILY' for your own. None: found from config.json."""
+    """Name of a model family, or 'package.module:FAMILY' for your own. By default config.json determines it."""
     path: str | None = None
-    """HF directory or hub name, 'organisation/name[@revision]', whose weights are loaded. None: `init` is used."""
+    """HF directory or hub name, 'organisation/name[@revision]', whose weights are loaded. If it is null, `init` is used."""
     init: str | None = None
-    """HF config.json, its directory or a hub name, weights drawn from the seed. None: `path` is used."""
+    """HF config.json, its directory or a hub name; the weights are random and depend on the seed. If it is null, `path` is used."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Type of parameters. 'auto': float32 on CPU (exact tests), bfloat16 on CUDA (tensor cores)."""
+    """Type of the parameters. 'auto' is float32 on CPU, for exact tests, and bfloat16 on CUDA, for the tensor cores."""
     tokenizer: str | None = None
-    """Tokenizer directory or hub name[@revision]. None: the model's own directory holds it."""
+    """Tokenizer directory or hub name[@revision]. By default the tokenizer is in the model's own directory."""
 
 
 class StepsConfig(Section):
-    """The three numbers that set the batch, and how many steps there are."""
+    """Size of a step's batch, the number of steps, and how often the model is evaluated."""
 
     prompts_per_step: int = Field(64, ge=1)
-    """Prompts a step. 64: a stable gradient on small tasks."""
+    """Prompts per step. The default 64 gives a stable gradient on small tasks."""
     samples_per_prompt: int = Field(1, ge=1)
-    """Responses a prompt. 1: all that PPO and SFT need; GRPO compares at least 2."""
+    """Responses per prompt. The default 1 is enough for PPO and SFT; GRPO compares at least 2."""
     updates_per_step: int = Field(1, ge=1)
-    """Optimizer steps a step, over equal parts of its samples. 1: strictly on-policy."""
+    """Optimizer steps per step, over equal parts of its samples. The default 1 is strictly on-policy."""
     max_policy_lag: int = Field(0, ge=0)
-    """Steps that may lie between the weights that sampled a token and those that learn from it. 0: every step waits for its longest response; 1 lets what is unfinished go on in the next step."""
+    """Largest number of steps between the weights that sampled a token and the weights that learn from it. With the default 0 every step waits for its longest response; with 1 an unfinished response continues in the next step."""
     num_steps: int = Field(100, ge=0)
-    """Steps of the run. 100: short enough to look at before going on."""
+    """Number of steps. The default 100 is short enough for a first look."""
     num_epochs: float | None = Field(None, gt=0)
-    """Times that the run goes through its rows, in place of num_steps; the last step may go beyond. None: num_steps says."""
+    """Number of passes over the training rows, in place of num_steps; the last step may read beyond them. By default num_steps applies."""
     eval_every: int = Field(0, ge=0)
-    """Steps between evaluations. 0: only before and after the run."""
+    """Steps between evaluations. With the default 0 the model is evaluated only before and after the run."""
     stop_at_accuracy: float | None = Field(None, gt=0, le=1)
-    """End once an evaluation reaches this. None: run all steps."""
+    """Accuracy at which the run ends, once an evaluation reaches it. By default all steps run."""
 
 
 class LogConfig(Section):
-    """What is written beside metrics.jsonl."""
+    """Outputs in addition to metrics.jsonl."""
 
     tensorboard: bool = True
-    """Write metrics, samples and knobs for TensorBoard. True: cheap, and most people look there."""
+    """Whether to write metrics, samples and knobs for TensorBoard. On by default: it is cheap, and most people look there."""
     wandb: str | None = Field(None, min_length=1)
-    """Project of Weights & Biases that gets metrics, samples, knobs and the report. None: nothing leaves the machine unasked."""
+    """Weights & Biases project that receives metrics, samples, knobs and the report. Off by default: nothing leaves the machine unless you ask."""
     mlflow: str | None = Field(None, min_length=1)
-    """Experiment of MLflow that gets the same. None: likewise."""
+    """MLflow experiment that receives metrics, samples, knobs and the report. Off by default: nothing leaves the machine unless you ask."""
     rollouts_every: int = Field(10, ge=0)
-    """Steps between dumps of samples; 0 is off. 10: enough to see drift, little disk."""
+    """Steps between dumps of samples; 0 writes none. The default 10 shows drift and takes little disk space."""
     console: bool = True
-    """A line a step and a progress bar. True: silence looks like a hang."""
+    """Whether to print a line per step and a progress bar. On by default, because a silent run looks like a hang."""
 
 
 class CheckpointConfig(Section):
-    """When the run is saved and how much is kept."""
+    """When checkpoints are written and how many are kept."""
 
     every: int = Field(0, ge=0)
-    """Steps between checkpoints. 0: as `every_s` says, at the end, and when the run is stopped by a signal."""
+    """Steps between checkpoints. With the default 0, checkpoints are written after `every_s` seconds, at the end, and when a signal stops the run."""
     every_s: float = Field(600.0, ge=0)
-    """Seconds of training after which the step under way is the next to be saved; 0: never. 600: what a lost rank costs at most, at a copy to the host every ten minutes."""
+    """Seconds of training after which the current step is saved; 0 disables it. With the default 600 a failure costs at most ten minutes of training."""
     asynchronous: bool = True
-    """Training goes on while a checkpoint is written from copies in host memory; not for that of the last step or a signal, and not with `export_hf`. False: hosts lack the memory that `hybridrl plan` names."""
+    """Whether training continues while a checkpoint is written from copies in host memory. Checkpoints of the last step, of a stopping signal and with `export_hf` are always written synchronously. On by default; turn it off if hosts lack the memory that `hybridrl plan` reports."""
     copy_every: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Steps between copies of the training state in host memory, each host's also in another's, from which ranks go on that `run.max_restarts` starts again; 0: none. auto: as often as takes 3% of the time."""
+    """Steps between copies of the training state in host memory; 0 makes none. Each host's copy is also stored on another host, and `run.max_restarts` restarts ranks from these copies. The default 'auto' copies as often as takes 3% of the time."""
     keep: int = Field(2, ge=1)
-    """Newest checkpoints kept, of those that the run went through. 2: one more than needed if the last is damaged."""
+    """Number of newest checkpoints to keep, among those that this run wrote or resumed from. The default 2 leaves one more if the newest is damaged."""
     export_hf: bool = False
-    """Write an HF directory of each checkpoint too, in RUN_DIR/exports/step_N, with a model card. False: `hybridrl convert` makes one when it is wanted."""
+    """Whether each checkpoint is also written as an HF directory with a model card, in RUN_DIR/exports/step_N. Off by default, because `hybridrl convert` can write one later."""
 
     @property
     def is_written_from_copies(self) -> bool:
-        """Whether checkpoints within a run are written from copies in host memory."""
+        """Whether checkpoints during training are written from copies in host memory."""
         is_saved = bool(self.every or self.every_s)
         return is_saved and self.asynchronous and not self.export_hf
 
@@ -202,11 +203,11 @@ class Config(Section):
 
     @property
     def written(self) -> dict[Path, str]:
-        """Values that were written as `${...}`: the text, by where it stands."""
+        """Text of each value that was written as `${...}`, by its place."""
         return self._written
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
-        """Returns the configuration with other values of some dotted keys; checks nothing."""
+        """Returns a copy with other values for some dotted keys. The values are not validated."""
         sections: dict[str, dict[str, Any]] = {}
         for key, value in values.items():
             section, name = key.split(".")
@@ -219,18 +220,18 @@ class Config(Section):
         )
 
     def terms(self) -> dict[str, TermConfig]:
-        """Returns the terms of the section `mix` that have a weight."""
+        """Returns the terms of the section `mix` whose weight is above 0."""
         return {name: term for name, term in self.mix.items() if term.weight > 0}
 
     def longest_request(self) -> int:
-        """Returns the most tokens that an engine has of a request, prompt and response: in training
-        and in evaluations.
+        """Returns the largest number of prompt and response tokens of an engine request, in
+        training and evaluations.
         """
         return self.data.max_prompt_tokens + self.eval.most_new_tokens(self.rollout.max_new_tokens)
 
     def longest_sequence(self) -> int:
-        """Returns the most tokens that a sequence of the run may have, prompt and response: in
-        training, in evaluations and in terms of the loss.
+        """Returns the largest number of prompt and response tokens of a sequence, in training,
+        evaluations and terms of the loss.
         """
         asked = self.rollout.max_new_tokens
         responses = self.eval.most_new_tokens(asked), self.data.longest_response(asked)

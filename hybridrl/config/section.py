@@ -1,4 +1,4 @@
-"""What all sections of the schema are: frozen, strict, closed. No torch."""
+"""Base class of all sections of the schema: frozen, strict, closed. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Section(BaseModel):
-    """A frozen group of knobs; an unknown key or a value of another type is an error."""
+    """A frozen group of knobs. An unknown key or a value of the wrong type is an error."""
 
     model_config = ConfigDict(
         frozen=True,

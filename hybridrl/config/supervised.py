@@ -1,5 +1,5 @@
-"""The section `algorithm` of what learns from the data's own responses, demonstrations, preference
-pairs, labelled responses, and from pairs that are sampled. No torch.
+"""The section `algorithm` of algorithms without rollouts (demonstrations, preference pairs,
+labelled responses) and of online DPO. No torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hybridrl.config.needs import Needs
 from hybridrl.config.section import Section
 
 PAIR_MARGIN = "margin of the pair"
-"""The column of a prompt that has what `data.margin_key` names."""
+"""Column of a prompt that holds the value of `data.margin_key`."""
 
 # What each name sets where the config says nothing; docs/algorithms.md has the source of each.
 PAIR_PRESETS: dict[str, dict[str, Any]] = {
@@ -33,14 +33,14 @@ PAIR_PRESETS: dict[str, dict[str, Any]] = {
 
 
 class SupervisedConfig(Section):
-    """What the algorithms without rollouts share."""
+    """Knobs of every algorithm without rollouts."""
 
     name: str
-    """Selects the algorithm."""
+    """Name of the algorithm."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs: demonstrations, unless a kind of feedback is added."""
+        """Needs of the algorithm: demonstrations, unless a subclass adds other feedback."""
         return Needs(rollouts=False)
 
 
@@ -48,30 +48,30 @@ class SftConfig(SupervisedConfig):
     """Supervised fine-tuning on the data's response column."""
 
     name: Literal["sft"] = "sft"
-    """Selects supervised fine-tuning."""
+    """Name of the algorithm."""
 
 
 class PairLossConfig(Section):
-    """The loss of a pair, whoever made it; PAIR_PRESETS has what names set."""
+    """Loss of preference pairs, from data or samples; PAIR_PRESETS has the defaults of each name."""
 
     loss: Literal["sigmoid", "squared", "odds_ratio"] = "sigmoid"
-    """Loss of a pair. 'sigmoid': the log-likelihood of the preference, as in the DPO paper."""
+    """Loss of a pair. The default 'sigmoid' is the log-likelihood of the preference, as in the DPO paper."""
     reference: bool = True
-    """Compare log-probabilities with those of the frozen first weights. True: as in the DPO paper."""
+    """Whether log-probabilities are compared with those of the frozen initial weights. On by default, as in the DPO paper."""
     length_normalized: bool = False
-    """Divide a response's log-probability by its tokens. False: as in the DPO paper."""
+    """Whether a response's log-probability is divided by its number of tokens. Off by default, as in the DPO paper."""
     beta: float = Field(0.1, gt=0)
-    """Strength of the KL constraint; the weight of the term with odds_ratio. 0.1: the value of the DPO paper."""
+    """Strength of the KL constraint; with odds_ratio, weight of that term. The default 0.1 is the DPO paper's."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of pairs whose sides are assumed to be swapped, loss sigmoid only. 0: labels are right."""
+    """Assumed share of pairs whose sides are swapped, only with loss sigmoid. The default 0 trusts all labels."""
     target_margin: float = Field(0.0, ge=0)
-    """By how much the better side should lead, loss sigmoid only. 0: as in the DPO paper."""
+    """Margin by which the better side should lead, only with loss sigmoid. The default 0 is the DPO paper's."""
     sft_coef: float = Field(0.0, ge=0)
-    """Weight of the chosen side's mean negative log-likelihood. 0: as in the DPO paper."""
+    """Weight of the chosen side's mean negative log-likelihood. The default 0 is the DPO paper's."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs on the data's pairs."""
+        """Needs of the algorithm on the data's pairs."""
         return Needs(rollouts=False, feedback="pairs", reference=self.reference, old_logps=True)
 
     @model_validator(mode="before")
@@ -95,25 +95,25 @@ class PairLossConfig(Section):
 
 
 class DpoConfig(PairLossConfig, SupervisedConfig):
-    """Direct preference optimization on the data's pairs, and what PAIR_PRESETS makes of it."""
+    """Direct preference optimization on the data's pairs, and the variants in PAIR_PRESETS."""
 
     name: Literal["dpo", "dpo_norm", "cdpo", "ipo", "simpo", "orpo"] = "dpo"
-    """Selects the algorithm, and with it the defaults of this section."""
+    """Name of the algorithm, which also sets the defaults of this section."""
 
 
 class OnlineDpoConfig(PairLossConfig):
-    """Direct preference optimization on pairs of the policy's own samples: of each prompt's, those
-    of the highest and the lowest reward.
+    """Direct preference optimization on the policy's own samples: each prompt's samples of highest
+    and lowest reward form a pair.
     """
 
     name: Literal["online_dpo"] = "online_dpo"
-    """Selects online DPO."""
+    """Name of the algorithm."""
     max_resampling: int = Field(0, ge=0)
-    """Rounds in which groups of equal rewards, which make no pair, are replaced by further prompts. 0: off, a step then has fewer pairs."""
+    """Rounds in which groups of equal rewards, which form no pair, are replaced by further prompts. The default 0 turns it off, so that a step may have fewer pairs."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs: samples, of which it makes the pairs."""
+        """Needs of the algorithm: samples, from which it forms the pairs."""
         return replace(super().needs, rollouts=True)
 
 
@@ -121,15 +121,15 @@ class RewardModelConfig(SupervisedConfig):
     """A reward model from pairs (Bradley-Terry)."""
 
     name: Literal["reward_model"] = "reward_model"
-    """Selects reward-model training."""
+    """Name of the algorithm."""
     margin: float = Field(0.0, ge=0)
-    """By how much the better side should lead, beside data.margin_key. 0: as in the InstructGPT paper."""
+    """Margin by which the better side should lead, added to that of data.margin_key. The default 0 is the InstructGPT paper's."""
     center_coef: float = Field(0.0, ge=0)
-    """Weight of the squared sum of a pair's scores, which keeps them around 0. 0: as in the InstructGPT paper; 0.01 is usual."""
+    """Weight of the squared sum of a pair's scores, which keeps them around 0. The default 0 is the InstructGPT paper's; 0.01 is usual."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs: pairs, and scores of a model that is trained in place of the
+        """Needs of the algorithm: pairs, and a model with scores that is trained in place of the
         policy.
         """
         return Needs(rollouts=False, feedback="pairs", values=True, scores=True, policy=False)
@@ -139,15 +139,15 @@ class KtoConfig(SupervisedConfig):
     """Kahneman-Tversky optimization on labelled responses."""
 
     name: Literal["kto"] = "kto"
-    """Selects KTO."""
+    """Name of the algorithm."""
     beta: float = Field(0.1, gt=0)
-    """Risk aversion: how soon gains saturate. 0.1: the paper's."""
+    """Risk aversion: a larger value lets gains saturate sooner. The default 0.1 is the paper's."""
     desirable_weight: float = Field(1.0, gt=0)
-    """Weight of responses labelled true. 1: the paper's, balanced classes."""
+    """Weight of responses labelled true. The default 1 is the paper's, for balanced classes."""
     undesirable_weight: float = Field(1.0, gt=0)
-    """Weight of responses labelled false. 1: the paper's; else keep desirable_weight x (number of true) / (undesirable_weight x (number of false)) within 1 to 1.5 (eq. 9)."""
+    """Weight of responses labelled false. The default 1 is the paper's, for balanced classes; otherwise keep desirable_weight x (number of true) / (undesirable_weight x (number of false)) within 1 to 1.5 (eq. 9)."""
 
     @property
     def needs(self) -> Needs:
-        """What the algorithm needs: labels, and what policy and reference say of the responses."""
+        """Needs of the algorithm: labels, and log-probabilities of the policy and the reference."""
         return Needs(rollouts=False, feedback="labels", reference=True, old_logps=True)

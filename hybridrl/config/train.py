@@ -11,76 +11,76 @@ from hybridrl.config.section import Section
 
 
 class MoeConfig(Section):
-    """What keeps experts in use beside the algorithm's loss; losses are means over all tokens of an
-    update, and counts are of them.
+    """Load balancing of experts, in addition to the algorithm's loss. Losses and counts are over
+    all tokens of an update.
     """
 
     aux_loss: float = Field(0.0, ge=0)
-    """Coefficient of the load-balancing loss (Switch Transformers). 0: it pulls the policy away from what rewards ask for; the model's own coefficient is for pretraining."""
+    """Coefficient of the load-balancing loss (Switch Transformers). The default is 0, because it competes with the rewards; the model's own coefficient is meant for pretraining."""
     z_loss: float = Field(0.0, ge=0)
-    """Coefficient of the router's z-loss (ST-MoE). 0: fine-tuning does not need it."""
+    """Coefficient of the router's z-loss (ST-MoE). The default is 0, because fine-tuning does not need it."""
     bias_update_rate: float = Field(0.0, ge=0)
-    """By how much an optimizer step moves the bias of each expert towards even use (DeepSeek-V3), in models whose routers have one. 0: it changes which experts compute without a gradient, and rollouts would be of another router than the update's. With algorithm.router_replay=rollout the engine's choices are counted."""
+    """Amount by which each optimizer step moves each expert's bias towards even use (DeepSeek-V3), in models whose routers have one. With algorithm.router_replay=rollout the engine's choices are counted. The default is 0, because a change of the bias moves tokens to other experts without a gradient, and rollouts would use another router than the update."""
 
 
 class TrainConfig(Section):
-    """How Megatron trains: the layout, the micro-batch budget and the optimizer."""
+    """Layout, micro-batch budget and optimizer of training with Megatron."""
 
     tp: int = Field(1, ge=1)
-    """Tensor parallel size. 1: no splitting unless memory asks for it."""
+    """Tensor parallel size. The default 1 does not split; raise it if memory is short."""
     pp: int = Field(1, ge=1)
-    """Pipeline parallel size. 1: no bubbles unless memory asks for it."""
+    """Pipeline parallel size. The default 1 has no bubbles; raise it if memory is short."""
     vpp: int = Field(1, ge=1)
-    """Model chunks a pipeline stage. 1: plain 1F1B, the least memory."""
+    """Model chunks per pipeline stage. The default 1 is plain 1F1B, which takes the least memory."""
     cp: int = Field(1, ge=1)
-    """Context parallel size. 1: only long sequences need more."""
+    """Context parallel size. The default 1 is enough unless sequences are long."""
     ep: int = Field(1, ge=1)
-    """Expert parallel size: into how many parts the experts of a layer are dealt. 1: no splitting unless memory asks for it."""
+    """Expert parallel size: number of rank groups over which the experts of a layer are distributed. The default 1 does not split; raise it if memory is short."""
     etp: int = Field(1, ge=1)
-    """Expert tensor parallel size: into how many parts each expert is cut. 1: small experts lose speed when cut, so deal them by train.ep; Megatron's own default is tp."""
+    """Expert tensor parallel size: number of parts into which each expert is cut. The default is 1, because small experts are slower when cut, so distribute them by train.ep; Megatron's own default is tp."""
     moe: MoeConfig = MoeConfig()
-    """Losses of mixtures of experts. All of them are off; see there."""
+    """Losses of mixtures of experts. All of them are off by default; see their knobs."""
     order: str = "auto"
-    """Axes over the ranks, the fastest-varying first. 'auto': tp-cp-ep-dp-pp as Megatron, unless engines receive fewer bytes in another order, which `hybridrl plan` and the start of a run name."""
+    """Order of the mesh axes over the ranks, the fastest-varying first. 'auto' is Megatron's tp-cp-ep-dp-pp, unless engines receive fewer bytes in another order, which `hybridrl plan` and the start of a run print."""
     micro_batch_tokens: int = Field(4096, ge=1)
-    """Most tokens in one micro-batch. 4096: fills a GPU's matrix units with a few samples packed."""
+    """Most tokens in one micro-batch. The default 4096 fills a GPU's matrix units with a few packed samples."""
     learning_rate: float = Field(1e-6, ge=0)
-    """Peak learning rate of the policy. 1e-6: the usual safe value for pretrained models."""
+    """Peak learning rate of the policy. The default 1e-6 is the usual safe value for pretrained models."""
     lr_schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Course after warm-up. 'constant': RL runs have no natural end to decay towards."""
+    """Learning-rate schedule after warm-up. The default is 'constant', because RL runs have no natural end to decay towards."""
     warmup_steps: int = Field(0, ge=0)
-    """Optimizer steps of linear warm-up. 0: small learning rates do not need it."""
+    """Optimizer steps of linear warm-up. The default is 0, because small learning rates do not need it."""
     min_learning_rate: float = Field(0.0, ge=0)
-    """Where a decaying schedule ends. 0: decays fully by the last step."""
+    """Final learning rate of a decaying schedule. The default 0 decays fully by the last step."""
     weight_decay: float = Field(0.0, ge=0)
-    """AdamW decay; norms and biases have none. 0: RL fine-tuning stays near its start by the loss, not by decay."""
+    """Weight decay of AdamW, except for norms and biases. The default is 0, because in RL fine-tuning the loss, not decay, keeps weights near their start."""
     adam_beta1: float = Field(0.9, ge=0, lt=1)
-    """First-moment decay. 0.9: Adam's own default."""
+    """First-moment decay. The default 0.9 is Adam's own."""
     adam_beta2: float = Field(0.95, ge=0, lt=1)
-    """Second-moment decay. 0.95: follows the quickly changing RL gradients."""
+    """Second-moment decay. The default 0.95 follows the quickly changing gradients of RL."""
     adam_eps: float = Field(1e-8, gt=0)
-    """Adam's denominator floor. 1e-8: Adam's own default."""
+    """Term in Adam's denominator. The default 1e-8 is Adam's own."""
     clip_grad: float = Field(1.0, ge=0)
-    """Largest global gradient norm; 0 switches clipping off. 1: stops rare reward spikes."""
+    """Largest global gradient norm; 0 disables clipping. The default 1 limits the effect of rare reward spikes."""
     max_skipped_steps: int = Field(3, ge=1)
-    """Optimizer steps skipped in a row, for a loss or gradient not finite, that end the run. 3: one bad batch passes; what is broken is not trained past."""
+    """Number of consecutive optimizer steps skipped, because the loss or gradient is not finite, that ends the run. The default 3 tolerates a bad batch but does not continue a broken run."""
     freeze: Texts = ()
-    """Parts that keep their weights: embeddings, head, norms, router, experts, layers, layers.N, layers.A-B, or patterns over HF names such as model.layers.*.mlp.*. None: everything is trained. They have no gradients and no optimizer state; a critic's value head is always trained."""
+    """Parts that keep their weights: embeddings, head, norms, router, experts, layers, layers.N, layers.A-B, or patterns over HF names such as model.layers.*.mlp.*. Frozen parts have no gradients and no optimizer state; a critic's value head is always trained. By default everything is trained."""
     layers: Literal["auto", "torch", "transformer_engine"] = "auto"
-    """What decoder layers are made of. 'auto': transformer-engine's where they work, which are faster."""
+    """Implementation of decoder layers. 'auto' uses transformer-engine's, which are faster, if they work."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations recomputed in backward. 'none': the least compute; 'selective' makes the SwiGLU's output again, 'full' whole layers."""
+    """Activations that the backward pass recomputes: 'selective' recomputes the SwiGLU's output, 'full' whole layers. The default 'none' takes the least compute."""
     fp8: Literal["none", "hybrid"] = "none"
-    """FP8 matrix products of transformer-engine. 'none': bf16, which the engine's log-probabilities are compared with."""
+    """FP8 matrix products of transformer-engine. The default 'none' computes in bf16, as engines do, so that their log-probabilities agree."""
     share_prompts: bool | None = None
-    """Samples of one prompt hold its tokens once in a micro-batch. None: with transformer-engine's layers and on CPU, where it is faster, unless train.cp cuts sequences."""
+    """Whether the samples of one prompt store its tokens once in a micro-batch. By default this is on with transformer-engine's layers and on CPU, where it is faster, unless train.cp cuts sequences."""
     fp32_residual: bool = False
-    """Stream between the layers in fp32. False: true costs memory and traffic, brings bf16 nearer fp32."""
+    """Whether the residual stream between layers is fp32. Off by default: it costs memory and bandwidth, and brings bf16 results nearer to fp32."""
     offload_optimizer: bool = False
-    """Optimizer state in pinned host memory during rollout. False: it usually fits beside the KV cache."""
+    """Whether the optimizer state is in pinned host memory during rollout. Off by default, because it usually fits in GPU memory with the KV cache."""
     fuse_param_gather: bool = False
-    """Engines are written from the optimizer's shards, the parameters gathered during rollout. False: sends more bytes unless rollout.tp exceeds train.tp."""
+    """Whether engines are written from the optimizer's shards while the parameters are gathered during rollout. Off by default, because it sends more bytes unless rollout.tp exceeds train.tp."""
     release_weights_in_rollout: bool = False
-    """Free bf16 training weights during rollout, rebuild them from the fp32 masters. False: costs a gather a step, and engines cannot share memory with the trainer."""
+    """Whether bf16 training weights are freed during rollout and rebuilt from the fp32 masters. Off by default: it costs a gather per step, and engines cannot share memory with the trainer."""
     critic_learning_rate: float | None = Field(None, ge=0)
-    """Learning rate of the critic beside a policy (PPO); reward_model trains with train.learning_rate. None: the policy's, one knob fewer to set."""
+    """Learning rate of the critic next to a policy (PPO); reward_model trains with train.learning_rate. The default is the policy's, so that there is one knob fewer to set."""
