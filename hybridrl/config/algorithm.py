@@ -108,7 +108,7 @@ class PolicyGradientConfig(Section):
     @field_validator("router_replay", mode="before")
     @classmethod
     def _read_off(cls, value: object) -> object:
-        return "off" if value is False else value  # what YAML reads `off` as
+        return "off" if value is False else value  # YAML reads `off` as false
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -123,10 +123,10 @@ class PolicyGradientConfig(Section):
             raise ValueError(f"kl_importance_weighted: only with kl_in loss, not {self.kl_in}")
         if self.objective == "plain" and self.correction.proximal == "behaviour":
             raise ValueError(
-                "correction.proximal: old with objective plain, which has no ratio, not behaviour"
+                "correction.proximal: old with objective plain, which has no ratio; not behaviour"
             )
         if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_target: only with kl_coef above 0, from which it starts")
+            raise ValueError("kl_target: only with kl_coef above 0, the initial weight")
         return self
 
 
@@ -225,11 +225,13 @@ class GrpoConfig(PolicyGradientConfig):
                 raise ValueError(f"normalize_parts: not with baseline {self.baseline}")
             if self.overlong_max_tokens is not None or (self.kl_coef and self.kl_in == "reward"):
                 raise ValueError(
-                    "normalize_parts: without overlong_max_tokens and with kl_in loss, "
-                    "for what they take from the reward is no part of it"
+                    "normalize_parts: only without overlong_max_tokens and with kl_in loss, "
+                    "because their penalties are not parts of the reward"
                 )
         if self.max_resampling and self.baseline == "greedy":
-            raise ValueError("max_resampling: 0 with baseline greedy, which compares no group")
+            raise ValueError(
+                "max_resampling: 0 with baseline greedy, which does not compare groups"
+            )
         return self
 
 

@@ -1,4 +1,4 @@
-"""Where files are kept that later starts can use again."""
+"""Folder for files that later starts reuse."""
 
 from __future__ import annotations
 
@@ -7,12 +7,9 @@ from pathlib import Path
 
 
 def cache_folder(kind: str) -> Path:
-    """Returns the folder for one kind of files, which may not be there yet.
+    """Returns the cache folder for one kind of files, such as "prompts"; it may not exist yet.
 
-    It stands in HYBRIDRL_CACHE, else in the user's cache folder ($XDG_CACHE_HOME or ~/.cache).
-
-    Args:
-        kind: name of the folder, e.g. "prompts".
+    The root is HYBRIDRL_CACHE, else $XDG_CACHE_HOME, else ~/.cache.
     """
     for name in ("HYBRIDRL_CACHE", "XDG_CACHE_HOME"):
         if os.path.isabs(folder := os.environ.get(name, "")):

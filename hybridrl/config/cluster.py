@@ -12,7 +12,7 @@ from pydantic import Field
 from hybridrl.config.section import Section
 from hybridrl.errors import UserError
 
-GPUS_PER_NODE = 8  # of most hosts of training
+GPUS_PER_NODE = 8  # of most training hosts
 
 
 class ClusterConfig(Section):
@@ -97,6 +97,6 @@ def gpu_rule(cluster: ClusterConfig) -> UserError | None:
         "cluster.gpu",
         cluster.gpu,
         ", ".join(KNOWN_GPUS),
-        "Name one that is like yours and set gpu_memory_gib, matrix_tflops, memory_gb_per_s and "
-        "link_gb_per_s.",
+        "Name the most similar GPU, and set cluster.gpu_memory_gib, matrix_tflops, memory_gb_per_s "
+        "and link_gb_per_s.",
     )

@@ -66,7 +66,7 @@ class CorrectionConfig(Section):
                 value, field = getattr(self, name), type(self).model_fields[name]
                 if getattr(self, level) == "none" and value != field.get_default():
                     raise ValueError(
-                        f"correction.{name}: nothing while correction.{level} is none, not {value}"
+                        f"correction.{name}: no value while correction.{level} is none, not {value}"
                     )
         if self.min >= self.max:
             raise ValueError(f"correction.min: below correction.max = {self.max}, not {self.min}")
@@ -74,11 +74,11 @@ class CorrectionConfig(Section):
         if low >= high:
             raise ValueError(
                 f"correction.reject_min: below correction.reject_max = {high}, not {low:g}; "
-                "reject_max is above 1 where reject_min is left out"
+                "without reject_min, reject_max must be above 1"
             )
         if self.weight != "none" and self.proximal == "behaviour":
             raise ValueError(
                 f"correction.weight: none with correction.proximal behaviour, not {self.weight}: "
-                "the objective's ratio holds the weight already"
+                "the objective's ratio already includes the weight"
             )
         return self

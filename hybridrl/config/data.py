@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from hybridrl.config.lists import Paths, Weights
 from hybridrl.config.section import Section
 
-# Arguments of a chat template that are set for each rendering.
+# Arguments that the renderer itself passes to a chat template.
 _RENDERED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 
@@ -79,11 +79,13 @@ class DataConfig(Section):
             num = len(self.prompts or ())
             raise ValueError(f"weights: one for each of {num} sources, not {len(self.weights)}")
         if self.system_prompt is not None and not self.chat_template:
-            raise ValueError("system_prompt: nothing without chat_template=true")
+            raise ValueError("system_prompt: no value without chat_template=true")
         if found := sorted(self.template_arguments.keys() & _RENDERED):
-            raise ValueError(f"template_arguments: {found[0]} is not the user's to set")
+            raise ValueError(
+                f"template_arguments: any argument but {found[0]}, which hybridrl sets"
+            )
         if self.eval_share and self.eval_prompts is not None:
-            raise ValueError("eval_share: 0 beside eval_prompts")
+            raise ValueError("eval_share: 0 if eval_prompts is set")
         if self.eval_share and self.validation is not None:
-            raise ValueError("eval_share: 0 beside validation")
+            raise ValueError("eval_share: 0 if validation is set")
         return self

@@ -53,14 +53,14 @@ def environment_rules(
         yield UserError(
             "reward.functions",
             f"function {REWARD} in {', '.join(named)}",
-            "it once: all would be the same sum",
-            "Remove all but one, and add up their weights.",
+            "at most one scorer with it, because all would be the same sum",
+            "Keep one, with the sum of their weights.",
         )
     if environment.name is None and named:
         yield UserError(
             "reward.function",
             REWARD,
-            "another without environment.name: nothing gives such rewards",
+            "another function without environment.name, which provides these rewards",
             "Set environment.name, or another reward.function.",
         )
     longest = environment.max_turn_tokens

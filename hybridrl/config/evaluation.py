@@ -13,9 +13,9 @@ from hybridrl.config.reward import SERVED, RewardConfig, ScorerConfig
 from hybridrl.config.section import Section
 from hybridrl.errors import UserError
 
-IN_WORLD = (SERVED, TURNS)  # rewards that the trainer itself computes
+IN_WORLD = (SERVED, TURNS)  # rewards that only the trainer can compute
 SetForm = Literal["gsm8k", "math", "aime", "choices", "ifeval", "prompts"]
-# What scores the responses to the rows of each form; `prompts` has what `scorer` says.
+# Default scorer of each form.
 FORM_SCORERS: Mapping[str, ScorerConfig] = {
     "gsm8k": ScorerConfig(function="gsm8k", options={"method": "flexible"}),
     "math": ScorerConfig(function="math", timeout_s=20.0),
@@ -69,7 +69,7 @@ class EvalConfig(Section):
     def _check_names(self) -> Self:
         for name, one in self.sets.items():
             if not name.replace("_", "").replace("-", "").isalnum():
-                raise ValueError(f"sets: names of letters, digits, _ and -, not {name!r}")
+                raise ValueError(f"sets: names of letters, digits, _ and -; not {name!r}")
             if not one.path:
                 raise ValueError(f"sets.{name}.path: a source, not {one.path!r}")
         return self
@@ -90,19 +90,19 @@ def evaluation_rules(section: EvalConfig, reward: RewardConfig) -> Iterator[User
         sizes[f"eval.sets.{name}.samples_per_prompt"] = section.samples_of(one)
     key, most = max(sizes.items(), key=lambda item: item[1])
     if most > 1 and section.temperature == 0:
-        allowed = "1 with eval.temperature=0, which gives the same response each time"
+        allowed = "1 with eval.temperature=0, which repeats one response"
         yield UserError(key, most, allowed, "Set eval.temperature, for example to 0.7.")
     if section.pass_k and max(section.pass_k) > most:
-        allowed = f"at most the samples of a prompt, {most}"
+        allowed = f"at most the samples per prompt, {most}"
         yield UserError(
             "eval.pass_k", list(section.pass_k), allowed, "Raise eval.samples_per_prompt."
         )
     for name, one in section.sets.items():
         function = one.scored_by.function
         if function in IN_WORLD:
-            allowed = "a function: a set has no environment, and no reward model is served for it"
-            remedy = "Name another, or use data.eval_prompts."
+            allowed = "a function; sets support neither environments nor reward models"
+            remedy = "Choose another function, or use data.eval_prompts."
             yield UserError(f"eval.sets.{name}.scorer.function", function, allowed, remedy)
         if name in reward.scorers():
-            allowed = "a name that no scorer of the section reward has"
-            yield UserError("eval.sets", name, allowed, "Rename one: both stand in the metrics.")
+            allowed = "a name that no scorer in reward has, because both are names of metrics"
+            yield UserError("eval.sets", name, allowed, "Rename the set or the scorer.")

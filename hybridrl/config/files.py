@@ -1,9 +1,8 @@
-"""Reading JSON that may be damaged, endless or meant to do harm, and replacing small files. No
-torch.
+"""Reads JSON that may be damaged or malicious, and replaces small files. No torch.
 
-Owns what text is refused before anything is made of it, and the errors of a model's small JSON
-files: one that is missing, is no regular file, is too large or is no JSON object. A path that is a
-link is followed: the hub's cache consists of links.
+Owns which texts are refused before they are used, and the errors for a model's small JSON files:
+missing, not a regular file, too large, or not a JSON object. Links are followed, because the hub's
+cache consists of links.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from typing import Any
 from hybridrl.errors import UserError, short
 
 RUN_FILE = "run.json"
-"""In a run folder: when, by how many ranks and on what a run started, and how each start ended."""
+"""File in a run folder with the time, ranks and hardware of each start, and how it ended."""
 FETCH_AGAIN = "Fetch or export the file again."
-# The largest of known models are 1.1 MB (tokenizer_config.json) and 20 MB (an index of weights).
+# Known models have at most 1.1 MB (tokenizer_config.json) and 20 MB (an index of weights).
 MAX_BYTES = 64 << 20
-# Of lists and objects in each other: what is deeper ends the recursion of whatever reads it later,
-# and YAML's parser in C with the process.
+# Nesting of lists and objects. Deeper values overflow the recursion of later readers; YAML's parser
+# in C then ends the process.
 MAX_DEPTH = 64
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file that readers see whole, as it was or as it is now.
+    """Replaces a file; readers see either the old or the new content.
 
     Raises:
-        OSError: It cannot be written, as on a full disk; the file is as it was.
+        OSError: The file cannot be written, for example on a full disk; the old content stays.
     """
     partial = path.with_name(path.name + ".new")
     partial.write_text(text, encoding="utf-8")
@@ -46,16 +45,16 @@ def parse_json(
     *,
     allows_half_pairs: bool = False,
 ) -> Any:
-    """Returns what JSON text says.
+    """Returns the content of JSON text.
 
     Args:
-        text: in UTF-8.
-        pairs: as json's `object_pairs_hook`.
-        allows_half_pairs: whether texts may have halves of surrogate pairs, which have no UTF-8.
+        text: Text, or bytes in UTF-8.
+        pairs: `object_pairs_hook` of json.loads.
+        allows_half_pairs: Whether half surrogate pairs, which UTF-8 cannot encode, are allowed.
 
     Raises:
-        ValueError: it is not JSON, nested deeper than MAX_DEPTH, has a number that Python does not
-            read, or half of a surrogate pair.
+        ValueError: The text is not JSON, is nested deeper than MAX_DEPTH, or has an integer that
+            Python cannot read or half of a surrogate pair.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -72,12 +71,12 @@ def parse_json(
         raise ValueError("JSON nested too deeply")
     may_have_half = not allows_half_pairs and HALF_PAIR.search(text) is not None
     if may_have_half and not has_utf8(json.dumps(found, ensure_ascii=False)):
-        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff), which is no character")
+        raise ValueError("half of a surrogate pair (\\ud800 to \\udfff), which is not a character")
     return found
 
 
 def has_utf8(text: str) -> bool:
-    """Whether a text can be written: half of a surrogate pair cannot."""
+    """Whether UTF-8 can encode a text, which must have no half of a surrogate pair."""
     try:
         return text.isascii() or bool(text.encode("utf-8"))
     except UnicodeEncodeError:
@@ -87,7 +86,7 @@ def has_utf8(text: str) -> bool:
 def _is_deep(value: object) -> bool:
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
-        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        inner = [part.values() if isinstance(part, dict) else part for part in level]
         level = [part for parts in inner for part in parts if isinstance(part, dict | list)]
         if not level:
             return False
@@ -101,16 +100,15 @@ def read_json_object(
     has_unique_keys: bool = True,
     max_bytes: int = MAX_BYTES,
 ) -> dict[str, Any]:
-    """Returns the content of a JSON file that must hold one object.
+    """Returns the object in a JSON file.
 
     Args:
-        file: the file, or a link to it.
-        error: the class of what is raised.
-        has_unique_keys: whether a key that comes twice in an object is refused.
-        max_bytes: a larger file is refused unread.
+        error: Class of the errors.
+        has_unique_keys: Whether a repeated key in an object is an error.
+        max_bytes: Size above which the file is refused unread.
 
     Raises:
-        UserError: of class `error`; names the file.
+        UserError: The file cannot be used; of class `error`.
     """
     text = read_bytes(file, error, "a JSON object", max_bytes)
 
@@ -127,11 +125,11 @@ def read_json_object(
     except _TwiceError as twice:
         raise error(
             f"{file}: {shown(twice.key)}",
-            "the key twice in one object",
-            "a JSON object whose keys differ",
-            "Remove one of the two.",
+            "a repeated key in one object",
+            "a JSON object with unique keys",
+            "Remove one of the two entries.",
         ) from None
-    except ValueError as fault:  # of the text's encoding, or of JSON
+    except ValueError as fault:  # wrong encoding or wrong JSON
         found = f"text that is not JSON ({fault})"
         raise error(str(file), found, "a JSON object", FETCH_AGAIN) from None
     if not isinstance(content, dict):
@@ -142,10 +140,10 @@ def read_json_object(
 def read_bytes(
     file: Path, error: type[UserError], allowed: str, max_bytes: int = MAX_BYTES
 ) -> bytes:
-    """Returns what a regular file holds.
+    """Returns the content of a regular file.
 
     Raises:
-        UserError: of class `error`; names the file.
+        UserError: The file cannot be read or is too large; of class `error`.
     """
     num_bytes = regular_file_bytes(file, error, allowed)
     if num_bytes > max_bytes:
@@ -158,10 +156,10 @@ def read_bytes(
 
 
 def regular_file_bytes(file: Path, error: type[UserError], allowed: str) -> int:
-    """Returns the size of a regular file; a pipe or a device is never opened, which could block.
+    """Returns the size of a regular file. A pipe or device, which could block, is never opened.
 
     Raises:
-        UserError: of class `error`; there is no such file, or it is of another kind.
+        UserError: The file is missing or not regular; of class `error`.
     """
     try:
         status = file.stat()
@@ -175,8 +173,8 @@ def regular_file_bytes(file: Path, error: type[UserError], allowed: str) -> int:
 
 
 def shown(value: object, max_characters: int = 80) -> str:
-    """Returns a value of a JSON file as JSON for a message: ASCII on one line, cut where it is
-    long; what is no JSON as `short`.
+    """Returns a value as JSON for a message: ASCII, one line, shortened. Other values are shown by
+    `short`.
     """
     try:
         text = json.dumps(value)
@@ -186,7 +184,7 @@ def shown(value: object, max_characters: int = 80) -> str:
 
 
 def plain(value: object, max_characters: int = 80) -> str:
-    """Returns a text as it is where it is short and printable; anything else as `shown`."""
+    """Returns a short printable text unchanged; other values as `shown`."""
     is_plain = isinstance(value, str) and value.isprintable() and len(value) <= max_characters
     return str(value) if is_plain else shown(value, max_characters)
 

@@ -1,12 +1,11 @@
-"""How responses are drawn and ended beyond temperature and truncation: what an engine can do, what
-a policy gradient allows, and a model's own `generation_config.json`. No torch.
+"""Sampling beyond temperature and truncation: what engines support, what a policy gradient allows,
+and the model's `generation_config.json`. No torch.
 
-On-policy training takes a response as drawn from the policy that the trainer computes: softmax of
-the logits over the temperature. A stop string only says after which token a response ends; every
-token is still drawn from that distribution, so that the gradient is right. Least lengths and
-penalties change it by what was said before: a token's behaviour log-probability is then of another
-distribution, whose ratio to the policy's is not 1 at equal weights, and the end token has
-probability 0 where the policy gives it some. They are refused where samples are trained on.
+On-policy training assumes that each token is drawn from the trainer's policy: softmax of the logits
+over the temperature. A stop string only ends a response, so the gradient stays right. Minimum
+lengths and penalties change the distribution by the earlier tokens: the behaviour log-probability
+then belongs to another distribution, its ratio to the policy is not 1 at equal weights, and the end
+token gets probability 0. Training refuses them.
 """
 
 from __future__ import annotations
@@ -25,22 +24,22 @@ from hybridrl.errors import ModelError, UserError, said
 from hybridrl.rollout.registry import ENGINES, offered_engines
 
 GENERATION_CONFIG = "generation_config.json"
-# What is taken of it, by its names, which are those of the section too.
+# Keys that are read from it; `rollout` has the same names.
 _TAKEN = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "repetition_penalty")
 _OFF: dict[str, float] = {
     "min_new_tokens": 0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
 }
-"""The knobs that change the distribution by what was said before, and where they do not."""
+"""Knobs that change the distribution by earlier tokens, with the values that turn them off."""
 
 
 def with_generation_config(config: Config) -> Config:
-    """Returns a configuration in which knobs of `rollout` that it does not set are those of the
-    model's generation_config.json, where `rollout.generation_config` asks for it.
+    """Returns a configuration whose unset knobs of `rollout` come from the model's
+    generation_config.json, if `rollout.generation_config` is on.
 
     Raises:
-        ModelError: there is no such file, or it has a value that the knob cannot have.
+        ModelError: The file is missing, or has a value that the knob does not allow.
     """
     rollout = config.rollout
     if not rollout.generation_config:
@@ -63,17 +62,17 @@ def with_generation_config(config: Config) -> Config:
 
 
 def declared_end_tokens(model: ModelConfig, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the end tokens that the model's generation_config.json names, if there is one.
+    """Returns the end tokens of the model's generation_config.json; empty without the file.
 
-    They are read whatever `rollout.generation_config` says: some chat models (Phi-3, some of Gemma)
-    name the token that ends a turn nowhere else, and never stop without it.
+    `rollout.generation_config` has no effect on this: some chat models (Phi-3, some of Gemma) name
+    the token that ends a turn only there, and never stop without it.
 
     Args:
-        model: the section, which names the model's directory.
-        hf_config: the content of config.json.
+        model: The section `model`.
+        hf_config: Content of config.json.
 
     Raises:
-        ModelError: they are no tokens of the model.
+        ModelError: A number is not a token of the model.
     """
     file = model_directory(model, weights=False) / GENERATION_CONFIG
     if not os.path.lexists(file):  # a broken link is damage, not absence
@@ -86,14 +85,14 @@ def declared_end_tokens(model: ModelConfig, hf_config: Mapping[str, Any]) -> tup
         raise ModelError(
             f"{file}: eos_token_id",
             shown(named),
-            f"a token below vocab_size = {most}, several of them, or null",
-            "Correct the file; it may be another model's.",
+            f"a token below vocab_size = {most}, a list of tokens, or null",
+            "Correct the file; it may belong to another model.",
         )
     return tuple(ids)
 
 
 def generation_rules(config: Config) -> Iterator[UserError]:
-    """Rules of what the engine can do."""
+    """Yields the knobs that the engine does not support."""
     rollout, traits = config.rollout, ENGINES[config.rollout.engine]
     if rollout.stop_strings and not traits.ends_by_text:
         able = [name for name in offered_engines() if ENGINES[name].ends_by_text]
@@ -106,8 +105,8 @@ def generation_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "rollout.stop_strings",
             list(rollout.stop_strings),
-            "nothing with an environment, which answers a turn after its end token",
-            "Let the environment look for them in a turn's text.",
+            "no value with an environment, which answers a turn after its end token",
+            "Remove them, and let the environment search the text of a turn.",
         )
     if rollout.min_new_tokens > rollout.max_new_tokens:
         allowed = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
@@ -116,30 +115,30 @@ def generation_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "rollout.gpu_memory_share",
             rollout.gpu_memory_share,
-            f"nothing with rollout.engine={rollout.engine}, whose cache grows with its requests",
-            "Remove it, and bound requests by rollout.max_batch.",
+            f"no value with rollout.engine={rollout.engine}, whose cache grows with its requests",
+            "Remove it, and limit requests by rollout.max_batch.",
         )
 
 
 def on_policy_rules(config: Config) -> Iterator[UserError]:
-    """Rules of what may be trained on: samples of the policy's own distribution."""
+    """Yields the knobs that would make training samples off-policy."""
     needs = config.algorithm.needs
     if needs is not None and not needs.rollouts:
-        return  # what is generated is only evaluated
+        return  # samples are only evaluated
     for key, off in _OFF.items():
         if (value := getattr(config.rollout, key)) != off:
             yield UserError(
                 f"rollout.{key}",
                 value,
-                f"{off:g} in training with algorithm {config.algorithm.name}: tokens would be "
-                "drawn from another distribution than the policy's, which the gradient is of",
-                f"Set rollout.{key}={off:g}; hybridrl eval takes it.",
+                f"{off:g} in training with algorithm {config.algorithm.name}, whose gradient "
+                "assumes that tokens are drawn from the policy's own distribution",
+                f"Set rollout.{key}={off:g}; `hybridrl eval` accepts other values.",
             )
 
 
 def _refused(key: str, config: Config, able: list[str]) -> UserError:
     engine = config.rollout.engine
     value = getattr(config.rollout, key)
-    allowed = f"nothing with rollout.engine={engine}; {', '.join(able)} can"
+    allowed = f"no value with rollout.engine={engine}; {' or '.join(able)} supports it"
     shown = list(value) if isinstance(value, tuple) else value
     return UserError(f"rollout.{key}", shown, allowed, f"Set rollout.engine={able[0]}.")

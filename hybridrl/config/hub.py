@@ -1,8 +1,8 @@
-"""Names of the hub, and the commits that a run takes them from. No torch.
+"""Names of models and data sets on the hub, and their commits. No torch.
 
-Owns how models and data sets of the hub are named, where a configuration names them, and the
-question which commit a revision is. Invariant: what a run reads is named by its commit, for
-branches move; who asks is said in identity.py.
+Owns the syntax of hub names, their places in a configuration, and the lookup of a revision's
+commit. Invariant: a run reads by commit, because branches move. identity.py decides which process
+asks the hub.
 """
 
 from __future__ import annotations
@@ -29,20 +29,19 @@ DATASETS = "datasets:"
 DATASET_FORM = f"{DATASETS}NAME[@REVISION][:CONFIG]:SPLIT"
 MODEL_FORM = "an HF directory that exists or a hub name 'organisation/name[@revision]'"
 PLAIN_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-# Of a data set, what tells the commit and is small.
+# Small files of a data set, which are enough to find its commit.
 CARD_FILES = ["README.md", ".gitattributes"]
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 @dataclass(frozen=True)
 class HubName:
-    """A model or data set of the hub.
+    """A model or data set on the hub.
 
     Args:
-        kind: of the repository.
         repository: 'organisation/name', or one name.
-        revision: a branch, tag or commit; None: the main branch.
-        rest: of a data set, what follows: '[:CONFIG]:SPLIT'.
+        revision: A branch, tag or commit; None for the main branch.
+        rest: Remainder of a data set's name: '[:CONFIG]:SPLIT'.
     """
 
     kind: Literal["model", "dataset"]
@@ -57,16 +56,15 @@ class HubName:
 
     @property
     def is_commit(self) -> bool:
-        """Whether the revision is a whole commit, which never moves."""
+        """Whether the revision is a full commit hash, which never moves."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
 
 def model_name(text: str, has_organisation: bool = True) -> HubName | None:
-    """Returns what a hub name says; None for anything else, such as a path that exists.
+    """Returns the hub name in a text; None for other texts, such as an existing path.
 
     Args:
-        text: as in `model.path`.
-        has_organisation: whether the name must have one.
+        has_organisation: Whether the name must include an organisation.
     """
     if text.startswith((".", "/", "~")) or os.path.exists(text):
         return None
@@ -80,7 +78,7 @@ def model_name(text: str, has_organisation: bool = True) -> HubName | None:
 
 
 def dataset_name(text: str) -> HubName | None:
-    """Returns what a source of `data.prompts` says if it is one of the hub, else None."""
+    """Returns the hub name in a source of `data.prompts`; None for other sources."""
     parts = text.removeprefix(DATASETS).split(":")
     if not text.startswith(DATASETS) or not 2 <= len(parts) <= 3 or not all(parts):
         return None
@@ -89,7 +87,7 @@ def dataset_name(text: str) -> HubName | None:
 
 
 def hub_names(config: Config) -> dict[Place, HubName]:
-    """Returns every hub name of a configuration, by where it stands."""
+    """Returns every hub name of a configuration, by place."""
     found: dict[Place, HubName | None] = {}
     for key in ("path", "init", "tokenizer"):
         if (text := getattr(config.model, key)) is not None:
@@ -107,36 +105,38 @@ def hub_names(config: Config) -> dict[Place, HubName]:
 
 
 def _sources(config: Config) -> Iterator[tuple[Place, str]]:
-    """Yields every source of data with where it stands."""
+    """Yields every data source with its place."""
     sections: dict[Place, DataConfig] = {("data",): config.data}
     sections |= {("mix", name, "data"): term.data for name, term in config.mix.items()}
     for place, data in sections.items():
         for key in ("prompts", "validation", "eval_prompts"):
             for number, text in enumerate(getattr(data, key) or ()):
                 yield (*place, key, number), text
-    for name, one in config.eval.sets.items():
-        for number, text in enumerate(one.path or ()):
+    for name, section in config.eval.sets.items():
+        for number, text in enumerate(section.path or ()):
             yield ("eval", "sets", name, "path", number), text
 
 
 def names_to_json(names: Mapping[Place, HubName]) -> str:
-    """Returns hub names as text from which `names_from_json` makes them again."""
+    """Returns hub names as text for `names_from_json`."""
     return json.dumps([[place, asdict(name)] for place, name in names.items()])
 
 
 def names_from_json(text: str) -> dict[Place, HubName]:
-    """Returns the hub names of a text of `names_to_json`."""
+    """Returns the hub names in a text of `names_to_json`."""
     return {tuple(place): HubName(**name) for place, name in json.loads(text)}
 
 
 def adopted(config: Config, other: Config) -> dict[Place, HubName]:
-    """Returns the hub names of a configuration, each that says no revision with the commit that
-    stands in its place in another, if it is of the same repository there.
+    """Returns the hub names of a configuration, with commits from the other one.
+
+    A name without a revision gets the commit at the same place in `other`, if the repository is the
+    same.
     """
-    theirs = hub_names(other)
+    others = hub_names(other)
     found = {}
     for place, name in hub_names(config).items():
-        known = theirs.get(place)
+        known = others.get(place)
         is_same = known is not None and known.is_commit and replace(known, revision=None) == name
         found[place] = known if known is not None and is_same else name
     return found
@@ -145,15 +145,14 @@ def adopted(config: Config, other: Config) -> dict[Place, HubName]:
 def resolved(
     names: Mapping[Place, HubName], known: Mapping[HubName, str | None]
 ) -> dict[Place, HubName]:
-    """Returns hub names with their commits; the hub is asked once for each revision of each
-    repository.
+    """Returns hub names with their commits. The hub is asked once per repository and revision.
 
     Args:
-        names: by where they stand, which errors name.
-        known: commits that need not be asked for, by name without what follows the revision.
+        names: Names by place; errors name the place.
+        known: Commits that are already known, by name with an empty `rest`.
 
     Raises:
-        UserError: the hub has no such repository or revision, or cannot be reached while its cache
+        UserError: The hub has no such repository or revision, or it cannot be reached and its cache
             has none.
     """
     commits = dict(known)
@@ -167,31 +166,29 @@ def resolved(
 
 
 def commit_of(key: str, name: HubName) -> str:
-    """Returns the commit that a name stands for; one that is a commit is not asked for.
+    """Returns the commit of a name; a name that has one needs no request.
 
     Args:
-        key: of the configuration, for the error.
-        name: of the hub.
+        key: Key of the configuration, for errors.
 
     Raises:
-        UserError: as of `download`.
+        UserError: As in `download`.
     """
     if name.is_commit and name.revision is not None:
         return name.revision
-    # Not HfApi's answer, which the cache would not remember for when the hub is out of reach.
+    # Unlike HfApi, this stores the commit in the cache, for when the hub cannot be reached.
     return download(key, name, PLAIN_FILES if name.kind == "model" else CARD_FILES).name
 
 
 def download(key: str, name: HubName, patterns: Sequence[str]) -> Path:
-    """Returns the folder of the cache with the files of a repository that match, loaded if need be.
+    """Returns the cache folder with a repository's matching files, downloaded if necessary.
 
     Args:
-        key: of the configuration, for the error.
-        name: of the hub.
-        patterns: of files.
+        key: Key of the configuration, for errors.
+        patterns: File name patterns.
 
     Raises:
-        UserError: the hub has no such repository or revision, or cannot be reached while its cache
+        UserError: The hub has no such repository or revision, or it cannot be reached and its cache
             has none.
     """
     from huggingface_hub import snapshot_download
@@ -209,26 +206,26 @@ def download(key: str, name: HubName, patterns: Sequence[str]) -> Path:
         )
     except RevisionNotFoundError:
         allowed = f"a branch, tag or commit of {name.repository}"
-        remedy = f"The hub has no revision {name.revision!r} there: correct what follows the '@'."
+        remedy = f"Correct the revision {name.revision!r} after the '@'."
         raise kind(key, name, allowed, remedy) from None
-    except (OSError, ValueError) as error:  # the hub's own errors derive from these
+    except (OSError, ValueError) as error:  # base classes of the hub's own errors
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         allowed = MODEL_FORM if name.kind == "model" else DATASET_FORM
         raise kind(key, name, allowed, f"The hub said: {reason}") from None
 
 
 def with_names(config: Config, names: Mapping[Place, HubName]) -> Config:
-    """Returns a configuration with other hub names, and none of them written as `${...}`."""
+    """Returns a configuration with other hub names, none of them an interpolation."""
     found: Config = config.model_copy(deep=True)
     for place, name in names.items():
         found = _with(found, place, str(name))
-        for end in range(1, len(place) + 1):  # what is interpolated may be the whole list
+        for end in range(1, len(place) + 1):  # the whole list may be one interpolation
             found.written.pop(place[:end], None)
     return found
 
 
 def _with(value: Any, place: Place, text: str) -> Any:
-    """Returns nested values with a text in one place; `value` stays as it is."""
+    """Returns a copy of nested values with a text at one place."""
     if not place:
         return text
     key: Any = place[0]

@@ -1,7 +1,7 @@
-"""The identity of a run: the knobs that a run folder may not change between starts. No torch.
+"""The identity of a run: the knobs that must not change between starts in one run folder. No torch.
 
-Owns which knobs belong to it, the comparison with the `config.yaml` that a run folder keeps, and
-which commits of the hub a run is of.
+Owns the choice of these knobs, the comparison with the folder's `config.yaml`, and the hub commits
+that a run uses.
 """
 
 from __future__ import annotations
@@ -21,73 +21,71 @@ from hybridrl.config.schema import Config
 from hybridrl.errors import ConfigError, UserError
 
 DIGESTS_FILE = "interpolated.json"
-# What says how rewards are computed, not which.
+# Knobs that change how fast rewards are computed, but not their values.
 _SPEED = {"workers", "timeout_s"}
 _HOW_FAST: Any = {
     **dict.fromkeys(_SPEED, True),
-    "accuracy": True,  # is reported, and changes no weight
+    "accuracy": True,  # affects reports only
     "functions": {"__all__": _SPEED},
 }
-
-
-# What only evaluates changes no weight.
+# Knobs that only affect evaluations.
 _EVALUATES = {"eval_prompts", "eval_limit", "validation"}
-# What is not read where a model is only evaluated: how it learns, by what order and from which
-# rows. Rows that are held out of those depend on data.prompts, so that it stays.
+# Knobs that only training reads. data.prompts is missing, because held-out rows depend on it.
 _TRAINS = ("steps.", "mix.", "rollout.", "run.seed", "train.")
-# A checkpoint knows its prompts by their tokens. A run that began before the knob existed has no
-# value of it, and needs false to go on.
+# Checkpoints identify prompts by their tokens. A run that is older than this knob has no value for
+# it, and needs false to continue.
 _IN_TOKENS = {"add_special_tokens"}
 
 
 def run_folder(config: Config) -> Path:
-    """Returns the folder that everything of this run is written to."""
+    """Returns the folder of all files of the run."""
     return Path(config.run.dir) / config.run.name
 
 
 def check_run_folder(config: Config, trains: bool = True) -> None:
-    """Refuses to go on in a folder that a run of another identity has started.
+    """Refuses to continue in the folder of a run with another identity.
 
     Args:
-        config: of the run.
-        trains: False leaves out the knobs that training alone reads.
+        trains: Whether knobs that only training reads are compared too.
 
     Raises:
-        ConfigError: the folder's config.yaml differs in a knob of the identity, or cannot be read.
+        ConfigError: The folder's config.yaml differs in a knob of the identity, or cannot be read.
     """
     saved = saved_config(config)
     if saved is not None:
-        # One of a run that was started when commits were not kept is that of now.
+        # Older runs stored no commits; their names get the present ones.
         saved = with_names(saved, adopted(saved, config))
         violations = identity_violations(identity(saved), config)
         if not trains:
-            violations = [one for one in violations if not one.name.startswith(_TRAINS)]
+            violations = [error for error in violations if not error.name.startswith(_TRAINS)]
         violations += _environment_violations(config)
         if violations:
             raise ConfigError(violations)
 
 
 def saved_config(config: Config) -> Config | None:
-    """Returns the configuration with which the run folder was last trained in, if it was.
+    """Returns the configuration of the last training in the run folder; None if there was none.
 
     Raises:
-        ConfigError: the folder's config.yaml cannot be read.
+        ConfigError: The folder's config.yaml cannot be read.
     """
     file = run_folder(config) / "config.yaml"
     return load_config(file, like=config) if file.exists() else None
 
 
 def pinned(config: Config, *, asks_hub: bool = True) -> Config:
-    """Returns a configuration with a commit in every hub name: one without a revision has that of
-    the run folder, if there is one, others what the hub says now. In a run only rank 0 calls this,
-    or the process that starts the ranks: branches may move between two questions.
+    """Returns a configuration in which every hub name has a commit.
+
+    A name without a revision gets the commit of the run folder, or else the hub's current commit.
+    Only rank 0 or the process that starts the ranks may call this, because branches may move
+    between two requests.
 
     Args:
-        config: of the run.
-        asks_hub: False: names for which the run folder has no commit stay as they are.
+        asks_hub: Whether the hub is asked for commits that the run folder does not have; otherwise
+            such names stay as they are.
 
     Raises:
-        UserError: the hub has no such repository or revision, or cannot be reached while its cache
+        UserError: The hub has no such repository or revision, or it cannot be reached and its cache
             has none; or the folder's config.yaml cannot be read.
     """
     names = hub_names(config)
@@ -96,19 +94,17 @@ def pinned(config: Config, *, asks_hub: bool = True) -> Config:
     saved = saved_config(config)
     known = names if saved is None else adopted(config, saved)
     if asks_hub:
-        of_run = {
+        saved_commits = {
             replace(names[place], rest=""): name.revision
             for place, name in known.items()
             if name != names[place]
         }
-        known = resolved(known, of_run)
+        known = resolved(known, saved_commits)
     return with_names(config, known)
 
 
 def write_config(config: Config) -> None:
-    """Writes `config.yaml`, and of values that came from elsewhere digests by which a change shows,
-    into the run folder.
-    """
+    """Writes `config.yaml` and digests of the values of interpolations into the run folder."""
     folder = run_folder(config)
     replace_text(folder / "config.yaml", to_yaml(config))
     known = digests(identity(config), config.written)
@@ -117,21 +113,22 @@ def write_config(config: Config) -> None:
 
 
 def _environment_violations(config: Config) -> list[UserError]:
-    """Returns a violation for each value of the identity that is written as before and came to
-    something else.
+    """Returns a violation for each value of the identity whose text is unchanged but whose value
+    from the environment differs.
     """
     file = run_folder(config) / DIGESTS_FILE
     try:
         saved = parse_json(file.read_bytes()) if file.exists() else {}
     except (ValueError, OSError) as error:
-        allowed = "what hybridrl wrote there"
-        return [UserError(str(file), error, allowed, "Delete it, if the values are as they were.")]
+        allowed = "the JSON object that hybridrl wrote"
+        remedy = "Delete the file if no environment variable of the run has changed."
+        return [UserError(str(file), error, allowed, remedy)]
     now, written = digests(identity(config), config.written), config.written
     texts = {dotted(place): text for place, text in written.items()}
     return [
         UserError(
             key,
-            f"{texts[key]}, which comes to another value now",
+            f"another value of {texts[key]}",
             f"the value with which {run_folder(config)} was started",
             "Set the environment variable back, or choose another run.name.",
         )
@@ -141,10 +138,10 @@ def _environment_violations(config: Config) -> list[UserError]:
 
 
 def changed_knobs(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Returns the knobs that differ, by dotted name, with the saved and the present value; those of
-    the section `run` and the number of steps are left out.
+    """Returns the saved and the present value of each knob that differs, by dotted name, except the
+    section `run` and the number of steps.
     """
-    before, now = (_leaves(one.model_dump(mode="json")) for one in (saved, config))
+    before, now = (_leaves(section.model_dump(mode="json")) for section in (saved, config))
     return {
         key: (before.get(key), now.get(key))
         for key in sorted(before.keys() | now.keys())
@@ -165,9 +162,10 @@ def _leaves(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def identity(config: Config) -> dict[str, Any]:
-    """Returns what a run folder belongs to: model, algorithm, data, reward, environment, batch
-    numbers, seed, frozen parts and further terms of the loss; without headers of requests and
-    options that come from the environment, which may be keys.
+    """Returns the knobs that identify a run: model, algorithm, data, reward, environment, batch
+    sizes, seed, frozen parts and further loss terms.
+
+    Headers of requests and options from the environment, which may be keys, are left out.
     """
     steps = config.steps
     terms = {
@@ -194,7 +192,7 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def identity_violations(saved: Mapping[str, Any], config: Config) -> list[UserError]:
-    """Returns a violation for each knob in which `config` differs from a saved identity."""
+    """Returns a violation for each knob that differs from a saved identity."""
     found = []
     now = identity(config)
     for section in sorted(set(now) | set(saved)):

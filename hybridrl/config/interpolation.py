@@ -1,9 +1,8 @@
-"""Values of a configuration that are written as `${...}`: what stands there, and what it came to.
-No torch.
+"""Interpolations `${...}` of a configuration: their texts and their values. No torch.
 
-A run uses what `${oc.env:KEY}` comes to, and writes `${oc.env:KEY}`: environment variables hold
-keys, and files of a run are read by others. Where a value came from the environment a run can go on
-with another (a key that was renewed), unless it says what is learned (a data file).
+A run uses the value of `${oc.env:KEY}` but writes the text, because environment variables hold keys
+and others read a run's files. A run may continue with another value, such as a renewed key, unless
+the value decides what is learned, such as a data file.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 Path = tuple[str | int, ...]
-"""Where a value stands: keys of sections and numbers in lists, from the outside."""
+"""Place of a value: section keys and list indices, outermost first."""
 
 HIDDEN = "<hidden>"
 _OPTIONS, _HEADERS = "options", "headers"
 
 
 def has_interpolation(value: object) -> bool:
-    """Whether a value is text in which OmegaConf interpolates, or an escaped `${`."""
+    """Whether a value is text that OmegaConf interpolates, or an escaped `${`."""
     return isinstance(value, str) and "${" in value
 
 
@@ -42,15 +41,15 @@ def interpolations(raw: object, at: Path = ()) -> dict[Path, str]:
 
 
 def places_within(paths: Mapping[Path, str], at: Path) -> list[Path]:
-    """Returns the places that are `at` or inside of it."""
+    """Returns the places that equal `at` or are inside it."""
     return [path for path in paths if path[: len(at)] == at]
 
 
 def value_at(values: object, path: Path) -> Any:
-    """Returns what stands at a place.
+    """Returns the value at a place.
 
     Raises:
-        LookupError: there is none.
+        LookupError: The place does not exist.
     """
     for key in path:
         if isinstance(values, Mapping) or (
@@ -63,12 +62,12 @@ def value_at(values: object, path: Path) -> Any:
 
 
 def as_written(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, Any]:
-    """Returns a configuration as it may be kept: with interpolations as they were written, and
-    without headers, which are there for keys.
+    """Returns a configuration that may be stored: interpolations are texts, and headers of
+    requests, which may hold keys, are hidden.
 
     Args:
-        values: the configuration as nested mappings.
-        written: its interpolations, by place.
+        values: The configuration as nested mappings.
+        written: Texts of its interpolations, by place.
     """
     kept: dict[str, Any] = _escaped(values)
     for path in _header_paths(values):
@@ -79,7 +78,7 @@ def as_written(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str,
 
 
 def without_secrets(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, Any]:
-    """Returns a configuration without headers, and without options from the environment."""
+    """Returns a configuration without headers of requests and options from the environment."""
     kept: dict[str, Any] = _copy(values)
     secret = [p for p, text in written.items() if _OPTIONS in p and "oc.env" in text]
     for path in (*_header_paths(values), *secret):
@@ -91,13 +90,13 @@ def without_secrets(values: dict[str, Any], written: Mapping[Path, str]) -> dict
 
 
 def shown_command(words: Sequence[str]) -> str:
-    """Returns a command as it may be logged: without the headers that its overrides set."""
+    """Returns a command for logs, without the headers that its overrides set."""
     return " ".join(map(_shown_word, words))
 
 
 def _shown_word(word: str) -> str:
     key, sign, value = word.partition("=")
-    if not sign or value.startswith("${"):  # what it comes to is not written here
+    if not sign or value.startswith("${"):  # an interpolation shows no value
         return word
     parts = key.lstrip("+~").split(".")
     is_header = _HEADERS in parts and _OPTIONS in parts[: parts.index(_HEADERS)]
@@ -105,7 +104,7 @@ def _shown_word(word: str) -> str:
 
 
 def digests(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, str]:
-    """Returns digests of what interpolations came to, by dotted name; of no secrets."""
+    """Returns digests of the values of interpolations, by dotted name; secrets are left out."""
     known = without_secrets(values, written)
     found = {}
     for path in written:
@@ -118,12 +117,12 @@ def digests(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, st
 
 
 def dotted(path: Path) -> str:
-    """Returns a place as users write it."""
+    """Returns a place as a dotted key."""
     return ".".join(map(str, path))
 
 
 def _header_paths(values: object, at: Path = ()) -> list[Path]:
-    """Returns where each header of a request stands."""
+    """Returns the places of all headers of requests."""
     found: list[Path] = []
     for key, value in values.items() if isinstance(values, Mapping) else ():
         path = (*at, key)
@@ -135,7 +134,7 @@ def _header_paths(values: object, at: Path = ()) -> list[Path]:
 
 
 def _escaped(value: Any) -> Any:
-    """Returns nested values in which no text interpolates: `${` is preceded by a backslash."""
+    """Returns nested values with a backslash before each `${`, so that no text interpolates."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", value)
     if isinstance(value, Mapping):

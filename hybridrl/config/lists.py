@@ -1,4 +1,4 @@
-"""Values that are one thing or a list of them in YAML, and always a tuple in a Config. No torch."""
+"""Types of knobs that accept one value or a list in YAML and hold a tuple. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pydantic_core import PydanticCustomError
 
 
 def _as_paths(value: object) -> object:
-    """Turns one path or a YAML list of paths into the tuple that the field holds."""
     if value is None or isinstance(value, tuple):
         return value
     paths = (value,) if isinstance(value, str) else value
@@ -20,11 +19,10 @@ def _as_paths(value: object) -> object:
 
 
 Paths = Annotated[tuple[str, ...] | None, BeforeValidator(_as_paths)]
-"""A file or a list of files in YAML; always a tuple (or None) in a Config."""
+"""A file or a list of files."""
 
 
 def _as_weights(value: object) -> object:
-    """Turns a YAML list of numbers above 0 into the tuple that the field holds."""
     if value is None:
         return None
     is_list = isinstance(value, list | tuple) and all(
@@ -37,11 +35,11 @@ def _as_weights(value: object) -> object:
 
 
 Weights = Annotated[tuple[float, ...] | None, BeforeValidator(_as_weights)]
-"""A list of weights in YAML; always a tuple (or None) in a Config."""
+"""A list of weights."""
 
 
 def _as_steps(value: object) -> object:
-    """Turns a step, a range 'A-B' or a list of both into the tuple that the field holds."""
+    """Expands a step, a range 'A-B' or a list of both."""
     steps: list[int] = []
     for part in value if isinstance(value, list | tuple) else (value,):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(part))
@@ -55,11 +53,10 @@ def _as_steps(value: object) -> object:
 
 
 Steps = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_as_steps)]
-"""Steps, ranges of steps or both in YAML; always a tuple in a Config."""
+"""Steps and ranges of steps, ascending."""
 
 
 def _as_counts(value: object) -> object:
-    """Turns a number from 1 or a list of them into the ascending tuple that the field holds."""
     if value is None:
         return ()
     counts = value if isinstance(value, list | tuple) else (value,)
@@ -69,11 +66,10 @@ def _as_counts(value: object) -> object:
 
 
 Counts = Annotated[tuple[int, ...], BeforeValidator(_as_counts)]
-"""A count or several in YAML; always an ascending tuple in a Config."""
+"""One count or several, ascending."""
 
 
 def _as_texts(value: object) -> object:
-    """Turns a text or a list of them into the tuple that the field holds."""
     texts = [value] if isinstance(value, str) else [] if value is None else value
     if not isinstance(texts, list | tuple) or not all(
         isinstance(one, str) and one for one in texts
@@ -83,4 +79,4 @@ def _as_texts(value: object) -> object:
 
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_as_texts)]
-"""A text or a list of texts in YAML; always a tuple in a Config."""
+"""A text or a list of texts."""

@@ -1,8 +1,7 @@
 """Reads a configuration from YAML and `key=value` overrides. No torch.
 
-Owns turning text into a `Config`, and every fault of that text into one ConfigError that lists all
-violations at once: an unknown key names the nearest key that exists, a wrong value names what is
-allowed.
+Owns the step from text to a `Config`. All violations are reported in one ConfigError: an unknown
+key names the nearest known key, and a wrong value names the allowed ones.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from hybridrl.errors import ConfigError, UserError, said, short
 
 NULLS = ("", "null", "~", "none", "None", "NULL", "Null")
 
-# Characters of a list of keys that one message can hold, and how many it has instead.
-MOST_ALLOWED = 300
+# A longer list of allowed keys is shortened to the likeliest.
+MAX_ALLOWED_CHARACTERS = 300
 NUM_LIKELY = 8
 OTHER_NAMES = "docs/guides/coming_from.md"
 
@@ -43,11 +42,10 @@ OTHER_NAMES = "docs/guides/coming_from.md"
 def as_config(
     source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
 ) -> Config:
-    """Returns the configuration of a YAML file, of a mapping, or the one that is given.
+    """Returns the configuration of a YAML file or a mapping; returns a Config as it is.
 
     Args:
-        source: where it comes from.
-        overrides: `key=value` texts on top; none for one that is a Config already.
+        overrides: `key=value` texts; not for a Config.
     """
     if isinstance(source, Mapping):
         return load_config_dict(source, overrides)
@@ -60,19 +58,18 @@ def load_config(
     """Reads a YAML file, applies overrides, and validates each value alone.
 
     Args:
-        path: the YAML file.
-        overrides: `section.key=value` texts, values read as YAML; later ones win.
-        like: another configuration. Where it is written with the same `${...}` its value is taken,
-            so that a file of a run can be read when the environment has changed since.
+        overrides: `section.key=value` texts with YAML values; later ones win.
+        like: Another configuration, whose values are used for equal `${...}` texts. A run's file
+            can then be read after the environment has changed.
 
     Raises:
-        ConfigError: with all violations found.
+        ConfigError: All violations.
     """
     file = Path(path)
     if not os.path.isfile(file):
-        found = "a folder" if os.path.isdir(file) else "no such file"
+        found = "a directory" if os.path.isdir(file) else "no such file"
         raise ConfigError(
-            [UserError(str(path), found, "a YAML file", "Check the path of the config.")]
+            [UserError(str(path), found, "an existing YAML file", "Correct the path.")]
         )
     try:
         loaded = read_yaml(file)
@@ -82,16 +79,19 @@ def load_config(
         content = OmegaConf.to_container(loaded, resolve=True)
     except UserError as error:
         raise ConfigError([error]) from None
-    except OmegaConfBaseException as error:  # an interpolation that comes to nothing
+    except OmegaConfBaseException as error:  # an interpolation without a value
         raise ConfigError(
-            [UserError(str(path), said(error), "valid YAML", "Mend the file at this place.")]
+            [UserError(str(path), said(error), "valid YAML", "Fix the interpolation in the file.")]
         ) from None
     if not isinstance(content, dict) or not content:
         found = "an empty file" if not content else type(content).__name__
         raise ConfigError(
             [
                 UserError(
-                    str(path), found, "sections run, model, ... with keys", "Write a YAML mapping."
+                    str(path),
+                    found,
+                    "a mapping with sections run, model, ...",
+                    "Write the sections.",
                 )
             ]
         )
@@ -99,16 +99,16 @@ def load_config(
 
 
 def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Validates nested sections given as a mapping, with overrides applied on top.
+    """Validates nested sections with overrides applied.
 
     Raises:
-        ConfigError: with all violations found.
+        ConfigError: All violations.
     """
     return _validated(content, overrides, {})
 
 
 def _known(written: Mapping[Place, str], like: Config | None) -> dict[Place, Any]:
-    """Returns the values of the interpolations that another configuration is written with too."""
+    """Returns the other configuration's values of equal interpolations."""
     if like is None:
         return {}
     values = like.model_dump(mode="json")
@@ -121,14 +121,15 @@ def _validated(
 ) -> Config:
     violations: list[UserError] = []
     values, texts = _copy(content), dict(written)
-    if isinstance(values.get("layout"), str):  # a word for its section, whose other keys may follow
+    if isinstance(values.get("layout"), str):  # overrides may add keys to the section
         values["layout"] = {"choose": values["layout"]}
     for override in overrides:
         violations += _apply(values, override, texts)
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        violations += [one for details in error.errors() for one in _violations(details, texts)]
+        for details in error.errors():
+            violations += _violations(details, texts)
     if violations:
         raise ConfigError(violations)
     config.written.update(texts)
@@ -136,8 +137,9 @@ def _validated(
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the whole configuration, defaults included, as YAML that reads back equal: with
-    `${...}` as it was written, not what it came to, and without headers of requests.
+    """Returns the whole configuration, defaults included, as YAML that reads back equal.
+
+    `${...}` stays as it was written, and headers of requests are left out.
     """
     return yaml.safe_dump(
         as_written(config.model_dump(mode="json"), config.written), sort_keys=False, width=1000
@@ -145,8 +147,10 @@ def to_yaml(config: Config) -> str:
 
 
 def knobs() -> list[str]:
-    """Returns the dotted name of every knob; an algorithm's are `algorithm[NAME].key`, those of
-    sections by a name of the user's `section[NAME].key`, where a whole section is one.
+    """Returns the dotted names of all knobs.
+
+    Algorithms have `algorithm[NAME].key`; sections with names chosen by the user have
+    `section[NAME].key`.
     """
     return sorted(_knobs(Config, ""))
 
@@ -165,7 +169,7 @@ def _knobs(section: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _algorithm_sections() -> dict[str, type[BaseModel]]:
-    """Returns the section of each algorithm by its tag ('custom' for dotted paths)."""
+    """Returns the section of each algorithm by its tag, which is 'custom' for dotted paths."""
     union = get_args(AlgorithmConfig)[0]
     return {get_args(member)[1].tag: get_args(member)[0] for member in get_args(union)}
 
@@ -177,11 +181,11 @@ def _copy(value: Any) -> Any:
 
 
 def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> list[UserError]:
-    """Writes one `a.b=value` into nested dictionaries, and what it interpolates into `written`;
-    returns what is wrong with it.
+    """Writes one `a.b=value` into nested dictionaries and its interpolations into `written`;
+    returns the violations.
     """
     key, equals, text = override.partition("=")
-    parts = key.lstrip("+").split(".")  # Hydra's sign for a key that a file has not
+    parts = key.lstrip("+").split(".")  # Hydra marks a new key by +
     if not equals or not all(parts):
         return [
             UserError("override", short(override), "section.key=value", "Write it as train.tp=2.")
@@ -193,7 +197,7 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
     except (YamlTextError, OmegaConfBaseException) as error:
         return [UserError(key, short(text), "a YAML value", f"Quote or change it ({said(error)}).")]
     if value is None and text.strip() not in NULLS:
-        value = raw = text  # YAML takes '#' for a comment: `reward.extract=#### (.*)` is text
+        value = raw = text  # YAML reads `#` as a comment: `reward.extract=#### (.*)` is text
     for place in places_within(written, tuple(parts)):
         del written[place]
     written.update(interpolations(raw, tuple(parts)))
@@ -208,20 +212,20 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
 
 
 def _violations(details: Any, written: Mapping[Place, str]) -> Iterator[UserError]:
-    """Yields what one pydantic error says: for a section that other systems have and we do not, an
-    error for each of its keys.
+    """Yields the violations of one pydantic error; for a section of another system, one for each of
+    its keys.
     """
     parts = [str(part) for part in details["loc"]]
     content = details["input"]
     if parts[0] == "algorithm" and len(parts) > 2:
-        del parts[1]  # the algorithm's name, which is no key
+        del parts[1]  # the tag of the algorithm, which is not a key
     is_unknown = details["type"] == "extra_forbidden" and parts[0] != "mix"
     if is_unknown and isinstance(content, Mapping):
         leaves = list(_leaves(content, ".".join(parts)))
         if ".".join(parts) in SECTIONS_ELSEWHERE or any(counterpart(key) for key in leaves):
             sections = ", ".join(Config.model_fields)
             for key in leaves:
-                remedy = _as_elsewhere(key) or f"Remove it, or see {OTHER_NAMES}."
+                remedy = _as_elsewhere(key) or f"Remove it; {OTHER_NAMES} lists counterparts."
                 yield UserError(key, "an unknown section", sections, remedy)
             return
     yield _violation(details, written)
@@ -237,11 +241,12 @@ def _leaves(content: Mapping[Any, Any], prefix: str) -> Iterator[str]:
 
 
 def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
-    """Turns one pydantic error into one with key, value, what is allowed and the remedy."""
+    """Converts a pydantic error."""
     parts = [str(part) for part in details["loc"]]
-    shown = short(written.get(tuple(parts), details["input"]))  # not what the environment holds
+    # The text of an interpolation, which hides the value of an environment variable.
+    shown = short(written.get(tuple(parts), details["input"]))
     at = 3 if parts[0] == "mix" else 1
-    if parts[at - 1 : at] == ["algorithm"] and len(parts) > at:  # a tag, which is no key
+    if parts[at - 1 : at] == ["algorithm"] and len(parts) > at:  # a tag, which is not a key
         section = _section_at(parts[at + 1 : -1], _algorithm_sections()[parts.pop(at)])
     else:
         section = _section_at(parts[:-1])
@@ -259,12 +264,14 @@ def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
             key,
             shown,
             "a section with keys",
-            f"Write {key}: and its keys below it.",
+            f"Write `{key}:` with its keys indented below it.",
         )
     rule = details["msg"].removeprefix("Value error, ")
     name, colon, limit = rule.partition(": ")
     given = details["input"] if isinstance(details["input"], Mapping) else {}
-    if kind == "value_error" and colon and name in given:  # a section's rule, which names a knob
+    if (
+        kind == "value_error" and colon and name in given
+    ):  # a rule within a section; it names the knob
         shown = short(written.get((*parts, name), given[name]))
         return UserError(f"{key}.{name}", shown, limit, f"Change {key}.{name}.")
     allowed = rule.removeprefix("Input should be ").removeprefix("a valid ")
@@ -285,7 +292,7 @@ def _section_at(parts: Sequence[str], section: type[BaseModel] = Config) -> type
 
 
 def _member(kind: Any) -> type[BaseModel] | None:
-    """Returns the section of which a mapping has some, by names of the user's."""
+    """Returns the section type of a mapping with names chosen by the user; None for other types."""
     value = get_args(kind)[1] if get_origin(kind) is dict else None
     return value if isinstance(value, type) and issubclass(value, BaseModel) else None
 
@@ -298,7 +305,7 @@ def _meaning(section: type[BaseModel] | None, name: str) -> str:
 def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
     known = list(section.model_fields)
     allowed = ", ".join(known)
-    if len(allowed) > MOST_ALLOWED:  # the likeliest, in the schema's order
+    if len(allowed) > MAX_ALLOWED_CHARACTERS:
         likely = sorted(known, key=lambda k: _likeness(name, k))[-NUM_LIKELY:]
         shown = ", ".join(k for k in known if k in likely)
         allowed = f"{shown} and {len(known) - NUM_LIKELY} more"
@@ -306,8 +313,10 @@ def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
 
 
 def _hint(key: str, name: str, known: Sequence[str]) -> str:
-    """Returns which knob an unknown key means: a slip of the pen, then a name of another system, a
-    key of another section, and last the likeliest of the section.
+    """Returns the remedy for an unknown key.
+
+    It names, in this order: a nearly equal key of the section, the counterpart of another system's
+    key, a similar key, the same key in another section, or the likeliest key.
     """
     prefix = key.removesuffix(name)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -321,14 +330,14 @@ def _hint(key: str, name: str, known: Sequence[str]) -> str:
 
 
 def _as_elsewhere(key: str) -> str | None:
-    """Returns what corresponds to a name of another system here; None if no system has it."""
+    """Returns the remedy for a key of another system; None if no other system has it."""
     if (found := counterpart(key)) is None:
         return None
-    system, name, ours = found
-    if not ours.keys:
-        return f"Remove it: {ours.note} ({system}'s {name})."
-    note = f" ({ours.note})" if ours.note else ""
-    return f"Use {_quoted(ours.keys, 'and')} for {system}'s {name}{note}."
+    system, name, known = found
+    if not known.keys:
+        return f"Remove it: {known.note} ({system}'s {name})."
+    note = f" ({known.note})" if known.note else ""
+    return f"Use {_quoted(known.keys, 'and')} for {system}'s {name}{note}."
 
 
 def _quoted(keys: Sequence[str], word: str) -> str:
@@ -336,7 +345,7 @@ def _quoted(keys: Sequence[str], word: str) -> str:
 
 
 def _likeness(name: str, key: str) -> tuple[bool, bool, float]:
-    """Orders keys by how likely `name` means them: initials ('lr'), same start, common letters."""
+    """Orders keys by how likely `name` means them: initials (`lr`), same start, common letters."""
     initials = "".join(word[0] for word in key.split("_"))
     return initials == name, key.startswith(name), difflib.SequenceMatcher(None, name, key).ratio()
 

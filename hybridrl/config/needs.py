@@ -1,8 +1,8 @@
-"""What an algorithm needs of the trainer: models, columns, and the kind of data. No torch.
+"""Needs of an algorithm: models, batch columns and the kind of data. No torch.
 
-Owns the type `Needs`. The section of an algorithm states its needs (`section.needs`), and its class
-takes them from there; an algorithm of the user's own states them in its class. Readers are rules,
-checks of data, `hybridrl plan` and the loop. Which models follow from needs is roles.py's.
+Owns the type `Needs`. An algorithm's section states its needs (`section.needs`) and its class reads
+them; a user's own algorithm states them in its class. Rules, checks of data, `hybridrl plan` and
+the loop read them; roles.py derives the models.
 """
 
 from __future__ import annotations
@@ -11,32 +11,33 @@ from dataclasses import dataclass
 from typing import Literal
 
 Feedback = Literal["pairs", "labels"]
-"""What rows say of responses: which of two is better, or whether one is good."""
+"""Feedback on responses: the better of two, or whether one is good."""
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What the trainer has to provide before `advantages` is called.
+    """Inputs that an algorithm needs from the trainer.
 
     Args:
-        rollouts: sampled responses and rewards; False takes the data's own responses.
-        feedback: what the data says of these: which of two is better ('pairs'), or whether one is
-            good ('labels'); data/supervised.py has the batch. None: they are demonstrations. With
-            rollouts, 'pairs' are made of the samples by their rewards.
-        reference: `reference_logp_T`, from the frozen first weights.
-        values: `values_T`, from a critic; the algorithm is then a CriticAlgorithm.
-        scores: entry t of `values_T` is the score that is read at token t itself, as a reward
-            model's, in place of the value of the state before it.
-        old_logps: `old_logp_T` even when a step makes one update, for the advantages. The loss
-            itself takes the policy's own detached log-probabilities where the column is None.
-        policy: the policy is trained; False trains the critic alone.
-        greedy: the reward part `batch.GREEDY`, from one more response to each prompt.
-        group_samples: responses to a prompt of which enough are left to compare, where some got no
-            score (`reward.on_error` drop); with fewer left all of them are dropped.
-        teacher: `teacher_logp_T`, from the model `algorithm.teacher`.
-        teacher_top: of so many tokens, the teacher's likeliest in each place, `teacher_logp_TK` and
-            `teacher_tokens_TK`; the loss then gets the policy's log-probabilities of the same.
-        allows_lag: the loss weighs samples of older weights right, by their ratio to the
+        rollouts: Whether it learns from sampled responses and rewards; otherwise from the data's
+            responses.
+        feedback: Feedback on the responses: the better of two ('pairs') or whether one is good
+            ('labels'); None for demonstrations. data/supervised.py has the batch. With rollouts,
+            'pairs' are formed from the samples by their rewards.
+        reference: Whether it needs `reference_logp_T`, from the frozen initial weights.
+        values: Whether it needs `values_T`, from a critic; it is then a CriticAlgorithm.
+        scores: Whether entry t of `values_T` is the score at token t itself, as in a reward model,
+            and not the value of the state before it.
+        old_logps: Whether advantages need `old_logp_T` even if a step makes one update. The loss
+            itself uses the policy's detached log-probabilities if the column is None.
+        policy: Whether the policy is trained; otherwise only the critic is.
+        greedy: Whether it needs the reward part `batch.GREEDY`, from a greedy response per prompt.
+        group_samples: Smallest number of scored responses to a prompt that can be compared; with
+            fewer (`reward.on_error` drop) the whole group is dropped.
+        teacher: Whether it needs `teacher_logp_T`, from `algorithm.teacher`.
+        teacher_top: Number of the teacher's likeliest tokens per position in `teacher_logp_TK` and
+            `teacher_tokens_TK`; the loss then gets the policy's log-probabilities of them.
+        allows_lag: Whether the loss corrects samples of older weights by their ratio to the
             behaviour policy, so that `steps.max_policy_lag` may be above 0.
     """
 
@@ -60,8 +61,8 @@ class Needs:
 
     @property
     def fits_term(self) -> bool:
-        """Whether the algorithm can be a further term of another one's loss: it trains the policy
-        alone, on the data's responses.
+        """Whether the algorithm trains only the policy, on given responses, so that it can be a
+        further loss term.
         """
         others = self.rollouts or self.values or self.greedy or self.has_teacher
         return self.policy and not others

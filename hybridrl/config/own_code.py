@@ -1,8 +1,8 @@
-"""Users' own functions and classes, named in a configuration as `package.module:name`. No torch.
+"""Users' functions and classes, named in a configuration as `package.module:name`. No torch.
 
-Owns that no code of users ends the process without a word, be it by sys.exit, and the event loop
-that their coroutines run in. That loop has a thread of its own: so it works where the calling
-thread runs a loop already, as in a notebook, and connections that a function keeps stay with it.
+Ensures that users' code, for example by sys.exit, never ends the process without a message. Owns
+the event loop of users' coroutines. The loop has its own thread, so that it works when the calling
+thread already runs a loop, as in a notebook, and so that a function's connections stay open.
 """
 
 from __future__ import annotations
@@ -23,24 +23,22 @@ from typing import Any
 
 from hybridrl.errors import UserError, did, said
 
-MOST_LINES = 5  # of users' code, in one message
+MAX_LINES = 5  # of users' code, in one message
 LIBRARIES = ("site-packages", "dist-packages")
 NOT_OWN = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
 
 
 def make_working_folder_importable() -> None:
-    """Lets dotted paths name modules in the folder where hybridrl was started, behind all others:
-    for `hybridrl` as for a script elsewhere that makes a Trainer.
-    """
+    """Lets dotted paths name modules in the working directory, after all other modules."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
 
 def imported(path: str) -> Any:
-    """Returns what a dotted path `package.module:name` names.
+    """Returns the object that a dotted path `package.module:name` names.
 
     Raises:
-        ImportError: whatever went wrong; its text says it on one line.
+        ImportError: The import failed; the text is one line.
     """
     module, _, name = path.partition(":")
     try:
@@ -49,16 +47,16 @@ def imported(path: str) -> Any:
         lines = own_lines(error)
         at = f" at {lines}" if lines else ""
         raise ImportError(f"{type(error).__name__}{at}: {said(error)}") from error
-    except BaseException as error:  # sys.exit, say, which would end the command with its code
+    except BaseException as error:  # such as sys.exit, which would end the command
         raise ImportError(f"it {did(error)} at {_lines(error)}") from error
 
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Runs a part that calls code of users; what would end the process there becomes an error.
+    """Runs a block that calls users' code; attempts to end the process become errors.
 
     Raises:
-        UserError: the code called sys.exit, or raised another exception that nothing catches.
+        UserError: The code called sys.exit, or raised another exception that is not an Exception.
     """
     try:
         yield
@@ -66,25 +64,24 @@ def contained() -> Iterator[None]:
         raise
     except BaseException as error:
         allowed = "code that returns, or raises an Exception"
-        remedy = "Remove it: the run would end without a word."
+        remedy = "Remove the call; it would end the run without a message."
         raise UserError(_lines(error), f"code that {did(error)}", allowed, remedy) from error
 
 
 def own_lines(error: BaseException) -> str:
-    """Returns the lines of users' code that an exception came through, for a message: the line
-    that was run last, then those that called it; "" if none is known. Where a library raised, its
-    own lines are left out.
+    """Returns the lines of users' code in an exception's traceback, innermost first; "" if there
+    are none. Lines of libraries are left out.
     """
     lines = [
         f"{file}:{line}"
         for frame, line in traceback.walk_tb(error.__traceback__)
         if _is_own(file := frame.f_code.co_filename)
     ]
-    return ", called at ".join(lines[: -MOST_LINES - 1 : -1])
+    return ", called at ".join(lines[: -MAX_LINES - 1 : -1])
 
 
 def _lines(error: BaseException) -> str:
-    """Returns `own_lines`, or the line that was run last where a library ended by itself."""
+    """Returns `own_lines`, or the innermost line if only libraries are in the traceback."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return own_lines(error) or f"{frame.filename}:{frame.lineno}"
 
@@ -95,7 +92,7 @@ def _is_own(file: str) -> bool:
 
 
 def awaited(value: Any) -> Any:
-    """Returns a value, or what it comes to if it can be awaited; waits for it."""
+    """Returns a value; waits for its result first if it is awaitable."""
     if not inspect.isawaitable(value):
         return value
 
@@ -124,7 +121,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def traceback_text(error: BaseException) -> str:
-    """Returns the whole traceback of an exception of users' code, whatever their types do."""
+    """Returns the full traceback of users' code, even if its types fail to print."""
     try:
         return "".join(traceback.format_exception(error))
     except BaseException as fault:  # users' own types may raise anything

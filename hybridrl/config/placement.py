@@ -19,7 +19,7 @@ from hybridrl.errors import UserError
 
 HOW_RANKS_ARE_WRITTEN = "all, 3, 0-3, first:2, last:2, node:0, gpu:H100, or several, joined by ','"
 PART = re.compile(r"all|(?:first|last):\d+|node:\d+(?:-\d+)?|gpu:[^,]+|\d+(?:-\d+)?")
-REWARD = "reward "  # before a reward model's name, where roles are named
+REWARD = "reward "  # prefix of a reward model's role
 
 
 def _as_text(value: object) -> object:
@@ -162,7 +162,7 @@ def named_roles(section: PlacementConfig) -> dict[str, tuple[str, RankSet]]:
     found: dict[str, tuple[str, RankSet]] = {}
     for role in ("policy", "rollout", "reference", "critic", "teacher"):
         given: RankSet = getattr(section, role)
-        if given != type(given)():  # what a run folder's config.yaml says of others too
+        if given != type(given)():  # config.yaml in a run folder writes defaults too
             found[role] = f"placement.{role}", given
     for name, given in section.rewards.items():
         found[REWARD + name] = f"placement.rewards.{name}", given
@@ -216,7 +216,7 @@ def place(
     if idle and not errors:
         found_idle = f"nothing on ranks {shown(idle)} of {machines.num_ranks}"
         allowed = "a model or an engine on every rank"
-        remedy = "Give them to a role, or start fewer ranks."
+        remedy = "Place a role on them, or start fewer ranks."
         errors.append(UserError("placement", found_idle, allowed, remedy))
     return placed, errors
 
@@ -244,13 +244,13 @@ def _resolved(key: str, text: str, machines: Machines) -> tuple[tuple[int, ...],
             UserError(
                 key,
                 text,
-                f"ranks 0 to {size - 1} of the {size} that there are",
-                f"Leave out rank {beyond[0]}, or start more ranks.",
+                f"ranks 0 to {size - 1}, because {size} are started",
+                f"Remove rank {beyond[0]}, or start more ranks.",
             )
         ]
     if not found:
-        allowed = "at least one rank for each role that is named"
-        return (), [UserError(key, text, allowed, "Name one, or remove the role.")]
+        allowed = "at least one rank for each named role"
+        return (), [UserError(key, text, allowed, "Name a rank, or remove the role.")]
     return tuple(sorted(found)), []
 
 
@@ -276,7 +276,9 @@ def _ranks_of_nodes(
     each = machines.ranks_per_node
     if each is None:
         remedy = "Name ranks, or start with torchrun, which sets LOCAL_WORLD_SIZE."
-        return UserError(key, part, "ranks where it is not known which share a node", remedy)
+        return UserError(
+            key, part, "rank numbers, because the ranks of each node are unknown", remedy
+        )
     first, _, last = number.partition("-")
     nodes, num_nodes = range(int(first), int(last or first) + 1), -(-machines.num_ranks // each)
     if nodes and nodes[-1] >= num_nodes:
@@ -287,12 +289,12 @@ def _ranks_of_nodes(
 
 def _ranks_of_gpus(key: str, part: str, name: str, machines: Machines) -> Sequence[int] | UserError:
     if machines.gpus is None:
-        remedy = "Name ranks or nodes; a plan knows GPUs on a host that has one for each rank."
-        return UserError(key, part, "ranks where the kinds of GPUs are not known", remedy)
+        remedy = "Name ranks or nodes, or plan on a host with one GPU per rank."
+        return UserError(key, part, "ranks or nodes, because the GPUs are unknown", remedy)
     found = [rank for rank, gpu in enumerate(machines.gpus) if name.lower() in gpu.lower()]
     if not found:
         kinds = ", ".join(sorted(set(machines.gpus)))
-        return UserError(key, part, f"a part of a name of {kinds}", "Name a GPU that is there.")
+        return UserError(key, part, f"a part of a GPU's name: {kinds}", "Name one of these GPUs.")
     return found
 
 
@@ -304,7 +306,7 @@ def _unlike_gpus(
         yield UserError(
             f"{key}.ranks",
             f"{given.ranks}, which have {' and '.join(kinds)}",
-            "GPUs of one kind: the slowest sets the pace",
+            "GPUs of one kind, because the slowest sets the pace",
             f"Choose with gpu:NAME, or set {key}.mixed_gpus=true.",
         )
 

@@ -1,10 +1,10 @@
-"""What the name of an algorithm with rollouts sets. No torch."""
+"""Defaults that each algorithm name with rollouts sets. No torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# What each name sets where the config says nothing; docs/algorithms.md has the source of each.
+# Defaults of each name; docs/algorithms.md has their sources.
 PRESETS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"normalize_std": False, "aggregate": "fixed"},
     "dapo": {"clip_high": 0.28, "overlong_max_tokens": 20480, "max_resampling": 10},

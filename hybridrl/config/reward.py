@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 
 from hybridrl.config.section import Section
 
-# Rewards whose score says how right a response is, from 0 to 1.
+# Rewards whose score, from 0 to 1, measures correctness.
 JUDGES_ANSWERS = ("exact_match", "gsm8k", "math", "code", "choice")
-# The reward whose option `path` names a model.
+# Reward whose option `path` names a model.
 SERVED = "reward_model"
-# Metrics have these names beside those of scorers: reward/mean, eval/accuracy.
+# Names of other metrics, such as reward/mean and eval/accuracy, which scorers must not have.
 NOT_NAMES = ("mean", "std", "accuracy", "reward", "majority")
 
 
@@ -56,13 +56,13 @@ class RewardConfig(ScorerConfig):
                 if getattr(self, name) != field.get_default():
                     raise ValueError(f"{name}: only without functions")
         if self.accuracy is not None and self.accuracy not in self.functions:
-            known = ", ".join(self.functions) or "nothing without functions"
+            known = ", ".join(self.functions) or "no value without functions"
             raise ValueError(f"accuracy: {known}, not {self.accuracy!r}")
         for name in self.functions:
             if not name.replace("_", "").replace("-", "").isalnum() or name in NOT_NAMES:
                 others = ", ".join(NOT_NAMES)
                 raise ValueError(
-                    f"functions: names of letters, digits, _ and - but {others}, not {name!r}"
+                    f"functions: names of letters, digits, _ and -, except {others}; not {name!r}"
                 )
         if self.error_value and self.on_error != "value":
             raise ValueError(f"error_value: only with on_error=value, not {self.on_error}")
@@ -73,7 +73,7 @@ class RewardConfig(ScorerConfig):
         scorers = self.scorers()
         if self.accuracy is not None or len(scorers) == 1:
             return self.accuracy or next(iter(scorers))
-        judging = [name for name, one in scorers.items() if one.function in JUDGES_ANSWERS]
+        judging = [name for name in scorers if scorers[name].function in JUDGES_ANSWERS]
         return judging[0] if len(judging) == 1 else None
 
     def scorers(self) -> dict[str, ScorerConfig]:

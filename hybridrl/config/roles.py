@@ -1,7 +1,6 @@
-"""Which models a run holds, derived once for `hybridrl plan` and the trainer. No torch.
+"""Models of a run, derived once for `hybridrl plan` and the trainer. No torch.
 
-Owns how the needs of algorithms and the section `reward` become models. Building them is the
-trainer's.
+Owns the step from algorithms' needs and the section `reward` to models; the trainer builds them.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from hybridrl.config.schema import Config, ModelConfig
 
 @dataclass(frozen=True)
 class RunModels:
-    """The models of a run. There is always a policy.
+    """Models of a run in addition to the policy.
 
     Args:
-        trains_policy: else the policy is frozen.
-        has_reference: the policy's first weights, frozen.
-        has_critic: a trained model of the policy's shape.
-        has_teacher: the frozen model that `algorithm.teacher` names.
-        reward_models: frozen models that score samples, by their scorers' names.
+        trains_policy: Whether the policy is trained; otherwise it is frozen.
+        has_reference: Whether there is a frozen copy of the policy's initial weights.
+        has_critic: Whether there is a trained critic of the policy's shape.
+        has_teacher: Whether there is a frozen teacher, `algorithm.teacher`.
+        reward_models: Frozen models that score samples, by their scorers' names.
     """
 
     trains_policy: bool
@@ -37,9 +36,8 @@ def run_models(config: Config, needs: Needs, terms: Iterable[Needs]) -> RunModel
     """Returns the models of a training run.
 
     Args:
-        config: of the run.
-        needs: of its algorithm.
-        terms: needs of the further terms of the policy's loss.
+        needs: Needs of the algorithm.
+        terms: Needs of the further loss terms.
     """
     return RunModels(
         trains_policy=needs.policy,
@@ -51,13 +49,13 @@ def run_models(config: Config, needs: Needs, terms: Iterable[Needs]) -> RunModel
 
 
 def trains_policy(config: Config) -> bool:
-    """Whether a run trains a language model; if not, it trains a reward model."""
+    """Whether a run trains a language model; otherwise it trains a reward model."""
     needs = config.algorithm.needs
     return needs is None or needs.policy
 
 
 def reward_models(config: Config) -> dict[str, ModelConfig]:
-    """Returns the models that the section `reward` names, by the names of their scorers."""
+    """Returns the models in the section `reward`, by their scorers' names."""
     found = {}
     for name, scorer in config.reward.scorers().items():
         path = scorer.options.get("path")

@@ -1,7 +1,7 @@
-"""Rules between knobs, the world size and the model's shape, reported all at once. No torch.
+"""Rules between knobs, the number of ranks and the model's shape, all reported together. No torch.
 
-Owns what makes a valid configuration as a whole, and the default world size. Knows a model only
-through its HF config.json; keys it lacks are not judged.
+Owns what makes a whole configuration valid, and the default number of ranks. The model is known
+only by its HF config.json; missing keys are not checked.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from hybridrl.config.schema import (
 from hybridrl.errors import UserError, short
 from hybridrl.rollout.registry import ENGINES, offered_engines
 
-MOST_BYTES = 255  # of a name, on every usual file system
+MAX_NAME_BYTES = 255  # on every usual file system
 TRAINING_ONLY = ("steps.", "mix.")
-ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")  # of `train.order`, as Megatron orders them itself
+ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")  # Megatron's default order
 
 
 def default_world_size(config: Config, num_gpus: int) -> int:
-    """Returns the number of ranks to start: the GPUs, or on CPU what the layouts need."""
+    """Returns the number of ranks to start: one per GPU, or on CPU as many as the layouts need."""
     if num_gpus > 0:
         return num_gpus
     train, named = config.train, least_ranks(config.placement)
@@ -66,13 +66,11 @@ def check(
     """Returns every violated rule.
 
     Args:
-        config: a configuration whose single values are valid.
-        world_size: number of ranks.
-        model_config: the model's HF config.json, or None where only the layout is judged.
-        default_dtype: what model.dtype=auto stands for on this host; a GPU's where it is not known.
-        is_script: whether a user's own script asks, which starts no ranks.
-        machines: under the ranks; None: nothing is known of them, so that a placement which asks
-            for them is not judged.
+        config: A configuration whose single values are valid.
+        model_config: The model's HF config.json, or None to check only the layout.
+        default_dtype: Meaning of model.dtype=auto on this host.
+        is_script: Whether a user's script calls this, which starts no ranks.
+        machines: Hardware of the ranks; if None, a placement that depends on it is not checked.
     """
     misplaced: list[UserError] = []
     laid_out: list[UserError] = []
@@ -103,26 +101,24 @@ def check(
 
 
 def without_training(found: Sequence[UserError]) -> list[UserError]:
-    """Returns the violations that matter where a model is only evaluated: not those of knobs that
-    training alone reads.
-    """
+    """Returns the violations without those of knobs that only training reads."""
     return [error for error in found if not error.name.startswith(TRAINING_ONLY)]
 
 
 def number_of_ranks(is_script: bool = False) -> str:
-    """Returns how the user says how many ranks there are; argument as of `check`."""
+    """Returns advice on how to change the number of ranks, as part of a sentence."""
     if "RANK" in os.environ:
         return "the number of ranks with torchrun's --nproc-per-node (and --nnodes)"
     if is_script:
-        return "start the script with torchrun --nproc-per-node=N: python alone makes 1 rank"
+        return "start the script with torchrun --nproc-per-node=N (python alone starts 1 rank)"
     return "the number of ranks with --world"
 
 
 def _folder_rules(run: RunConfig) -> Iterator[UserError]:
     for key, path in (("run.dir", run.dir), ("run.name", run.name)):
-        if "\0" in path or any(len(os.fsencode(part)) > MOST_BYTES for part in path.split("/")):
-            allowed = f"names of folders of at most {MOST_BYTES} bytes, without NUL"
-            yield UserError(key, short(path), allowed, f"Change {key}.")
+        if "\0" in path or any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.split("/")):
+            allowed = f"folder names of at most {MAX_NAME_BYTES} bytes, without NUL"
+            yield UserError(key, short(path), allowed, f"Shorten {key}.")
 
 
 def _model_rules(model: ModelConfig) -> Iterator[UserError]:
@@ -146,13 +142,11 @@ def _layout_rules(config: Config, placement: Placement, ranks: str) -> Iterator[
     train, rollout = config.train, config.rollout
     world_size, num_engines = len(placement.policy.ranks), len(placement.rollout)
     given = config.placement
-    of_policy = _ranks_of("policy", world_size, given.policy.ranks)
-    of_rollout = _ranks_of("rollout", num_engines, given.rollout.ranks)
     if world_size % (train.tp * train.pp * train.cp):
         yield UserError(
             "train.tp * train.pp * train.cp",
             f"{train.tp} * {train.pp} * {train.cp} = {train.tp * train.pp * train.cp}",
-            f"a divisor of {of_policy}",
+            f"a divisor of {_ranks_of('policy', world_size, given.policy.ranks)}",
             f"Change the layout, or {ranks}.",
         )
     else:
@@ -162,7 +156,7 @@ def _layout_rules(config: Config, placement: Placement, ranks: str) -> Iterator[
         yield UserError(
             "rollout.tp",
             rollout.tp,
-            f"a divisor of {of_rollout}",
+            f"a divisor of {_ranks_of('rollout', num_engines, given.rollout.ranks)}",
             f"Change rollout.tp, or {ranks}.",
         )
 
@@ -198,14 +192,13 @@ def _ranks_of(role: str, size: int, ranks: str | None) -> str:
 
 
 def is_megatron_order(order: str, pp: int, cp: int, ep: int) -> bool:
-    """Returns whether Megatron lays the axes over the ranks in this order.
+    """Returns whether Megatron can lay the axes over the ranks in this order.
 
-    Its layout of experts has no cp, and its pipeline stages must be those of the dense layout
+    Megatron's expert layout has no cp, and its pipeline stages must be those of the dense layout
     (megatron-core 0.16.1, parallel_state.initialize_model_parallel).
 
     Args:
-        order: each axis once, joined by '-'.
-        pp, cp, ep: parallel sizes.
+        order: Each axis once, joined by '-'.
     """
     if pp == 1 or order.endswith("pp"):
         return True
@@ -228,7 +221,7 @@ def _order_rules(train: TrainConfig) -> Iterator[UserError]:
         yield UserError(
             "train.order",
             repr(train.order),
-            f"one that ends with pp, with train.pp={train.pp}, train.cp={train.cp} and "
+            f"an order that ends with pp, with train.pp={train.pp}, train.cp={train.cp} and "
             f"train.ep={train.ep}",
             f"Set train.order={AUTO_ORDER}, or put pp last.",
         )
@@ -250,7 +243,7 @@ def _step_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "rollout.temperature",
             config.rollout.temperature,
-            f"above 0 with algorithm {algorithm.name}: greedy samples of a prompt are all the same",
+            f"above 0 with algorithm {algorithm.name}: greedy samples of a prompt are all equal",
             "Set rollout.temperature=1.",
         )
     engine = config.rollout.engine
@@ -259,7 +252,7 @@ def _step_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "rollout.temperature",
             config.rollout.temperature,
-            f"0, or {lowest} or more: rollout.engine={engine} raises what is lower",
+            f"0, or at least {lowest}: rollout.engine={engine} raises lower values",
             f"Set rollout.temperature={lowest}, or rollout.engine=hf.",
         )
     if isinstance(algorithm, PolicyGradientConfig):
@@ -269,7 +262,7 @@ def _step_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "steps.updates_per_step",
             steps.updates_per_step,
-            f"a divisor of prompts_per_step * samples_per_prompt = {samples}",
+            f"a divisor of steps.prompts_per_step * steps.samples_per_prompt = {samples}",
             "Change one of the three.",
         )
 
@@ -285,14 +278,14 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             yield UserError(
                 key,
                 wanted,
-                "nothing without data.eval_prompts or data.eval_share",
-                "Set data.eval_prompts to a file.",
+                "no value without data.eval_prompts or data.eval_share",
+                "Set data.eval_prompts to a file of held-out prompts, or data.eval_share=0.05.",
             )
     if steps.stop_at_accuracy is not None and config.reward.accuracy_scorer() is None:
         yield UserError(
             "steps.stop_at_accuracy",
             steps.stop_at_accuracy,
-            "nothing where several scorers leave open which of them is the accuracy",
+            "no value while several scorers could be the accuracy",
             f"Set reward.accuracy to one of {', '.join(config.reward.functions)}.",
         )
     if config.train.min_learning_rate > config.train.learning_rate:
@@ -311,7 +304,7 @@ def _training_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "train.critic_learning_rate",
             config.train.critic_learning_rate,
-            f"nothing with algorithm {algorithm.name}, which trains no critic beside a policy",
+            f"no value with algorithm {algorithm.name}, which has no critic",
             "Remove it, and set train.learning_rate." if needs.values else "Remove it, or use ppo.",
         )
     if isinstance(algorithm, PpoConfig) and 0 < steps.num_steps < algorithm.critic_warmup_steps:
@@ -319,12 +312,14 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             "algorithm.critic_warmup_steps",
             algorithm.critic_warmup_steps,
             f"at most steps.num_steps = {steps.num_steps}",
-            "Lower it, or the policy never trains.",
+            "Lower it, or raise steps.num_steps: the policy would never train.",
         )
 
 
 def _release_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
-    """Rules of freeing the training weights: they need masters, and nobody else may read them."""
+    """Yields the violations of freeing the training weights, which needs fp32 masters and no other
+    readers of the weights.
+    """
     if not config.train.release_weights_in_rollout:
         return
     dtype = default_dtype if config.model.dtype == "auto" else config.model.dtype
@@ -333,15 +328,15 @@ def _release_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
             "model.dtype",
             config.model.dtype + (" (float32 here)" if config.model.dtype == "auto" else ""),
             "bfloat16 with train.release_weights_in_rollout=true: in float32 the optimizer has no "
-            "masters of its own to make the weights from",
+            "separate masters from which to rebuild the weights",
             "Set model.dtype=bfloat16, or train.release_weights_in_rollout=false.",
         )
     if config.rollout.transport == "peer":
         yield UserError(
             "rollout.transport",
             config.rollout.transport,
-            "auto or packed with train.release_weights_in_rollout=true: the peers' mappings of the "
-            "weights would keep their memory",
+            "auto or packed with train.release_weights_in_rollout=true: peers that map the weights "
+            "would keep their memory in use",
             "Set rollout.transport=packed, or train.release_weights_in_rollout=false.",
         )
 
@@ -357,22 +352,22 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
             yield UserError(
                 key,
                 config.data.max_response_tokens,
-                f"nothing with algorithm {config.algorithm.name}, which learns from samples",
-                "Set rollout.max_new_tokens.",
+                f"no value with algorithm {config.algorithm.name}, which learns from samples",
+                "Remove it, and set rollout.max_new_tokens.",
             )
     if config.train.micro_batch_tokens < trained:
         yield UserError(
             "train.micro_batch_tokens",
             config.train.micro_batch_tokens,
             f"at least data.max_prompt_tokens + {key} = {trained}",
-            "Raise it, or lower one of the two: every sample must fit.",
+            "Raise it, or lower one of the two; every sample must fit into a micro-batch.",
         )
     if config.data.validation is not None and needs is not None and needs.rollouts:
         yield UserError(
             "data.validation",
             ", ".join(config.data.validation),
-            f"nothing with algorithm {config.algorithm.name}, which learns from samples",
-            "Set data.eval_prompts.",
+            f"no value with algorithm {config.algorithm.name}, which learns from samples",
+            "Remove it, and set data.eval_prompts.",
         )
     positions = shape.get("max_position_embeddings")
     most_new = config.eval.most_new_tokens(config.rollout.max_new_tokens)
@@ -384,7 +379,7 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
         yield UserError(
             "rollout.max_new_tokens",
             most_new,
-            f"with data.max_prompt_tokens at most the model's {positions} positions",
+            f"at most the model's {positions} positions together with data.max_prompt_tokens",
             "Lower it (or eval.max_new_tokens, if that is larger), or data.max_prompt_tokens.",
         )
 
@@ -403,7 +398,7 @@ def _shape_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
 
 
 def _expert_model_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Rules of what cannot be done with a mixture of experts."""
+    """Yields the violations that depend on whether the model has experts."""
     experts = num_experts(shape)
     if not experts:
         for name, coefficient in config.train.moe:
@@ -417,7 +412,7 @@ def _expert_model_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[Us
         yield UserError(
             "rollout.engine",
             engine,
-            f"{', '.join(able)} with a mixture of experts (this model has {experts} a layer)",
+            f"{', '.join(able)} with a mixture of experts (this model has {experts} per layer)",
             f"Set rollout.engine={able[0]}, or train a dense model.",
         )
     if config.train.fp8 != "none":

@@ -19,27 +19,27 @@ GREEDY = "greedy"  # batch.GREEDY: the part of the reward that baseline greedy a
 
 
 def supervised_rules(config: Config, needs: Needs) -> Iterator[UserError]:
-    """Rules of algorithms that have the data's responses."""
+    """Yields the violations of algorithms without rollouts."""
     steps, algorithm = config.steps, config.algorithm
     if steps.samples_per_prompt != 1:
         yield UserError(
             "steps.samples_per_prompt",
             steps.samples_per_prompt,
-            f"1 with algorithm {algorithm.name}, which has the responses of the data",
+            f"1 with algorithm {algorithm.name}, which uses the data's responses",
             "Set steps.samples_per_prompt=1.",
         )
     if needs.feedback is not None and steps.updates_per_step > 1:
         yield UserError(
             "steps.updates_per_step",
             steps.updates_per_step,
-            f"1 with algorithm {algorithm.name}, whose gradient is that at the step's start",
-            "Set steps.updates_per_step=1, and steps.prompts_per_step lower.",
+            f"1 with algorithm {algorithm.name}, whose gradient is taken at the start of the step",
+            "Set steps.updates_per_step=1, and lower steps.prompts_per_step.",
         )
     if config.data.margin_key is not None and not isinstance(algorithm, RewardModelConfig):
         yield UserError(
             "data.margin_key",
             config.data.margin_key,
-            f"nothing with algorithm {algorithm.name}",
+            f"no value with algorithm {algorithm.name}",
             "Remove it, or use reward_model.",
         )
     if not needs.policy:
@@ -61,7 +61,7 @@ def supervised_rules(config: Config, needs: Needs) -> Iterator[UserError]:
 
 
 def unread_rules(algorithm: PolicyGradientConfig) -> Iterator[UserError]:
-    """Rules of knobs that were set and that nothing reads as the others are."""
+    """Yields the knobs that are set but not read with the other knobs' values."""
     read_with = {
         "objective": {
             "clip_low": {"clip", "sequence_clip", "geometric_mean", "cispo"},
@@ -83,13 +83,13 @@ def unread_rules(algorithm: PolicyGradientConfig) -> Iterator[UserError]:
                 yield UserError(
                     f"algorithm.{knob}",
                     value,
-                    f"nothing with algorithm.{key}={other}",
+                    f"no value with algorithm.{key}={other}",
                     f"Remove it, or set algorithm.{key} to {' or '.join(sorted(wanted))}.",
                 )
 
 
 def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> Iterator[UserError]:
-    """Rules of algorithms with rollouts."""
+    """Yields the violations of algorithms with rollouts."""
     yield from unread_rules(algorithm)
     if algorithm.needs_whole_sequences and config.train.cp > 1:
         yield UserError(
@@ -97,9 +97,9 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
             config.train.cp,
             f"1 with algorithm.objective={algorithm.objective}, "
             f"algorithm.aggregate={algorithm.aggregate} and algorithm.correction of "
-            f"{algorithm.correction.weight} and {algorithm.correction.reject}, which look at whole "
+            f"{algorithm.correction.weight} and {algorithm.correction.reject}, which need whole "
             "responses",
-            "Set train.cp=1, or choose a token objective, aggregate and correction.",
+            "Set train.cp=1, or choose an objective, aggregate and correction per token.",
         )
     weights = {name: one.weight for name, one in config.reward.scorers().items()}
     if (
@@ -111,15 +111,15 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
         yield UserError(
             "algorithm.part_weights",
             "nothing",
-            f"weights of the compared parts, where those of the reward are {weights}: a part's own "
-            "are lost when it is normalised",
-            f"Set algorithm.part_weights={weights}, or others.",
+            f"one weight per part, since the reward has weights {weights}, which are lost when its "
+            "parts are normalised",
+            f"Set algorithm.part_weights={weights}, or other weights.",
         )
     if algorithm.objective == "plain" and config.steps.updates_per_step > 1:
         yield UserError(
             "steps.updates_per_step",
             config.steps.updates_per_step,
-            "1 with algorithm.objective=plain, which takes all samples as the policy's own",
+            "1 with algorithm.objective=plain, which assumes on-policy samples",
             "Set steps.updates_per_step=1, or algorithm.objective=clip.",
         )
     longest = config.rollout.max_new_tokens
@@ -128,9 +128,9 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
         yield UserError(
             "algorithm.gae_length_alpha",
             alpha,
-            f"above 1 / rollout.max_new_tokens = {1 / longest:.3g}: 1 - 1 / (alpha length), "
-            "lambda, is 0 for all responses, which learn from the critic's guesses alone",
-            "Set it to 20 / the usual length, for a lambda of 0.95.",
+            f"above 1 / rollout.max_new_tokens = {1 / longest:.3g}: otherwise lambda, which is "
+            "1 - 1 / (alpha length), is 0 for all responses, and only the critic's values count",
+            "Set it to 20 / the usual length, which gives a lambda of 0.95.",
         )
     if isinstance(algorithm, GrpoConfig):
         yield from _group_rules(config, algorithm, set(weights))
@@ -141,8 +141,8 @@ def _group_rules(config: Config, algorithm: GrpoConfig, scorers: set[str]) -> It
         yield UserError(
             "reward.functions",
             f"one named {GREEDY!r}",
-            f"another name with algorithm {algorithm.name}, which reads parts of the reward: this "
-            "one is that of greedy responses",
+            f"another name with algorithm {algorithm.name}, which reserves this name for the "
+            "reward of greedy responses",
             "Rename that scorer.",
         )
     if algorithm.cov_kl_fraction > 0 and config.steps.updates_per_step == 1:
@@ -150,7 +150,7 @@ def _group_rules(config: Config, algorithm: GrpoConfig, scorers: set[str]) -> It
             "steps.updates_per_step",
             1,
             f"2 or more with algorithm.cov_kl_fraction={algorithm.cov_kl_fraction:g} (algorithm "
-            f"{algorithm.name}), which bounds the way from the step's start: at its first update "
-            "there is none",
+            f"{algorithm.name}), which penalises the distance from the start of the step: it is 0 "
+            "at the first update",
             "Set steps.updates_per_step=2, or use clip_cov.",
         )

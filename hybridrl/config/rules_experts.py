@@ -1,6 +1,6 @@
-"""Rules of experts in an engine: how they are cut over its ranks, and what it tells. No torch.
+"""Rules of experts in an engine: their layout, and the record of chosen experts. No torch.
 
-Knows a model only through its HF config.json; keys it lacks are not judged.
+The model is known only by its HF config.json; missing keys are not checked.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from hybridrl.rollout.registry import ENGINES, offered_engines
 
 
 def replay_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Returns what keeps the engine's experts from being replayed.
+    """Yields the reasons why the engine's experts cannot be replayed.
 
     Args:
-        config: of the run.
-        shape: the policy's config.json, or nothing.
+        shape: The policy's config.json, or empty.
     """
     if not replays(config):
         return
@@ -31,29 +30,30 @@ def replay_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
         yield UserError(key, "rollout", allowed, f"Set {off}.")
     elif not ENGINES[engine].records_experts:
         able = [name for name in offered_engines() if ENGINES[name].records_experts]
-        allowed = f"off with engine {engine!r}, which does not tell the experts that it chose"
+        allowed = f"off with engine {engine!r}, which does not report the experts that it chose"
         yield UserError(key, "rollout", allowed, f"Set rollout.engine={able[0]}, or {off}.")
 
 
 def replays(config: Config) -> bool:
-    """Whether the experts that the engine chose are recorded and replayed."""
+    """Whether the engine's choice of experts is recorded and replayed."""
     algorithm = config.algorithm
     return isinstance(algorithm, PolicyGradientConfig) and algorithm.router_replay == "rollout"
 
 
 def rollout_expert_rules(rollout: RolloutConfig, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Returns what is wrong with how an engine holds experts.
+    """Yields the violations of an engine's expert layout.
 
     Args:
-        rollout: the section.
-        shape: the policy's config.json, or nothing.
+        shape: The policy's config.json, or empty.
     """
     experts = num_experts(shape)
     width = shape.get("moe_intermediate_size", shape.get("intermediate_size"))
     if rollout.ep == 1:
         if experts and isinstance(width, int) and width % rollout.tp:
             allowed = f"a divisor of the width {width} of the model's experts, with rollout.ep=1"
-            remedy = f"Change rollout.tp, or set rollout.ep={rollout.tp}: whole experts by rank."
+            remedy = (
+                f"Change rollout.tp, or set rollout.ep={rollout.tp} for whole experts on ranks."
+            )
             yield UserError("rollout.tp", rollout.tp, allowed, remedy)
         return
     remedy = "Set rollout.ep=1."
@@ -62,7 +62,7 @@ def rollout_expert_rules(rollout: RolloutConfig, shape: Mapping[str, Any]) -> It
     elif shape and not experts:
         yield UserError("rollout.ep", rollout.ep, "1 with a dense model", remedy)
     elif rollout.ep != rollout.tp:
-        allowed = f"1, or rollout.tp = {rollout.tp}: whole experts on each rank of a replica"
+        allowed = f"1, or rollout.tp = {rollout.tp}, which gives ranks whole experts"
         yield UserError("rollout.ep", rollout.ep, allowed, remedy)
     elif experts % rollout.ep:
         allowed = f"a divisor of the model's {experts} experts"

@@ -1,4 +1,4 @@
-"""Rules of online DPO, and of further terms of the loss (the section `mix`). No torch."""
+"""Rules of online DPO and of further loss terms (the section `mix`). No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridrl.config.schema import Config, KtoConfig, OnlineDpoConfig
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.errors import UserError
 
-# First parts of metrics' names, which a term's name is too.
+# Prefixes of metric names; a term's name is a prefix too.
 TAKEN = (
     *("policy", "critic", "reward", "response_tokens", "generate", "mismatch", "correction"),
     *("preference", "teacher", "environment", "train", "eval", "reshard", "memory", "throughput"),
@@ -19,7 +19,7 @@ TAKEN = (
 
 
 def online_rules(config: Config) -> Iterator[UserError]:
-    """Rules of online DPO."""
+    """Yields the violations of online DPO."""
     steps = config.steps
     if not isinstance(config.algorithm, OnlineDpoConfig):
         return
@@ -27,33 +27,33 @@ def online_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "steps.samples_per_prompt",
             steps.samples_per_prompt,
-            "2 or more with algorithm online_dpo, which makes a pair of a prompt's samples",
+            "2 or more with algorithm online_dpo, which pairs the samples of a prompt",
             "Set steps.samples_per_prompt=2.",
         )
     if config.rollout.temperature == 0:
         yield UserError(
             "rollout.temperature",
             config.rollout.temperature,
-            "above 0 with algorithm online_dpo: greedy samples of a prompt are all the same",
+            "above 0 with algorithm online_dpo: greedy samples of a prompt are all equal",
             "Set rollout.temperature=1.",
         )
     if steps.updates_per_step > 1:
         yield UserError(
             "steps.updates_per_step",
             steps.updates_per_step,
-            "1 with algorithm online_dpo, whose gradient is that at the step's start",
-            "Set steps.updates_per_step=1, and steps.prompts_per_step lower.",
+            "1 with algorithm online_dpo, whose gradient is taken at the start of the step",
+            "Set steps.updates_per_step=1, and lower steps.prompts_per_step.",
         )
 
 
 def mix_rules(config: Config) -> Iterator[UserError]:
-    """Rules of further terms of the loss."""
+    """Yields the violations of further loss terms."""
     for name, term in config.mix.items():
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in TAKEN:
             yield UserError(
                 "mix",
                 f"a term {name!r}",
-                "names of small letters, digits and _, other than the first parts of metrics: "
+                "names of lower-case letters, digits and _, except the prefixes of metrics: "
                 + ", ".join(TAKEN),
                 "Rename the term.",
             )
@@ -63,7 +63,7 @@ def mix_rules(config: Config) -> Iterator[UserError]:
             yield UserError(
                 f"mix.{name}",
                 "a term",
-                f"nothing with algorithm {config.algorithm.name}, which trains no policy",
+                f"no value with algorithm {config.algorithm.name}, which trains no policy",
                 f"Remove mix.{name}.",
             )
         yield from _number_rules(config, f"mix.{name}", term)
@@ -75,8 +75,8 @@ def _algorithm_rules(key: str, term: TermConfig) -> Iterator[UserError]:
         yield UserError(
             f"{key}.algorithm.name",
             term.algorithm.name,
-            f"one that learns from responses of the data: sft, {', '.join(PAIR_PRESETS)}, kto",
-            "Make it the main algorithm, and the other one a term.",
+            f"sft, {', '.join(PAIR_PRESETS)} or kto, which learn from the data's responses",
+            "Make it the main algorithm, and make the other algorithm the term.",
         )
 
 
@@ -86,7 +86,7 @@ def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserEr
         yield UserError(
             f"{key}.prompts_per_step",
             rows,
-            f"a multiple of steps.updates_per_step = {updates}, each of which takes its part",
+            f"a multiple of steps.updates_per_step = {updates}, which divide the rows equally",
             f"Set {key}.prompts_per_step={-(-rows // updates) * updates}.",
         )
     elif isinstance(term.algorithm, KtoConfig) and rows // updates < 2:
@@ -104,7 +104,7 @@ def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserEr
             "train.micro_batch_tokens",
             config.train.micro_batch_tokens,
             f"at least {key}.data.max_prompt_tokens + the longest response = {longest}",
-            "Raise it, or lower one of the two: every sample must fit.",
+            "Raise it, or lower one of the two; every sample must fit into a micro-batch.",
         )
 
 
@@ -115,13 +115,13 @@ def _data_rules(key: str, term: TermConfig) -> Iterator[UserError]:
             yield UserError(
                 f"{key}.{knob}",
                 getattr(data, knob),
-                "nothing in a term: the run is evaluated on the prompts of the section data",
-                f"Set data.{knob}.",
+                "no value in a term: the run is evaluated on the prompts of the section data",
+                f"Remove it, and set data.{knob}.",
             )
     if data.margin_key is not None:
         yield UserError(
             f"{key}.margin_key",
             data.margin_key,
-            "nothing in a term: a margin is of reward_model",
+            "no value in a term: only reward_model reads margins",
             "Remove it.",
         )

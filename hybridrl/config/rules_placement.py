@@ -1,7 +1,6 @@
 """Rules between the section `placement`, the models of a run and their sizes. No torch.
 
-Owns where the models of a configuration lie (`placed`), and what is wrong with that beyond the
-section itself.
+Owns the placement of a configuration's models (`placed`) and its rules beyond the section itself.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from hybridrl.config.roles import reward_models, run_models
 from hybridrl.config.schema import Config
 from hybridrl.errors import UserError
 
-AUTO_ORDER = "auto"  # of `train.order`
+AUTO_ORDER = "auto"  # value of `train.order`
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def placed(config: Config, machines: Machines) -> tuple[Placement, list[UserError]]:
-    """Returns where the models of a run lie, and what is wrong with it; arguments as of `place`."""
+    """Returns the placement of a run's models, and its violations."""
     train = config.train
     sizes = Place((), train.tp, train.pp, train.cp, train.ep, train.vpp, train.etp)
     return place(config.placement, sizes, machines)
@@ -37,35 +36,34 @@ def placed(config: Config, machines: Machines) -> tuple[Placement, list[UserErro
 def placement_rules(
     config: Config, placement: Placement, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Returns what is wrong with the roles that the section names.
+    """Yields the violations of the roles that the section names.
 
     Args:
-        config: of the run.
-        placement: of it, without errors of its own.
-        shape: the policy's config.json, or nothing.
+        placement: The resolved placement, without errors of its own.
+        shape: The policy's config.json, or empty.
     """
     lacking = _missing_roles(config)
     for role, (key, given) in named_roles(config.placement).items():
         if role in lacking:
             value = given.ranks or "a layout"
-            yield UserError(key, value, f"nothing {lacking[role]}", f"Remove {key}.")
+            yield UserError(key, value, f"no value {lacking[role]}", f"Remove {key}.")
         elif isinstance(given, RoleRanks):
             yield from _size_rules(key, placement.of(role))
-            if role in ("reference", "critic"):  # sizes that are not said are the policy's
+            if role in ("reference", "critic"):  # other roles have another shape
                 yield from _own_cut_rules(config, key, given, shape)
 
 
 def _missing_roles(config: Config) -> dict[str, str]:
-    """Returns the roles that a run has no model for, and why; none of an algorithm of the user's
-    own, which only its class knows.
+    """Returns the roles without a model in the run, and the reason. Only its class knows the roles
+    of a user's own algorithm, so none are returned for it.
     """
     section, needs = config.algorithm, config.algorithm.needs
     lacking: dict[str, str] = {}
     served = reward_models(config)
     for name in config.placement.rewards:
         if name not in served:
-            known = f"those are {', '.join(served)}" if served else "there is none"
-            lacking[REWARD + name] = f"that is no scorer with a reward model: {known}"
+            known = f"only {', '.join(served)} has one" if served else "no scorer has one"
+            lacking[REWARD + name] = f"for a scorer without a reward model; {known}"
     if needs is None:
         return lacking
     terms = [term.algorithm.needs for term in config.terms().values()]
@@ -88,7 +86,7 @@ def _size_rules(key: str, found: Place) -> Iterator[UserError]:
             f"{key}: tp * pp * cp",
             f"{found.tp} * {found.pp} * {found.cp} = {product}",
             f"a divisor of its {num} ranks, {shown(found.ranks)}",
-            f"Set {key}.tp, .pp or .cp (else they are those of `train`), or give it other ranks.",
+            f"Set {key}.tp, .pp or .cp (by default those of `train`), or give it other ranks.",
         )
     else:
         yield from expert_grid_rules(key, num // found.pp, found.ep, found.etp)
@@ -97,13 +95,12 @@ def _size_rules(key: str, found: Place) -> Iterator[UserError]:
 def expert_grid_rules(
     key: str, num_ranks: int, ep: int, etp: int, ranks: str = ""
 ) -> Iterator[UserError]:
-    """Rules of laying experts over a pipeline stage.
+    """Yields the violations of distributing experts over a pipeline stage.
 
     Args:
-        key: of the section that has the sizes.
-        num_ranks: of a pipeline stage.
-        ep, etp: expert and expert tensor parallel sizes.
-        ranks: how the user may have other ranks; nothing where the sizes alone can change.
+        key: Section with the sizes.
+        num_ranks: Ranks of a pipeline stage.
+        ranks: End of the remedy, with advice on the number of ranks.
     """
     if num_ranks % (ep * etp):
         product = f"{ep} * {etp} = {ep * etp}"
@@ -118,14 +115,12 @@ def expert_grid_rules(
 def expert_rules(
     key: str, ep: int, etp: int, order: str, pp: int, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Rules of dealing and cutting the experts of a model.
+    """Yields the violations of distributing and cutting a model's experts.
 
     Args:
-        key: of the section that has the sizes.
-        ep, etp: expert and expert tensor parallel sizes.
-        order: of the axes, as `train.order`; a role with a layout of its own has Megatron's own.
-        pp: pipeline parallel size.
-        shape: the model's config.json; nothing is judged without it.
+        key: Section with the sizes.
+        order: Order of the axes, as in `train.order`.
+        shape: The model's config.json; without it nothing is checked.
     """
     experts = num_experts(shape)
     if not experts:
@@ -145,24 +140,22 @@ def expert_rules(
         yield UserError(
             "train.order",
             repr(order),
-            f"one that ends with pp, where a model with experts has {key}.pp={pp}",
+            f"an order that ends with pp, since a model with experts has {key}.pp={pp}",
             f"Set train.order={AUTO_ORDER}, or put pp last.",
         )
 
 
 def num_experts(shape: Mapping[str, Any]) -> int:
-    """Returns how many experts a layer of the model has, by its config.json; 0: it is dense."""
+    """Returns the number of experts per layer in a config.json; 0 for a dense model."""
     return next((shape[key] for key in EXPERT_KEYS if isinstance(shape.get(key), int)), 0)
 
 
 def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Rules of cutting a model of another shape than the policy's, as its role's place or `train`
-    says.
+    """Yields the violations of cutting a model of another shape than the policy's.
 
     Args:
-        config: of the run.
-        role: of the model.
-        shape: its config.json.
+        role: Role of the model; its place or `train` has the sizes.
+        shape: The model's config.json.
     """
     train = config.train
     key, given = named_roles(config.placement).get(role, ("", RoleRanks()))
@@ -179,7 +172,7 @@ def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[U
 def _own_cut_rules(
     config: Config, key: str, given: RoleRanks, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Rules of the sizes that a role names itself."""
+    """Yields the violations of the sizes that a role sets itself."""
     train = config.train
     if given.pp is not None:
         vpp = train.vpp if given.pp == train.pp else 1
@@ -195,7 +188,11 @@ def _own_cut_rules(
 def layer_rules(
     key: str, chunks: int, shape: Mapping[str, Any], shown: str = ""
 ) -> Iterator[UserError]:
-    """Rules of splitting the layers into `chunks`, which `key` with value `shown` asks for."""
+    """Yields the violations of splitting the layers into `chunks`.
+
+    Args:
+        shown: Value of `key` in the message, if it is not `chunks`.
+    """
     layers = shape.get("num_hidden_layers")
     if isinstance(layers, int) and layers < chunks:
         allowed = f"at most the model's {layers} layers"
@@ -203,7 +200,7 @@ def layer_rules(
 
 
 def split_rules(key: str, tp: int, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Rules of splitting one layer over `tp` ranks, which `key` asks for."""
+    """Yields the violations of splitting one layer over `tp` ranks."""
     heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
     units = shape.get("intermediate_size")
     for name, size in (("attention heads", heads), ("feed-forward units", units)):

@@ -193,9 +193,9 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _correct_for_lag(self) -> Self:
-        # Part of the values, so that config.yaml, the identity and the algorithm have it alike.
+        # Stored in the values, so that config.yaml, the identity and the algorithm agree.
         if self.steps.max_policy_lag and isinstance(self.algorithm, PolicyGradientConfig):
-            # The model is frozen for everybody else.
+            # pydantic refuses assignments, because the model is frozen.
             self.__dict__["algorithm"] = with_default_weight(self.algorithm)
         return self
 
@@ -233,10 +233,10 @@ class Config(Section):
         """Returns the largest number of prompt and response tokens of a sequence, in training,
         evaluations and terms of the loss.
         """
-        asked = self.rollout.max_new_tokens
-        responses = self.eval.most_new_tokens(asked), self.data.longest_response(asked)
+        most = self.rollout.max_new_tokens
+        responses = self.eval.most_new_tokens(most), self.data.longest_response(most)
         terms = [
-            term.data.max_prompt_tokens + term.data.longest_response(asked)
+            term.data.max_prompt_tokens + term.data.longest_response(most)
             for term in self.terms().values()
         ]
         return max(self.data.max_prompt_tokens + max(responses), *terms, 0)

@@ -1,7 +1,7 @@
-"""Finds the model directory that a configuration names and reads its config.json. No torch.
+"""Finds the model directory of a configuration and reads its config.json. No torch.
 
-Owns the meaning of `model.path`, `model.init` and `model.tokenizer`: a folder, a config.json, or a
-hub name (downloaded once, then cached).
+Owns the meaning of `model.path`, `model.init` and `model.tokenizer`: a directory, a config.json, or
+a hub name, which is downloaded once and then cached.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ WEIGHT_FILES = ["*.safetensors"]
 
 
 def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
-    """Returns the local directory behind `model.path` or `model.init`.
+    """Returns the local directory of `model.path` or `model.init`.
 
     Args:
-        model: the section; `init` may also name the config.json itself, whose folder is returned.
-        weights: whether a hub name's weight files are wanted too; only read for `model.path`.
+        model: The section; for a config.json in `init`, its directory is returned.
+        weights: Whether weight files are downloaded too; only for `model.path`.
 
     Raises:
-        ModelError: nothing is there, or the hub cannot give it.
+        ModelError: The directory does not exist, or the hub cannot provide it.
     """
     key, name = ("model.path", model.path) if model.path else ("model.init", model.init)
     if name is None:
-        raise ModelError("model.path", "nothing", "an HF directory, or model.init", "Set one.")
+        raise ModelError("model.path", "no value", "an HF directory, or model.init", "Set one.")
     place = Path(os.path.expanduser(name))
     if os.path.isdir(place):
         return place
@@ -38,16 +38,16 @@ def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
         return place.parent
     hub_name = model_name(name)
     if hub_name is None:
-        raise ModelError(key, name, MODEL_FORM, "Check the path.")
+        raise ModelError(key, name, MODEL_FORM, "Correct the path.")
     has_weights = weights and key == "model.path"
     return download(key, hub_name, PLAIN_FILES + (WEIGHT_FILES if has_weights else []))
 
 
 def tokenizer_directory(model: ModelConfig) -> Path:
-    """Returns the local directory that holds the tokenizer.
+    """Returns the local directory of the tokenizer.
 
     Raises:
-        ModelError: nothing is there, or the hub cannot give it.
+        ModelError: The directory does not exist, or the hub cannot provide it.
     """
     if model.tokenizer is None:
         return model_directory(model, weights=False)
@@ -58,10 +58,10 @@ def tokenizer_directory(model: ModelConfig) -> Path:
 
 
 def read_model_config(model: ModelConfig) -> dict[str, Any]:
-    """Returns the config.json that `model.path` or `model.init` names, as a dictionary.
+    """Returns the content of the model's config.json.
 
     Raises:
-        ModelError: the file is missing, damaged, or not a JSON object whose keys differ.
+        ModelError: The file is missing, damaged, or not a JSON object with unique keys.
     """
     file = Path(os.path.expanduser(model.init or ""))
     if model.init is None or not os.path.isfile(file):

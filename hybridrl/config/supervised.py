@@ -16,7 +16,7 @@ from hybridrl.config.section import Section
 PAIR_MARGIN = "margin of the pair"
 """Column of a prompt that holds the value of `data.margin_key`."""
 
-# What each name sets where the config says nothing; docs/algorithms.md has the source of each.
+# Defaults of each name; docs/algorithms.md has their sources.
 PAIR_PRESETS: dict[str, dict[str, Any]] = {
     "dpo": {},
     "dpo_norm": {"length_normalized": True, "beta": 5.0},
@@ -90,7 +90,7 @@ class PairLossConfig(Section):
             if value and self.loss != "sigmoid":
                 raise ValueError(f"{knob}: 0 unless loss is sigmoid, not {value} with {self.loss}")
         if self.reference and self.loss == "odds_ratio":
-            raise ValueError("reference: only false with loss odds_ratio, which compares odds")
+            raise ValueError("reference: only false with loss odds_ratio, which needs no reference")
         return self
 
 

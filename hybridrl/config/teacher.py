@@ -1,7 +1,7 @@
-"""The teacher of a distillation: where it lies, and whether the policy can learn from it. No torch.
+"""The teacher of a distillation: its model, and whether the policy can learn from it. No torch.
 
-Owns the rules of `algorithm.teacher`, which read two config.json and, where both models have one,
-tokenizer.json; and which distillations need no reward.
+Owns the rules of `algorithm.teacher`, which compare both models' config.json and tokenizer.json,
+and which distillations need no reward.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ TOKENS_FILE = "tokenizer.json"
 
 
 def is_scored(config: Config) -> bool:
-    """Whether responses get a reward: always but in a distillation that learns from none, where the
-    section `reward` says nothing and nothing is evaluated.
+    """Whether responses get a reward.
+
+    They do not in a distillation that learns from no reward, if the section `reward` is unset and
+    nothing is evaluated.
     """
     chosen, data = config.algorithm, config.data
     learns_from_it = not isinstance(chosen, OnPolicyDistillationConfig | GkdConfig)
@@ -36,7 +38,7 @@ def is_scored(config: Config) -> bool:
 
 
 def teacher_model(config: Config) -> ModelConfig | None:
-    """Returns the teacher as a section `model`; None where the algorithm has none."""
+    """Returns the teacher as a section `model`; None if the algorithm has none."""
     chosen = config.algorithm
     if not isinstance(chosen, TaughtConfig):
         return None
@@ -44,10 +46,10 @@ def teacher_model(config: Config) -> ModelConfig | None:
 
 
 def read_teacher(config: Config) -> dict[str, Any] | None:
-    """Returns the teacher's config.json; None where the algorithm has no teacher.
+    """Returns the teacher's config.json; None if the algorithm has no teacher.
 
     Raises:
-        ModelError: there is none where `algorithm.teacher` says.
+        ModelError: `algorithm.teacher` has no usable config.json.
     """
     section = teacher_model(config)
     try:
@@ -58,10 +60,10 @@ def read_teacher(config: Config) -> dict[str, Any] | None:
 
 
 def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserError]:
-    """Rules of the teacher and what is learned from it.
+    """Yields the violations of the teacher and its knobs.
 
     Args:
-        policy: the policy's config.json; what it lacks is not judged.
+        policy: The policy's config.json; missing keys are not checked.
     """
     chosen = config.algorithm
     compares = isinstance(chosen, OnPolicyDistillationConfig) and chosen.reward_coef > 0
@@ -69,7 +71,7 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
         yield UserError(
             "steps.samples_per_prompt",
             config.steps.samples_per_prompt,
-            "2 or more with algorithm.reward_coef above 0, which compares a prompt's samples",
+            "2 or more with algorithm.reward_coef above 0, which compares the samples of a prompt",
             "Set steps.samples_per_prompt=8, or algorithm.reward_coef=0.",
         )
     try:
@@ -95,8 +97,8 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
 def _token_rules(
     config: Config, num_tokens: int, teacher: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """The same tokens under the same numbers; the teacher's embedding may have further rows, as the
-    larger models of a family do.
+    """Yields a violation unless both models have the same tokens under the same numbers. The
+    teacher's embedding may have more rows, as in the larger models of a family.
     """
     section = teacher_model(config)
     assert section is not None
@@ -107,21 +109,19 @@ def _token_rules(
     if different:
         first = different[0]
         found = f"{section.path}, whose token {first} is {names[0][first]!r}"
-        allowed = f"a teacher with the policy's tokens, of which {first} is {names[1][first]!r}"
+        allowed = f"a teacher with the policy's tokens, whose token {first} is {names[1][first]!r}"
     elif num_known == num_tokens or (is_larger and all(names)):
         return
     else:
         found = f"{section.path}, with {num_known} tokens"
         allowed = f"a teacher with the policy's {num_tokens} tokens"
         if is_larger:
-            allowed += f", or with more and a {TOKENS_FILE} beside each model that says the same"
-    yield UserError(
-        "algorithm.teacher", found, allowed, "Take a model of the policy's family as the teacher."
-    )
+            allowed += f", or with more and equal tokens in the {TOKENS_FILE} of both models"
+    yield UserError("algorithm.teacher", found, allowed, "Choose a teacher of the policy's family.")
 
 
 def _token_names(model: ModelConfig) -> dict[int, str]:
-    """Returns the tokens by number; none where the model has no tokenizer.json."""
+    """Returns the tokens by number; empty if the model has no tokenizer.json."""
     place = Path(os.path.expanduser(model.tokenizer or ""))
     if model.tokenizer is None or not os.path.isdir(place):
         place = model_directory(model, weights=False)
@@ -135,4 +135,4 @@ def _token_names(model: ModelConfig) -> dict[int, str]:
         added = ((token["content"], token["id"]) for token in content.get("added_tokens") or ())
         return {int(number): str(token) for token, number in (*pairs, *added)}
     except (UserError, ValueError, LookupError, TypeError, AttributeError):
-        return {}  # the tokenizer itself is checked elsewhere
+        return {}  # tokenizer.py checks the tokenizer itself

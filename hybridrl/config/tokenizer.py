@@ -1,7 +1,7 @@
-"""Whether the tokenizer files of a local directory can be used with a model. No torch.
+"""Checks the tokenizer files of a local directory before ranks start. No torch.
 
-Owns the refusals of damaged tokenizer files. transformers, which no command imports before ranks
-start, meets damage as whatever error its reading ends in.
+Owns the errors for damaged tokenizer files. transformers, which commands import only on ranks,
+would report damage by whatever error its reader raises.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ MAX_BYTES = 1 << 28  # the largest known tokenizer.json has 33 MB
 
 
 def check_tokenizer_files(model: ModelConfig) -> None:
-    """Refuses a local folder without a tokenizer, of which transformers would make an empty one.
+    """Refuses a local directory without a tokenizer, from which transformers would make an empty
+    one.
 
     Raises:
-        ModelError: the folder that the section names as the tokenizer's holds none.
+        ModelError: The tokenizer's directory has no tokenizer file.
     """
     place = _place(model)
     if os.path.isdir(place) and not any((place / name).exists() for name in TOKENIZER_FILES):
@@ -51,20 +52,18 @@ def check_tokenizer_files(model: ModelConfig) -> None:
             "model.tokenizer",
             str(place),
             f"a directory with one of {', '.join(TOKENIZER_FILES)}",
-            "Set model.tokenizer to a directory that holds the tokenizer.",
+            "Set model.tokenizer to the tokenizer's directory.",
         )
 
 
 def check_tokenizer_contents(model: ModelConfig, num_tokens: int) -> None:
-    """Reads the tokenizer files of a local folder.
+    """Reads the tokenizer files of a local directory.
 
     Args:
-        model: names the folder.
-        num_tokens: of the model; no token may have a number beyond them.
+        num_tokens: Tokens of the model; every token's number must be below.
 
     Raises:
-        ModelError: a file is damaged or of another model; names the file, and the token if it is
-            one.
+        ModelError: A file is damaged or belongs to another model; names the file and the token.
     """
     place = _place(model)
     if not os.path.isdir(place):
@@ -84,10 +83,10 @@ def check_tokenizer_contents(model: ModelConfig, num_tokens: int) -> None:
 
 
 def check_token_numbers(where: str, vocabulary: Mapping[str, int], num_tokens: int) -> None:
-    """Refuses tokens that the model's embedding has no row for.
+    """Refuses tokens without a row in the model's embedding.
 
     Raises:
-        ModelError: naming `where`, the first such token and how many there are.
+        ModelError: Names `where`, the first such token and their number.
     """
     beyond = [token for token, number in vocabulary.items() if number >= num_tokens]
     if beyond:
@@ -129,7 +128,7 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
 def _templates(
     place: Path, contents: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, object]]:
-    """Yields where each chat template stands, and the template."""
+    """Yields each chat template and its place."""
     for name in ("tokenizer_config.json", "chat_template.json"):
         found = contents.get(name, {}).get("chat_template")
         where = f"{place / name}: chat_template"

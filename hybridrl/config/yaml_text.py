@@ -1,4 +1,4 @@
-"""Reads the user's YAML; errors name the file and the line. No torch."""
+"""Reads users' YAML; errors name the file and the line. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.errors import UserError, said
 
-# OmegaConf raises OSError for text that is no container; YAML's constructors raise the last four
-# for values that do not fit their tags.
+# OmegaConf raises OSError for text that is not a container; YAML's constructors raise the last four
+# for values that do not match their tags.
 _ERRORS = (
     *(yaml.YAMLError, OmegaConfBaseException, OSError),
     *(ValueError, LookupError, TypeError, AttributeError),
@@ -20,7 +20,7 @@ _ERRORS = (
 
 
 class YamlTextError(ValueError):
-    """Text that is not YAML. `line` is its line, if that is known."""
+    """Text that is not YAML. `line` is the line of the fault, or None."""
 
     def __init__(self, problem: str, line: int | None) -> None:
         super().__init__(problem)
@@ -31,11 +31,10 @@ def parse_yaml(text: str, *, is_value: bool = False) -> DictConfig | ListConfig:
     """Returns the content of YAML text.
 
     Args:
-        text: The text.
-        is_value: Whether it is a value alone, which is returned under the key `value`.
+        is_value: Whether the text is a single value, which is returned under the key `value`.
 
     Raises:
-        YamlTextError: It is not YAML.
+        YamlTextError: The text is not YAML.
     """
     try:
         if is_value:
@@ -51,11 +50,10 @@ def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfi
     """Returns the content of a YAML file.
 
     Args:
-        path: The file.
-        allowed: What it should be, for the message.
+        allowed: Allowed content, for the message.
 
     Raises:
-        UserError: It cannot be read or is not YAML; names file and line.
+        UserError: The file cannot be read or is not YAML; names file and line.
     """
     where = str(path)
     try:
@@ -63,4 +61,4 @@ def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfi
     except (OSError, ValueError) as error:
         if isinstance(error, YamlTextError) and error.line is not None:
             where = f"{path}:{error.line}"
-        raise UserError(where, said(error), allowed, "Fix the file at this place.") from None
+        raise UserError(where, said(error), allowed, "Fix this line of the file.") from None

@@ -459,11 +459,11 @@ def test_a_preset_gives_defaults_and_yields_to_what_is_set():
             {"correction": {"reject": "token", "reject_max": 0.9}},
             "correction.reject_min: below .* = 0.9",
         ),
-        ({"correction": {"max": 5.0}}, "correction.max: nothing while correction.weight is none"),
-        ({"correction": {"bound": "mask"}}, "correction.bound: nothing while .*weight is none"),
+        ({"correction": {"max": 5.0}}, "correction.max: no value while correction.weight is none"),
+        ({"correction": {"bound": "mask"}}, "correction.bound: no value while .*weight is none"),
         (
             {"correction": {"weight": "token", "reject_min": 0.5}},
-            "reject_min: nothing while .*reject",
+            "reject_min: no value while .*reject",
         ),
         (
             {"name": "rloo", "correction": {"proximal": "behaviour"}},

@@ -72,7 +72,7 @@ def test_what_changes_the_distribution_is_refused_in_training_on_samples(
     knob: str, engine: str
 ) -> None:
     (found,) = on_policy_rules(config(engine=engine, **{knob: 2}))
-    assert found.name == f"rollout.{knob}" and "another distribution" in str(found)
+    assert found.name == f"rollout.{knob}" and "own distribution" in str(found)
     assert not list(on_policy_rules(config("sft", **{knob: 2}))), "only evaluation generates"
     assert not list(on_policy_rules(config(stop_strings=["x"]))), "ends tokens of the policy's own"
 

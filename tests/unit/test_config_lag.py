@@ -56,11 +56,15 @@ def test_half_a_step_more_than_a_step_is_in_flight() -> None:
     [
         ([LAG, "rollout.in_flight=63"], "rollout.in_flight", "from steps.prompts_per_step = 64 to"),
         ([LAG, "rollout.in_flight=129"], "rollout.in_flight", "to 128, the prompts of 2 steps"),
-        (["rollout.in_flight=64"], "rollout.in_flight", "nothing with steps.max_policy_lag=0"),
-        (["rollout.at_lag_bound=drop"], "rollout.at_lag_bound", "nothing with"),
-        ([LAG, "algorithm.name=sft", ONE_SAMPLE], "steps.max_policy_lag", "the data's responses"),
-        ([LAG, "algorithm.name=dpo", ONE_SAMPLE], "steps.max_policy_lag", "the data's responses"),
-        ([LAG, "algorithm.name=online_dpo"], "steps.max_policy_lag", "no ratio to the policy"),
+        (["rollout.in_flight=64"], "rollout.in_flight", "no value with steps.max_policy_lag=0"),
+        (["rollout.at_lag_bound=drop"], "rollout.at_lag_bound", "no value with"),
+        ([LAG, "algorithm.name=sft", ONE_SAMPLE], "steps.max_policy_lag", "which does not sample"),
+        ([LAG, "algorithm.name=dpo", ONE_SAMPLE], "steps.max_policy_lag", "which does not sample"),
+        (
+            [LAG, "algorithm.name=online_dpo"],
+            "steps.max_policy_lag",
+            "no ratio to the behaviour policy",
+        ),
         ([LAG, "algorithm.name=gkd", "algorithm.teacher=t"], "steps.max_policy_lag", "no ratio"),
         ([LAG, "algorithm.correction.weight=none"], "algorithm.correction.weight", "older weights"),
     ],
@@ -82,14 +86,14 @@ APART = ("placement.policy=0-3", "placement.rollout=4-7")
         (
             [LAG, "placement.policy=0-3"],
             "placement.rollout.ranks",
-            "ranks without the policy with steps.max_policy_lag=1",
+            "ranks without the policy, so that engines",
         ),
         (
             [LAG, *APART, "placement.reference=4-7", "algorithm.kl_coef=0.1"],
             "placement.reference.ranks",
-            "engines generate on 4-7 all the time",
+            "engines on 4-7 generate all the time",
         ),
-        (["rollout.unfinished_at_update=0.5"], "rollout.unfinished_at_update", "nothing with"),
+        (["rollout.unfinished_at_update=0.5"], "rollout.unfinished_at_update", "no value with"),
         (
             [LAG, "rollout.unfinished_at_update=0.5"],
             "rollout.unfinished_at_update",

@@ -147,8 +147,8 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
         (
             ["placement.policy=2-6"],
             "grpo",
-            "placement.policy.ranks: got 2-6; allowed: ranks 0 to 3 of the 4 that there are. "
-            "Leave out rank 4, or start more ranks.",
+            "placement.policy.ranks: got 2-6; allowed: ranks 0 to 3, because 4 are started. "
+            "Remove rank 4, or start more ranks.",
         ),
         (
             ["placement.policy=first:5"],
@@ -158,8 +158,8 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
         (
             ["placement.critic=last:0"],
             "ppo",
-            "placement.critic.ranks: got last:0; allowed: at least one rank for each role that is "
-            "named. Name one, or remove the role.",
+            "placement.critic.ranks: got last:0; allowed: at least one rank for each named "
+            "role. Name a rank, or remove the role.",
         ),
         (
             ["placement.rollout=node:2"],
@@ -170,8 +170,8 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
         (
             ["placement.rollout=gpu:H100"],
             "grpo",
-            "placement.rollout.ranks: got gpu:H100; allowed: ranks where the kinds of GPUs are not "
-            "known. Name ranks or nodes; a plan knows GPUs on a host that has one for each rank.",
+            "placement.rollout.ranks: got gpu:H100; allowed: ranks or nodes, because the GPUs are "
+            "unknown. Name ranks or nodes, or plan on a host with one GPU per rank.",
         ),
         (
             ["placement.policy=0-2", "train.tp=2"],
@@ -183,7 +183,7 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
             ["placement.critic={ranks: 1-3, tp: 2}"],
             "ppo",
             "placement.critic: tp * pp * cp: got 2 * 1 * 1 = 2; allowed: a divisor of its 3 ranks, "
-            "1-3. Set placement.critic.tp, .pp or .cp (else they are those of `train`), or give it "
+            "1-3. Set placement.critic.tp, .pp or .cp (by default those of `train`), or give it "
             "other ranks.",
         ),
         (
@@ -201,38 +201,38 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
         (
             ["placement.critic=0-1"],
             "grpo",
-            "placement.critic: got 0-1; allowed: nothing with algorithm grpo, which has no critic. "
-            "Remove placement.critic.",
+            "placement.critic: got 0-1; allowed: no value with algorithm grpo, which has no "
+            "critic. Remove placement.critic.",
         ),
         (
             ["placement.reference.tp=2"],
             "grpo",
-            "placement.reference: got a layout; allowed: nothing with algorithm grpo, which has no "
-            "reference. Remove placement.reference.",
+            "placement.reference: got a layout; allowed: no value with algorithm grpo, which has "
+            "no reference. Remove placement.reference.",
         ),
         (
             ["placement.teacher=0"],
             "ppo",
-            "placement.teacher: got 0; allowed: nothing with algorithm ppo, which has no teacher. "
+            "placement.teacher: got 0; allowed: no value with algorithm ppo, which has no teacher. "
             "Remove placement.teacher.",
         ),
         (
             ["placement.rewards.judge=0"],
             "grpo",
-            "placement.rewards.judge: got 0; allowed: nothing that is no scorer with a reward "
-            "model: there is none. Remove placement.rewards.judge.",
+            "placement.rewards.judge: got 0; allowed: no value for a scorer without a reward "
+            "model; no scorer has one. Remove placement.rewards.judge.",
         ),
         (
             ["placement.rewards.juge=0", ONE_REWARD],
             "grpo",
-            "placement.rewards.juge: got 0; allowed: nothing that is no scorer with a reward "
-            "model: those are judge. Remove placement.rewards.juge.",
+            "placement.rewards.juge: got 0; allowed: no value for a scorer without a reward "
+            "model; only judge has one. Remove placement.rewards.juge.",
         ),
         (
             ["placement.policy=0", "placement.rollout=2"],
             "grpo",
             "placement: got nothing on ranks 1,3 of 4; allowed: a model or an engine on every "
-            "rank. Give them to a role, or start fewer ranks.",
+            "rank. Place a role on them, or start fewer ranks.",
         ),
     ],
 )
@@ -263,22 +263,22 @@ def test_heads_that_a_critics_own_size_cannot_cut_are_refused() -> None:
 
 def test_gpus_of_several_kinds_are_not_mixed_by_accident() -> None:
     told = "placement.critic.ranks: got 1-2, which have NVIDIA A30 and NVIDIA H100 80GB HBM3; "
-    told += "allowed: GPUs of one kind: the slowest sets the pace. Choose with gpu:NAME, or set "
-    told += "placement.critic.mixed_gpus=true."
+    told += "allowed: GPUs of one kind, because the slowest sets the pace. Choose with "
+    told += "gpu:NAME, or set placement.critic.mixed_gpus=true."
     assert found("placement.critic=1-2", algorithm="ppo", gpus=UNLIKE) == [told]
     mixed = "placement.critic={ranks: 1-2, mixed_gpus: true}"
     assert found(mixed, algorithm="ppo", gpus=UNLIKE) == []
     assert found("placement.critic=gpu:a30", algorithm="ppo", gpus=UNLIKE) == []
     assert found("placement.critic=gpu:H200", algorithm="ppo", gpus=UNLIKE) == [
-        "placement.critic.ranks: got gpu:H200; allowed: a part of a name of NVIDIA A30, NVIDIA "
-        "H100 80GB HBM3. Name a GPU that is there."
+        "placement.critic.ranks: got gpu:H200; allowed: a part of a GPU's name: NVIDIA A30, NVIDIA "
+        "H100 80GB HBM3. Name one of these GPUs."
     ]
 
 
 def test_nodes_that_are_not_known_are_refused() -> None:
     assert found("placement.policy=node:0", node=None) == [
-        "placement.policy.ranks: got node:0; allowed: ranks where it is not known which share a "
-        "node. Name ranks, or start with torchrun, which sets LOCAL_WORLD_SIZE."
+        "placement.policy.ranks: got node:0; allowed: rank numbers, because the ranks of each "
+        "node are unknown. Name ranks, or start with torchrun, which sets LOCAL_WORLD_SIZE."
     ]
 
 

@@ -228,7 +228,7 @@ def test_remedy_names_what_sets_the_number_of_ranks_there(
 ) -> None:
     config = load_config_dict(VALID, [key])
     message = str(check(config, 4, is_script=True)[0])
-    assert "torchrun --nproc-per-node=N: python alone makes 1 rank" in message
+    assert "torchrun --nproc-per-node=N (python alone starts 1 rank)" in message
     monkeypatch.setenv("RANK", "0")
     for is_script in (False, True):
         message = str(check(config, 4, is_script=is_script)[0])

@@ -230,10 +230,10 @@ MINIMAL = {"run": {"name": "a"}, "model": {"init": "m"}, "algorithm": {"name": "
         ({"prompts": ["a", "b"], "weights": [1]}, "one for each of 2 sources, not 1"),
         ({"prompts": "a", "weights": [0]}, "a list of finite numbers above 0"),
         ({"prompts": "a", "weights": 1.0}, "a list of finite numbers above 0"),
-        ({"system_prompt": "x"}, "nothing without chat_template=true"),
+        ({"system_prompt": "x"}, "no value without chat_template=true"),
         (
             {"eval_share": 0.1, "eval_prompts": "a"},
-            r"^data\.eval_share: got 0\.1; allowed: 0 beside eval_prompts\. ",
+            r"^data\.eval_share: got 0\.1; allowed: 0 if eval_prompts is set\. ",
         ),
         ({"eval_share": 1.0}, "less than 1"),
     ],
