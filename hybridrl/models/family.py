@@ -203,12 +203,12 @@ class ModelShape:
         none.
         """
         if self.attention_cap:
-            return "it has a soft cap of products of queries and keys"
+            return "the model has a soft cap of products of queries and keys"
         if self.centered_norms or self.activation != "silu":
-            return "its norms multiply by 1 + a weight, or it gates by GELU"
+            return "the model's norms multiply by 1 + a weight, or its gate is GELU"
         if self.norms_after != "no":
-            return "it has norms after attention and the feed-forward layer"
-        return "" if self.window is None else f"it attends within {self.window} positions"
+            return "the model has norms after attention and the feed-forward layer"
+        return "" if self.window is None else f"the model attends within {self.window} positions"
 
     def has_experts(self, layer: int) -> bool:
         """Whether the feed-forward layer of `layer` is a mixture of experts."""

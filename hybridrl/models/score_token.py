@@ -73,6 +73,6 @@ def score_notices(hf_config: Mapping[str, Any], path: str) -> list[str]:
     if score_token(hf_config) == LAST and pad is not None and pad in end_tokens_of(hf_config):
         return [
             f"{path}: pad_token_id {pad} is the end token too, so the score is read before the end "
-            "token, as transformers reads it"
+            "token, as in transformers"
         ]
     return []

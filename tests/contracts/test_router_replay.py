@@ -117,7 +117,7 @@ def test_replay_gives_the_engines_log_probabilities_where_routers_differ(
         policy.logprobs(batch.with_blobs())
     blob = batch.blobs["routed_experts"]
     experts_NK, here = blob.values_N, Producer.here("the test")
-    too_few = f"{experts_NK.shape[1] - 1} experts a token"
+    too_few = f"{experts_NK.shape[1] - 1} experts per token"
     for wrong_NK, said in ((experts_NK[:, 1:], too_few), (experts_NK + 7, "expert 1")):
         wrong = batch.join_blob(here, "routed_experts", replace(blob, values_N=wrong_NK))
         with pytest.raises(BatchError, match=said):

@@ -115,7 +115,7 @@ def decoder_config(
     rotary = rotary or read_rotary(hf_config)
     rotated = int(shape.head_dim * rotary.share)
     if rotated % 2 or not rotated:
-        allowed = f"a share of head_dim = {shape.head_dim} that is an even number"
+        allowed = f"a share that rotates an even part of head_dim = {shape.head_dim}"
         raise refusal("partial_rotary_factor", rotary.share, allowed)
     own: dict[str, Any] = {} if scale is None else {"softmax_scale": scale}
     if rotary.magnitude != 1 and rotary.share < 1:
@@ -150,7 +150,7 @@ def _check_windows(hf_config: HfConfig, known: Collection[str]) -> None:
     for key in WINDOW_KEYS:  # they have no effect here, but engines read them
         value = hf_config.get(key)
         if value is not None and (type(value) is not int or value < 0):
-            raise not_a(key, value, "an integer from 0 on, or null")
+            raise not_a(key, value, "an integer of at least 0, or null")
     kinds, allowed = hf_config.get("layer_types"), " or ".join(sorted(known))
     if kinds is None:
         return

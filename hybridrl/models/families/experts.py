@@ -87,7 +87,7 @@ def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
     moe = shape.moe
     assert moe is not None
     if renormalized and moe.experts_per_token == 1:
-        raise refusal("num_experts_per_tok", 1, "2 or more where weights add up to 1")
+        raise refusal("num_experts_per_tok", 1, "2 or more, since a token's weights add up to 1")
     return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.experts_per_token,

@@ -89,7 +89,7 @@ def layer_kinds(hf_config: HfConfig, every: int) -> list[str]:
         return [WINDOWED if (layer + 1) % every else FULL for layer in range(num_layers)]
     is_list = isinstance(kinds, list | tuple) and all(one in (WINDOWED, FULL) for one in kinds)
     if not is_list or len(kinds) != num_layers:
-        raise refusal("layer_types", kinds, f"{num_layers} of {FULL} and {WINDOWED}, or null")
+        raise refusal("layer_types", kinds, f"{num_layers} values {FULL} or {WINDOWED}, or null")
     return list(kinds)
 
 

@@ -21,7 +21,7 @@ def _without_positions(hf_config: HfConfig, shape: ModelShape) -> list[int]:
         type(one) in (int, bool) and one in (0, 1) for one in has_rope
     )
     if not is_list or len(has_rope) != shape.num_layers:
-        raise refusal("no_rope_layers", has_rope, f"{shape.num_layers} of 0 and 1, or null")
+        raise refusal("no_rope_layers", has_rope, f"{shape.num_layers} values 0 or 1, or null")
     return [1 - int(one) for one in has_rope]
 
 

@@ -117,8 +117,8 @@ class HfHeaders:
         if is_tied and LM_HEAD in self.shapes and not self._are_equal(LM_HEAD, HF_EMBEDDING):
             raise CheckpointError(
                 f"{LM_HEAD} in {self.directory}",
-                f"other numbers than {HF_EMBEDDING}",
-                f"equal ones, or none, with tie_word_embeddings in {CONFIG_FILE}",
+                f"numbers that differ from {HF_EMBEDDING}",
+                f"equal numbers, or no {LM_HEAD}, if tie_word_embeddings is true",
                 f"Set tie_word_embeddings to false in {CONFIG_FILE} to keep this head, as "
                 f"transformers does; or remove {LM_HEAD} from the files to use the embedding.",
             )
@@ -161,7 +161,8 @@ class HfHeaders:
         ]
         if len(found) > 1:
             named = ", ".join(plain(name, 80) for name in found[:8])
-            raise self._error(VALUE_HEAD, "nothing", f"a value head; {named} have its shape")
+            allowed = f"a tensor of this name, since several have its shape: {named}"
+            raise self._error(VALUE_HEAD, "nothing", allowed)
         if found:
             (stored,) = found
             self.stored_names[VALUE_HEAD] = stored

@@ -120,7 +120,7 @@ def _refuse_non_finite(
             f"tensor {region.hf} in {file}",
             f"{float(view[tuple(index)])} at {at}, one of {len(places)} such elements",
             f"numbers that are finite in {str(view.dtype).removeprefix('torch.')}",
-            "Get or export the weights again.",
+            "Download or export the weights again.",
         )
 
 

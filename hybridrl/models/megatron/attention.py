@@ -246,7 +246,7 @@ def _gathered_index(
 ) -> torch.Tensor:
     """Returns the index of each sequence position in the gathered keys, as (rank, local index).
 
-    The caller knows the number of local tokens, which makes one index of the pair.
+    The caller combines each pair into one index, since it knows the number of local tokens.
     """
     chunk = column_K // half
     rank = torch.where(chunk < cp_size, chunk, 2 * cp_size - 1 - chunk)

@@ -82,7 +82,7 @@ def transformer_config(
 
     Args:
         family: Source of the model's keywords.
-        hf_config: Contents of the model's config.json.
+        hf_config: Content of the model's config.json.
         layout: Parallel sizes; sequence parallel is on if tp > 1, which saves memory at equal
             traffic.
         dtype: Type of parameters and activations.
@@ -176,7 +176,7 @@ def build_chunks(
 
     Args:
         family: Source of GPTModel keywords and, for a user's family, of the layer's ModuleSpec.
-        hf_config: Contents of the model's config.json.
+        hf_config: Content of the model's config.json.
         config: Result of `transformer_config`; Megatron's process groups must exist.
         head: 'lm' computes log-probabilities of targets, 'value' one value per token.
         layers: Library of the layers' modules; the value that `config` was built with.

@@ -80,8 +80,8 @@ class ExpertInputs(ExtraInputs):
             return {}
         experts_SK = packed[ROUTED_EXPERTS].value
         if experts_SK.shape[1] != num_layers * per_token:
-            got = f"came with {experts_SK.shape[1]} experts a token"
-            raise _unfit(got, f"{per_token} experts a token in each of {num_layers} layers")
+            got = f"came with {experts_SK.shape[1]} experts per token"
+            raise _unfit(got, f"{per_token} experts per token in each of {num_layers} layers")
         low, high = map(int, experts_SK.aminmax()) if experts_SK.numel() else (0, 0)
         if low < 0 or high >= self._num_experts:
             got = f"came with expert {low if low < 0 else high}"
@@ -94,7 +94,7 @@ class ExpertInputs(ExtraInputs):
 
 def _unfit(got: str, expected: str) -> BatchError:
     here = Producer.here("the micro-batch")
-    return BatchError(here, ROUTED_EXPERTS, got, f"{expected}, as the trained model has them")
+    return BatchError(here, ROUTED_EXPERTS, got, f"{expected}, as in the trained model")
 
 
 class Replay:
