@@ -172,7 +172,9 @@ def _copy_rectangles(  # type: ignore[no-untyped-def]  # Triton's types are not 
 def _rectangles(source: torch.Tensor, dest: torch.Tensor) -> Iterator[tuple[Kind, Tile]]:
     """Yields the rectangles of a copy, counted in units."""
     if source.shape != dest.shape:
-        raise ValueError(f"a copy from shape {tuple(source.shape)} to {tuple(dest.shape)}")
+        raise ValueError(
+            f"a copy from shape {tuple(source.shape)} to another shape, {tuple(dest.shape)}"
+        )
     if dest.numel() == 0:
         return
     if source.is_contiguous() and dest.is_contiguous():

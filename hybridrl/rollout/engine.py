@@ -79,8 +79,21 @@ class SamplingParams:
             raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0")
 
 
+class _Versioned:
+    tokens: tuple[int, ...]
+    version: int | None
+    versions: Versions
+
+    @property
+    def runs(self) -> Versions:
+        """Weight versions of `tokens`, also if all tokens have the same one."""
+        if self.versions or self.version is None:
+            return self.versions
+        return ((self.version, len(self.tokens)),)
+
+
 @dataclass(frozen=True)
-class Request:
+class Request(_Versioned):
     """One response to generate, or to continue.
 
     Args:
@@ -133,14 +146,9 @@ class Request:
         others = {name: value for name, value in fields.items() if name != "experts"}
         return Request(**{**others, **rebuilt})
 
-    @property
-    def runs(self) -> Versions:
-        """Weight versions of `tokens`, also if all tokens have the same one."""
-        return version_runs(self)
-
 
 @dataclass(frozen=True)
-class Completion:
+class Completion(_Versioned):
     """A finished response.
 
     Args:
@@ -165,11 +173,6 @@ class Completion:
 
     def __post_init__(self) -> None:
         check_versions(f"response {self.request_id}", len(self.tokens), self.version, self.versions)
-
-    @property
-    def runs(self) -> Versions:
-        """Weight versions of `tokens`, also if all tokens have the same one."""
-        return version_runs(self)
 
 
 class Holding(NamedTuple):
@@ -236,14 +239,9 @@ def check_versions(name: str, num: int, first: int | None, versions: Versions) -
     numbers, counts = zip(*versions, strict=True)
     ascends = all(a < b for a, b in itertools.pairwise(numbers))
     if sum(counts) != num or min(counts) < 1 or numbers[0] != first or not ascends:
-        raise ValueError(f"{name} has {num} tokens from version {first} on, but runs {versions}")
-
-
-def version_runs(response: Request | Completion) -> Versions:
-    """Returns the (version, number of tokens) runs of a response, also if there is only one."""
-    if response.versions or response.version is None:
-        return response.versions
-    return ((response.version, len(response.tokens)),)
+        raise ValueError(
+            f"{name} has {num} tokens from version {first} on, but versions {versions}"
+        )
 
 
 def versions_from_json(fields: Mapping[str, Any]) -> Versions:

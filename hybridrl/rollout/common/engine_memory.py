@@ -115,7 +115,7 @@ def check_caches(
             key,
             f"{found} of {num_bytes} bytes of KV cache in the memory pool of {version}",
             "all bytes in the pool: other memory cannot be released while the policy trains",
-            "Install a version that the tests cover, or set rollout.engine=hf.",
+            "Install a version that `hybridrl check` calls tested, or set rollout.engine=hf.",
         )
 
 

@@ -47,7 +47,7 @@ def check_pins(key: str, distribution: str, number: str, package: str, install: 
             raise UserError(
                 key,
                 f"{wanted.name} {found} with {distribution} {number}",
-                f"{wanted.name}{wanted.specifier}, which that {package} needs",
+                f"{wanted.name}{wanted.specifier}, which this {package} needs",
                 f"Run: pip install '{wanted.name}{wanted.specifier}', or install another "
                 f"{package}. {install}. {FALLBACK}",
             )
@@ -57,7 +57,10 @@ def refused_start(key: str, package: str, message: str, version: str) -> UserErr
     """Returns a UserError with the first lines of the message of a package that failed to start."""
     first_lines = " ".join(message.strip().splitlines()[:3])
     return UserError(
-        key, first_lines, f"a model and sizes that {package} accepts", f"With {version}."
+        key,
+        first_lines,
+        f"a model and sizes that {package} accepts",
+        f"Change the model or its sizes, or install another version than {version}.",
     )
 
 

@@ -51,7 +51,8 @@ class LatentCopies:
                     "rollout.engine",
                     f"{found} tensors of {version}",
                     f"{expected}, over {num_layers} layers: {what}",
-                    "Install a version that the tests cover, or set rollout.engine=hf.",
+                    "Install a version that `hybridrl check` calls tested, or set "
+                    "rollout.engine=hf.",
                 )
 
     def is_copy(self, name: str) -> bool:

@@ -111,6 +111,6 @@ def _refusal(name: str, found: object, expected: object, engine: str) -> ModelEr
         f"engine parameter {name}",
         f"{found} in {engine}",
         f"{expected}",
-        "The weight table does not describe this engine: install a version that the tests cover, "
-        "or set rollout.engine=hf.",
+        "The weight table does not describe this engine. Install a version that `hybridrl check` "
+        "calls tested, or set rollout.engine=hf.",
     )

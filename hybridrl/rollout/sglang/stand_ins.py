@@ -30,7 +30,7 @@ class _Missing:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"{self._name} is not available on CPUs: hybridrl replaces its package")
+        raise RuntimeError(f"{self._name} is a stub on CPUs: its package is not installed")
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

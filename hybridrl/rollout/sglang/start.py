@@ -251,7 +251,7 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
         raise UserError(
             NAME,
             "an SGLang with kernels for AMX, which pack the weights",
-            "a build without them: they would ignore the weights that training writes",
+            "a build without these kernels, which would ignore the weights that training writes",
             "Run: pip uninstall -y sgl-kernel-cpu",
         )
     if is_cpu:

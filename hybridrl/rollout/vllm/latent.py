@@ -22,6 +22,6 @@ def rotate_with_torch(model: torch.nn.Module, version: str) -> None:
                 "rollout.engine",
                 f"{type(part).__name__} of {version}",
                 f"rotary positions with a replaceable kernel, at {name}",
-                "Install a version that the tests cover, or set rollout.engine=hf.",
+                "Install a version that `hybridrl check` calls tested, or set rollout.engine=hf.",
             )
         part._forward_method = part.forward_native
