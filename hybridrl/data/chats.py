@@ -168,7 +168,9 @@ class _ChatRenderer:
             )
         self._tokenizer, self._config = tokenizer, config
         self._counts, self._may_split = counts, may_split
-        found = getattr(tokenizer, "added_tokens_decoder", {}).values()  # as above
+        found = getattr(
+            tokenizer, "added_tokens_decoder", {}
+        ).values()  # not every TextEncoder has it
         special = [str(token) for token in found if token.special]
         self._ends = tuple({*special, *getattr(tokenizer, "all_special_tokens", ())} - {""})
         self._tails: dict[str, str] = {}
@@ -383,7 +385,7 @@ class _ChatRenderer:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        special = getattr(self._tokenizer, "special_tokens_map", {})  # as above
+        special = getattr(self._tokenizer, "special_tokens_map", {})  # not every TextEncoder has it
         try:
             texts, found = render_jinja_template(
                 [messages],
@@ -393,7 +395,7 @@ class _ChatRenderer:
                 add_generation_prompt=is_open,
                 **{**special, **self._config.template_arguments},
             )
-        except Exception as error:  # whatever a template raises
+        except Exception as error:  # a template may raise anything
             got = f"messages that the chat template rejects: {said(error, 160)}"
             raise RowError(row.place, got, "messages that it renders", "Fix that row.") from error
         return texts[0], tuple(found[0]) if marks else ()

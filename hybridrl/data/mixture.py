@@ -132,7 +132,7 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequen
             "data.eval_share",
             f"{share}, which holds out {len(held)} of {len(loaded.prompts)} prompts",
             "a share that leaves prompts on both sides",
-            "Change it, or set data.eval_prompts.",
+            "Change data.eval_share, or set data.eval_prompts.",
         )
     trained = select_prompts(loaded.prompts, kept)
     sources = loaded.sources[kept]

@@ -305,7 +305,7 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
     import transformers
 
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    for name in ("truncation", "padding"):  # every call sets them
+    for name in ("truncation", "padding"):  # every call sets these
         content.pop(name, None)
     decides = [
         kind.__qualname__,

@@ -31,7 +31,7 @@ from hybridrl.errors import DataError
 
 __all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts"]
 
-MAX_PLACES = 100  # places of too long rows to keep
+MAX_PLACES = 100  # kept places of rows that are too long
 _NEW = "2:"  # prefix of fingerprints computed from digests of prompts
 
 

@@ -22,7 +22,7 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
         prompts: Prompts with the responses and labels that `feedback` needs.
         feedback: Kind of feedback. None gives demonstrations, 'pairs' both sides of each pair.
             'labels' adds, for each prompt, the response to the next different prompt, with reward
-            part `unrelated` 1; KTO uses these only to estimate the KL.
+            part `unrelated` 1; KTO uses these only to estimate the KL divergence.
     """
     num, producer = len(prompts), Producer.here("the data's responses")
     if feedback is None:

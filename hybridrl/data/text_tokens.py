@@ -42,7 +42,9 @@ class TextTokens:
     def front(self) -> tuple[int, ...]:
         """Special tokens that a transformers tokenizer puts before a text; not those after it."""
         tokenizer = self._tokenizer
-        if not getattr(tokenizer, "num_special_tokens_to_add", int)():  # as above
+        if not getattr(
+            tokenizer, "num_special_tokens_to_add", int
+        )():  # not every TextEncoder has it
             return ()
         for probe in _PROBES:
             try:

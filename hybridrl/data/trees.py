@@ -138,7 +138,7 @@ def _tree_of_rows(rows: Sequence[Row]) -> _Node:
     for row in rows:
         name = row.columns[_ID]
         if not isinstance(name, str) or name in nodes:
-            raise RowError(row.place, f"{_ID} = {short(name)}", "a text that is unique", _REMEDY)
+            raise RowError(row.place, f"{_ID} = {short(name)}", "a unique text", _REMEDY)
         nodes[name] = _node(row.place, row.columns)
     root: _Node | None = None
     for row in rows:

@@ -15,16 +15,13 @@ from typing import Any
 
 from hybridrl.contracts.prompts import Prompt
 from hybridrl.data.prompts import PromptSource
-from hybridrl.generation.episodes import OpenResponse, completion_from_json
+from hybridrl.generation.episodes import OpenResponse
 from hybridrl.generation.sampler_metrics import lag_metrics, queue_metrics
 from hybridrl.generation.saved_rollouts import (
-    done_fits,
+    SavedRollouts,
     merge_states,
-    request_fits,
     rollout_state,
     sampling_of,
-    saved_sampling,
-    turns_fit,
 )
 from hybridrl.generation.schedule import Group, Runs, Schedule, assign_replicas
 from hybridrl.generation.spread import ResponseLengths
@@ -367,12 +364,11 @@ def restored_pool(
     """Returns the pool of a checkpoint, without samples whose sampling parameters differ from
     `sampling`; does not move `source`.
     """
-    saved = state["in_flight"]
-    samples = _restored_samples(state, sampling)
-    cursors = {int(step): cursor for step, cursor in saved["cursors"].items()}
-    prompts = _retake_prompts(source, saved["groups"], cursors)
-    groups = []
-    for number, born, place, num in saved["groups"]:
+    saved, table = SavedRollouts(state), state["in_flight"]
+    cursors = {int(step): cursor for step, cursor in table["cursors"].items()}
+    prompts = _retake_prompts(source, table["groups"], cursors)
+    groups, samples = list[Group](), dict[int, Sample]()
+    for number, born, place, num in table["groups"]:
         empty = Group(
             number=number,
             born=born,
@@ -382,31 +378,17 @@ def restored_pool(
             runs=((),) * num,
             is_done=(False,) * num,
         )
-        own = [samples.get(number) for number in sample_ids(empty)]
+        own: list[Sample | None] = []
+        for sample_id in sample_ids(empty):
+            how = sampling_of(sampling, sample_id)
+            found = saved.find(saved.step, sample_id, empty.prompt, how)
+            open_response = found.turns and OpenResponse(found.turns, found.request)
+            own.append(found.whole or open_response or found.request)
         runs = tuple(() if sample is None else sample.runs for sample in own)
         is_done = tuple(isinstance(sample, Completion) for sample in own)
         groups.append(replace(empty, runs=runs, is_done=is_done))
-    return Pool(tuple(groups), samples, saved["next_number"], cursors)
-
-
-def _restored_samples(state: Mapping[str, Any], sampling: SamplingParams) -> dict[int, Sample]:
-    began, found = saved_sampling(state), dict[int, Sample]()
-    turns_of = {turns["sample_id"]: turns for turns in state["episodes"]}
-    requests = {entry["request_id"]: Request.from_dict(entry) for entry in state["requests"]}
-    for number in requests.keys() | turns_of.keys():
-        request, turns = requests.get(number), turns_of.get(number)
-        how = sampling_of(sampling, number)
-        if request is not None and not request_fits(request, how, is_turn=turns is not None):
-            continue
-        if turns is None:
-            found[number] = requests[number]
-        elif request is not None or turns_fit(began and sampling_of(began, number), how):
-            found[number] = OpenResponse(turns, request)
-    for done in map(completion_from_json, state["completions"]):
-        number = done.request_id
-        if done_fits(done, began and sampling_of(began, number), sampling_of(sampling, number)):
-            found[number] = done
-    return found
+        samples |= {sample.request_id: sample for sample in own if sample is not None}
+    return Pool(tuple(groups), samples, table["next_number"], cursors)
 
 
 def _retake_prompts(

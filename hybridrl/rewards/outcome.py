@@ -147,25 +147,17 @@ async def _single_async(
         async with limit:
             value = await function(*arguments)
         return _reward(value)
-    except DataError as error:
-        return _row_failure(error, WHERE)
-    except UserError:
-        raise
     except BaseException as error:  # users' code may raise anything
         if limit.expired():
             return ScorerFailure(f"took longer than {limit_s:g} s for {WHERE}")
-        return raised(error, WHERE)
+        return _failure(error, WHERE)
 
 
 def _single(function: Callable[..., Any], *arguments: object) -> Outcome:
     try:
         return _reward(awaited(function(*arguments)))
-    except DataError as error:
-        return _row_failure(error, WHERE)
-    except UserError:
-        raise
     except BaseException as error:  # users' code may raise anything
-        return raised(error, WHERE)
+        return _failure(error, WHERE)
 
 
 def _reward(value: Any) -> Outcome:
@@ -187,12 +179,8 @@ def _batched(function: Callable[..., Any], job: Job) -> list[Outcome]:
     try:
         value = awaited(function(*job))
         found = _array(value)
-    except DataError as error:
-        return [_row_failure(error, "the batch")] * num
-    except UserError:
-        raise
     except BaseException as error:  # users' code may raise anything
-        return [raised(error, "the batch")] * num
+        return [_failure(error, "the batch")] * num
     if isinstance(found, np.ndarray) and found.shape == (num,):
         return [
             float(x)
@@ -242,6 +230,10 @@ def raised(
     return ScorerFailure(got, expected, error, traceback_text(error))
 
 
-def _row_failure(error: DataError, where: str) -> ScorerFailure:
-    """Returns the failure of a reward that cannot score responses to this row."""
-    return ScorerFailure(f"raised DataError on {where}: {said(error)}", cause=error)
+def _failure(error: BaseException, where: str) -> ScorerFailure:
+    """Returns the failure of a reward function; raises UserErrors that are not about the row."""
+    if isinstance(error, DataError):
+        return ScorerFailure(f"raised DataError on {where}: {said(error)}", cause=error)
+    if isinstance(error, UserError):
+        raise error
+    return raised(error, where)

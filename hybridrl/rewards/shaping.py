@@ -81,7 +81,10 @@ class Length:
         for name, value in (("buffer_chars", buffer_chars), ("min_chars", min_chars)):
             if not 0 <= value <= max_chars:
                 raise UserError(
-                    f"reward.options.{name}", value, f"0 to max_chars = {max_chars}", "Lower it."
+                    f"reward.options.{name}",
+                    value,
+                    f"0 to max_chars = {max_chars}",
+                    f"Lower {name}.",
                 )
         self._most, self._buffer, self._min_samples = max_chars, buffer_chars, min_chars
 
