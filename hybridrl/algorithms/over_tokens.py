@@ -87,7 +87,7 @@ class OverTokens:
 
 
 class _Candidates(NamedTuple):
-    """Sort keys of tokens; for marks also the number of tokens that each mark stands for."""
+    """Sort keys of tokens. For marks, also the number of tokens that each mark represents."""
 
     order_N: Array
     key_N: Array

@@ -97,7 +97,7 @@ class StageProcess(Worker[EnvironmentConfig, Answer]):
         self._num_done: dict[tuple[int, int], int] = {}  # turns of each environment
 
     def allowed_s(self, job: Job) -> float:
-        """Returns the timeout of a turn, or of all turns if they have to be repeated."""
+        """Returns the time limit of a turn, or of all turns if they have to be repeated."""
         (play,) = job[0]
         if play.key is None:
             self._num_done = {}

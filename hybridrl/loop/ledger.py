@@ -54,7 +54,7 @@ class MemoryLedger:
         self.hybrid_engine: HybridEngine | None = None
 
     def table(self) -> str:
-        """Returns the ledger as text, valid from the next change of phases on."""
+        """Returns the ledger as text, as it will be after the next change of phases."""
         engine = {} if self.engine is None else self.engine.memory()
         keeps_memory = self.hybrid_engine is not None and self.hybrid_engine.keeps_memory
         return table(entries(self.models, engine, keeps_memory), self._platform)

@@ -204,7 +204,7 @@ class Trainer:
         return metrics
 
     def memory_table(self) -> str:
-        """Returns this rank's memory by part, valid from the next change of phases on."""
+        """Returns this rank's memory by part, as it will be after the next change of phases."""
         return self._run.ledger.table()
 
     def train_step(self) -> dict[str, float]:
