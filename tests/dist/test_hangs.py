@@ -58,7 +58,7 @@ def test_ranks_without_progress_are_named_with_a_report_and_slow_ones_are_not(
     assert "in spin" in message and "ranks 0, 2 wait after 'a rank in an endless loop'" in message
     assert "barrier" in message or "all_reduce" in message, message
     assert "\nrank 1 on host" in text and "(suspected)" in text.split("\nrank 0")[0]
-    assert f"{tmp_path}/hangs/step_2.txt" in output and "rank 1 went on after" in output
+    assert f"{tmp_path}/hangs/step_2.txt" in output and "rank 1 continued after" in output
 
     text = report(tmp_path, 3)
     message = text.splitlines()[0]
@@ -102,7 +102,7 @@ def test_the_rank_that_judges_is_named_by_another(
     run(tmp_path, "first", monkeypatch)
     text = report(tmp_path, 1)
     assert text.splitlines()[0].startswith("rank 0 on host "), text
-    assert "does not answer: nobody knows that its process has ended" in text
+    assert "does not answer: no rank has reported the end of its process" in text
     assert "in first" in (tmp_path / "logs" / "rank_0.log").read_text()  # got by a signal
     said = [(tmp_path / f"said_{rank}").read_text() for rank in (1, 2)]
     assert all("gave no sign of life for 1.6 s: its process is stopped" in one for one in said)

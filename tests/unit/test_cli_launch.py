@@ -290,7 +290,7 @@ def test_launch_says_one_message_of_a_disk_that_is_full_later(
     assert "Traceback" not in done.stderr.replace("  | Traceback", ""), done.stderr
     (said,) = (line for line in done.stderr.splitlines() if line.startswith("hybridrl:"))
     assert "rank 0 on host" in said and "No space left on device" in said, said
-    assert said.endswith("(logs are cut off: File too large)"), said
+    assert said.endswith("(logs are incomplete: File too large)"), said
     assert done.stderr.count("x" * 8000) == 1  # the console has all
 
 

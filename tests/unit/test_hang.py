@@ -221,7 +221,7 @@ def test_a_phase_that_once_paused_for_long_is_given_twice_that() -> None:
     assert watch.over([replace(beat, idle_s=40.0) for beat in those]) is None
     watch.look([replace(beat, idle_s=40.0) for beat in those])
     on = beats(r2={"idle_s": 0.0})
-    assert watch.over(on) == "rank 2 went on after 40 s"
+    assert watch.over(on) == "rank 2 continued after 40 s"
     assert watch.look(on) is None
     assert watch.over(on) is None
     again = [replace(beat, idle_s=79.0) for beat in those]

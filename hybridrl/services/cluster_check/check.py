@@ -1,7 +1,8 @@
-"""`hybridrl check --cluster`: asks every node and reports what should be fixed. No torch.
+"""Runs `hybridrl check --cluster`: queries every node and reports what should be fixed. No torch.
 
-All nodes are asked at once, each by a command that answers one question (probe.py). A node that
-does not answer within its time is a finding, and the others go on without it.
+Who waits for whom: this process queries all nodes at the same time, with a command for each
+question (probe.py), and waits for each answer up to ANSWER_S. A node that does not answer is a
+finding; the other nodes continue without it.
 """
 
 from __future__ import annotations
@@ -28,27 +29,26 @@ from hybridrl.services.launch.hosts import any_port, forwarded, read_hostfile, r
 from hybridrl.services.launch.ray_cluster import alive_nodes, connect, dead_nodes
 
 PROGRAM = (sys.executable, "-m", "hybridrl.services.cluster_check.probe")
-# Also where an all-reduce over the node's GPUs fails, and the pair that fails is looked for.
+# Includes the time to find the failing pair if an all-reduce over the node's GPUs fails.
 ANSWER_S = 420.0
-# Variables that the probe gets elsewhere. Keys of services stay here: a command line is public.
+# Variables passed to probes on other nodes. API keys are excluded: command lines are public.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NCCL_", "GLOO_", "HYBRIDRL_CACHE")
 
 
 class NodeLost(Exception):
-    """A node does not answer; the text is what it said last."""
+    """A node does not answer; the message is the last line of its output."""
 
 
-# Asks a node a question; raises NodeLost. The answer's "time" is the node's clock, compared with
-# this host's.
+# Asks a node a question and returns its reply; raises NodeLost.
 Reach = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
 
 def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the probe by a command; returns its reply, with "ahead_s" of the clock there.
+    """Runs the probe with a command; returns its reply, with `ahead_s` of the node's clock.
 
     Raises:
-        NodeLost: It does not answer.
-        UserError: There is no such command.
+        NodeLost: The node does not answer.
+        UserError: The command does not exist.
     """
     try:
         process = subprocess.Popen(
@@ -57,18 +57,19 @@ def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            errors="replace",  # greetings of hosts are in any encoding
+            errors="replace",  # login banners may have any encoding
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,
         )
     except OSError as error:
         allowed = "a program that runs commands on hosts"
-        raise UserError("--ssh", command[0], allowed, f"{error.strerror}.") from error
+        remedy = f"{error.strerror}: check the path of the program."
+        raise UserError("--ssh", command[0], allowed, remedy) from error
     assert process.stdin is not None and process.stdout is not None
     timer = threading.Timer(ANSWER_S, process.kill)
     timer.start()
     reply, last = None, ""
-    with suppress(OSError):  # it has ended; its last line says why
+    with suppress(OSError):  # the process has ended; its last line says why
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.close()
     for line in process.stdout:
@@ -84,17 +85,17 @@ def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather(names: Sequence[str], reach: Reach, folder: Path) -> ClusterFacts:
-    """Returns what the nodes report about themselves, their links and the folder they share.
+    """Returns facts about the nodes, their links and their shared folder.
 
     Args:
         names: Names of the nodes.
-        reach: How they are asked.
+        reach: Function that asks a node a question.
         folder: Folder in which runs are written.
     """
     lost: dict[str, str] = {}
 
     def all_of(nodes: Sequence[str], question: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-        """Asks nodes at once; those that fail are lost."""
+        """Asks all nodes at the same time; records those that fail in `lost`."""
 
         def one(node: str) -> dict[str, Any] | None:
             try:
@@ -117,15 +118,15 @@ def gather(names: Sequence[str], reach: Reach, folder: Path) -> ClusterFacts:
         peers = [name for name in names if name != node]
         return {"ask": "facts", "node": node, "peers": peers, "port": port, **shared}
 
-    told = all_of(names, facts)
+    replies = all_of(names, facts)
     nodes = [
         replace(NodeFacts.from_json(reply["answer"]), clock_ahead_s=reply["ahead_s"])
-        for reply in told.values()
+        for reply in replies.values()
     ]
     unreachable = dict(lost)
     writers = [node.node for node in nodes if not node.folder_fault]
     is_connected = all(
-        node.address and not set(node.unconnected).intersection(told) for node in nodes
+        node.address and not set(node.unconnected).intersection(replies) for node in nodes
     )
     has_links = len(nodes) > 1 and is_connected and len(writers) == len(nodes)
     by_name = {node.node: node for node in nodes}
@@ -161,7 +162,7 @@ def gather(names: Sequence[str], reach: Reach, folder: Path) -> ClusterFacts:
 
 
 def text(facts: ClusterFacts, findings: Sequence[Finding]) -> str:
-    """Returns what people read: a line for each node and pair, then the findings."""
+    """Returns the report as text: a line for each node and pair, then the findings."""
     lines = []
     for node in facts.nodes:
         has = {name: node.versions.get(name) for name in ("hybridrl", "python", "torch", "GPUs")}
@@ -183,20 +184,20 @@ def text(facts: ClusterFacts, findings: Sequence[Finding]) -> str:
 def check_cluster(
     hostfile: Path | None, slurm: bool, ray: str | None, ssh: str, folder: Path, as_json: bool
 ) -> int:
-    """Asks the nodes and prints what they report and what should be fixed; returns the exit code.
+    """Queries the nodes, prints the facts and findings, and returns the exit code.
 
     Args:
-        hostfile: File of the nodes; None for others, or this host alone.
-        slurm: Whether the nodes are those of the allocation.
-        ray: Address of the Ray cluster that has the nodes; None for others.
+        hostfile: File that lists the nodes.
+        slurm: Whether the nodes are those of the Slurm allocation.
+        ray: Address of the Ray cluster with the nodes.
         ssh: Program that reaches hosts, with its options.
-        folder: Folder in which runs are written, on the file system that nodes share.
-        as_json: Whether one JSON object is printed instead of text.
+        folder: Folder in which runs are written, on a file system shared by the nodes.
+        as_json: Whether to print one JSON object instead of text.
     """
     given = {"--hostfile": hostfile, "--slurm": slurm or None, "--ray": ray}
     named = [name for name, value in given.items() if value is not None]
     if len(named) > 1:
-        raise UserError("check", " and ".join(named), "one of them", "Leave the others out.")
+        raise UserError("check", " and ".join(named), "one of them", "Remove the other options.")
     reached_by = "ssh"
     if hostfile is not None:
         reached_by = ssh
@@ -233,8 +234,10 @@ def _variables() -> dict[str, str]:
 
 @contextmanager
 def _ray_nodes(address: str) -> Iterator[tuple[list[str], Reach]]:
-    """Yields the nodes of a cluster and how they are asked: by a task that takes no slot, so that
-    other jobs may use the cluster meanwhile. Nodes that Ray lost are among them and do not answer.
+    """Yields the nodes of a Ray cluster and a function that asks them.
+
+    It asks by a task without resources, so that other jobs may use the cluster meanwhile. Nodes
+    that Ray has lost are included, and do not answer.
     """
     ray = connect(address)
     try:
@@ -271,7 +274,8 @@ def _ray_nodes(address: str) -> Iterator[tuple[list[str], Reach]]:
 def _allocated() -> list[str]:
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if not nodes:
-        raise UserError("--slurm", "no allocation", "a job of Slurm's", "Start it under salloc.")
+        remedy = "Run the command under salloc or in a job."
+        raise UserError("--slurm", "no allocation", "a Slurm allocation", remedy)
     shown = subprocess.run(
         ["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, check=True
     )

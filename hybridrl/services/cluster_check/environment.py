@@ -1,7 +1,7 @@
-"""The report of `hybridrl check`: what is installed, what works, and how to mend what does not.
+"""Checks the installation for `hybridrl check`: versions, what works, and how to fix problems.
 
-Owns the list of probes. Imports torch for the last ones. The process group that it starts here is
-of one rank; an all-reduce over GPUs has processes of its own (gpu_links.py).
+Imports torch only for the last checks. The process group of this process has one rank; an
+all-reduce over GPUs runs in separate processes (gpu_links.py).
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Item:
     """One line of the report.
 
     Args:
-        name: what was looked at.
-        status: "ok", "absent" (optional and not there) or "problem".
-        found: version, number or what went wrong.
-        fix: the command that mends a problem, else empty.
+        name: Name of the package or function that was checked.
+        status: Result; "absent" means optional and not installed.
+        found: Version, number or error.
+        fix: Command that fixes a problem, else empty.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Item:
 
 
 def inspect() -> list[Item]:
-    """Returns the whole report, in the order in which problems should be mended."""
+    """Returns the report, in the order in which to fix problems."""
     items = [_python(), *_packages(), *_engines(), _apex()]
     if any(item.name == "torch" and item.found != "not installed" for item in items):
         items += _torch_probes()
@@ -82,7 +82,7 @@ def _packages() -> Iterator[Item]:
 
 
 def _engines() -> Iterator[Item]:
-    """Judges the packages of engines as a run with such an engine does."""
+    """Checks the packages of engines as a run with the engine does."""
     for name in ENGINES:
         package = engine_package(name)
         if package is None:
@@ -98,19 +98,19 @@ def _engines() -> Iterator[Item]:
 
 
 def _with_tests(found: str, tested: Mapping[str, str]) -> str:
-    """Returns a version with where tests have run with it; of another, with which they have."""
-    known = found.partition("+")[0]  # without what a build is called
+    """Returns a version with the hardware it was tested on, or the tested versions."""
+    known = found.partition("+")[0]  # without the local version label
     if known in tested:
         return f"{found}, tested on {tested[known]}"
     others = "; ".join(f"{version} on {where}" for version, where in tested.items())
-    return f"{found}, not tested; tested were {others}"
+    return f"{found}, not tested; tested versions: {others}"
 
 
 def _apex() -> Item:
-    """Tells NVIDIA's apex from PyPI's package of the same name.
+    """Distinguishes NVIDIA's apex from PyPI's package of the same name.
 
-    Megatron 0.16.1 takes any importable `apex` for NVIDIA's and picks its FusedLayerNorm; models
-    with RMSNorm then fail to build.
+    Megatron 0.16.1 uses FusedLayerNorm of any importable `apex`; models with RMSNorm then fail to
+    build.
     """
     if find_spec("apex") is None:
         return Item("apex", "absent", "not installed, optional")
@@ -140,15 +140,15 @@ def _torch_probes() -> Iterator[Item]:
 
 
 def _gpu_sum(num_gpus: int) -> Item:
-    """Runs a short all-reduce over the GPUs, and looks for the pair that fails."""
+    """Runs a short all-reduce over the GPUs; finds the failing pair if it fails."""
     works, found = gpu_links.judge(num_gpus)
     if works:
         return Item("all-reduce", "ok", found)
     gpus = ",".join(map(str, range(num_gpus)))
-    # Direct copies between GPUs are what breaks most often: by IOMMU or ACS of the host.
+    # Direct copies between GPUs often fail because of the host's IOMMU or ACS.
     fix = (
-        f"NCCL_DEBUG=INFO python -m hybridrl.services.cluster_check.gpu_links {gpus} says more; "
-        "export NCCL_P2P_DISABLE=1 if it works with that, and turn off IOMMU and ACS of the host"
+        f"NCCL_DEBUG=INFO python -m hybridrl.services.cluster_check.gpu_links {gpus}; if it works "
+        "with export NCCL_P2P_DISABLE=1, turn off IOMMU and ACS of the host"
     )
     return Item("all-reduce", "problem", found, fix)
 

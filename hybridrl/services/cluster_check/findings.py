@@ -1,4 +1,4 @@
-"""Judges what `hybridrl check --cluster` has measured: facts in, findings out."""
+"""Derives the findings of `hybridrl check --cluster` from measured facts; pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from statistics import median
 from hybridrl.services.cluster_check.probe import GpuFacts, NodeFacts
 
 GIB = 2**30
-MAX_CLOCK_S = 2.0  # file times of nodes order checkpoints and locks (stale after 90 s)
-MIN_FILES = 16_384  # sockets of a rank to some thousand others, and files of data and caches
+MAX_CLOCK_S = 2.0  # checkpoints and locks (stale after 90 s) are ordered by file times
+MIN_FILES = 16_384  # a rank's sockets to thousands of ranks, and files of data and caches
 MIN_FREE_BYTES = {"run": 20 * GIB, "temporary": 2 * GIB, "cache": 10 * GIB, "shared memory": GIB}
-MAX_USED_GPU_BYTES = GIB  # the context of a process that should not be there has about half of it
-SLOW_GPU = 0.8  # of the median of equal GPUs: clocks of healthy ones differ by less than 10%
-SLOW_PAIR = 0.5  # of the fastest pair
+MAX_USED_GPU_BYTES = GIB  # an idle process's CUDA context takes about half of it
+SLOW_GPU = 0.8  # share of equal GPUs' median rate; healthy GPUs differ by less than 10%
+SLOW_PAIR = 0.5  # share of the fastest pair's rate
 
 
 MOVES = {
@@ -28,7 +28,7 @@ MOVES = {
 
 @dataclass(frozen=True)
 class PairFacts:
-    """The link between two nodes; `backend` is "gloo" or "nccl", the rate that of one direction."""
+    """The link between two nodes over "gloo" or "nccl", with the rate of one direction."""
 
     first: str
     second: str
@@ -38,15 +38,15 @@ class PairFacts:
 
 @dataclass(frozen=True)
 class ClusterFacts:
-    """All nodes and what lies between them.
+    """Facts about all nodes and the links between them.
 
     Args:
         folder: Folder in which runs are written.
         nodes: Nodes that answered.
-        unreachable: Last words of each node that did not.
+        unreachable: Last line of output of each node that did not answer.
         pairs: Measured links.
-        all_reduce: (backend, GB/s or None, fault or empty) of each all-reduce over all nodes.
-        unseen: Nodes whose files a node does not see in the folder, by its name.
+        all_reduce: (backend, GB/s or None, error or "") of each all-reduce over all nodes.
+        unseen: For each node, the nodes whose files it does not see in the folder.
     """
 
     folder: str = ""
@@ -59,7 +59,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that should be fixed; `where` is the node, GPU or pair."""
+    """A problem to fix; `where` is the node, GPU or pair."""
 
     kind: str
     where: str
@@ -68,10 +68,10 @@ class Finding:
 
 
 def judge(facts: ClusterFacts, ssh: str = "ssh") -> list[Finding]:
-    """Returns all findings; `ssh` is the command that reaches nodes, for remedies."""
+    """Returns all findings; remedies use `ssh` as the command that reaches nodes."""
     found = [
-        Finding("node-unreachable", node, said, f"{ssh} {node} true")
-        for node, said in facts.unreachable.items()
+        Finding("node-unreachable", node, reason, f"{ssh} {node} true")
+        for node, reason in facts.unreachable.items()
     ]
     for node in facts.nodes:
         found += [*_software(node), *_names(node), *_room(node, facts.folder)]
@@ -81,28 +81,32 @@ def judge(facts: ClusterFacts, ssh: str = "ssh") -> list[Finding]:
 
 
 def _software(node: NodeFacts) -> Iterator[Finding]:
-    """Judges the packages and the GPUs of a node."""
-    for package, said, fix in node.problems:
-        yield Finding("package", node.node, f"{package}: {said}", fix)
+    """Checks the packages and the GPUs of a node."""
+    for package, found, fix in node.problems:
+        yield Finding("package", node.node, f"{package}: {found}", fix)
     if max(len(node.gpus), node.num_gpus_on_bus) > node.num_torch_gpus:
-        said = f"{node.num_gpus_on_bus} GPUs on the bus, nvidia-smi lists {len(node.gpus)}"
-        said += f", torch can use {node.num_torch_gpus}"
+        found = (
+            f"the PCI bus has {node.num_gpus_on_bus} GPUs, nvidia-smi lists {len(node.gpus)}, and "
+            f"torch can use {node.num_torch_gpus}"
+        )
         fix = (
             "nvidia-smi (no driver: apt-get install nvidia-driver-580-server, in containers docker "
             "run --gpus all); unset CUDA_VISIBLE_DEVICES; python -c 'import torch; "
             "torch.cuda.init()'"
         )
-        yield Finding("gpus-unusable", node.node, said, fix)
+        yield Finding("gpus-unusable", node.node, found, fix)
     for gpu in node.gpus:
         where, reset = f"{node.node} gpu {gpu.index}", f"nvidia-smi --gpu-reset -i {gpu.index}"
         if gpu.used_bytes > MAX_USED_GPU_BYTES:
-            said = f"{_gib(gpu.used_bytes)} of {_gib(gpu.total_bytes)} are taken"
-            fix = "nvidia-smi --query-compute-apps=pid,used_memory --format=csv; end what is left"
-            yield Finding("gpu-memory", where, said, fix)
+            found = f"{_gib(gpu.used_bytes)} of {_gib(gpu.total_bytes)} are in use"
+            fix = (
+                "nvidia-smi --query-compute-apps=pid,used_memory --format=csv; end these processes"
+            )
+            yield Finding("gpu-memory", where, found, fix)
         if gpu.ecc_errors:
-            said = f"{gpu.ecc_errors} uncorrected memory errors"
+            found = f"{gpu.ecc_errors} uncorrected memory errors"
             fix = f"{reset}; if errors return, replace the GPU"
-            yield Finding("gpu-ecc", where, said, fix)
+            yield Finding("gpu-ecc", where, found, fix)
         if gpu.fault:
             yield Finding("gpu-fault", where, gpu.fault, f"dmesg | grep -i xid; {reset}")
 
@@ -110,56 +114,56 @@ def _software(node: NodeFacts) -> Iterator[Finding]:
 def _names(node: NodeFacts) -> Iterator[Finding]:
     for other in node.unknown_names:
         fix = f"add {other} to /etc/hosts of {node.node}, or to DNS"
-        yield Finding("name-unknown", node.node, f"does not know {other}", fix)
+        yield Finding("name-unknown", node.node, f"cannot resolve the name {other}", fix)
     if node.address and node.own_address and node.own_address != node.address:
-        said = f"its name means {node.own_address}, others reach it by {node.address}"
+        found = f"its name is {node.own_address}, but other nodes reach it at {node.address}"
         name = node.interface
         fix = f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
-        yield Finding("name-elsewhere", node.node, said, fix)
+        yield Finding("name-elsewhere", node.node, found, fix)
 
 
 def _room(node: NodeFacts, folder: str) -> Iterator[Finding]:
-    """Judges limits and disk space of a node."""
+    """Checks the limits and the disk space of a node."""
     name, for_good = node.node, "for good in /etc/security/limits.conf"
     if 0 <= node.max_files < MIN_FILES:
-        said = f"{node.max_files} open files, fewer than {MIN_FILES}"
-        yield Finding("files-limit", name, said, f"ulimit -n 65536; {for_good}")
+        found = f"the limit of open files is {node.max_files}; needed: {MIN_FILES}"
+        yield Finding("files-limit", name, found, f"ulimit -n 65536; {for_good}")
     if node.has_rdma and node.max_locked_bytes >= 0:
-        said = f"{node.max_locked_bytes >> 10} KiB of locked memory, and RDMA"
-        yield Finding("locked-memory", name, said, f"ulimit -l unlimited; {for_good}")
+        found = f"the limit of locked memory is {node.max_locked_bytes >> 10} KiB; RDMA needs more"
+        yield Finding("locked-memory", name, found, f"ulimit -l unlimited; {for_good}")
     for use, (place, free_bytes) in node.free_bytes.items():
         least = MIN_FREE_BYTES[use]
         if free_bytes < least:
-            said = f"{place} ({use}) has {_gib(free_bytes)} free, of {_gib(least)}"
+            found = f"{place} ({use}) has {_gib(free_bytes)} free; needed: {_gib(least)}"
             fix = f"df -h {place}; delete files there, or {MOVES[use]}"
-            yield Finding("disk-full", name, said, fix)
+            yield Finding("disk-full", name, found, fix)
     if node.folder_fault:
         fix = f"touch {folder}/x on {name}; chown or remount it"
         yield Finding("shared-unwritable", name, f"{folder}: {node.folder_fault}", fix)
 
 
 def _differing(facts: ClusterFacts) -> Iterator[Finding]:
-    """Judges what should be the same on all nodes: those that differ from most are named."""
+    """Finds nodes whose versions differ from those of most nodes."""
     for name in dict.fromkeys(name for node in facts.nodes for name in node.versions):
         values = [node.versions.get(name, "none") or "none" for node in facts.nodes]
         common = Counter(values).most_common(1)[0][0]
         for node, value in zip(facts.nodes, values, strict=True):
             if value != common:
-                said = f"{name} {value}, the others {common}"
-                fix = f"bring {name} on {node.node} to {common}, or leave the node out"
-                yield Finding("differs", node.node, said, fix)
+                found = f"{name} is {value}, on most nodes {common}"
+                fix = f"bring {name} on {node.node} to {common}, or remove the node"
+                yield Finding("differs", node.node, found, fix)
 
 
 def _clocks(facts: ClusterFacts) -> Iterator[Finding]:
-    """Judges clocks against the median node's; for one or two nodes the asking host's."""
+    """Compares clocks with the median node's, or with this host's for one or two nodes."""
     ahead_s = sorted(node.clock_ahead_s for node in facts.nodes)
     middle = ahead_s[(len(ahead_s) - 1) // 2] if len(ahead_s) > 2 else 0.0
     for node in facts.nodes:
         off = node.clock_ahead_s - middle
         if abs(off) > MAX_CLOCK_S:
-            said = f"its clock is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}"
+            found = f"its clock is {abs(off):.1f} s {'ahead' if off > 0 else 'behind'}"
             fix = "chronyc makestep, or: timedatectl set-ntp 1"
-            yield Finding("clock", node.node, said, fix)
+            yield Finding("clock", node.node, found, fix)
 
 
 def _slow_gpus(facts: ClusterFacts) -> Iterator[Finding]:
@@ -172,13 +176,13 @@ def _slow_gpus(facts: ClusterFacts) -> Iterator[Finding]:
         bound = SLOW_GPU * median(tflops for _, _, tflops in alike)
         for name, gpu, tflops in alike:
             if tflops < bound:
-                said = f"{tflops:.0f} TFLOP/s, below {bound:.0f}"
+                found = f"{tflops:.0f} TFLOP/s; equal GPUs reach at least {bound:.0f}"
                 fix = f"nvidia-smi -q -d PERFORMANCE,CLOCK,POWER -i {gpu.index}"
-                yield Finding("gpu-slow", f"{name} gpu {gpu.index}", said, fix)
+                yield Finding("gpu-slow", f"{name} gpu {gpu.index}", found, fix)
 
 
 def _links(facts: ClusterFacts) -> Iterator[Finding]:
-    """Judges links between nodes, without the nodes that did not answer."""
+    """Checks the links between the nodes that answered."""
     nodes = {node.node: node for node in facts.nodes}
     for node in facts.nodes:
         for peer, fault in node.unconnected.items():
@@ -186,15 +190,15 @@ def _links(facts: ClusterFacts) -> Iterator[Finding]:
             if other is not None and (node.node < peer or node.node not in other.unconnected):
                 first, second = sorted((node.node, peer))
                 fix = f"open TCP ports between {first} and {second}: nft list ruleset"
-                said = f"from {node.node}: {fault}"
-                yield Finding("pair-fails", f"{first} - {second}", said, fix)
+                found = f"from {node.node}: {fault}"
+                yield Finding("pair-fails", f"{first} - {second}", found, fix)
     for pair in facts.pairs:
         rates = [other.gb_per_s for other in facts.pairs if other.backend == pair.backend]
         if pair.gb_per_s < (bound := SLOW_PAIR * max(rates)):
             name = nodes[pair.first].interface
             fix = f"tc qdisc show; ethtool {name}; iperf3 -c {pair.second} on {pair.first}"
-            said = f"{pair.backend}: {pair.gb_per_s:.3g} GB/s, below {bound:.3g}"
-            yield Finding("pair-slow", f"{pair.first} - {pair.second}", said, fix)
+            found = f"{pair.backend}: {pair.gb_per_s:.3g} GB/s; expected: at least {bound:.3g}"
+            yield Finding("pair-slow", f"{pair.first} - {pair.second}", found, fix)
     for backend, _, fault in facts.all_reduce:
         if fault:
             name = facts.nodes[0].interface
@@ -205,9 +209,9 @@ def _links(facts: ClusterFacts) -> Iterator[Finding]:
 def _unseen(facts: ClusterFacts) -> Iterator[Finding]:
     for name, unseen in facts.unseen.items():
         if unseen:
-            said = f"{facts.folder} does not show files of {', '.join(unseen)}"
+            found = f"{facts.folder} does not show files of {', '.join(unseen)}"
             fix = f"findmnt -T {facts.folder} on {name}; mount it there"
-            yield Finding("shared-missing", name, said, fix)
+            yield Finding("shared-missing", name, found, fix)
 
 
 def _gib(num_bytes: int) -> str:

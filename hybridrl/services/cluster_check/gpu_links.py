@@ -1,8 +1,8 @@
 """Runs a short all-reduce over this host's GPUs, and finds the GPUs and pairs that fail.
 
-`python -m hybridrl.services.cluster_check.gpu_links 0,1 [cuda|cpu]` runs one over the given GPUs.
-This process starts one process for each GPU and kills them when the time is over or one has
-failed. Torch is imported in those processes alone.
+`python -m hybridrl.services.cluster_check.gpu_links 0,1 [cuda|cpu]` runs it over the given GPUs.
+This process starts one process per GPU and kills all of them on a timeout or if one fails. Only
+those processes import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridrl.services.cluster_check.links import rounds
 
 NUM_BYTES = 64 << 20
 REPEATS = 5
-# For all GPUs at once, and for each pair: importing torch and starting NCCL take seconds.
+# Timeouts for all GPUs and for each pair; importing torch and starting NCCL takes seconds.
 TOGETHER_S, PAIR_S = 60.0, 30.0
 MAX_CHARACTERS = 300
 MAX_NAMED = 4
@@ -31,11 +31,11 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True)
 class Sum:
-    """The outcome of an all-reduce.
+    """The result of an all-reduce.
 
     Args:
-        gb_per_s: Bytes of a rank by seconds; None if it failed.
-        fault: What went wrong, else empty.
+        gb_per_s: Bytes per rank divided by seconds; None if it failed.
+        fault: Error message, else empty.
     """
 
     gb_per_s: float | None
@@ -46,7 +46,7 @@ Reduce = Callable[[Sequence[int], float], Sum]
 
 
 def all_reduce(gpus: Sequence[int], limit_s: float, device: str = "cuda") -> Sum:
-    """Runs an all-reduce over GPUs, by their numbers for torch; with device "cpu" by gloo."""
+    """Runs an all-reduce over GPUs (torch's numbers), or over gloo if `device` is cpu."""
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.log" for rank in range(len(gpus))]
         started = []
@@ -79,14 +79,14 @@ def all_reduce(gpus: Sequence[int], limit_s: float, device: str = "cuda") -> Sum
 
 
 def judge(count: int, reduce: Reduce = all_reduce) -> tuple[bool, str]:
-    """Returns whether an all-reduce over all GPUs works, and its rate or what fails."""
+    """Returns whether an all-reduce over all GPUs works, and its rate or the failing pairs."""
     together = reduce(range(count), TOGETHER_S)
     if not together.fault:
         over = f"over {count} GPUs, {together.gb_per_s:.3g} GB/s a GPU" if count > 1 else "on 1 GPU"
         return True, f"works {over}"
     failing = _failing_pairs(count, reduce)
     texts = []
-    for gpu in range(count):  # one that fails with all others stands for its pairs
+    for gpu in range(count):  # report a GPU that fails in all of its pairs once
         own = [pair for pair in failing if gpu in pair]
         if len(own) == count - 1 > 1:
             texts.append(f"GPU {gpu} with each of the others: {failing[own[0]]}")
@@ -99,7 +99,7 @@ def judge(count: int, reduce: Reduce = all_reduce) -> tuple[bool, str]:
 
 
 def _failing_pairs(count: int, reduce: Reduce) -> dict[tuple[int, int], str]:
-    """Returns the pairs of GPUs whose all-reduce fails, and why."""
+    """Returns the pairs of GPUs whose all-reduce fails, with the errors."""
     with ThreadPoolExecutor(count) as pool:
         return {
             pair: one.fault
@@ -110,7 +110,7 @@ def _failing_pairs(count: int, reduce: Reduce) -> dict[tuple[int, int], str]:
 
 
 def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
-    """Takes part in some all-reduces; returns the GB/s of the best one."""
+    """Runs one rank of some all-reduces; returns the GB/s of the fastest."""
     import datetime
 
     import torch
@@ -132,7 +132,7 @@ def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
             torch.cuda.synchronize()
         began = time.perf_counter()
         dist.all_reduce(block)
-        wrong = float((block - size).abs().max())  # waits for the sum
+        wrong = float((block - size).abs().max())  # waits for the all-reduce
         best = min(best, time.perf_counter() - began)
         if wrong:
             raise RuntimeError(f"the sum is off by {wrong:g}")
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str]) -> int:
         device, gpu, rank, size, store = arguments[1:]
         try:
             print(json.dumps(_rank(device, int(gpu), int(rank), int(size), store)), flush=True)
-        except Exception as error:  # whatever a faulty GPU does is reported in one line
+        except Exception as error:  # report any error of a faulty GPU in one line
             print(f"{type(error).__name__}: {said(error)}", flush=True)
             return 1
         return 0

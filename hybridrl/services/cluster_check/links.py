@@ -1,7 +1,7 @@
 """Measures links by all-reduces and by messages between pairs, over gloo or NCCL.
 
-Every rank calls `measure` with the same arguments but its own rank. A pair that takes no part in a
-round waits for the others at a barrier. Torch is imported where it measures.
+Who waits for whom: every rank calls `measure` with the same arguments except its rank. Pairs that
+do not take part in a round wait for the others at a barrier. Functions that measure import torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 LIMIT_S = 60.0
 SMALL_BYTES = 1 << 20
 LARGE_BYTES = {"gloo": 64 << 20, "nccl": 512 << 20}
-SLOW_S = 0.05  # a small message that takes longer is measure enough: 20 MB/s
+SLOW_S = 0.05  # if a small message takes longer (20 MB/s), no large one is sent
 REPEATS = 3
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Returns all pairs of `count` players in rounds in which each plays at most once (the circle
-    method of tournaments).
+    """Returns all pairs of `count` players in rounds, with each player at most once per round
+    (circle method).
     """
     players = list(range(count + count % 2))
     found = []
@@ -35,16 +35,14 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(store: Store, rank: int, size: int, has_gpus: bool) -> dict[str, Any]:
-    """Measures links between ranks by gloo, and by NCCL between the first GPUs of ranks.
+    """Measures links between ranks by gloo, and by NCCL between the first GPU of each rank.
 
     Args:
-        store: Store that all ranks share.
-        rank: This rank.
-        size: Number of ranks.
-        has_gpus: Whether torch can use a GPU here. NCCL is measured if that holds for all ranks.
+        store: Store shared by all ranks.
+        has_gpus: Whether torch can use a GPU on this rank. NCCL is measured if all ranks have one.
 
     Returns:
-        `all_reduce`: [backend, GB/s, fault]; `pairs`: [first, second, backend, GB/s] of the pairs
+        `all_reduce`: [backend, GB/s, error]; `pairs`: [first, second, backend, GB/s] of the pairs
         in which this rank is the first.
     """
     import torch
@@ -77,7 +75,7 @@ def measure(store: Store, rank: int, size: int, has_gpus: bool) -> dict[str, Any
 
 
 def _all_reduce(group: ProcessGroup, backend: str, size: int) -> tuple[float, str]:
-    """Returns the GB/s of an all-reduce (bytes of a rank by seconds), and what was wrong."""
+    """Returns the GB/s of an all-reduce (bytes per rank divided by seconds), and its error."""
     import torch
     from torch import distributed as dist
 
@@ -93,7 +91,7 @@ def _all_reduce(group: ProcessGroup, backend: str, size: int) -> tuple[float, st
 
 
 def _rate(group: ProcessGroup, backend: str, rank: int, other: int, source: int, tag: int) -> float:
-    """Returns the GB/s of messages from `source` to its peer, each answered with a byte."""
+    """Returns the GB/s of messages from `source` to its peer, which answers each with a byte."""
     import torch
     from torch import distributed as dist
 
@@ -128,7 +126,7 @@ def _device(backend: str) -> str:
 
 
 def _now(backend: str) -> float:
-    """Returns the time once the device is idle."""
+    """Returns the current time after the device has become idle."""
     import torch
 
     if backend == "nccl":

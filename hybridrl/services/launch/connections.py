@@ -1,7 +1,7 @@
 """Connections to node.py on the machines of a job, and the end of the job. No torch.
 
-This process waits for node.py on every machine, which waits for its ranks. When ranks of one
-machine have failed or its connection is lost, the others are ended within KILL_AFTER_S of it.
+Who waits for whom: this process waits for node.py on every machine, which waits for its ranks. If
+ranks of one machine fail or its connection is lost, the others are ended within KILL_AFTER_S.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from hybridrl.services.launch.local_ranks import GRACE_S, KILL_AFTER_S, LEAVE_S,
 from hybridrl.services.launch.node import MARK, Order
 from hybridrl.services.launch.rank_ends import Outcome, conclude
 
-# For machines to end their ranks and report it: the kernel may take a minute to free what they have
-# page-locked. The connection to a machine that is gone ends by itself.
+# Time for machines to end their ranks and report. The kernel may take a minute to free page-locked
+# memory. The connection to a machine that is gone ends by itself.
 END_S = 180.0
-OUTPUT_S = 1.0  # for the rest of the output of a process that has ended
+OUTPUT_S = 1.0  # time to read the remaining output of an ended process
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Host:
     """A machine of a job.
 
     Args:
-        name: Name by which it is reached: by ssh, or its address for Ray.
-        slots: Number of ranks that it can run.
+        name: Name for ssh, or address for Ray.
+        slots: Number of ranks that the machine can run.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Host:
 
 
 class NodeOutput:
-    """The stdout of node.py on its way to the console; what follows MARK is held back."""
+    """Copies node.py's stdout to the console, except what follows MARK."""
 
     def __init__(self) -> None:
         self._held = b""
 
     def take(self, block: bytes) -> None:
-        """Takes a block."""
+        """Processes a block of output."""
         shown, mark, rest = (self._held + block).partition(MARK)
         self._held = mark + rest
         if shown:
@@ -66,10 +66,9 @@ class NodeOutput:
 
 
 class Connection(ABC):
-    """node.py on a machine.
+    """A connection to node.py on a machine.
 
     Attributes:
-        host: The machine.
         code: Exit code, -N for signal N; None until `poll` has seen the end.
         outcome: Outcome of the ranks after the end; None if node.py could not report it.
     """
@@ -98,24 +97,23 @@ class Connection(ABC):
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """How node.py ended, as text."""
         if self.code is not None and self.code < 0:
             return f"was killed by {signal.Signals(-self.code).name}"
         return f"ended with code {self.code}"
 
 
 class ProcessConnection(Connection):
-    """node.py behind a process of this machine, such as ssh.
+    """A connection through a process on this machine, such as ssh.
 
     Args:
-        host: The machine.
-        command: Command that runs node.py there.
-        order: What the machine is to do.
+        command: Command that runs node.py on the host.
+        order: Order for the host.
     """
 
     def __init__(self, host: Host, command: Sequence[str], order: Order) -> None:
         super().__init__(host)
-        # In a session of its own: a terminal's Ctrl-C reaches the ranks once, through us.
+        # A new session, so that a terminal's Ctrl-C reaches the ranks only through this process.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -131,7 +129,7 @@ class ProcessConnection(Connection):
     def tell(self, line: bytes) -> None:
         """Writes a line to node.py, if it still runs."""
         assert self._process.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended; its code says how
+        with suppress(OSError, ValueError):  # the process has ended; `poll` returns its code
             self._process.stdin.write(line)
             self._process.stdin.flush()
 
@@ -158,20 +156,20 @@ class ProcessConnection(Connection):
 def wait_for_nodes(
     nodes: Sequence[Connection], received: list[int], look: Callable[[], None] = lambda: None
 ) -> None:
-    """Returns when all machines are done, or one has failed and the others have had time to report
-    what they know about it; hands signals on.
+    """Waits until all machines are done, or one has failed and the others had time to report.
+
+    Forwards signals to the machines.
 
     Args:
-        nodes: Connection to each machine.
-        received: Signals.
-        look: Called every POLL_S.
+        received: Signals; may grow.
+        look: Function called every POLL_S.
     """
-    deadline, num_told = float("inf"), 0
+    deadline, num_sent = float("inf"), 0
     while None in [node.poll() for node in nodes]:
-        for number in received[num_told:]:
+        for number in received[num_sent:]:
             for node in nodes:
                 node.tell(b"%d\n" % number)
-            num_told += 1
+            num_sent += 1
         if len(received) > 1:
             return
         look()
@@ -182,12 +180,12 @@ def wait_for_nodes(
 
 
 def _time_left_s(nodes: Sequence[Connection]) -> float:
-    """Returns how long ranks have to end by themselves, by how those that have ended did."""
+    """Returns the seconds that ranks have to end by themselves after some machines ended."""
     lefts = [float("inf")]
     for node in nodes:
         if node.code is None:
             continue
-        if node.outcome is None:  # what others say about a machine that is gone is no news
+        if node.outcome is None:  # others only report a machine that is gone
             lefts.append(KILL_AFTER_S if node.code == 2 else GRACE_S)
         elif node.outcome.culprits:
             lefts.append(KILL_AFTER_S)
@@ -197,7 +195,7 @@ def _time_left_s(nodes: Sequence[Connection]) -> float:
 
 
 def end_nodes(nodes: Sequence[Connection]) -> None:
-    """Ends what is still alive: machines end their ranks when their stdin is closed."""
+    """Ends the machines that still run; closing their stdin ends their ranks."""
     for node in nodes:
         node.close()
     deadline = time.monotonic() + END_S
@@ -212,7 +210,7 @@ class NodesEnd:
     """How the machines of a job ended.
 
     Args:
-        outcome: Outcome of the ranks of machines that could report it.
+        outcome: Merged outcome of the machines that reported one.
         cut_off: Names of machines whose connection was lost.
         code: Exit code of the job.
     """
@@ -223,20 +221,22 @@ class NodesEnd:
 
 
 def conclude_nodes(nodes: Sequence[Connection], log_dir: Path, is_stopped: bool) -> NodesEnd:
-    """Reports how the job ended, and returns it.
+    """Prints how the job ended, and returns it.
 
     Args:
-        nodes: Connections, all of which have ended.
+        nodes: Connections, all ended.
         log_dir: Folder of the run's logs.
         is_stopped: Whether the launcher has asked ranks to stop, other than by `end_nodes`, which
-            ends those that are left when a machine is lost.
+            ends the remaining machines after one is lost.
     """
     outcome = Outcome.together([node.outcome for node in nodes if node.outcome is not None])
     silent = [node for node in nodes if node.outcome is None]
     if silent and not is_stopped:
         outcome = replace(outcome, stopped_by=0)
     code = conclude(outcome, log_dir)
-    cut_off = [node for node in silent if node.code != 2]  # those have said why
+    cut_off = [
+        node for node in silent if node.code != 2
+    ]  # code 2: the machine has printed a UserError
     for node in cut_off:
         say(f"hybridrl: the connection to host {node.host.name} {node.how}")
     has_refused = len(cut_off) < len(silent)

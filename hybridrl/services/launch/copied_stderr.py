@@ -1,4 +1,4 @@
-"""Rank 0's stderr, on its way to its log and to the console. No torch."""
+"""Copies rank 0's stderr to its log and to the console. No torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import IO
 
 from hybridrl import console
 
-END_S = 1.0  # for the copy's end, once the rank is gone
-READ_S = 0.2  # to read what a rank has written that is not gone yet, and writes no more
+END_S = 1.0  # time to finish the copy after the rank is gone
+READ_S = 0.2  # time to copy the last output of a rank that is killed but not gone
 
 
 class CopiedStderr:
-    """What rank 0 writes to stderr.
+    """A thread that copies rank 0's stderr.
 
     Attributes:
-        fault: why the log lacks the rest; None if it is whole.
+        fault: Reason why the log is incomplete; None if it is complete.
     """
 
     def __init__(self) -> None:
@@ -25,29 +25,31 @@ class CopiedStderr:
         self._thread: threading.Thread | None = None
 
     def start(self, source: IO[bytes], log: Path) -> None:
-        """Begins to copy."""
+        """Starts to copy."""
         self._thread = threading.Thread(target=self._copy, args=(source, log), daemon=True)
         self._thread.start()
 
     def finish(self, is_gone: bool) -> None:
-        """Waits until all is copied, unless something keeps the rank's stderr open: what it has
-        started, or itself where it is killed and not gone.
+        """Waits for the end of the copy, for a limited time.
+
+        The rank's child processes may keep its stderr open, or the rank itself if it is killed but
+        not gone.
         """
         if self._thread is not None:
             self._thread.join(END_S if is_gone else READ_S)
 
     def _copy(self, source: IO[bytes], log: Path) -> None:
-        """Reads until the end whatever happens: a rank whose pipe is full waits for ever."""
+        """Copies until the end, even after errors: a rank whose pipe is full blocks forever."""
         with log.open("ab", buffering=0) as file:
             while block := os.read(source.fileno(), 65536):
                 try:
                     if self.fault is None:
                         _write_all(file.fileno(), block)
-                except OSError as error:  # the disk is full; the console still gets all
+                except OSError as error:  # the disk is full; the console still gets everything
                     self.fault = error.strerror
                 console.write(console.STDERR, block)
 
 
 def _write_all(descriptor: int, block: bytes) -> None:
-    while block:  # a disk takes what it has room for, and fails only the next time
+    while block:  # a full disk accepts a part and fails at the next write
         block = block[os.write(descriptor, block) :]

@@ -1,7 +1,7 @@
 """Hosts over ssh, for `hybridrl launch --hostfile`. No torch.
 
-Owns the hostfile and the questions to hosts before anything is started. Hosts share the working
-folder, the Python environment and the run folder.
+Reads the hostfile and checks hosts before anything starts. Hosts share the working folder, the
+Python environment and the run folder.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hybridrl.services.launch.connections import Connection, Host, ProcessConnec
 from hybridrl.services.launch.local_ranks import Share
 from hybridrl.services.launch.node import Order
 
-PROBE_S = 60.0  # for a host to answer
-CONNECT_S = 5  # for a host that was lost; ssh takes the first of several values
+PROBE_S = 60.0  # timeout of a host's answer
+CONNECT_S = 5  # timeout for a lost host; ssh uses the first of several values
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
-# A host that answers nothing for 30 s is given up, as a rank is (heartbeat.py).
+# A host that does not answer for 30 s is given up, like a rank (heartbeat.py).
 KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6")
-PORTS = (10_000, 32_000)  # which no system hands out by itself
-# Variables of the user's that the ranks of other hosts get too.
+PORTS = (10_000, 32_000)  # below the ephemeral ports of all systems
+# The user's environment variables that ranks on other hosts get too.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 FORWARDED_PREFIXES = (
     *("HYBRIDRL_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_DEVICE_", "HF_"),
     *("VLLM_", "SGLANG_", "WANDB_", "MLFLOW_", "TRITON_", "UCX_", "OMPI_"),
 )
 _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")
-# What a host is asked: whether it is set up as this one is, and knows where rank 0 will be.
+# Program that prints a host's version and resolves rank 0's address there.
 PROBE = (
     "import socket, sys, hybridrl; socket.getaddrinfo(sys.argv[1], None); print('hybridrl', "
     "hybridrl.__version__)"
@@ -43,11 +43,12 @@ PROBE = (
 
 
 def read_hostfile(file: Path) -> list[Host]:
-    """Returns the hosts of a file in MPI's form: `name slots=N` in each line, `#` before comments;
-    without slots= a host has one. A host in several lines has the slots of all.
+    """Returns the hosts of a file in MPI's format: `name slots=N` per line, `#` for comments.
+
+    A host without `slots=` has one slot. A host in several lines has the slots of all of them.
 
     Raises:
-        UserError: a ConfigError with every line that is wrong, or that there is no host.
+        UserError: A ConfigError with all invalid lines, or an error that the file has no host.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -80,12 +81,12 @@ def read_hostfile(file: Path) -> list[Host]:
 
 
 def shares(hosts: Sequence[Host], world_size: int, address: str, port: int) -> list[Share]:
-    """Returns the ranks of each host, which are consecutive; hosts that get none are left out.
+    """Returns the consecutive ranks of each host; hosts without ranks are left out.
 
     Args:
-        hosts: in the order of ranks; they have slots enough.
-        world_size: ranks to start.
-        address, port: of the job's store, on the first host.
+        hosts: Hosts in rank order, with enough slots.
+        world_size: Number of ranks.
+        address, port: Address of the job's store, on the first host.
     """
     found, first = [], 0
     for host in hosts:
@@ -96,17 +97,17 @@ def shares(hosts: Sequence[Host], world_size: int, address: str, port: int) -> l
 
 
 def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
-    """Asks all hosts whether they can be reached and are set up as this one is.
+    """Checks that all hosts can be reached and match this host.
 
     Raises:
-        UserError: a ConfigError with every host that is not.
+        UserError: A ConfigError with all hosts that fail.
     """
     if _LOOPBACK.fullmatch(address) and not all(_LOOPBACK.fullmatch(host.name) for host in hosts):
         raise UserError(
             "--hostfile",
             f"{address} as the first of several hosts",
-            "a name that all hosts know it by",
-            "Write the host's name in its place, or give --address.",
+            "a name that all hosts can resolve",
+            "Write the host's name instead, or set --address.",
         )
     found = answers(hosts, ssh, address)
     if wrong := [error for error in found if error is not None]:
@@ -114,7 +115,7 @@ def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
 
 
 def answers(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> list[UserError | None]:
-    """Returns what is wrong with each host, None of one that is set up as this one is."""
+    """Returns the error of each host, or None for a host that matches this one."""
     with ThreadPoolExecutor(min(64, max(len(hosts), 1))) as pool:
         return list(pool.map(lambda host: _ask(host, ssh, address), hosts))
 
@@ -130,36 +131,36 @@ def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
             timeout=PROBE_S,
             check=False,
         )
-        said, code = f"{done.stdout}\n{done.stderr}".strip().splitlines(), done.returncode
+        lines, code = f"{done.stdout}\n{done.stderr}".strip().splitlines(), done.returncode
         answer = done.stdout.strip().rpartition("\n")[2]
     except subprocess.TimeoutExpired:
-        said, code, answer = [f"no answer in {PROBE_S:g} s"], 255, ""
+        lines, code, answer = [f"no answer in {PROBE_S:g} s"], 255, ""
     except OSError as error:
         raise UserError(
             "--ssh", command[0], "a program that runs commands on hosts", f"{error.strerror}."
         ) from error
     if answer == f"hybridrl {__version__}":
         return None
-    name, last = f"host {host.name}", said[-1] if said else f"exit code {code}"
-    if code == 255:  # ssh's own
+    name, last = f"host {host.name}", lines[-1] if lines else f"exit code {code}"
+    if code == 255:  # an error of ssh itself
         remedy = f"Make `{shlex.join([*ssh, host.name])}` work without a password, or remove it."
         return UserError(name, last, "a host that ssh can reach", remedy)
     return UserError(
         name,
         last,
-        f"hybridrl {__version__} by {sys.executable} in {os.getcwd()}, with {address} known",
+        f"hybridrl {__version__} by {sys.executable} in {os.getcwd()}, and {address} resolved",
         "Share the environment and the working folder among the hosts.",
     )
 
 
 def remote(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
-    """Returns the command that runs another one on a host, in the same folder as here."""
+    """Returns the command that runs `command` on a host, in the current folder's path."""
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
     return [*ssh, *SSH_OPTIONS, *KEEP_ALIVE, host, there]
 
 
 def forwarded() -> dict[str, str]:
-    """Returns the variables of the user's that processes on other hosts get."""
+    """Returns the environment variables to pass to processes on other hosts."""
     return {
         name: value
         for name, value in os.environ.items()
@@ -171,8 +172,8 @@ class SshCluster:
     """The hosts of a hostfile, as the `Cluster` of a `HostsJob`.
 
     Args:
-        hosts: Hosts in the order of ranks.
-        ssh: The program with its options.
+        hosts: Hosts in rank order.
+        ssh: Program with its options.
     """
 
     def __init__(self, hosts: Sequence[Host], ssh: Sequence[str]) -> None:
@@ -184,7 +185,7 @@ class SshCluster:
         return ProcessConnection(host, remote(self._ssh, host.name, program), order)
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns the hosts without those that were down and do not answer now."""
+        """Returns the hosts without those in `down` that still do not answer."""
         asked = [host for host in self._hosts if host.name in down]
         ssh = [*self._ssh, "-o", f"ConnectTimeout={CONNECT_S}"]
         found = answers(asked, ssh, self._hosts[0].name)
@@ -192,9 +193,9 @@ class SshCluster:
         return [host for host in self._hosts if host.name not in silent]
 
     def close(self) -> None:
-        """Nothing is left: each host has waited for its ranks at the end of a start."""
+        """Does nothing: each host has waited for its ranks at the end of a start."""
 
 
 def any_port() -> int:
-    """Returns a port for the job's store, which may be taken there: then rank 0's host says so."""
+    """Returns a random port for the job's store; rank 0's host reports if it is in use."""
     return random.SystemRandom().randrange(*PORTS)

@@ -1,13 +1,13 @@
-"""Ranks on several hosts, started again when hosts or ranks are lost. No torch.
+"""Runs ranks on several hosts, and restarts them after hosts or ranks are lost. No torch.
 
-Owns which hosts take part; how they are reached is the `Cluster`'s (hosts.py, ray_cluster.py). A
-host is lost when its connection is: it is asked once whether it answers again, else the job
-continues without it. If the hosts that are left hold no layout they are waited for, BACK_S. While a
-job runs with fewer ranks than it may have, the cluster is asked every ASK_EVERY_S; once more ranks
-can train, the ranks save, end and are started with the hosts that have come.
+Decides which hosts take part; the `Cluster` (hosts.py, ray_cluster.py) reaches them. A host is lost
+when its connection is lost. It is checked once; if it does not answer, the job continues without
+it. If the remaining hosts fit no layout, the job waits up to BACK_S for the lost ones. While a job
+runs with fewer ranks than it could have, the cluster is checked every ASK_EVERY_S. Once more ranks
+can train, the ranks save, end and restart with the new hosts.
 
-If a job may be started again, a host that hears nothing for LEASE_S (node.py) ends its ranks, so
-that two starts never train side by side.
+If a job may restart, a host ends its ranks when it receives nothing for LEASE_S (node.py), so that
+ranks of two starts never train at the same time.
 """
 
 from __future__ import annotations
@@ -34,39 +34,37 @@ from hybridrl.services.launch.node import BEAT, BEAT_S, Order
 from hybridrl.services.launch.rank_ends import lost_ranks
 from hybridrl.services.launch.restarts import End
 
-# A reboot with the firmware's tests of a large machine takes five to ten minutes.
+# A large machine takes five to ten minutes to reboot, with its firmware's tests.
 BACK_S = 900.0
 ASK_EVERY_S = 10.0
-# Starts in a row that lose ranks of a host before these are left out: copies of the state may
-# leave with them.
+# Consecutive starts that lose ranks of a host before the host's ranks are left out. Copies of the
+# state in the host's memory may be lost with it, so one start is too early.
 FUTILE_STARTS = 2
-WAIT_S = 1.0  # between questions while nothing else can be done
+WAIT_S = 1.0  # interval of checks while no start is possible
 
 
 class Cluster(Protocol):
-    """Hosts and how they are reached."""
+    """Hosts and the connections to them."""
 
     def connect(self, host: Host, order: Order) -> Connection:
         """Starts node.py on a host."""
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns the hosts that can run ranks now, in the order of ranks; those that were lost
-        (`down`) are asked.
-        """
+        """Returns the hosts that can run ranks now, in rank order; checks hosts that are `down`."""
 
     def close(self) -> None:
-        """Returns when nothing is left of the ranks of all starts."""
+        """Returns when all processes of all starts are gone."""
 
 
 class HostsJob:
     """The ranks of several hosts, as an `ElasticJob`.
 
     Args:
-        cluster: Where the hosts are.
-        hosts: The hosts that the cluster has at the start.
-        parts: The ranks of each at the first start; hosts beyond them have none.
+        hosts: Hosts of the cluster at the start.
+        parts: Ranks of each host at the first start; later hosts have none.
         port: Port of the job's store; None for any.
-        fits: Whether so many ranks can train the run; None if the job is started once.
+        fits: Function that returns whether a number of ranks can train the run; None if the job
+            never restarts.
     """
 
     def __init__(
@@ -79,16 +77,16 @@ class HostsJob:
     ) -> None:
         self._cluster, self._port, self._fits = cluster, port, fits
         self._down = set[str]()
-        self._left_out = dict[str, int]()  # slots of hosts that do not come back
+        self._left_out = dict[str, int]()  # number of slots that are not used, by host
         self._used, self._parts = list(hosts[: len(parts)]), list(parts)
         self._max_size = parts[0].world_size
         self._named = hosts[0].name, parts[0].address
-        self._lost: list[tuple[str, int]] = []  # hosts with the number of ranks that they lost
-        self._futile: dict[str, int] = {}  # starts without a step that lost ranks of a host
+        self._lost: list[tuple[str, int]] = []  # lost ranks of each host in the last start
+        self._futile: dict[str, int] = {}  # starts without a step that lost ranks, by host
 
     @property
     def where(self) -> str:
-        """How many ranks the next start has, and where, in words."""
+        """The ranks and hosts of the next start, as text."""
         names = ", ".join(host.name for host in self._used)
         return f"{self._parts[0].world_size} ranks on {names}"
 
@@ -124,8 +122,9 @@ class HostsJob:
         return End(end.code, "over")
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
-        """Chooses hosts and ranks of the next start; returns False if a signal came, or hosts that
-        every layout needs stay away for BACK_S.
+        """Chooses hosts and ranks of the next start.
+
+        Returns False if a signal came, or if too few hosts came back within BACK_S.
         """
         if comes_back:
             self._left_out, self._futile = {}, {}
@@ -140,15 +139,14 @@ class HostsJob:
             hosts = self._ask()
             if self._choose(hosts):
                 return True
-            self._left_out = {}  # rather those that did not come back than none
+            self._left_out = {}  # use all slots before giving up
             if self._choose(hosts):
                 return True
             if received or time.monotonic() > deadline:
                 return False
             if not is_told:
                 names = ", ".join(sorted(self._down)) or "more free slots"
-                said = f"hybridrl: no layout fits without {names}: waiting {BACK_S:g} s for them"
-                say(said)
+                say(f"hybridrl: no layout fits without {names}: waiting {BACK_S:g} s for them")
                 is_told = True
             time.sleep(WAIT_S)
 
@@ -157,19 +155,17 @@ class HostsJob:
         self._cluster.close()
 
     def _ask(self) -> list[Host]:
-        """Returns the hosts that can run ranks now; those that were lost and answer are not any
-        more.
-        """
+        """Returns the hosts that can run ranks now, and marks them as up."""
         hosts = self._cluster.hosts(self._down)
         self._down -= {host.name for host in hosts}
         return hosts
 
     def _is_wider(self) -> bool:
-        """Whether hosts have come with which more ranks can train."""
+        """Returns whether more ranks can train with the hosts that can run ranks now."""
         return next(self._layouts(self._ask()), (0, []))[0] > self._parts[0].world_size
 
     def _choose(self, hosts: Sequence[Host]) -> bool:
-        """Takes the most ranks that hosts can hold, for the next start."""
+        """Chooses the largest number of ranks that fits on the hosts, for the next start."""
         size, used = next(self._layouts(hosts), (0, []))
         if not size:
             return False
@@ -180,8 +176,9 @@ class HostsJob:
         return True
 
     def _layouts(self, hosts: Sequence[Host]) -> Iterator[tuple[int, list[Host]]]:
-        """Yields what can train the run, most ranks first: their number and their hosts, each with
-        as many slots as it has ranks, which are the same on all.
+        """Yields the possible numbers of ranks, largest first, with their hosts.
+
+        All hosts have the same number of ranks.
         """
         up = [replace(h, slots=h.slots - self._left_out.get(h.name, 0)) for h in hosts]
         found = []
@@ -194,13 +191,13 @@ class HostsJob:
 
 
 class NodesWatch:
-    """What is done while ranks run: hosts hear that this process lives, and ranks are asked to save
-    and end once more of them can run.
+    """Sends keep-alive messages to hosts, and asks ranks to save once more ranks can run.
 
     Args:
         nodes: Connections, which may be added later.
-        has_lease: Whether hosts end their ranks when they hear nothing.
-        is_wider: Asks hosts, which takes time; None if all take part.
+        has_lease: Whether hosts end their ranks if they receive nothing.
+        is_wider: Function that checks whether more ranks can run, which takes time; None if all
+            hosts take part.
     """
 
     def __init__(
@@ -217,18 +214,18 @@ class NodesWatch:
             threading.Thread(target=self._ask, name="lost hosts", daemon=True).start()
 
     def look(self) -> None:
-        """Called often; writes to the hosts what they are to know."""
+        """Sends due messages to the hosts; called often."""
         now = time.monotonic()
         if self._has_lease and now - self._beaten > BEAT_S:
             self._beaten = now
             self._tell(BEAT)
         if self._has_room.is_set() and not self.has_asked:
             self.has_asked = True
-            say("hybridrl: hosts have come back: the ranks save and end")
+            say("hybridrl: hosts have come back; the ranks save and restart")
             self._tell(b"%d\n" % signal.SIGTERM)
 
     def end(self) -> None:
-        """Asks no host any more."""
+        """Stops the checks of hosts."""
         self._ended.set()
 
     def _tell(self, line: bytes) -> None:

@@ -1,11 +1,11 @@
-"""Processes that have ended and still hold memory, and those that wait for it. No torch.
-
-The kernel takes seconds to free what a rank holds: page-locked host memory, GPU memory. How a
-killed rank ended is known at once, and the next start need not wait: its ranks import while the
-memory is freed. Invariant: a rank of the next start takes no GPU memory and reads no copy of the
-state before all processes of the starts before it are gone.
+"""Ended processes that still hold memory, and ranks that wait for them. No torch.
 
 Who waits for whom: a rank waits in `wait_for_gate` for its launcher, which waits for the processes.
+
+The kernel takes seconds to free page-locked host memory and GPU memory of a rank. The exit code of
+a killed rank is known before that, so the ranks of the next start can import modules meanwhile.
+Invariant: a rank takes no GPU memory and reads no copy of the state before all processes of earlier
+starts are gone.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from pathlib import Path
 
 from hybridrl.console import say
 
-GATE_FD = "HYBRIDRL_GATE_FD"  # of a pipe that ends when the ranks of the starts before are gone
+GATE_FD = (
+    "HYBRIDRL_GATE_FD"  # descriptor of a pipe that closes when the ranks of earlier starts are gone
+)
 EXIT_CODE = 49  # field of /proc/PID/stat, counted from the state (proc(5), field 52)
-SLOW_S = 30.0  # for a process to free its memory; it is said then
+SLOW_S = 30.0  # a process that takes longer to free its memory is reported
 
 
 def is_killed(pid: int) -> bool:
-    """Whether a process has got SIGKILL, so that nothing of its program runs any more; known before
-    its memory is freed. False where the system does not say (no Linux).
+    """Returns whether a process has got SIGKILL and runs no more code.
+
+    That is known before its memory is freed. Returns False if the system does not report it (not
+    Linux).
 
     Args:
-        pid: of a child that nobody has waited for yet.
+        pid: Id of a child process that has not been waited for.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -39,27 +43,26 @@ def is_killed(pid: int) -> bool:
 
 
 class Leaving:
-    """Processes of ranks that have ended, until they are gone."""
+    """Ended rank processes, until the kernel has freed their memory."""
 
     def __init__(self) -> None:
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     def take(self, processes: Sequence[tuple[str, subprocess.Popen[bytes]]]) -> None:
-        """Takes over processes that need no signal any more, each with its name for people."""
+        """Adds processes that need no further signal, each with a name for messages."""
         self._processes += processes
 
     def wait(self) -> None:
-        """Returns when all are gone; says which take long."""
+        """Waits until all processes are gone; prints which take long."""
         for name, process in list(self._processes):  # another thread may add some
             try:
                 process.wait(SLOW_S)
             except subprocess.TimeoutExpired:
-                said = f"hybridrl: {name} has ended, and process {process.pid} of it still holds"
-                say(f"{said} memory; it is waited for")
+                say(f"hybridrl: waiting for process {process.pid} of {name} to free its memory")
                 process.wait()
 
     def gate(self) -> int | None:
-        """Returns the descriptor for GATE_FD, which the caller closes; None: all are gone."""
+        """Returns the descriptor for GATE_FD, which the caller closes; None if all are gone."""
         self._processes = [one for one in self._processes if one[1].poll() is None]
         if not self._processes:
             return None
@@ -76,9 +79,9 @@ class Leaving:
 
 
 def wait_for_gate() -> None:
-    """Returns when the ranks of the starts before are gone; a rank calls it before it uses its GPU.
+    """Waits until the ranks of earlier starts are gone; called before a rank uses its GPU.
 
-    Where the launcher ends, so does the wait, and this process (`launch.die_with_launcher`).
+    If the launcher ends, so do the wait and this process (`launch.die_with_launcher`).
     """
     if (descriptor := os.environ.pop(GATE_FD, None)) is not None:
         with os.fdopen(int(descriptor), "rb") as pipe:

@@ -1,8 +1,8 @@
 """Starts the ranks of one machine and watches them. No torch.
 
-The launcher waits for every rank of its machine. When a rank fails, no other of the machine
-outlives it by more than the grace and kill delays below; when one was killed the others are ended
-at once, because nothing that they could still do would count. Ranks die with their launcher.
+Who waits for whom: the launcher waits for all ranks of its machine. If a rank fails, the others are
+ended after GRACE_S and killed after KILL_AFTER_S. If a rank was killed, the others are ended
+immediately, since their work is lost anyway. Ranks die with their launcher.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from hybridrl.services.launch.copied_stderr import CopiedStderr
 from hybridrl.services.launch.leaving import GATE_FD, Leaving, is_killed
 from hybridrl.services.launch.rank_ends import EndedRank, Outcome, conclude
 
-PROGRAM = ("-m", "hybridrl.cli.main")  # what Python runs as a rank, before the arguments
-LOGS = "logs"  # in a run folder
+PROGRAM = ("-m", "hybridrl.cli.main")  # first arguments of Python in a rank
+LOGS = "logs"  # folder in the run folder
 POLL_S = 0.1
-GRACE_S = 3.0  # after the first failure: time for the others to report the same mistake themselves
+GRACE_S = 3.0  # time for other ranks to report the same mistake after the first failure
 KILL_AFTER_S = 10.0
-LEAVE_S = CLOSE_S + KILL_AFTER_S  # of a stop, after the first rank: rank 0 also closes its trackers
-NOTICE_S = 1.0  # ranks that outlive a signal so long are saving; it is said then, and every
+LEAVE_S = CLOSE_S + KILL_AFTER_S  # time for the other ranks to stop; rank 0 closes its trackers
+NOTICE_S = 1.0  # ranks still running after a signal are saving, which is reported; then every
 NOTICE_EVERY_S = 15.0
-SAME_SIGNAL_S = 1.0  # between two signals that count as two
-STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # of ranks that saved and ended
+SAME_SIGNAL_S = 1.0  # signals closer than this count as one
+STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of ranks that saved and ended
 PR_SET_PDEATHSIG = 1
 LOCAL = "127.0.0.1"
-STACKS_S = 0.5  # time for that
+STACKS_S = 0.5  # time for ranks to write their stacks
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class Share:
     """The ranks of a job that one launcher starts: `count` ranks from `first` on.
 
     Args:
-        address: Address of rank 0's machine, as all machines know it.
-        port: Port of the job's store there; 0 for any, if this launcher starts all ranks.
+        address: Address of rank 0's machine, as known to all machines.
+        port: Port of the job's store on it; 0 for any port, if this launcher starts all ranks.
     """
 
     count: int
@@ -73,7 +73,7 @@ class Share:
 
 @dataclass
 class _Rank:
-    """One rank process and where it writes."""
+    """A rank's process and its log."""
 
     index: int
     process: subprocess.Popen[bytes]
@@ -81,42 +81,40 @@ class _Rank:
 
     @property
     def code(self) -> int | None:
-        """The exit code of the process, -N: signal N; None while it runs."""
+        """Exit code of the process, -N for signal N; None while it runs."""
         code = self.process.poll()
         return -signal.SIGKILL if code is None and is_killed(self.process.pid) else code
 
     @property
     def failed(self) -> bool:
-        """Whether the process has ended with anything but 0 and not as it was asked to stop, or
-        before its command was done.
-        """
+        """Whether the process ended with an error, by an unexpected signal, or too early."""
         code = self.code
         is_done = code in (0, *STOP_CODES) and not self.log.with_suffix(RUNNING).exists()
         return code is not None and not is_done
 
     @property
     def stopped_by(self) -> int:
-        """The signal that it was asked to stop with, and did; 0: none."""
+        """Signal by which the rank was asked to stop and did; 0 if none."""
         code = self.code
         return code - 128 if code in STOP_CODES and not self.failed else 0
 
     @property
     def failure(self) -> Failure | None:
-        """What the rank said of its end, if it could."""
+        """Failure that the rank reported; None if it reported none."""
         return Failure.read(self.log.with_suffix(".error"))
 
 
 def is_rank() -> bool:
-    """Returns whether this process is one rank, started by our launcher or by torchrun."""
+    """Returns whether hybridrl's launcher or torchrun started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def die_with_launcher() -> None:
-    """Asks the kernel to end this rank when its launcher dies, however that is (Linux only)."""
+    """Makes the kernel kill this rank when its launcher dies (Linux only)."""
     if is_launched() and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != int(os.environ[LAUNCHER_PID]):
-            os._exit(1)  # it died before the line above
+            os._exit(1)  # the launcher died before prctl
 
 
 def launch(
@@ -130,12 +128,12 @@ def launch(
 
     Args:
         log_dir: Folder of `rank_N.log` (appended to), `rank_N.phase` and `rank_N.error`.
-        program: What Python runs in place of hybridrl, for tests.
-        environment: Further variables of the ranks.
+        program: Arguments of Python that replace hybridrl's, for tests.
+        environment: Additional variables of the ranks.
 
     Returns:
         The exit code: 0, 2 if a rank met a user's mistake, 128 + the number of the signal that
-        stopped the job (130, 143), 1 for anything else.
+            stopped the job (130, 143), 1 for anything else.
     """
     command = [*program, *arguments]
     return conclude(run_ranks(command, Share.whole(world_size), log_dir, environment), log_dir)
@@ -152,11 +150,12 @@ def run_ranks(
     """Runs this machine's ranks of a job and waits for them.
 
     Args:
-        command: What Python runs.
-        steer: Called at the start with the list of signals that the ranks get; it may append to it
-            from a thread. Two signals end the ranks at once.
-        leaving: Processes of the starts before, for which these ranks wait; takes those that have
-            ended here and are not gone yet. None if this is the only start, which waits for all.
+        command: Arguments of Python.
+        steer: Function called once with the list of signals to send to the ranks, to which it may
+            append from a thread. A second signal ends the ranks immediately.
+        leaving: Ended processes of earlier starts, for which these ranks wait; receives the
+            processes of this start. None if this is the only start, which waits for its own
+            processes.
     """
     ranks: list[_Rank] = []
     copied, of_starts = CopiedStderr(), leaving or Leaving()
@@ -177,8 +176,8 @@ def run_ranks(
     copied.finish(is_gone=all(rank.process.returncode is not None for rank in ranks))
     host = socket.gethostname()
     ended = [EndedRank(rank.index, codes[rank.index], str(rank.log), host) for rank in ranks]
-    # Ranks that are ended by the signal say nothing; one that says something could not save, and
-    # SIGKILL is not what they were asked by.
+    # After a signal, ranks end without a report. A report means that the rank could not save, and
+    # SIGKILL never comes from the launcher at this point.
     blamable = [
         rank.index
         for rank in culprits
@@ -198,10 +197,10 @@ def _start_all(
     environment: Mapping[str, str],
     gate: int | None,
 ) -> None:
-    """Starts the ranks, each of which is in the list as soon as it runs; closes `gate`."""
+    """Starts the ranks and appends each to `ranks` when it runs; closes `gate`."""
     try:
-        # Rank 0 listens on this socket, for the job's store: a port that was only found to be free
-        # would be anybody's in the seconds until the rank has imported torch.
+        # Rank 0 serves the job's store on this socket. A port that is only chosen here could be
+        # taken by others while the rank imports torch.
         with socket.socket() as server:
             if share.first == 0:
                 _bind(server, share)
@@ -218,7 +217,7 @@ def _start_all(
 
 
 def _bind(server: socket.socket, share: Share) -> None:
-    """Takes the port of the job's store."""
+    """Binds the port of the job's store."""
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share.port != 0)
     try:
         server.bind((LOCAL if share.address == LOCAL else "", share.port))
@@ -227,13 +226,13 @@ def _bind(server: socket.socket, share: Share) -> None:
             "--port",
             share.port,
             f"a free port of {socket.gethostname()}",
-            f"{error.strerror}: choose another with --port.",
+            f"{error.strerror}; choose another port with --port.",
         ) from error
 
 
 def _make_log_dir(log_dir: Path, share: Share) -> None:
-    """Makes the folder and removes what ranks left there at an earlier start: these ranks, or all
-    if no other launcher has a share.
+    """Creates the folder and removes files of an earlier start: those of these ranks, or of all
+    ranks if this launcher starts all.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -250,8 +249,8 @@ def _no_logs(path: Path, error: OSError) -> UserError:
     return UserError(
         str(path),
         error.strerror,
-        "a place for the ranks' logs that can be written",
-        "Make room there, or change run.dir.",
+        "a writable folder for the ranks' logs",
+        "Free space on the disk, or change run.dir.",
     )
 
 
@@ -262,11 +261,10 @@ def launch_run(
     folder: Path,
     start: Callable[..., int] | None = None,
 ) -> int:
-    """Runs ranks that write into a run folder, by `start` or else `launch`.
+    """Runs ranks that write to a run folder, by `start` or else `launch`; locks the folder.
 
-    If a user's mistake that only ranks could meet (a reward that raises) ends a new run before its
-    first step is over, the folder keeps its logs and nothing that would bind the next start to this
-    configuration. The launcher holds the folder for its ranks.
+    If a user's mistake that only ranks can find (a reward that raises) ends a new run before its
+    first step, only the logs stay, so that the next start may have another config.
     """
     is_new = not folder.is_dir() or {path.name for path in folder.iterdir()} <= {LOGS}
     try:
@@ -275,8 +273,8 @@ def launch_run(
         raise UserError(
             "run.dir and run.name",
             folder,
-            "a folder that can be made and written",
-            f"{error.strerror}: change run.dir or run.name.",
+            "a folder that can be created and written",
+            f"{error.strerror}; change run.dir or run.name.",
         ) from error
     lock = RunLock(folder)
     lock.acquire(lambda text: say(text, sys.stdout))
@@ -297,7 +295,7 @@ def launch_run(
 
 
 def launch_without_run(arguments: Sequence[str], world_size: int) -> int:
-    """Runs ranks that have no run folder; their logs are kept only where a message names them."""
+    """Runs ranks without a run folder; keeps their logs only if a message refers to them."""
     log_dir = Path(tempfile.mkdtemp(prefix=f"hybridrl-{arguments[0]}-"))
     code = launch(arguments, world_size, log_dir)
     if code != 1:
@@ -310,9 +308,9 @@ def _environment(
 ) -> dict[str, str]:
     """Returns the environment of a rank."""
     environment = {
-        "OMP_NUM_THREADS": "1",  # ranks share the cores already
+        "OMP_NUM_THREADS": "1",  # ranks already share the cores
         "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",  # where Python was when native code ended the process
+        "PYTHONFAULTHANDLER": "1",  # print Python stacks if native code crashes
         **os.environ,
         "RANK": str(index),
         "LOCAL_RANK": str(index - share.first),
@@ -324,7 +322,7 @@ def _environment(
         LOG_DIR: str(log_dir.absolute()),
         **further,
     }
-    for name in (STORE_FD, GATE_FD):  # of a rank that launches others
+    for name in (STORE_FD, GATE_FD):  # set if a rank launches other ranks
         environment.pop(name, None)
     return environment
 
@@ -337,8 +335,9 @@ def _start(
     copied: CopiedStderr,
     environment: dict[str, str],
 ) -> _Rank:
-    """Starts a rank with descriptors, by the variables that name them; rank 0 also writes to the
-    console.
+    """Starts a rank, which inherits `descriptors` and finds them by its environment variables.
+
+    Rank 0 also writes to the console.
     """
     environment |= {name: str(descriptor) for name, descriptor in descriptors.items()}
     log = log_dir / f"rank_{index}.log"
@@ -355,7 +354,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=None if index == 0 else file,
             stderr=subprocess.PIPE if index == 0 else file,
-            start_new_session=True,  # signals reach a rank and its children together, through us
+            start_new_session=True,  # the launcher forwards signals to a rank's process group
         )
     if process.stderr is not None:
         copied.start(process.stderr, log)
@@ -364,8 +363,10 @@ def _start(
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM, and what stands for them, in a list; a copy of the first signal
-    counts once, because a terminal sends it to this process and to the one that runs it.
+    """Collects the signals that ask a run to stop, as SIGINT or SIGTERM, in a list.
+
+    Copies of the first signal count once; a terminal sends the signal to this process and to its
+    parent.
     """
     received: list[int] = []
     first: list[float] = []
@@ -385,15 +386,17 @@ def caught_signals() -> Iterator[list[int]]:
 
 
 def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Returns when all ranks are done, one has failed and the grace is over, one was killed or is
-    lost, or a second signal came; hands the first one on.
+    """Waits until all ranks are done, or must be ended, and forwards the first signal.
+
+    Ranks must be ended if a second signal comes, if one is killed or lost, or if one has failed and
+    the grace period is over.
     """
     deadline, notice, is_told = float("inf"), float("inf"), False
     while len(received) < 2 and any(rank.code is None for rank in ranks):
         now = time.monotonic()
         if received and not is_told:
             is_told = True
-            notice = now + NOTICE_S if ranks[0].index == 0 else notice  # one of several launchers
+            notice = now + NOTICE_S if ranks[0].index == 0 else notice  # only one launcher reports
             for rank in ranks:
                 rank.process.send_signal(received[0])
         failed = [] if received else [rank for rank in ranks if rank.failed]
@@ -407,21 +410,23 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
         if now > notice:
             notice = now + NOTICE_EVERY_S
             name = signal.Signals(received[0]).name
-            said = f"hybridrl: {name}: the ranks save a checkpoint and end; a second signal ends"
-            say(f"{said} them at once")
+            say(
+                f"hybridrl: {name}: the ranks save a checkpoint and end; a second signal ends them "
+                "immediately"
+            )
         time.sleep(POLL_S)
 
 
 def _is_one_killed(failed: Sequence[_Rank]) -> bool:
-    """Whether a rank got SIGKILL: the others wait for it or report broken connections."""
+    """Returns whether a rank got SIGKILL; other ranks then wait or report broken connections."""
     return any(rank.code == -signal.SIGKILL for rank in failed)
 
 
 def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
-    """Ends every rank still alive, and what ranks had started; returns the exit codes by rank.
+    """Ends all ranks that still run, and their child processes; returns exit codes by rank.
 
-    If a rank has failed, the others first write their stacks. SIGKILL is for stopped ranks, for
-    those that were asked to end already, and for all if one was killed.
+    If a rank has failed, the others first write their stacks. Ranks get SIGKILL instead of SIGTERM
+    if they are stopped, were already asked to end, or if one rank was killed.
     """
     alive = [rank for rank in ranks if rank.code is None]
     failed = [] if received else [rank for rank in ranks if rank.failed]
@@ -442,13 +447,13 @@ def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
         time.sleep(POLL_S)
     if received or any(rank.code != 0 for rank in ranks):
         for rank in ranks:
-            with suppress(ProcessLookupError):  # nothing is left of the group: the usual case
+            with suppress(ProcessLookupError):  # usually the whole group has ended
                 os.killpg(rank.process.pid, signal.SIGKILL)
     return {rank.index: _known_code(rank) for rank in ranks}
 
 
 def _known_code(rank: _Rank) -> int:
-    """Returns the exit code of a rank that was ended, once it is known."""
+    """Waits for the exit code of a rank that was ended."""
     while (code := rank.code) is None:
         time.sleep(POLL_S)
     return code

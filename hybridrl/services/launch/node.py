@@ -1,10 +1,10 @@
-"""One machine's part of a job that `hybridrl launch --hostfile` or `--ray` starts. No torch.
+"""Runs one machine's ranks in a job of `hybridrl launch --hostfile` or `--ray`. No torch.
 
-The command that started the job controls this process through its stdin: the first line is an
-`Order` as JSON, each further line the number of a signal for the ranks, or 0. The end of stdin ends
-the ranks immediately, because whoever started the job is gone or another machine failed. So does
-silence of LEASE_S once a 0 has come: the network is cut, and the job may have been started
-elsewhere. The last thing on stdout, after MARK, is the `Outcome` of the ranks as JSON.
+The launching command controls this process through stdin. The first line is an `Order` as JSON;
+each further line is the number of a signal for the ranks, or 0 as keep-alive. The end of stdin ends
+the ranks immediately, because the launching command is gone or another machine failed. Once a 0 has
+come, silence of LEASE_S does the same: the network is cut, and the job may have restarted
+elsewhere. The last output on stdout, after MARK, is the `Outcome` of the ranks as JSON.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from hybridrl.console import say
 from hybridrl.errors import UserError
 from hybridrl.services.launch.local_ranks import Share, run_ranks
 
-BEAT, BEAT_S = b"0\n", 5.0  # what is written to a machine, and how often
-LEASE_S = 25.0  # less than what ssh gives a host that does not answer (hosts.py)
+BEAT, BEAT_S = b"0\n", 5.0  # keep-alive line to a machine, and its interval
+LEASE_S = 25.0  # shorter than ssh's timeout (hosts.py)
 MARK = b"\0"
 
 
 @dataclass(frozen=True)
 class Order:
-    """What a machine is to do.
+    """Instructions for a machine.
 
     Args:
         share: Ranks that it starts.
-        command: What Python runs as each of them.
-        log_dir: Folder of the run's logs, a path that all machines share.
-        environment: Variables of the ranks. They are sent here and not in a command line that
-            others could read: there may be keys of services among them.
+        command: Arguments of Python in each rank.
+        log_dir: Folder of the run's logs, shared by all machines.
+        environment: Variables of the ranks. They may contain API keys, so they are sent over stdin
+            and not in a command line, which others could read.
     """
 
     share: Share
@@ -52,7 +52,7 @@ class Order:
 
     @staticmethod
     def from_line(line: bytes) -> Order:
-        """Returns the order of `to_line`."""
+        """Returns the order that `to_line` wrote."""
         found = json.loads(line)
         return Order(**{**found, "share": Share(**found["share"])})
 
@@ -73,13 +73,16 @@ def main() -> int:
     except UserError as error:
         say(str(error))
         return 2
-    with suppress(OSError), os.fdopen(os.dup(1), "wb") as stdout:  # nobody may be left to tell
+    with (
+        suppress(OSError),
+        os.fdopen(os.dup(1), "wb") as stdout,
+    ):  # the launching command may be gone
         stdout.write(MARK + json.dumps(asdict(outcome)).encode())
     return 0
 
 
 def _obey(received: list[int]) -> None:
-    """Appends what stdin brings to the signals that the ranks get."""
+    """Appends the signals from stdin to those for the ranks."""
 
     def listen() -> None:
         lease_s: float | None = None
@@ -94,7 +97,7 @@ def _obey(received: list[int]) -> None:
 
 
 def _read_line() -> bytes:
-    """Returns a line of stdin without buffering, or nothing at its end."""
+    """Reads a line of stdin without buffering; empty at the end."""
     line = b""
     while not line.endswith(b"\n"):
         if not (byte := os.read(0, 1)):

@@ -1,5 +1,6 @@
-"""What is settled once of a run and the same on all ranks: hub names' commits, and the layout. No
-torch but under torchrun.
+"""Settings that are chosen once per run and are equal on all ranks: hub commits and the layout.
+
+Imports torch only under torchrun.
 """
 
 from __future__ import annotations
@@ -18,25 +19,26 @@ from hybridrl.parallel.host_gpus import local_host
 from hybridrl.services.launch.local_ranks import is_rank
 from hybridrl.services.planner.choose import overrides_of, with_layout
 
-HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # for the ranks: hub names with their commits, as JSON
+HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # hub names with their commits, as JSON, for the ranks
 
 
 def laid_out(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """Returns a configuration with its layout, chosen where it asks for that, and the choice as
-    overrides for the ranks. Of the process that starts them.
+    """Returns the config with its layout, and the chosen values as overrides for the ranks.
+
+    The process that starts the ranks calls it.
     """
-    # Ranks get it from rank 0, or from the process that starts them.
+    # Ranks get the layout from rank 0 or from the launcher.
     if is_rank() or not config.layout.is_open(world_size):
         return config, []
     found = with_layout(config, world_size, local_host())
     overrides = overrides_of(found)
-    chosen = " ".join(overrides[:-2]) or "nothing: all of it is written"
+    chosen = " ".join(overrides[:-2]) or "nothing, because the config sets all values"
     typer.echo(f"layout: auto chose {chosen}", err=True)
     return found, overrides
 
 
 def fits_on(config: Config, world_size: int) -> bool:
-    """Whether so many ranks can train a run, in a layout of theirs where it is to be chosen."""
+    """Returns whether a number of ranks can train a run, with its layout or a chosen one."""
     try:
         found = with_layout(config, world_size, local_host())
     except ConfigError:
@@ -45,8 +47,10 @@ def fits_on(config: Config, world_size: int) -> bool:
 
 
 def with_commits(config: Config) -> Config:
-    """Returns a configuration with every hub name at a commit. Who starts the ranks asks for it and
-    tells them; under torchrun rank 0 does.
+    """Returns the config with every hub name at a commit.
+
+    The launcher resolves the commits and passes them to its ranks. Under torchrun, rank 0 resolves
+    them.
     """
     if is_launched():
         return with_names(config, names_from_json(os.environ[HUB_NAMES]))

@@ -1,8 +1,8 @@
 """Reports how the ranks of a job ended. No torch.
 
-The outcomes of several machines are put together, so that the report is that of one machine. The
-exit code is 2 for a user's mistake, 0 if all is done, 128 + the signal's number if a signal stopped
-the job, else 1.
+Outcomes of several machines are merged, so that the report is the same as for one machine. The exit
+code is 2 for a user's mistake, 0 for success, 128 + the signal's number if a signal stopped the
+job, else 1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hybridrl.parallel.failure import Failure
 from hybridrl.services.liveness.hang_reports import newest_report
 
 LOG_LINES_SHOWN = 20
-OWN_ERRORS = ("mistake", "error")  # kinds of failures that would come again
+OWN_ERRORS = ("mistake", "error")  # kinds of failures that would happen again
 
 
 @dataclass(frozen=True)
 class EndedRank:
-    """A rank whose process is gone; `code` is the exit code, -N for signal N."""
+    """A rank whose process has ended; `code` is the exit code, -N for signal N."""
 
     index: int
     code: int
@@ -33,21 +33,21 @@ class EndedRank:
 
     @property
     def failure(self) -> Failure | None:
-        """What the rank said of its end, if it could."""
+        """Failure that the rank reported; None if it reported none."""
         return Failure.read(Path(self.log).with_suffix(".error"))
 
     @property
     def spoke(self) -> bool:
-        """Whether it ended by an error or mistake of its own, and said so."""
+        """Whether the rank reported its own error or mistake."""
         return self.failure is not None and self.failure.kind in OWN_ERRORS
 
     @property
     def phase(self) -> str:
-        """What it was doing."""
+        """Last phase of the rank."""
         file = Path(self.log).with_suffix(".phase")
         try:
             return file.read_text().strip()
-        except OSError:  # there is none, or the file system does not answer
+        except OSError:  # the file is missing, or the file system does not respond
             return "start"
 
 
@@ -56,9 +56,9 @@ class Outcome:
     """How the ranks of a launcher ended.
 
     Args:
-        culprits: Numbers of the ranks that failed by themselves; the launcher ended the others.
-        stopped_by: Signal that asked them to stop; 0 if none.
-        fault: Why the log of rank 0 is cut off; None if it is not.
+        culprits: Numbers of the ranks that failed first; the launcher ended the others.
+        stopped_by: Signal that asked the ranks to stop; 0 if none.
+        fault: Reason why the log of rank 0 is incomplete; None if it is complete.
     """
 
     ranks: Sequence[EndedRank]
@@ -68,13 +68,13 @@ class Outcome:
 
     @staticmethod
     def from_json(text: str) -> Outcome:
-        """Returns the outcome that `asdict` and JSON wrote."""
+        """Returns the outcome from the JSON of `asdict`."""
         found = json.loads(text)
         return Outcome(**{**found, "ranks": [EndedRank(**rank) for rank in found["ranks"]]})
 
     @staticmethod
     def together(parts: Sequence[Outcome]) -> Outcome:
-        """Returns the outcome of several launchers of one job."""
+        """Merges the outcomes of several launchers of one job."""
         signals = [part.stopped_by for part in parts if part.stopped_by]
         faults = [part.fault for part in parts if part.fault is not None]
         return Outcome(
@@ -86,10 +86,10 @@ class Outcome:
 
 
 def lost_ranks(outcome: Outcome) -> list[int]:
-    """Returns the ranks that were ended from outside, by a signal or because they fell silent; none
-    where a rank ended by an error of its own, which would come again.
+    """Returns the ranks that were killed by a signal or fell silent.
 
-    SIGKILL comes from outside always. What other ranks say then is that their connections broke.
+    Returns none if a rank failed with its own error, which would happen again. SIGKILL always
+    comes from outside; other ranks then report errors only because their connections broke.
     """
     culprits = [rank for rank in outcome.ranks if rank.index in outcome.culprits]
     killed = [rank.index for rank in culprits if rank.code < 0]
@@ -105,9 +105,10 @@ def lost_ranks(outcome: Outcome) -> list[int]:
 
 
 def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
-    """Whether ranks of one node of a job were lost, where each node judges alone. Another node's
-    rank may have ended by an error of its own before: its file is in the folder of logs, which
-    nodes share. Next to SIGKILL such a file may be of a connection that broke.
+    """Returns whether ranks of this node were lost, if each node of a job decides alone.
+
+    A rank of another node may have failed with its own error before; its file is in the shared
+    folder of logs. After a SIGKILL such a file may only report a broken connection.
     """
     if not lost_ranks(outcome):
         return False
@@ -118,7 +119,7 @@ def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
 
 
 def conclude(outcome: Outcome, log_dir: Path) -> int:
-    """Says how the ranks ended, if not well; returns the exit code."""
+    """Prints how the ranks ended, unless all succeeded; returns the exit code."""
     if outcome.stopped_by and not outcome.culprits:
         name = signal.Signals(outcome.stopped_by).name
         say(f"hybridrl: stopped by {name}")
@@ -126,24 +127,25 @@ def conclude(outcome: Outcome, log_dir: Path) -> int:
     if outcome.culprits:
         return _report(outcome, log_dir)
     if outcome.fault is not None:
-        say(f"hybridrl: {log_dir / 'rank_0.log'} is cut off: {outcome.fault}")
+        say(f"hybridrl: {log_dir / 'rank_0.log'} is incomplete: {outcome.fault}")
     return 0
 
 
 def _report(outcome: Outcome, log_dir: Path) -> int:
-    """Prints which rank failed first, and why, also into the logs of the others, which may have
-    been ended without a word; returns the exit code.
+    """Prints which rank failed first and why, also to the other ranks' logs.
+
+    Returns the exit code.
     """
     ranks = {rank.index: rank for rank in outcome.ranks}
     culprits = [ranks[index] for index in outcome.culprits]
     mistaken = [rank for rank in culprits if rank.code == 2]
     if mistaken:
-        said = mistaken[0].failure
-        unsaid = f"rank {mistaken[0].index} refused; see {mistaken[0].log}"
-        say(unsaid if said is None else said.message)
+        failure = mistaken[0].failure
+        unknown = f"rank {mistaken[0].index} ended with a user's mistake; see {mistaken[0].log}"
+        say(unknown if failure is None else failure.message)
         return 2
-    # A killed rank tears the others' connections; else the first to say what ended it is the cause,
-    # unless it was another rank.
+    # A killed rank breaks the others' connections. Otherwise the first failure is the cause, unless
+    # it blames another rank.
     first = min(culprits, key=lambda rank: _order(rank.code, rank.failure))
     failure, code = first.failure, first.code
     if code > 0 and failure is not None and failure.culprit is not None:
@@ -163,7 +165,7 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
     others = [rank for rank in outcome.ranks if rank.index != blamed]
     found = {outcome.fault, *(_append(rank, message) for rank in others)}
     if faults := [one for one in found if one is not None]:
-        message += f" (logs are cut off: {', '.join(sorted(faults))})"
+        message += f" (logs are incomplete: {', '.join(sorted(faults))})"
     say(message)
     if blamed == first.index and code > 0:
         trace = failure.trace if failure is not None else _tail(first)
@@ -172,12 +174,12 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
 
 
 def _log_of(index: int, ranks: Mapping[int, EndedRank], log_dir: Path) -> str:
-    """Returns a rank's log, which may be of another machine's launcher."""
+    """Returns the path of a rank's log, which another machine's launcher may have written."""
     return ranks[index].log if index in ranks else str(log_dir / f"rank_{index}.log")
 
 
 def _phase_began(log: str) -> float:
-    """Returns when a rank began the phase that it ended in: pages of before tell of others."""
+    """Returns the start time of a rank's last phase; reports before it are about other hangs."""
     file = Path(log).with_suffix(".phase")
     try:
         return file.stat().st_mtime
@@ -186,14 +188,14 @@ def _phase_began(log: str) -> float:
 
 
 def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:
-    """Returns what sorts the ends of ranks by how likely they are the cause, likeliest first."""
+    """Returns a sort key of failures; the most likely cause comes first."""
     is_of_peer = failure is not None and failure.kind in ("peer", "lost")
-    # One that ended without a word breaks connections, which others report as errors of their own.
+    # A rank without a report breaks connections, which other ranks report as their own errors.
     return code >= 0, is_of_peer, 0.0 if failure is None else failure.time
 
 
 def _append(rank: EndedRank, message: str) -> str | None:
-    """Writes the message into the log of a rank; returns why it could not."""
+    """Appends the message to a rank's log; returns the error if that fails."""
     try:
         with Path(rank.log).open("a") as file:
             print(message, file=file)
@@ -203,7 +205,7 @@ def _append(rank: EndedRank, message: str) -> str | None:
 
 
 def _tail(rank: EndedRank) -> str:
-    """Returns the end of a log; of rank 0's nothing, which is on the console already."""
+    """Returns the end of a log; empty for rank 0, whose log is on the console already."""
     if rank.index == 0:
         return ""
     return "\n".join(Path(rank.log).read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])

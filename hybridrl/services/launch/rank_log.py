@@ -1,9 +1,9 @@
-"""What one rank writes to its log: all of its output under torchrun, its stacks when asked.
-No torch.
+"""Opens a rank's log: for all of its output under torchrun, and for its stacks on request. No
+torch.
 
-Our launcher gives its ranks their logs from outside. Under torchrun a rank opens its own, in the
-run folder, and its output goes to both places: through a process of its own (tee), because what
-matters most is what the rank says when it crashes.
+hybridrl's launcher redirects its ranks' output to their logs. Under torchrun a rank opens its own
+log in the run folder and copies its output there with a separate process (tee), so that messages of
+a crash are kept.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from hybridrl.console import say
 from hybridrl.parallel.failure import LOG_DIR, rank_file
 from hybridrl.parallel.stacks import STACKS_SIGNAL
 
-_COPIERS: list[subprocess.Popen[bytes]] = []  # nobody waits for them
-# It outlives the rank, whatever signals come to both, and ends when nobody writes any more. Without
-# SIGPIPE it goes on with the log where the console is gone.
+_COPIERS: list[subprocess.Popen[bytes]] = []  # never waited for
+# It outlives the rank, ignores the signals that both receive, and ends at the end of its input. By
+# ignoring SIGPIPE it continues to write the log after the console is gone.
 TEE = 'trap "" HUP INT TERM USR1 PIPE; exec tee -a "$0"'
 
 
 def log_to(folder: Path) -> None:
-    """Copies what this rank writes to `folder/rank_N.log`: stderr, and but for rank 0, whose steps
-    the run itself logs, stdout. Where that is not possible the console has to do.
+    """Copies this rank's stderr and, except for rank 0, stdout to `folder/rank_N.log`.
+
+    The run itself logs the steps of rank 0. If the log cannot be opened, output goes to the console
+    only.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -37,12 +39,12 @@ def log_to(folder: Path) -> None:
         with log.open("a", encoding="utf-8") as file:
             file.write(f"--- {time.strftime('%F %T')} {shown_command(sys.argv)}\n")
     except OSError as error:
-        say(f"hybridrl: no logs in {folder}: {error.strerror}")
+        say(f"hybridrl: cannot write logs in {folder}: {error.strerror}")
         return
     os.environ[LOG_DIR] = str(folder.absolute())
     write_stacks_on_signal()
     if shutil.which("tee") is None:
-        say("hybridrl: no tee is installed: logs lack the ranks' output")
+        say("hybridrl: logs will lack the ranks' output; install tee (coreutils)")
         return
     for stream in (sys.stderr, *([sys.stdout] if os.environ["RANK"] != "0" else [])):
         stream.flush()
@@ -58,10 +60,10 @@ def log_to(folder: Path) -> None:
 
 
 def write_stacks_on_signal() -> None:
-    """Makes STACKS_SIGNAL write the Python stacks of this rank to its log, else to stderr."""
+    """Makes STACKS_SIGNAL write this rank's Python stacks to its log, or to stderr without one."""
     file = rank_file(".log")
     try:
-        out = sys.stderr if file is None else file.open("a")  # open as long as the process lives
+        out = sys.stderr if file is None else file.open("a")  # stays open until the process ends
     except OSError:
         out = sys.stderr
     faulthandler.register(STACKS_SIGNAL, out, all_threads=True)

@@ -1,4 +1,4 @@
-"""What ranks report to the command that has started them. No torch."""
+"""Passes a report from ranks to the command that started them. No torch."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ REPORT = "report.json"
 
 
 def report_of_ranks(arguments: Sequence[str], world_size: int) -> dict[str, Any] | int:
-    """Runs `hybridrl ARGUMENTS` as local ranks; returns their report, or the exit code of what
-    went wrong.
+    """Runs `hybridrl ARGUMENTS` as local ranks.
+
+    Returns their report, or the exit code if they failed.
     """
     log_dir = Path(tempfile.mkdtemp(prefix="hybridrl-report-"))
     code = launch(arguments, world_size, log_dir)
     report: dict[str, Any] = {}
     if code == 0:
         report = json.loads((log_dir / REPORT).read_text(encoding="utf-8"))
-    if code != 1:  # a message names the logs
+    if code != 1:  # an error message refers to the logs
         shutil.rmtree(log_dir)
     return code or report
 
 
 def leave_for_parent(report: dict[str, Any]) -> bool:
-    """Writes the report where the parent looks for it; returns False if there is no parent."""
+    """Writes the report for the parent process; returns False if there is no parent."""
     file = rank_file(".log")
     if file is None or not is_launched():
         return False

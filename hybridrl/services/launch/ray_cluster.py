@@ -1,8 +1,8 @@
-"""Nodes of a Ray cluster, for `hybridrl launch --ray`. No torch; Ray is imported on use.
+"""Nodes of a Ray cluster for `hybridrl launch --ray`. No torch; Ray is imported on use.
 
-An actor on each node holds node.py, which holds the node's ranks, as ssh does for a hostfile; it
-does nothing else. When an actor is lost, so is its node, until the node answers again. Nodes share
-the working folder, the Python environment and the run folder.
+An actor on each node runs node.py, which runs the node's ranks, as ssh does for a hostfile. If an
+actor is lost, its node counts as lost until it answers again. Nodes share the working folder, the
+Python environment and the run folder.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from hybridrl.errors import ConfigError, UserError, said
 from hybridrl.services.launch.connections import Connection, Host
 from hybridrl.services.launch.node import Order
 
-ANSWER_S = 60.0  # for an actor
-ASK_S = 20.0  # for a node that is asked how it is set up
-CONNECT_S = 10.0  # to the cluster
-FREE_S = 10.0  # until slots are free that an actor had
-POLL_S = 0.2  # for which an actor waits for output before it answers
-# Ray's numbers for why a node is dead: it was stopped, or the autoscaler gave an idle one back.
+ANSWER_S = 60.0  # timeout of an actor's answer
+ASK_S = 20.0  # timeout of a node's answer about its version and folder
+CONNECT_S = 10.0  # timeout of the connection to the cluster
+FREE_S = 10.0  # time until the slots of an ended actor are free
+POLL_S = 0.2  # time that an actor waits for output before it answers
+# Ray's codes for nodes that were stopped, or that the autoscaler removed because they were idle.
 STOPPED = (1, 4)
 INSTALL = "pip install 'hybridrl[ray]'"
 
 
 class NodeActor:
-    """Runs node.py on a node of Ray's.
+    """Runs node.py on a Ray node.
 
     Args:
-        folder: Folder in which it runs.
+        folder: Working folder of node.py.
     """
 
     def __init__(self, folder: str) -> None:
@@ -59,7 +59,7 @@ class NodeActor:
             reader.start()
 
     def tell(self, line: bytes) -> None:
-        """Writes a line to the process; an empty one closes its stdin."""
+        """Writes a line to the process; an empty line closes its stdin."""
         assert self._process.stdin is not None
         with suppress(OSError, ValueError):
             if line:
@@ -69,7 +69,7 @@ class NodeActor:
                 self._process.stdin.close()
 
     def poll(self) -> tuple[int | None, list[tuple[int, bytes]]]:
-        """Returns the exit code, or None, and what was written to stdout (1) and stderr (2)."""
+        """Returns the exit code, or None, and the new output with its descriptor (1 or 2)."""
         self._has_output.wait(POLL_S)
         self._has_output.clear()
         code = self._process.poll()
@@ -86,12 +86,11 @@ class NodeActor:
 
 
 class RayConnection(Connection):
-    """node.py in an actor.
+    """A connection to node.py in an actor.
 
     Args:
-        host: The node.
-        actor: Handle of its actor.
-        order: What the node is to do.
+        actor: Handle of the actor.
+        order: Order for node.py.
     """
 
     def __init__(self, host: Host, actor: Any, order: Order) -> None:
@@ -135,7 +134,7 @@ class RayConnection(Connection):
         return self.code
 
     def kill(self) -> None:
-        """Ends the actor and with it node.py."""
+        """Kills the actor, which ends node.py."""
         import ray
 
         ray.kill(self._actor)
@@ -143,7 +142,7 @@ class RayConnection(Connection):
 
     @property
     def how(self) -> str:
-        """How it ended, in words."""
+        """How it ended, as text."""
         return f"was lost: {self._fault}" if self._fault else super().how
 
 
@@ -152,21 +151,21 @@ class RayCluster:
 
     Args:
         address: HOST:PORT of the cluster, or "auto".
-        has_gpus: Whether each rank has a GPU if the cluster has any; else a CPU slot.
+        has_gpus: Whether each rank gets a GPU if the cluster has any; otherwise it gets a CPU slot.
 
     Raises:
-        UserError: Ray is missing, the cluster does not answer, or a node is not set up as this one.
+        UserError: Ray is missing, the cluster does not answer, or a node differs from this host.
 
     Attributes:
-        unit: What a slot is, "GPU" or "CPU".
+        unit: Kind of a slot, "GPU" or "CPU".
     """
 
     def __init__(self, address: str, has_gpus: bool) -> None:
         self._ray = connect(address)
         self.unit = "GPU" if has_gpus and self._ray.cluster_resources().get("GPU") else "CPU"
-        self._ids: dict[str, str] = {}  # nodes that are set up as this one, by address
-        self._refused: dict[str, str] = {}  # nodes that are not
-        self._taken: dict[str, int] = {}  # slots of the start that runs, or has ended last
+        self._ids: dict[str, str] = {}  # ids of nodes that match this host, by address
+        self._refused: dict[str, str] = {}  # ids of nodes that do not match
+        self._taken: dict[str, int] = {}  # slots of the current or last start
         self._connections: list[RayConnection] = []
         if wrong := self._ask_new(set()):
             self.close()
@@ -178,13 +177,13 @@ class RayCluster:
         return self.unit == "GPU"
 
     def lost_nodes(self) -> str:
-        """Returns the nodes that Ray lost, in words that follow others; empty if there is none."""
+        """Returns the nodes that Ray has lost, as the end of a message; empty if none."""
         lost = dead_nodes(self._ray.nodes())
         named = ", ".join(f"{address} ({why})" for address, why in lost.items())
         return f"; Ray lost {named}" if named else ""
 
     def connect(self, host: Host, order: Order) -> Connection:
-        """Starts node.py on a node, in an actor that takes its slots."""
+        """Starts node.py on a node, in an actor that reserves the node's slots."""
         self._taken[host.name] = host.slots
         actor = (
             self._ray.remote(NodeActor)
@@ -200,12 +199,13 @@ class RayCluster:
         return self._connections[-1]
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns the nodes with free slots, most slots first; those that are new or were lost are
-        asked how they are set up.
+        """Returns the nodes with free slots, most slots first.
+
+        Checks the versions and folders of nodes that are new or were lost.
         """
         try:
             for name, error in self._ask_new(down).items():
-                if name not in down:  # those are asked again and again
+                if name not in down:  # nodes that are down are checked repeatedly
                     say(f"hybridrl: {error}")
             free = self._free()
         except (self._ray.exceptions.RayError, RuntimeError, ConnectionError) as error:
@@ -223,18 +223,17 @@ class RayCluster:
         return strategies.NodeAffinitySchedulingStrategy(node, soft=False)
 
     def _ask_new(self, down: Set[str]) -> dict[str, UserError]:
-        """Asks the nodes that are new or were lost; keeps those that are set up as this one and
-        returns what is wrong with each of the others.
+        """Checks the nodes that are new or were lost, and keeps those that match this host.
+
+        Returns the errors of the other nodes.
         """
-        alive = {
-            one["NodeManagerAddress"]: one["NodeID"] for one in self._ray.nodes() if one["Alive"]
-        }
+        alive = alive_nodes(self._ray.nodes())
         kept = {n: i for n, i in self._ids.items() if alive.get(n) == i and n not in down}
         asked = [n for n, i in alive.items() if n not in kept and self._refused.get(n) != i]
         folder = os.getcwd()
 
         def setup() -> tuple[str, bool]:
-            import hybridrl  # of that node: Ray sends the values of names from outside
+            import hybridrl  # imported on that node; Ray would send this host's module
 
             return hybridrl.__version__, os.path.isdir(folder)
 
@@ -257,7 +256,7 @@ class RayCluster:
                 kept[name] = alive[name]
                 continue
             allowed = f"hybridrl {__version__} and the folder {folder}"
-            remedy = "Share the environment and the working folder; run `ray start` in them."
+            remedy = "Share the environment and the working folder, and run `ray start` there."
             wrong[name] = UserError(f"node {name}", found, allowed, remedy)
             if name not in down:
                 self._refused[name] = alive[name]
@@ -265,10 +264,11 @@ class RayCluster:
         return wrong
 
     def _free(self) -> dict[str, int]:
-        """Returns the slots of each node that this job may take: those that nobody has, and those
-        that it has while it runs. Ray counts an actor's slots as taken for a moment after its end.
+        """Returns the slots of each node that this job may use: free slots and its own.
+
+        Ray counts the slots of an actor as used for a moment after its end.
         """
-        from ray._private.state import available_resources_per_node  # Ray has no public way
+        from ray._private.state import available_resources_per_node  # Ray has no public function
 
         deadline = time.monotonic() + FREE_S
         while True:
@@ -287,16 +287,17 @@ class RayCluster:
 
 
 def alive_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns Ray's identifiers of the nodes that live, by address."""
+    """Returns Ray's ids of the nodes that are alive, by address."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in nodes if node["Alive"]}
 
 
 def dead_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the nodes that Ray lost, by address, and why in its words; not those that were
-    stopped, or that have come back.
+    """Returns the nodes that Ray has lost, by address, with Ray's reason.
+
+    Nodes that were stopped or have come back are left out.
 
     Args:
-        nodes: What `ray.nodes()` returns.
+        nodes: Result of `ray.nodes()`.
     """
     alive = alive_nodes(nodes)
     return {
@@ -309,16 +310,16 @@ def dead_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def connect(address: str) -> Any:
-    """Connects to a cluster; returns the module `ray`.
+    """Connects to a cluster and returns the module `ray`.
 
     Raises:
-        UserError: Ray is missing, or there is no such cluster.
+        UserError: Ray is missing, or the cluster does not answer.
     """
     if "://" in address or address in ("", "local"):
         allowed = 'HOST:PORT of a running cluster, or "auto"'
         raise UserError("--ray", address, allowed, "Start `ray start --head`.")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is reported to anybody
-    # A task without GPUs keeps the variables of its node, so that it may look at them.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
+    # Let tasks without GPUs see their node's GPUs.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
@@ -327,7 +328,7 @@ def connect(address: str) -> Any:
         raise UserError("--ray", said(error), "Ray", f"Run: {INSTALL}") from error
     host, _, port = address.rpartition(":")
     try:
-        if port.isdecimal():  # Ray finds out only after minutes that nobody listens
+        if port.isdecimal():  # Ray notices only after minutes that nothing listens
             socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:

@@ -1,10 +1,10 @@
-"""Starts the ranks of a run again after ranks or hosts were lost. No torch.
+"""Restarts the ranks of a run after ranks or hosts are lost. No torch.
 
-The ranks continue from the newest state, as at any start, with the same batches. Only what ends a
-rank from outside is a loss: a signal that it was not asked by, silence, or the end of its host; an
-error of its own would come again. If a start loses a rank before it has taken a step, the rank does
-not come back: the next start is without it, and only after another loss all are tried again. Where
-ranks can run is an `ElasticJob`'s matter: of one host here, of several in hosts_job.py.
+The ranks continue from the newest state with the same batches, as at any start. A rank is lost if
+it ends by an unexpected signal, falls silent, or its host fails. A rank's own error is no reason
+to restart, since it would happen again. If a start loses a rank before its first step, the next
+start leaves that rank out; after another loss, all ranks are tried again. An `ElasticJob` chooses
+where ranks run: on one host here, on several in hosts_job.py.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from hybridrl.services.launch.rank_ends import conclude, lost_ranks
 
 @dataclass(frozen=True)
 class End:
-    """How one start of a job ended: "lost" if ranks were ended from outside, "wider" if they were
-    asked to save and end because more can run, else "over".
+    """How one start of a job ended.
+
+    `kind` is "lost" if ranks were lost, "wider" if they saved and ended because more ranks can run,
+    else "over".
     """
 
     code: int
@@ -39,7 +41,7 @@ class ElasticJob(Protocol):
 
     @property
     def where(self) -> str:
-        """How many ranks the next start has, and where, in words."""
+        """The ranks of the next start and their hosts, as text."""
 
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
         """Runs `hybridrl ARGUMENTS` as the ranks and waits for them."""
@@ -48,20 +50,19 @@ class ElasticJob(Protocol):
         """Chooses the ranks of the next start after a loss; returns whether there are any.
 
         Args:
-            comes_back: Whether what was lost, now or before, is tried again.
-            received: Signals that come meanwhile, which end a wait.
+            comes_back: Whether to try all ranks again, including those lost before.
+            received: Signals that arrive meanwhile, which end the wait.
         """
 
     def close(self) -> None:
-        """Returns when nothing is left of the ranks of all starts."""
+        """Returns when all processes of all starts are gone."""
 
 
 class ElasticLaunch:
-    """Starts the ranks of a run, and starts them again; called as `launch`.
+    """Starts and restarts the ranks of a run; called like `launch`.
 
     Args:
-        max_restarts: at most.
-        job: the ranks.
+        max_restarts: Maximum number of restarts.
     """
 
     def __init__(self, max_restarts: int, job: ElasticJob) -> None:
@@ -74,9 +75,7 @@ class ElasticLaunch:
         log_dir: Path,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> int:
-        """Runs the ranks until they are done, or may not be started again; arguments and result as
-        of `launch`.
-        """
+        """Runs the ranks until they are done or may not restart; see `launch`."""
         try:
             return self._run(arguments, log_dir, environment)
         finally:
@@ -98,20 +97,20 @@ class ElasticLaunch:
                     return 128 + received[0]
                 if not is_settled:
                     return end.code
-            # The checkpoint that the user went back to is the newest once a step was saved.
+            # After a restart, the newest checkpoint descends from the previous one that was chosen.
             given = ["newest" if one == "previous" else one for one in given]
-            said = f"restart {num_restarts} of {self._max_restarts} (run.max_restarts)"
-            said = said if end.kind == "lost" else "hosts have come back"
-            say(f"hybridrl: {said}: {self._job.where} go on")
+            reason = f"restart {num_restarts} of {self._max_restarts} (run.max_restarts)"
+            reason = reason if end.kind == "lost" else "hosts have come back"
+            say(f"hybridrl: {reason}: continuing with {self._job.where}")
 
 
 class LocalJob:
     """The ranks of one host, as an `ElasticJob`.
 
     Args:
-        size: their number at the first start.
-        fits: whether the run can be trained by so many ranks.
-        program: what Python runs in place of hybridrl, for tests.
+        size: Number of ranks at the first start.
+        fits: Function that returns whether a number of ranks can train the run.
+        program: Arguments of Python that replace hybridrl's, for tests.
     """
 
     def __init__(
@@ -122,12 +121,13 @@ class LocalJob:
 
     @property
     def where(self) -> str:
-        """How many ranks the next start has, in words."""
+        """The number of ranks of the next start, as text."""
         return f"{self._size} ranks"
 
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
-        """Runs the ranks and waits for them; what killed ranks hold may not be free yet, and the
-        ranks of the next start wait for that.
+        """Runs the ranks and waits for them.
+
+        Memory of killed ranks may not be free yet; the ranks of the next start wait for it.
         """
         command, share = [*self._program, *arguments], Share.whole(self._size)
         outcome = run_ranks(command, share, log_dir, environment, leaving=self._leaving)
@@ -136,7 +136,7 @@ class LocalJob:
         return End(code, "lost" if is_lost else "over")
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
-        """Chooses the number of ranks of the next start: there is always one."""
+        """Chooses the number of ranks of the next start; always returns True."""
         if comes_back:
             self._size = self._full
         else:
@@ -145,18 +145,18 @@ class LocalJob:
         return True
 
     def close(self) -> None:
-        """Returns when nothing is left of the ranks of all starts."""
+        """Returns when all processes of all starts are gone."""
         self._leaving.wait()
 
 
 def _has_stepped(folder: Path, num_starts: int) -> bool:
-    """Whether a run has recorded a step since it had so many starts."""
+    """Returns whether the run has recorded a step since its first `num_starts` starts."""
     starts = read_starts(folder)[num_starts:]
     return bool(starts) and _last_step(folder) > max(int(one["after_step"]) for one in starts)
 
 
 def _last_step(folder: Path) -> int:
-    """Returns the step that a run has recorded last; 0: none, or its line was cut off."""
+    """Returns the last recorded step of a run; 0 if there is none or its line is incomplete."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         line = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
         return int(json.loads(line)["step"])

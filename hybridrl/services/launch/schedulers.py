@@ -1,8 +1,8 @@
 """Files for schedulers: an sbatch file, a JobSet or a PyTorchJob, from templates/. No torch.
 
 Each runs `hybridrl launch --node K` once on every node, which starts the node's ranks. A job that
-the scheduler starts again continues from its newest checkpoint. Within a Slurm job, lost ranks are
-started again up to `run.max_restarts` times, as many as before, while its nodes are there.
+the scheduler restarts continues from its newest checkpoint. Within a Slurm job, lost ranks restart
+up to `run.max_restarts` times, with the same number of ranks, as long as the job keeps its nodes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 JobKind = Literal["jobset", "pytorchjob"]
-PORT = "29500"  # in Kubernetes each pod has an address of its own
-MAX_RESTARTS = 3  # of a Kubernetes job whose run sets none
-# The exit code of a node whose ranks were lost and may be started again: above all others, because
-# srun returns the largest one, and no signal's.
+PORT = "29500"  # free in Kubernetes, where each pod has its own address
+MAX_RESTARTS = 3  # of a Kubernetes job if the run sets none
+# Exit code of a node whose ranks were lost and may restart. It is above all other exit codes,
+# because srun returns the largest one, and it is not the code of a signal.
 LOST = 200
-RESTARTS = "HYBRIDRL_RESTARTS"  # tells ranks how often the job has started them again
+RESTARTS = "HYBRIDRL_RESTARTS"  # number of restarts of the job
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class NodeJob:
     """A job that runs one command on each of several nodes.
 
     Args:
-        slots: Ranks of each node.
+        slots: Number of ranks per node.
         has_gpus: Whether each rank has a GPU.
         arguments: CONFIG, overrides and options of `hybridrl launch`.
-        folder: Folder in which the command runs.
+        folder: Working folder of the command.
         environment: Variables of the command.
-        stop_s: Seconds that the ranks have to save before the job ends.
-        max_restarts: How often lost ranks are started again.
+        stop_s: Seconds for the ranks to save before the job ends.
+        max_restarts: Number of restarts after lost ranks.
     """
 
     name: str
@@ -47,7 +47,7 @@ class NodeJob:
     max_restarts: int = 0
 
     def node_command(self, program: Sequence[str], node: str, address: str, port: str) -> str:
-        """Returns the shell command of a node; the last three are shell words."""
+        """Returns the shell command of a node; `node`, `address` and `port` are shell words."""
         sizes = f"--nodes {self.num_nodes} --slots {self.slots}"
         place = f"--node {node} {sizes} --address {address} --port {port}"
         return f"{shlex.join(program)} launch {place} {shlex.join(self.arguments)}"
@@ -59,9 +59,9 @@ def slurm_script(
     """Returns an sbatch file, whose text also runs inside an allocation.
 
     Args:
-        program: Command that is `hybridrl`.
-        options: Further options of sbatch, as --name=value, in place of those of the template.
-        output: File of the job's output, with Slurm's patterns; None for Slurm's default.
+        program: Command that runs `hybridrl`.
+        options: Additional options of sbatch, as --name=value; they replace those of the template.
+        output: File for the job's output, with Slurm's patterns; None for Slurm's default.
     """
     gpus = {"gpus-per-node": job.slots} if job.has_gpus else {}
     given = {
@@ -95,7 +95,7 @@ def manifest(
 
     Args:
         image: Image of the containers, with `hybridrl` on its PATH.
-        volumes: Claims of volumes with the paths at which they are mounted.
+        volumes: Names of volume claims with their mount paths.
     """
     program = ["hybridrl"]
     if kind == "jobset":

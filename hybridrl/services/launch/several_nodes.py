@@ -1,7 +1,7 @@
-"""Starts `hybridrl train` on several machines: by ssh, Ray, Slurm or Kubernetes. No torch.
+"""Runs `hybridrl train` on several machines: by ssh, Ray, Slurm or Kubernetes. No torch.
 
 All of them start ranks as `hybridrl train` does on one machine, with the same environment
-variables, log files and exit codes; a single node has the further exit code LOST.
+variables, log files and exit codes; a single node also has the exit code LOST.
 """
 
 from __future__ import annotations
@@ -38,15 +38,14 @@ from hybridrl.services.launch.schedulers import (
     slurm_script,
 )
 
-SCRIPT = "launch.sbatch"  # in the run folder
+SCRIPT = "launch.sbatch"  # file in the run folder
 
 
 @dataclass(frozen=True)
 class Run:
-    """What is to be trained.
+    """A training run to launch.
 
     Args:
-        config: Configuration of the run.
         arguments: CONFIG, overrides and options of `hybridrl train`.
         resume: Checkpoint from which the run continues.
     """
@@ -57,7 +56,7 @@ class Run:
 
     @property
     def fits(self) -> Callable[[int], bool] | None:
-        """Whether so many ranks can train it; None if it is started once."""
+        """Function that returns whether a number of ranks can train; None without restarts."""
         if not self.config.run.max_restarts:
             return None
         return lambda size: fits_on(self.config, size)
@@ -65,14 +64,14 @@ class Run:
 
 @dataclass(frozen=True)
 class NodeSizes:
-    """What a scheduler gives a job.
+    """Resources that a job requests from a scheduler.
 
     Args:
         nodes: Number of nodes; None for that of the allocation.
-        slots: Ranks of each node; None for the GPUs of a node of the allocation.
+        slots: Number of ranks per node; None for the number of GPUs per node in the allocation.
         has_gpus: Whether each rank has a GPU.
-        stop_s: Seconds that the ranks have to save before the job ends.
-        folder: Folder in which the command runs; None for the current one.
+        stop_s: Seconds for the ranks to save before the job ends.
+        folder: Working folder of the command; None for the current one.
     """
 
     nodes: int | None
@@ -98,10 +97,11 @@ class NodeSizes:
 
 
 def counts(nodes: int | None, slots: int | None, in_allocation: bool = False) -> tuple[int, int]:
-    """Returns nodes and ranks of each, from the allocation where the command gives none."""
-    told = os.environ if in_allocation else {}
-    each = told.get("SLURM_GPUS_ON_NODE") or told.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
-    nodes = nodes or int(told.get("SLURM_JOB_NUM_NODES", 0))
+    """Returns the numbers of nodes and of ranks per node, from the options or the allocation."""
+    slurm = os.environ if in_allocation else {}
+    each = slurm.get("SLURM_GPUS_ON_NODE")
+    each = each or slurm.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
+    nodes = nodes or int(slurm.get("SLURM_JOB_NUM_NODES", 0))
     slots = slots or (int(each) if each and each.isdigit() else 0)
     for name, value in (("--nodes", nodes), ("--slots", slots)):
         if not value:
@@ -126,7 +126,7 @@ def on_hosts(
         raise UserError(
             "--hostfile",
             f"{slots} slots on {len(hosts)} hosts",
-            f"{least} slots or more, as --world and the layout ask for",
+            f"at least {least} slots for --world and the layout",
             "Add hosts or slots, or make the layout smaller.",
         )
     first = address or hosts[0].name
@@ -160,7 +160,7 @@ def on_ray(run: Run, address: str, world: int | None, has_gpus: bool) -> int:
 
 def _validate(run: Run, parts: Sequence[Share]) -> None:
     world_size = parts[0].world_size
-    laid, _ = laid_out(run.config, world_size)  # rank 0 chooses the layout of the run itself
+    laid, _ = laid_out(run.config, world_size)  # rank 0 chooses the run's layout itself
     validate_training(laid, world_size, run.resume, [part.count for part in parts])
 
 
@@ -181,18 +181,19 @@ def on_node(
     address: str | None,
     port: int | None,
 ) -> int:
-    """Runs the ranks of one node; returns LOST if they may be started again. Rank 0 takes the run
-    folder, because no process stands above all.
+    """Runs the ranks of one node; returns LOST if they may restart.
+
+    Rank 0 locks the run folder, because no process controls all nodes.
     """
     num_nodes, each = counts(nodes, slots)
     if address is None or port is None or node >= num_nodes:
         found = f"--node {node} --nodes {num_nodes} --address {address} --port {port}"
         allowed = "a node below --nodes, and the address and port of node 0"
-        raise UserError("--node", found, allowed, "Give all of them.")
+        raise UserError("--node", found, allowed, "Set all of these options.")
     parts = [Share(each, n * each, num_nodes * each, address, port) for n in range(num_nodes)]
     _validate(run, parts)
     logs = run_folder(run.config) / "logs"
-    # The checkpoint that the user went back to is the newest once a step was saved.
+    # After a restart, the newest checkpoint descends from the previous one that the user chose.
     starts = sum(int(os.environ.get(name, "0")) for name in (RESTARTS, "SLURM_RESTART_COUNT"))
     given = ["newest" if starts and one == "previous" else one for one in run.arguments]
     outcome = run_ranks([*PROGRAM, "train", *given], parts[node], logs)
@@ -202,7 +203,7 @@ def on_node(
 
 
 def by_slurm(run: Run, sizes: NodeSizes, options: Sequence[str], dry_run: bool) -> int:
-    """Submits the job, or runs it in the allocation of this process; returns the exit code."""
+    """Submits the job, or runs it in the current allocation; returns the exit code."""
     in_allocation = "SLURM_JOB_ID" in os.environ and not dry_run
     job = sizes.job(run, in_allocation)
     laid, _ = laid_out(run.config, job.num_nodes * job.slots)
@@ -240,7 +241,7 @@ def manifest_of(
 ) -> str:
     """Returns a Kubernetes manifest for the run."""
     job = sizes.job(run)
-    violations = check(run.config, job.num_nodes * job.slots)  # the model may be elsewhere
+    violations = check(run.config, job.num_nodes * job.slots)  # the model may not be on this host
     if violations:
         raise ConfigError(violations)
     if image is None:
@@ -250,6 +251,6 @@ def manifest_of(
         if not claim or not path.startswith("/"):
             raise UserError("--volume", f"{claim}:{path}", "CLAIM:/PATH", "Correct it.")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?", job.name):
-        allowed = "small letters, digits and hyphens, 42 at most, for Kubernetes"
+        allowed = "at most 42 lower-case letters, digits and hyphens, for Kubernetes"
         raise UserError("run.name", job.name, allowed, "Choose another run.name.")
     return manifest(job, kind, image, [(claim, path) for claim, _, path in pairs], namespace)

@@ -1,5 +1,5 @@
-"""`hybridrl train` on this host: the process that settles what the ranks shall do, and starts them.
-No torch.
+"""Runs `hybridrl train` on this host: chooses the layout, validates it and starts the ranks. No
+torch.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ def launch_training(
     world_size: int | None,
     resume: Literal["newest", "previous"],
 ) -> int:
-    """Runs the ranks of a training, again where `run.max_restarts` says so.
+    """Runs the ranks of a training run, and restarts them up to `run.max_restarts` times.
 
     Args:
-        config: as it was written, with hub names at their commits.
-        arguments: of `hybridrl` in a rank.
-        world_size: number of ranks; None: as many as this host's GPUs, or the layout, ask for.
-        resume: the checkpoint to go on from.
+        config: Config as written, with hub names at their commits.
+        arguments: Arguments of `hybridrl` in a rank.
+        world_size: Number of ranks; None for this host's GPUs or the size of the layout.
+        resume: Checkpoint from which to continue.
 
     Returns:
         The exit code.
 
     Raises:
-        ConfigError: something is wrong that can be seen before ranks start.
-        UserError: the run folder cannot be made, or another run is in it.
+        ConfigError: The config has errors that are visible before ranks start.
+        UserError: The run folder cannot be created, or another run uses it.
     """
     size = world_size or default_world_size(config, num_local_gpus())
     found, laid = laid_out(config, size)
@@ -44,6 +44,6 @@ def launch_training(
     folder, restarts = run_folder(found), found.run.max_restarts
     if not restarts:
         return launch_run([*arguments, *laid], size, folder)
-    # What was chosen is not handed on: fewer ranks choose anew.
+    # The ranks choose the layout themselves, because a restart may have fewer ranks.
     again = ElasticLaunch(restarts, LocalJob(size, lambda fewer: fits_on(config, fewer)))
     return launch_run(arguments, size, folder, again)

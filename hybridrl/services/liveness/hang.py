@@ -1,13 +1,13 @@
-"""Finds ranks without progress for which others wait. No torch.
+"""Finds hangs: ranks without progress for which other ranks wait. No torch.
 
-Pure: takes the beats of all ranks (watch.py), look after look. A rank stands still once nothing
-that counts its work has changed for some time: its phase, its collectives, the rounds of its loops
-(progress.py). That alone is no fault. It is a hang if others stand still because they wait for it,
-or if all that wait do so in different collectives. A rank that is slow, and one that waits for a
-slow one, make progress or wait for one that does. A send and its receive are one operation: ranks
-that are both inside it wait for nobody else, and it is told as a slow operation.
+Pure: `HangWatch` examines the heartbeats of all ranks (watch.py) at intervals. A rank is idle once
+none of its counters has changed for some time: its phase, its collectives, and the rounds of its
+loops (progress.py). An idle rank alone is no fault. It is a hang if other idle ranks wait for it,
+or if all waiting ranks are in different collectives. A slow rank makes progress, and a rank that
+waits for a slow rank waits for one that makes progress. A send and its receive are one operation:
+two ranks inside it wait for nobody else, and it is reported as slow.
 
-Nothing ends a run here: what is found is told. `run.stall_timeout_s` bounds such a wait (watch.py).
+Hangs are reported and do not end the run. `run.stall_timeout_s` limits such waits (watch.py).
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from hybridrl.parallel.watch import (
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks without progress: those to look at first, and a message for people."""
+    """Ranks without progress: the suspected ranks, and a message."""
 
     suspects: Sequence[int]
     message: str
 
 
 class HangWatch:
-    """Looks at the beats of all ranks, again and again; returns each hang once.
+    """Examines the heartbeats of all ranks at intervals; returns each hang once.
 
     Args:
-        idle_s: Seconds without progress, in a phase of a step, after which a rank stands still.
-        start_s: The same before the first step, where models are read and engines started.
+        idle_s: Seconds without progress after which a rank counts as idle, in a step.
+        start_s: The same before the first step, while models are loaded and engines started.
     """
 
     def __init__(self, idle_s: float, start_s: float) -> None:
         self._idle_s, self._start_s = idle_s, start_s
-        self._longest: dict[str, float] = {}  # pause of each phase that ended, seconds
+        self._longest: dict[str, float] = {}  # longest finished pause of each phase, seconds
         self._before: dict[int, Beat] = {}
-        self._told: Hang | None = None
-        self._told_idle_s = 0.0
+        self._reported: Hang | None = None
+        self._paused_s = 0.0
 
     def look(self, beats: Sequence[Beat]) -> Hang | None:
-        """Takes in the latest beat of every rank; returns a hang that it has not yet told."""
+        """Records the latest heartbeats; returns a hang that has not been reported yet."""
         for rank, beat in enumerate(beats):
             before = self._before.get(rank, beat)
             if beat.idle_s < before.idle_s and not _is_waiting(before):
@@ -63,32 +63,33 @@ class HangWatch:
             for rank, beat in enumerate(beats)
             if not beat.has_left and beat.idle_s >= self.bound_s(beat)
         }
-        if self._told is not None:
+        if self._reported is not None:
             return None
-        self._told = found = find_hang(beats, still)
+        self._reported = found = find_hang(beats, still)
         return found
 
     def over(self, beats: Sequence[Beat]) -> str | None:
-        """Returns what there is to say once ranks that were told of go on."""
-        if self._told is None:
+        """Returns a message once the reported ranks make progress again."""
+        if self._reported is None:
             return None
-        suspects = self._told.suspects
-        self._told_idle_s = max(self._told_idle_s, *(beats[rank].idle_s for rank in suspects))
+        suspects = self._reported.suspects
+        self._paused_s = max(self._paused_s, *(beats[rank].idle_s for rank in suspects))
         if all(beats[rank].idle_s >= self._idle_s for rank in suspects):
             return None
-        self._told, paused_s, self._told_idle_s = None, self._told_idle_s, 0.0
-        return f"{ranks_text(suspects)} went on after {paused_s:.0f} s"
+        self._reported, paused_s, self._paused_s = None, self._paused_s, 0.0
+        return f"{ranks_text(suspects)} continued after {paused_s:.0f} s"
 
     def bound_s(self, beat: Beat) -> float:
-        """Returns the seconds without progress that make a rank stand still in its phase: at least
-        twice the longest pause that has ended there.
+        """Returns the seconds without progress after which a rank counts as idle.
+
+        They are at least twice the longest finished pause in the same phase.
         """
         least = self._idle_s if ", step " in beat.phase else self._start_s
         return max(least, 2 * self._longest.get(_name(beat), 0.0))
 
 
 def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
-    """Returns the hang in which the ranks are that stand still; None if there is none."""
+    """Returns the hang of the idle ranks (`still`), or None."""
     calls, transfers = _Calls(beats, still), _transfers(beats, still)
     awaited = {rank: _awaited(rank, beats, still, calls) for rank in still}
     waits_for_slow = {rank for rank in still if awaited[rank] - still}
@@ -97,24 +98,26 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
     of_others = {other for rank in still for other in awaited[rank] & still}
     elsewhere = sorted(rank for rank in of_others if not _is_waiting(beats[rank]))
     if elsewhere:
-        waiting = [  # also those that have not yet waited for long
+        waiting = [  # includes ranks that have not waited long
             rank
             for rank in range(len(beats))
             if _awaited(rank, beats, still, calls) & set(elsewhere) and _is_waiting(beats[rank])
         ]
         return Hang(elsewhere, _elsewhere_text(elsewhere, beats, waiting))
     in_transfers = {rank for ranks in transfers.values() for rank in ranks}
-    behind = set(in_transfers)  # and who waits for them
+    behind = set(in_transfers)  # with the ranks that wait for them
     while grown := {rank for rank in still - behind if awaited[rank] & behind}:
         behind |= grown
     places: dict[str, list[int]] = {}
     for rank in sorted(still - waits_for_slow - behind):
         if _is_waiting(beats[rank]) and (awaited[rank] or rank in of_others):
             places.setdefault(waits_in(beats[rank]), []).append(rank)
-    for rank, beat in enumerate(beats):  # who waits there too, and not yet for long
+    for rank, beat in enumerate(beats):  # add ranks that have not waited long
         if rank not in still and _is_waiting(beat) and (where := waits_in(beat)) in places:
             places[where] = sorted([*places[where], rank])
-    if len(places) < 2:  # all in the same: the network's fault, whose bound is another
+    if (
+        len(places) < 2
+    ):  # all are in the same collective: a network fault, which has its own timeout
         return _slow_transfers(transfers, beats, sorted(behind - in_transfers))
     fewest = min(len(ranks) for ranks in places.values())
     first = sorted(
@@ -125,7 +128,7 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
 
 
 class _Calls:
-    """The calls of ranks that stand still, by their group."""
+    """The calls of idle ranks, by group."""
 
     def __init__(self, beats: Sequence[Beat], still: set[int]) -> None:
         self._of_groups: dict[tuple[str, int, int], dict[int, Call]] = {}
@@ -135,33 +138,34 @@ class _Calls:
         for rank in still:
             for call in beats[rank].latest:
                 if not call.is_p2p:
-                    theirs = self._of_groups.setdefault(self._group(call), {})
-                    if rank not in theirs or theirs[rank].number <= call.number:
-                        theirs[rank] = call
+                    calls = self._of_groups.setdefault(self._group(call), {})
+                    if rank not in calls or calls[rank].number <= call.number:
+                        calls[rank] = call
 
     @staticmethod
     def _group(call: Call) -> tuple[str, int, int]:
         return call.group, call.ranks[0], len(call.ranks)
 
     def missing(self, wait: Wait) -> set[int]:
-        """Returns what `missing_ranks` does; once for all ranks that wait in the same."""
+        """Returns the result of `missing_ranks`, cached per collective."""
         if wait.key not in self._missing:
             self._missing[wait.key] = set(missing_ranks(wait, self._beats))
         return self._missing[wait.key]
 
     def behind(self, call: Call) -> set[int]:
-        """Returns the ranks that keep a call from ending: those that have not come to it, or to
-        another one under its number. Of a rank that makes progress it is not known.
+        """Returns the idle ranks that keep a call from ending.
+
+        They have not reached it yet, or are in another operation with the same number.
         """
         if call.is_p2p:
             return set() if call.peer is None else {call.peer}
         key = (*self._group(call), call.number, call.what)
         if key not in self._behind:
-            theirs = self._of_groups.get(self._group(call), {})
+            calls = self._of_groups.get(self._group(call), {})
             self._behind[key] = {
                 rank
                 for rank in self._still.intersection(call.ranks)
-                if (one := theirs.get(rank)) is None
+                if (one := calls.get(rank)) is None
                 or one.number < call.number
                 or (one.number == call.number and _differ(one, call))
             }
@@ -169,7 +173,7 @@ class _Calls:
 
 
 def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -> set[int]:
-    """Returns for whom a rank waits, as far as that is known."""
+    """Returns the ranks for which a rank waits, as far as known."""
     beat, found = beats[rank], set[int]()
     if beat.wait is not None:
         found |= calls.missing(beat.wait)
@@ -177,16 +181,16 @@ def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -
         if not call.is_over and not _meets(rank, call, beats):
             found |= calls.behind(call)
     if not found and _is_in_unrecorded(beat):
-        # A send or a receive that is not recorded: for somebody who does something else.
+        # A send or receive that is not recorded, so its peer may be any rank that does not wait.
         found |= {other for other in still if not _is_waiting(beats[other])}
     return {other for other in found - {rank} if not beats[other].has_left}
 
 
 def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
-    """Returns the sends and receives that ranks which stand still are in together, by name.
+    """Returns the sends and receives in which idle ranks are together, by name.
 
-    gloo's are not recorded. Where several ranks are in such, each may be the other's peer, so that
-    nothing says that one of them should be elsewhere.
+    Those over gloo are not recorded. If several ranks are in unrecorded ones, each may be another's
+    peer, so none of them is suspected to be in the wrong place.
     """
     found: dict[str, list[int]] = {}
     for rank in sorted(still):
@@ -199,7 +203,7 @@ def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
                 found[name] = ends
     idle_s = {rank: beat.idle_s for rank, beat in enumerate(beats) if _is_in_unrecorded(beat)}
     longest_s = max((idle_s[rank] for rank in still & idle_s.keys()), default=math.inf)
-    # A peer that came a beat later does not stand still yet: half the time is enough to count it.
+    # A peer that came one heartbeat later is not idle yet, so half of the time is enough.
     unrecorded = [rank for rank, one_s in idle_s.items() if one_s > longest_s / 2]
     if len(unrecorded) > 1:
         found["a send with its receive"] = unrecorded
@@ -207,7 +211,7 @@ def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
 
 
 def _meets(rank: int, call: Call, beats: Sequence[Beat]) -> bool:
-    """Whether a call is a send or a receive, and its peer is in the other half of it."""
+    """Returns whether a call is a send or a receive whose peer is in the matching call."""
     if not call.is_p2p or call.peer is None:
         return False
     is_send, tensors = call.what.startswith("send"), call.what.partition(" of ")[2]
@@ -222,13 +226,13 @@ def _meets(rank: int, call: Call, beats: Sequence[Beat]) -> bool:
 
 
 def _is_in_unrecorded(beat: Beat) -> bool:
-    """Whether a rank is in a call that the recorder does not know of: gloo's send or receive."""
+    """Returns whether a rank is in a call that is not recorded: a send or receive over gloo."""
     is_recorded = any(not call.is_over for call in beat.latest)
     return beat.is_in_collective and beat.wait is None and not is_recorded
 
 
 def _differ(one: Call, other: Call) -> bool:
-    """Whether two calls of the same number are different operations."""
+    """Returns whether two calls of the same number are different operations."""
     return one.what.split(" of ")[0] != other.what.split(" of ")[0]
 
 
@@ -241,7 +245,7 @@ def _is_waiting(beat: Beat) -> bool:
 
 
 def waits_in(beat: Beat) -> str:
-    """Returns in which collective a rank waits; empty if it is in none."""
+    """Returns the collective in which a rank waits; empty if it is in none."""
     pending = [call for call in beat.latest if not call.is_over]
     if pending:
         return pending[0].name
@@ -267,8 +271,9 @@ def _elsewhere_text(suspects: Sequence[int], beats: Sequence[Beat], waiting: Seq
 def _slow_transfers(
     transfers: Mapping[str, Sequence[int]], beats: Sequence[Beat], waiting: Sequence[int]
 ) -> Hang | None:
-    """Returns what there is to say about sends and receives that do not end; None if there are
-    none. `waiting` are the ranks that wait for them.
+    """Returns a report on slow sends and receives, or None if there are none.
+
+    `waiting` are the ranks that wait for them.
     """
     if not transfers:
         return None

@@ -1,7 +1,7 @@
-"""Names hangs on the console and writes down what every rank does. No torch.
+"""Reports hangs on the console, and writes the state of every rank to a file. No torch.
 
-The rank that judges (parallel/heartbeat.py) calls this with the beats of all ranks. A hang ends
-nothing. Stacks are in the ranks' own logs, where each rank writes them when it is asked.
+The rank that judges (parallel/heartbeat.py) calls this with the heartbeats of all ranks. A hang
+does not end the run. On request, each rank writes its stacks to its own log.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from hybridrl.parallel.watch import Beat, Call, ranks_text
 from hybridrl.services.liveness.hang import HangWatch, waits_in
 
-HANGS = "hangs"  # the folder of reports, in that of the run
-# Without progress, of a rank that others wait for. With beats and looks a rank is named within
-# 40 s. Before the first step models are read and engines started, which ranks do for minutes.
+HANGS = "hangs"  # folder of reports, in the run folder
+# Seconds without progress. With the intervals of heartbeats, a hang is reported within 40 s. Before
+# the first step, ranks load models and start engines for minutes.
 HANG_S, START_HANG_S = 25.0, 300.0
 STEP = re.compile(r"step (\d+)")
 
@@ -25,7 +25,7 @@ class HangReports:
     """Finds and reports hangs, as a `HangObserver` of the heartbeat.
 
     Args:
-        ask_stacks: Has all ranks write their stacks to their logs.
+        ask_stacks: Function that makes all ranks write their stacks to their logs.
     """
 
     def __init__(self, ask_stacks: Callable[[Sequence[int]], None]) -> None:
@@ -33,14 +33,14 @@ class HangReports:
         self._watch = HangWatch(HANG_S, START_HANG_S)
 
     def look(self, beats: Sequence[Beat], silent: Sequence[int], run: Path | None) -> list[str]:
-        """Takes in the latest beats; returns what there is to say."""
+        """Records the latest heartbeats; returns the messages to print."""
         over = self._watch.over(beats)
         hang = self._watch.look(beats)
-        told = [over] if over is not None else []
+        messages = [over] if over is not None else []
         if hang is not None:
             self._ask_stacks(silent)
-            told.append(self.explained(hang.message, hang.suspects, beats, silent, run))
-        return told
+            messages.append(self.explained(hang.message, hang.suspects, beats, silent, run))
+        return messages
 
     def explained(
         self,
@@ -50,14 +50,15 @@ class HangReports:
         silent: Sequence[int],
         run: Path | None,
     ) -> str:
-        """Writes what every rank does to a file of the run folder; returns the message with where
-        that is.
+        """Writes a report of every rank's state to the run folder.
+
+        Returns the message with the report's path.
         """
         if run is None:
             return message
         step = STEP.search(beats[suspects[0] if suspects else 0].phase)
         file = run / HANGS / f"step_{step[1] if step else 0}.txt"
-        with contextlib.suppress(OSError):  # of a full disk
+        with contextlib.suppress(OSError):  # the disk is full
             file.parent.mkdir(parents=True, exist_ok=True)
             partial = file.with_name(file.name + ".partial")
             partial.write_text(report_text(message, suspects, beats, silent), encoding="utf-8")
@@ -69,7 +70,7 @@ class HangReports:
 def report_text(
     message: str, suspects: Sequence[int], beats: Sequence[Beat], silent: Sequence[int]
 ) -> str:
-    """Returns the message and what every rank does, suspected ranks first."""
+    """Returns the message and the state of every rank, suspected ranks first."""
     lines = [message, "", "Stacks are in logs/rank_N.log.", ""]
     for rank in sorted(range(len(beats)), key=lambda rank: (rank not in suspects, rank)):
         beat, mark = beats[rank], " (suspected)" if rank in suspects else ""
@@ -85,10 +86,11 @@ def report_text(
 
 
 def newest_report(run: Path, since: float) -> tuple[Path, str] | None:
-    """Returns the newest report in a run folder and its message; None if none was written after
-    `since`, seconds since the epoch.
+    """Returns the newest report in a run folder, with its message.
+
+    Returns None if no report was written after `since`, seconds since the epoch.
     """
-    with contextlib.suppress(OSError):  # a folder that another host removes
+    with contextlib.suppress(OSError):  # another host may remove the folder
         found = [(file.stat().st_mtime, file) for file in (run / HANGS).glob("step_*.txt")]
         written, file = max(found, default=(0.0, run))
         if written > since:
@@ -98,15 +100,15 @@ def newest_report(run: Path, since: float) -> tuple[Path, str] | None:
 
 def _state(rank: int, beats: Sequence[Beat], silent: Sequence[int]) -> str:
     if beats[rank].has_left:
-        return "took leave"
+        return "has left"
     if rank not in silent:
         return f"no progress for {beats[rank].idle_s:.0f} s"
     seen = [beat.found[rank] for beat in beats if rank in beat.found]
-    return f"does not answer: {seen[0] if seen else 'nobody knows that its process has ended'}"
+    return f"does not answer: {seen[0] if seen else 'no rank has reported the end of its process'}"
 
 
 def _unlike_groups(beats: Sequence[Beat]) -> dict[str, dict[str, list[int]]]:
-    """Returns the process groups whose ranks are not at the same call: who is at which."""
+    """Returns the ranks at each call, for process groups whose ranks are at different calls."""
     found: dict[str, dict[str, list[int]]] = {}
     for rank, beat in enumerate(beats):
         for call in beat.latest:
