@@ -159,10 +159,10 @@ def test_plan_says_how_experts_are_dealt_where_that_saves_bytes(config_file: Pat
     in_order = rollout["choices"]["experts_in_order"]["max_receive_bytes"]
     assert in_order == 2 * ALL_EXPERTS // 4
     said = plan_text(found)
-    assert "experts are dealt to each replica's ranks as they lie in training" in said
-    assert "at most 0 B, dealt in order 147 kB" in said
+    assert "ranks generate with experts that they train where possible" in said
+    assert "at most 0 B; with experts in order, 147 kB" in said
     same = report(config_file, *vllm[:-1], "train.ep=4", world=4)
-    assert same["rollout"]["experts"] is None and "dealt in order" not in plan_text(same)
+    assert same["rollout"]["experts"] is None and "experts in order" not in plan_text(same)
     assert "experts_in_order" not in same["rollout"]["choices"]
     other = report(config_file, *vllm, "rollout.engine=sglang", world=4)["rollout"]
     assert other["experts"] is None and other["choices"]["used"]["max_receive_bytes"] == in_order

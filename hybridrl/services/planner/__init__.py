@@ -1,1 +1,1 @@
-"""What a run takes and how long, before it starts: layouts, memory, time and the choice of them."""
+"""Predicts layouts, memory and time of a run before it starts, and chooses its layout."""

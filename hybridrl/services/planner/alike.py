@@ -1,7 +1,7 @@
-"""What ranks hold where all models share all ranks, counted without listing tensors. No torch.
+"""Memory of ranks if all models share all ranks, counted without listing tensors. No torch.
 
-Owns the sizes that a search and the remedies of a verdict ask for many layouts. Invariant: the
-peaks are those of `hybridrl plan` for the same layout.
+A search and the remedies of a verdict need these sizes for many layouts. Invariant: the peaks are
+those of `hybridrl plan` for the same layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybridrl.services.planner.sizes import engine_elements, fullest_stage, shar
 
 @dataclass(frozen=True)
 class HeldAlike:
-    """What the fullest of the ranks holds.
+    """Models and engine parameters on the fullest rank.
 
     Args:
         models: Parts of the models, the policy's first.
@@ -54,23 +54,24 @@ def layout_of(config: Config, world_size: int) -> TrainLayout:
 
 
 def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed", "peer"]:
-    """Returns what `rollout.transport` becomes on GPUs that can read each other's memory within a
-    node.
+    """Returns the transport that `rollout.transport` selects.
+
+    Assumes GPUs that can read each other's memory within a node.
     """
     far = assumed is None or assumed.cluster.nodes > 1 or config.train.release_weights_in_rollout
     return "packed" if far or config.rollout.transport == "packed" else "peer"
 
 
 def held_alike(config: Config, models: Sequence[RoleModel], world_size: int) -> HeldAlike:
-    """Returns what ranks hold.
+    """Returns the models and engine parameters on the fullest rank.
 
     Args:
         config: Configuration of the run.
-        models: Its models, the policy first.
+        models: Models of the run, the policy first.
         world_size: Number of ranks.
 
     Raises:
-        ModelError: A tensor cannot be cut so.
+        ModelError: A tensor cannot be cut this way.
     """
     family, shape = models[0].family, models[0].shape
     layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
@@ -98,7 +99,7 @@ def held_alike(config: Config, models: Sequence[RoleModel], world_size: int) -> 
 
 
 def memory_alike(config: Config, held: HeldAlike, world_size: int, assumed: Assumptions) -> Memory:
-    """Returns the estimated peaks of what ranks hold, on GPUs."""
+    """Returns the estimated memory peaks of the fullest rank, on GPUs."""
     itemsize = itemsize_of(config, on_gpu=True)
     ranks = Held(held.models, HeldEngine(itemsize * (held.engine - held.shared), world_size))
     shape, transport = held.models[0].model.shape, transport_of(config, assumed)

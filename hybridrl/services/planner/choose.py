@@ -1,7 +1,7 @@
 """Resolves `layout: auto` once, before ranks start. No torch.
 
-Owns that a run keeps the layout that was chosen for it as long as it has as many ranks, and how the
-choice reaches the ranks: as overrides of the configuration.
+A run keeps its chosen layout as long as its number of ranks is the same. The choice reaches the
+ranks as overrides of the configuration.
 """
 
 from __future__ import annotations
@@ -27,23 +27,25 @@ from hybridrl.services.planner.planned_models import planned_models
 from hybridrl.services.planner.search import Result, Search, pinned_keys
 from hybridrl.services.planner.text import memory_size
 
-NO_BOUND_GIB = 2.0**20  # of memory, on a host without GPUs
+NO_BOUND_GIB = 2.0**20  # memory of a host without GPUs: no limit
 
 
 def with_layout(
     config: Config, world_size: int, host: Host, given: ClusterFile | None = None
 ) -> Config:
-    """Returns a configuration with its layout: the run folder's, if it was chosen for as many
-    ranks, else that of the shortest predicted step that fits. Called once of a run.
+    """Returns a configuration with its layout chosen; called once for a run.
+
+    The layout is that of the run folder if it was chosen for as many ranks, else the fitting one
+    with the shortest predicted step.
 
     Args:
-        config: of the run.
-        world_size: number of ranks.
-        host: this one.
-        given: keys of a cluster file.
+        config: Configuration of the run.
+        world_size: Number of ranks.
+        host: This host.
+        given: Keys of a cluster file.
 
     Raises:
-        ConfigError: the configuration breaks a rule in every layout, or none fits.
+        ConfigError: Every layout breaks a rule of the configuration, or none fits.
     """
     if not config.layout.is_open(world_size):
         return config
@@ -62,7 +64,7 @@ def with_layout(
 
 
 def chosen_values(config: Config) -> Changes:
-    """Returns what of a configuration `with_layout` has set, by key."""
+    """Returns the values that `with_layout` has set, by key."""
     values = config.model_dump()
     keys = (*config.layout.chosen_keys, "layout.chosen_for", "layout.chosen_keys")
     return {key: _value(values, key) for key in keys}
@@ -77,17 +79,17 @@ def chosen_layout(
 
 
 def overrides_of(config: Config) -> list[str]:
-    """Returns what of a configuration `with_layout` has set, as overrides; for the ranks."""
+    """Returns the values that `with_layout` has set, as overrides for the ranks."""
     return [f"{key}={json.dumps(value)}" for key, value in chosen_values(config).items()]
 
 
 def search(
     config: Config, world_size: int, host: Host, given: ClusterFile | None = None
 ) -> tuple[Result, Assumptions]:
-    """Judges all layouts; arguments as of `with_layout`.
+    """Judges all layouts; see `with_layout` for the arguments.
 
     Raises:
-        ConfigError: the model or the cluster is not known, or roles have ranks of their own.
+        ConfigError: The model or the cluster is unknown, or roles have ranks of their own.
     """
     section = merged(config.cluster, given)
     asks_for_gpus = section is not None or ENGINES[config.rollout.engine].runs_on_gpus
@@ -125,18 +127,18 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _nothing(config: Config, result: Result, assumed: Assumptions) -> list[UserError]:
-    """Returns why no layout can be taken."""
+    """Returns the errors that explain why no layout is possible."""
     nearest = result.nearest
     if nearest is None:
         return list(result.refusals.values())
     needed = with_margin(nearest.found.most_bytes)
-    said = " ".join(f"{key}={value}" for key, value in nearest.changes.items())
+    values = " ".join(f"{key}={value}" for key, value in nearest.changes.items())
     pinned = sorted(pinned_keys(config))
     free = f", or leave out {', '.join(pinned)}" if pinned else ""
     return [
         UserError(
             "layout.choose",
-            f"auto, of which the nearest, {said}, needs {memory_size(needed)} a GPU",
+            f"auto, but the smallest layout found, {values}, needs {memory_size(needed)} a GPU",
             f"a layout that fits into {assumed.gpu_memory_bytes / GIB:.1f} GiB",
             "Start more ranks, or lower rollout.max_new_tokens, data.max_prompt_tokens or "
             f"rollout.max_batch{free}.",

@@ -1,8 +1,8 @@
 """Memory and time of one configuration in which all models share all ranks. No torch.
 
-Owns what a search asks for each candidate. Sizes are those of the fullest rank; what crosses the
-links at a reshard is counted by shares of the whole, not by pieces, as `hybridrl plan` does for the
-layout that is chosen.
+A search estimates each candidate with it. Sizes are those of the fullest rank. The traffic of a
+reshard is counted by shares of the whole model, not by pieces as `hybridrl plan` does for the
+chosen layout.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def estimate(
         cache = memory.rollout_with(requests) - memory.rollout_with(0)
         asleep = itemsize * (engine - shared) + cache
         trained = sum(one.trained.num for one in held)
-        # Gradients lie in memory of the engine.
+        # Gradients use memory that the engine lends.
         both = memory.train + asleep - min(asleep, MAIN_GRAD_BYTES * trained)
         always = train.offload_optimizer or train.release_weights_in_rollout
         changes_s = giving_back_s(1.0 if always else both / assumed.gpu_memory_bytes)
@@ -87,7 +87,8 @@ def estimate(
 
 
 def _own_elements(layout: TrainLayout, held: HeldModel, tp: int) -> int:
-    """Returns about how much of its engine a rank trains with: all that it holds, or of it the part
-    that an engine cut further needs.
+    """Returns roughly how many elements of its engine a rank trains.
+
+    That is all that it holds, or less if the engine is cut into more parts.
     """
     return held.held.num * layout.tp // max(tp, layout.tp)

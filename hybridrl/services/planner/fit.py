@@ -1,10 +1,10 @@
-"""Whether a planned run fits into its GPUs, by how much, and what to change otherwise. No torch.
+"""Decides whether a planned run fits into its GPUs, and which changes would make it fit. No torch.
 
-The estimates of phase_memory.py were compared with 7 runs on H200 (benchmarks/results/
-step_h200.json): a phase took between 0.86 and 1.18 of its estimate, and never more than 2.3 GiB
-beyond it, but for one run with NCCL groups that are not made any more. The estimates leave the CUDA
-context out, 0.6 GiB. So a run fits if its estimate with 5% and 2 GiB on top does: 5% for what the
-allocator cannot use of its own blocks, 2 GiB for the context and libraries.
+The estimates of phase_memory.py were compared with 7 runs on H200
+(benchmarks/results/step_h200.json): phases took 0.86 to 1.18 of their estimates and at most 2.3 GiB
+more, except in one run with NCCL groups that no longer exist. The estimates leave out the CUDA
+context, 0.6 GiB. So a run fits if its estimate plus 5% and 2 GiB does: 5% for fragmentation of the
+allocator, 2 GiB for the context and libraries.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from hybridrl.services.planner.text import memory_size
 
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 2 * GIB
 MAX_REMEDIES = 3
-MOST_NAMED = 16  # ranks in the verdict
-SIZES = (1, 2, 4, 8, 16)  # that other layouts are tried with
-MULTIPLES = (*SIZES, 32, 64, 128)  # of the ranks
+MOST_NAMED = 16  # ranks listed in the verdict
+SIZES = (1, 2, 4, 8, 16)  # sizes of the layouts that are tried
+MULTIPLES = (*SIZES, 32, 64, 128)  # multiples of the number of ranks that are tried
 Changes = dict[str, Any]
 
 
 def with_margin(estimate_bytes: int) -> int:
-    """Returns what a GPU must have for an estimate to be trusted to fit."""
+    """Returns the memory that a GPU needs for an estimate to be considered safe."""
     return int(estimate_bytes * (1 + MARGIN_SHARE)) + MARGIN_BYTES
 
 
@@ -57,19 +57,19 @@ def gpu_verdict(
     assumed: Assumptions,
     may_change: bool = True,
 ) -> dict[str, Any]:
-    """Judges the fullest GPU.
+    """Judges the GPU that needs most memory.
 
     Args:
-        config, hf_config, assumed: of the run, its policy and the cluster.
-        models: of the run, the policy first.
-        found: the estimates of all ranks.
-        may_change: looks for changes with which it fits, where it does not.
+        config, hf_config, assumed: The run, the policy's config.json and the cluster.
+        models: Models of the run, the policy first.
+        found: Estimates of all ranks.
+        may_change: Whether to search for changes that make the run fit.
 
     Returns:
-        `fits`, a sentence about it (`summary`), the phase that takes most, its estimate whatever
-        the lengths of samples and with usual ones, what it needs with the margin and what the GPU
-        has to spare then, all in bytes; how many of the requests that are decoded together the KV
-        cache holds; and changes that fit (`remedies`).
+        `fits`; a sentence about it (`summary`); the phase that needs most memory; its largest and
+        its usual estimate, its need with the margin and the memory to spare then, all in bytes; how
+        many of the requests that are decoded together fit into the KV cache; and changes that fit
+        (`remedies`).
     """
     gpu, phases = assumed.gpu_memory_bytes, list[tuple[int, int, str, RankMemory]]()
     for one in found:
@@ -116,7 +116,7 @@ def gpu_verdict(
 
 
 def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
-    """Names ranks, some where there are many; nothing where they are all."""
+    """Returns the ranks as text, shortened if many; empty if they are all ranks."""
     if len(ranks) == sum(len(one.ranks) for one in found):
         return ""
     others = " and others" if len(ranks) > MOST_NAMED else ""
@@ -124,14 +124,16 @@ def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
 
 
 def _waiting(config: Config, cache: Memory, room: int, num_ranks: int) -> str:
-    """Says which requests wait, if any do: those that the KV cache has no room for, and with a lag
-    those that a replica has under way beyond what it decodes together.
+    """Returns text about requests that wait, if any do.
+
+    Requests wait if the KV cache has no room for them, or, with a lag, if a replica has more under
+    way than it decodes together.
 
     Args:
-        config: of the run.
-        cache: of a rank with an engine.
-        room: requests that it holds.
-        num_ranks: with an engine.
+        config: Configuration of the run.
+        cache: Memory of a rank with an engine.
+        room: Requests that fit into its KV cache.
+        num_ranks: Number of ranks with an engine.
     """
     said, lag, most = "", config.steps.max_policy_lag, config.rollout.max_batch
     if room < cache.num_requests:
@@ -186,13 +188,13 @@ def cpu_verdict(found: Sequence[RankMemory]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Search:
-    """Looks for changes of a configuration with which it fits.
+    """Searches for changes of a configuration that make it fit.
 
     Args:
-        config: that does not.
-        models: of the run, the policy first; no change adds or removes one.
-        hf_config: the policy's config.json.
-        assumed: of the cluster; other numbers of ranks have nodes of the same size.
+        config: Configuration that does not fit.
+        models: Models of the run, the policy first; no change adds or removes one.
+        hf_config: The policy's config.json.
+        assumed: Cluster; with more ranks, nodes keep their size.
     """
 
     config: Config
@@ -201,8 +203,8 @@ class _Search:
     assumed: Assumptions
 
     def remedies(self, world_size: int) -> list[str]:
-        """Returns some changes that fit, on as few ranks as they can, the smallest changes first;
-        none where none does that is tried.
+        """Returns some changes that fit, on as few ranks as possible, the smallest first; maybe
+        none.
         """
         for factor in MULTIPLES:
             if found := list(islice(self._fitting(world_size, factor), MAX_REMEDIES)):
@@ -215,27 +217,29 @@ class _Search:
             return
         for changes in sorted(self._candidates(), key=len):
             if any(one.keys() <= changes.keys() for one in found):
-                continue  # what fits already needs none of the rest
+                continue  # a subset of these changes already fits
             config = self.config.with_values(changes)
             if check(config, world, self.hf_config):
                 continue
             placement, _ = placed(config, Machines(world))
-            if not placement.is_shared:  # any more, of those that are named
+            if not placement.is_shared:  # the changes would give roles their own ranks
                 continue
             try:
                 held = held_alike(config, self.models, world)
                 memory = memory_alike(config, held, world, self.assumed)
-            except ModelError:  # a tensor that cannot be cut so, which the rules do not know
+            except ModelError:  # a tensor that cannot be cut this way; the rules do not check it
                 continue
             most = max(memory.train, memory.rollout_with(memory.least_requests))
             if with_margin(most) <= self.assumed.gpu_memory_bytes:
                 found.append(changes)
-                said = [f"{key}={_yaml(value)}" for key, value in changes.items()]
-                said += [f"--world {world}"] if factor > 1 else []
-                yield f"{' '.join(said)} (about {memory_size(most)})"
+                options = [f"{key}={_yaml(value)}" for key, value in changes.items()]
+                options += [f"--world {world}"] if factor > 1 else []
+                yield f"{' '.join(options)} (about {memory_size(most)})"
 
     def _least(self) -> int:
-        """Returns the bytes of weights, gradients and optimizer over all ranks, each held once."""
+        """Returns the bytes of weights, gradients and optimizer state over all ranks, without
+        replicas.
+        """
         itemsize = itemsize_of(self.config, on_gpu=True)
         optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
         policy = self.models[0]
@@ -243,7 +247,7 @@ class _Search:
         return elements * (itemsize + MAIN_GRAD_BYTES + optimizer)
 
     def _candidates(self) -> Iterator[Changes]:
-        """Yields changes of the layout, of what saves memory, and of both."""
+        """Yields changes of the layout, changes that save memory, and combinations."""
         train, rollout = self.config.train, self.config.rollout
         per_node = self.assumed.max_gpus_per_node
         wanted: dict[str, list[Any]] = {
@@ -258,13 +262,13 @@ class _Search:
         layouts: list[Changes] = [{}]
         for key, sizes in wanted.items():
             layouts += [{**found, key: size} for found in layouts for size in sizes]
-        if rollout.ep > 1:  # as large as rollout.tp
+        if rollout.ep > 1:  # rollout.ep must equal rollout.tp
             for found in layouts:
                 if "rollout.tp" in found:
                     found["rollout.ep"] = found["rollout.tp"]
         longest = self.config.data.max_prompt_tokens + rollout.max_new_tokens
         fewer = max(longest, train.micro_batch_tokens // 4)
-        # What takes memory off a rank and costs time, the least first.
+        # Settings that save memory at the cost of time, the cheapest first.
         savings: list[Changes] = [
             {},
             {"train.recompute": "selective"},

@@ -1,5 +1,6 @@
-"""What `hybridrl plan` takes the cluster to be: the keys of `--cluster FILE`, and in place of those
-that are not given this host's values or defaults, each with its reason. No torch.
+"""Cluster that `hybridrl plan` assumes: keys of `--cluster FILE`, this host's values and defaults.
+
+Each value has its source. No torch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ClusterFile = ClusterConfig
 
 
 class Assumed(NamedTuple):
-    """A value of the report, and where it is from."""
+    """A value of the report and its source."""
 
     value: float
     source: str
@@ -49,13 +50,13 @@ class Assumed(NamedTuple):
 
 @dataclass(frozen=True)
 class Assumptions:
-    """The cluster that a plan is for.
+    """Cluster that a plan is for.
 
     Args:
-        cluster: sizes and rates.
-        gpu_memory_bytes: of one GPU.
-        max_gpus_per_node: whether ranks use them all or not.
-        values: by key of a cluster file.
+        cluster: Sizes and rates.
+        gpu_memory_bytes: Memory of one GPU.
+        max_gpus_per_node: GPUs of a node, whether or not ranks use them all.
+        values: Assumed values by key of a cluster file.
     """
 
     cluster: Cluster
@@ -68,10 +69,12 @@ INLINE = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)")
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """Reads a cluster file, YAML or JSON; `8x8xH200` stands for nodes, GPUs of each, and the GPU.
+    """Reads a cluster file, YAML or JSON, or a shorthand.
+
+    The shorthand `8x8xH200` gives nodes, GPUs of each, and the GPU.
 
     Raises:
-        ConfigError: it is not such a file, or with every key that is wrong.
+        ConfigError: The file cannot be read, or keys are wrong; names each wrong key.
     """
     if (match := INLINE.fullmatch(str(path))) is not None and not path.exists():
         nodes, gpus, gpu = match.groups()
@@ -84,8 +87,8 @@ def load_cluster(path: Path) -> ClusterFile:
         return ClusterFile.model_validate(content)
     except UserError as error:
         raise ConfigError([error]) from None
-    except OmegaConfBaseException as error:  # an interpolation that comes to nothing
-        raise ConfigError([UserError(str(path), said(error), allowed, "Mend it.")]) from None
+    except OmegaConfBaseException as error:  # an interpolation that cannot be resolved
+        raise ConfigError([UserError(str(path), said(error), allowed, "Fix the file.")]) from None
     except ValidationError as error:
         violations = []
         for found in error.errors():
@@ -100,10 +103,11 @@ def load_cluster(path: Path) -> ClusterFile:
 def assume(
     given: ClusterFile, world_size: int, host: Host
 ) -> tuple[Assumptions | None, list[UserError]]:
-    """Fills in what is not given.
+    """Fills in missing values.
 
     Returns:
-        The assumptions, or None and why nodes and ranks do not go together.
+        The assumptions; or None and the errors, if nodes and ranks do not match or the GPU is
+        unknown.
     """
     if (unknown := gpu_rule(given)) is not None:
         return None, [unknown]
@@ -124,8 +128,8 @@ def assume(
         source = f"{DEFAULT_GPU.title}, the usual GPU of training"
     values["gpu_memory_gib"] = Assumed(memory / GIB, source)
     for key, (value, reason) in {**_rates_of(kind or DEFAULT_GPU), **RATES}.items():
-        told = getattr(given, key)
-        values[key] = Assumed(value, reason) if told is None else Assumed(told, "--cluster")
+        own = getattr(given, key)
+        values[key] = Assumed(value, reason) if own is None else Assumed(own, "--cluster")
     nics = given.nics_per_node
     of_gpus = Assumed(gpus, "one for each GPU")
     values["nics_per_node"] = of_gpus if nics is None else Assumed(nics, "--cluster")
@@ -143,7 +147,7 @@ def assume(
 
 
 def _rates_of(kind: KnownGpu) -> dict[str, tuple[float, str]]:
-    """Returns the rates of a kind of GPU, each with where it is from."""
+    """Returns the rates of a kind of GPU, each with its source."""
     reason = f"{kind.title}, {kind.source}"
     link = NVLINK_4 if kind.link_gb_per_s == LINK_GB_PER_S else reason
     return {
@@ -155,34 +159,39 @@ def _rates_of(kind: KnownGpu) -> dict[str, tuple[float, str]]:
 
 
 def merged(section: ClusterConfig, given: ClusterConfig | None) -> ClusterConfig | None:
-    """Returns the section's keys with those of a cluster file over them; None: neither has any."""
-    told = section.model_dump(exclude_none=True)
+    """Returns the section's keys overridden by those of a cluster file; None without any key or
+    file.
+    """
+    keys = section.model_dump(exclude_none=True)
     if given is not None:
-        told |= given.model_dump(exclude_none=True)
-    return ClusterConfig(**told) if told or given is not None else None
+        keys |= given.model_dump(exclude_none=True)
+    return ClusterConfig(**keys) if keys or given is not None else None
 
 
 def _sizes(given: ClusterFile, world_size: int, host: Host) -> dict[str, Assumed] | UserError:
     """Returns the number of nodes, and of the GPUs of each that have a rank."""
     nodes, gpus = given.nodes, given.gpus_per_node
-    told, derived = "--cluster", "what the number of ranks asks for"
+    source, derived = "--cluster", "derived from the number of ranks"
     if nodes is not None and gpus is not None:
         if nodes * gpus != world_size:
             remedy = "Change the cluster file or the world size."
             allowed = f"the world size {world_size}"
             return UserError("nodes * gpus_per_node", f"{nodes} * {gpus}", allowed, remedy)
-        return {"nodes": Assumed(nodes, told), "gpus_per_node": Assumed(gpus, told)}
+        return {"nodes": Assumed(nodes, source), "gpus_per_node": Assumed(gpus, source)}
     divisor = f"a divisor of the world size {world_size}"
     if nodes is not None:
         if world_size % nodes:
             return UserError("nodes", nodes, divisor, "Change it or --world.")
         per_node = Assumed(world_size // nodes, derived)
-        return {"nodes": Assumed(nodes, told), "gpus_per_node": per_node}
+        return {"nodes": Assumed(nodes, source), "gpus_per_node": per_node}
     if gpus is not None:
         gpus = min(gpus, world_size)
         if world_size % gpus:
             return UserError("gpus_per_node", gpus, divisor, "Change it or --world.")
-        return {"nodes": Assumed(world_size // gpus, derived), "gpus_per_node": Assumed(gpus, told)}
+        return {
+            "nodes": Assumed(world_size // gpus, derived),
+            "gpus_per_node": Assumed(gpus, source),
+        }
     most = max(GPUS_PER_NODE, host.num_gpus)
     gpus = max(size for size in range(1, most + 1) if world_size % size == 0)
     source = "as this host" if most > GPUS_PER_NODE else f"at most {most}, as most GPU hosts have"

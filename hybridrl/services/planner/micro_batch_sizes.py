@@ -1,5 +1,6 @@
-"""Sizes of an update's micro-batches, for `hybridrl plan`: of usual samples, packed as training
-packs them, and at most. No torch.
+"""Sizes of an update's micro-batches for `hybridrl plan`: the usual ones and the largest.
+
+The usual ones come from packing samples of usual length as training does. No torch.
 """
 
 from __future__ import annotations
@@ -17,16 +18,16 @@ from hybridrl.training.batches.balance import schedule
 from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import PART_OF_BUDGET, Unit, make_units, shared_prefix
 
-KEPT = 4096  # packings that are kept; a search asks for some hundred
+KEPT = 4096  # cached packings; a search uses some hundred
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of usual samples.
+    """Numbers of tokens of usual samples.
 
     Args:
-        prompt, response: means.
-        longest: response.
+        prompt, response: Means.
+        longest: Longest response.
     """
 
     prompt: int
@@ -35,7 +36,7 @@ class Lengths:
 
     @classmethod
     def of(cls, config: Config) -> Lengths:
-        """Returns those of a configuration: as `layout` says, else the longest."""
+        """Returns the lengths that the section `layout` gives, else the longest."""
         given, most = config.layout, config.rollout.max_new_tokens
         needs = config.algorithm.needs
         if config.data.max_response_tokens is not None and needs and not needs.rollouts:
@@ -60,15 +61,16 @@ class MicroBatchSize:
 
 
 def shares_prompts(config: Config, cp: int) -> bool:
-    """Whether samples of one prompt hold its tokens once, as training decides with
-    transformer-engine's layers.
+    """Whether samples of one prompt store its tokens once.
+
+    Decided as in training with transformer-engine's layers.
     """
-    told = config.train.share_prompts
-    return cp == 1 and config.train.layers != "torch" if told is None else told
+    share = config.train.share_prompts
+    return cp == 1 and config.train.layers != "torch" if share is None else share
 
 
 def samples_of_update(config: Config) -> int:
-    """Returns the samples that an update learns from, all replicas together."""
+    """Returns the number of samples in an update, over all replicas."""
     steps = config.steps
     samples = steps.prompts_per_step * steps.samples_per_prompt
     return even_sizes(samples, steps.updates_per_step)[0]
@@ -77,13 +79,10 @@ def samples_of_update(config: Config) -> int:
 def usual_micro_batches(
     config: Config, shape: ModelShape, layout: TrainLayout
 ) -> set[MicroBatchSize]:
-    """Returns the micro-batches of an update whose samples are all of usual length, dealt and
-    packed as training does; the largest where a row of data may be several sequences.
+    """Returns the micro-batches of an update whose samples all have usual length.
 
-    Args:
-        config: Configuration of the run.
-        shape: Sizes of the model.
-        layout: How it is trained.
+    Samples are distributed and packed as in training. If a row of data may be several sequences,
+    returns the largest micro-batch instead.
     """
     if not _has_samples(config):
         return {largest_micro_batch(config, layout)}
@@ -110,12 +109,12 @@ def usual_micro_batches(
 
 
 def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
-    """Returns the most that a micro-batch may hold, whatever the lengths of responses.
+    """Returns the largest possible micro-batch, whatever the lengths of responses.
 
-    Positions: the budget, or all samples of an update that a replica may get, each as long as it
-    may be, where those are fewer. They are dealt by length, so that a replica has at most one
-    sample more than its share. Rows of keys: those of a replica's share of samples, with responses
-    so short that they are in one micro-batch.
+    Positions: the token budget, or the longest possible samples of a replica's share of an update
+    if that is less. Samples are distributed by length, so a replica has at most one more than its
+    equal share. Rows of keys: those of a replica's share of samples, with responses so short that
+    all are in one micro-batch.
     """
     budget = config.train.micro_batch_tokens
     if not _has_samples(config):
@@ -123,12 +122,12 @@ def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
     prompt = config.data.max_prompt_tokens
     longest = prompt + config.rollout.max_new_tokens
     share = -(-samples_of_update(config) // layout.dp) + 1
-    # Nothing says that a sample of the user's own algorithm is one sequence.
+    # A sample of a user's own algorithm may be more than one sequence.
     positions = budget if config.algorithm.needs is None else min(budget, share * longest)
     per_prompt = config.steps.samples_per_prompt
     if not shares_prompts(config, layout.cp) or per_prompt == 1:
         return MicroBatchSize(positions, positions)
-    # Each sample has the prompt's last token and one of its response at least.
+    # Each sample has the prompt's last token and at least one token of its response.
     own = 2 * per_prompt
     prefix = min(shared_prefix(prompt, per_prompt), max(0, budget // PART_OF_BUDGET - own))
     num_prompts = min(positions / (prefix + own), share / per_prompt)
@@ -137,8 +136,9 @@ def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
 
 
 def _has_samples(config: Config) -> bool:
-    """Whether an update learns from samples alone, prompts with several responses; else from rows
-    of data, which may be several sequences each.
+    """Whether an update learns only from samples: prompts with several responses.
+
+    Otherwise it learns from rows of data, each of which may be several sequences.
     """
     needs = config.algorithm.needs
     return (needs is None or needs.rollouts) and not config.terms()
@@ -158,11 +158,12 @@ def _packed(
     pad_each: int,
     attention: int,
 ) -> set[tuple[int, int]]:
-    """Returns positions and rows of keys of micro-batches of samples that are all alike; arguments
-    as of `ScheduleInputs`.
+    """Returns positions and rows of keys of micro-batches whose samples are all alike.
+
+    See `ScheduleInputs` for the arguments.
     """
     length = round_up(prompt + response, pad_each)
-    # What does not fit is refused by the rules; a plan of it is of one sample alone.
+    # The rules refuse samples that exceed the budget; the plan then packs one sample alone.
     token_budget = max(token_budget, length)
     if shares:
         units = make_units(
@@ -187,7 +188,7 @@ def _packed(
         samples = [sample for number in members for sample in units[number].samples]
         positions = key_rows = 0
         for _, run in groupby(samples, key=lambda sample: sample // per_prompt):
-            count = len(list(run))  # as collate.py lays them, of one unit or of several
+            count = len(list(run))  # as collate.py places them, from one unit or several
             prefix = shared_prefix(prompt, count) if shares else 0
             positions += prefix + count * (length - prefix)
             key_rows += count * length

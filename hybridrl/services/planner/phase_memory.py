@@ -1,5 +1,6 @@
-"""The memory part of `hybridrl plan`: what ranks that hold the same models hold in each phase. No
-torch.
+"""Memory estimate of `hybridrl plan`, by phase, for ranks that hold the same models.
+
+No torch.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from hybridrl.services.planner.micro_batch_sizes import (
 from hybridrl.services.planner.replayed_experts import ReplayBytes, replay_bytes
 
 MIB = 2**20
-# Of the head's logits, fp32 and their gradients in 16 bit, a chunk is held (token_logprobs.py).
+# The head holds a chunk of logits, in fp32, and their 16-bit gradients (token_logprobs.py).
 BYTES_PER_LOGIT = 6
 HEAD_CHUNKS = 8
 MOST_HEAD_BYTES = 1 << 30
-# Of a GPU, measured on H200: what NCCL takes for each group of ranks that it has connected (3
-# groups of 4 ranks: 1.9 to 2.8 GiB), and vLLM for CUDA graphs and workspace.
+# GPU memory of NCCL for each connected group of ranks (3 groups of 4 ranks: 1.9 to 2.8 GiB), and of
+# vLLM for CUDA graphs and workspace. Measured on H200.
 GROUP_BYTES = 768 * MIB
 GRAPH_BYTES = 448 * MIB
 ADAM_BYTES = 8  # two fp32 moments
@@ -46,20 +47,19 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """The estimated peaks of the fullest rank, in bytes.
+    """Estimated peaks of the fullest rank, in bytes.
 
     Args:
         train: Most that training may take, whatever the lengths of samples.
-        count_usual_train: Returns `usual_train`. Packing the samples takes long, and a search asks
-            for thousands of layouts without it.
-        rollout: in generation, the KV cache with it.
-        kv_cache: with room for all requests that are decoded together, and with the experts that
-            are recorded of them.
-        num_requests: how many those are, each as long as it may be.
-        least_requests: for how many the cache must have room; others would wait.
-        staging: of the reshard, where weights travel as messages.
-        saved: what a checkpoint has of a rank.
-        replay: of it, what recorded experts take; None: they are not replayed.
+        count_usual_train: Function that returns `usual_train`. Packing samples takes long, and a
+            search judges thousands of layouts without it.
+        rollout: Peak of generation, including the KV cache.
+        kv_cache: KV cache for all requests that are decoded together, and their recorded experts.
+        num_requests: Number of these requests, each of the greatest length.
+        least_requests: Number of requests for which the cache must have room; others may wait.
+        staging: Staging buffers of the reshard, if weights travel as messages.
+        saved: Bytes of a rank's part of a checkpoint.
+        replay: Memory of recorded experts; None if they are not replayed.
     """
 
     train: int
@@ -74,12 +74,12 @@ class Memory:
 
     @cached_property
     def usual_train(self) -> int:
-        """What training takes with samples of usual length, as they are packed."""
+        """Peak of training with samples of usual length, packed as in training."""
         return self.count_usual_train()
 
     @property
     def has_engine(self) -> bool:
-        """Whether there is an engine on these ranks."""
+        """Whether these ranks have an engine."""
         return self.kv_cache > 0
 
     def rollout_with(self, num_requests: int) -> int:
@@ -104,7 +104,7 @@ class RankMemory:
     fullest: tuple[int, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns it as the report has it."""
+        """Returns the memory by its keys in the report."""
         return {
             "ranks": list(self.ranks),
             "fullest_ranks": list(self.fullest),
@@ -120,10 +120,11 @@ class RoleModel:
     """A model of a run.
 
     Args:
-        role: of the run, as a placement names it.
-        family, shape: of the model.
-        is_trained: it has gradients and an optimizer.
-        head: with which its parameters are counted; a critic is taken to be as large as the policy.
+        role: Role in the run, as a placement names it.
+        family, shape: Family and sizes of the model.
+        is_trained: Whether it has gradients and an optimizer.
+        head: Head for the count of parameters; a critic counts as the policy with its vocabulary
+            head.
         freeze: Parts without gradients and optimizer although the model is trained.
     """
 
@@ -136,19 +137,17 @@ class RoleModel:
 
     @property
     def trained_family(self) -> Family:
-        """The family, its weight table that of what is trained; `is_trained`."""
+        """The family with only the trained rows of its weight table; for trained models."""
         return trained_family(self.family, self.shape, self.freeze, self.head)
 
     @property
     def backward(self) -> BackwardShares:
-        """What a backward pass computes."""
+        """Shares of the backward pass that are computed."""
         return backward_shares(self.family, self.shape, self.freeze, self.head)
 
 
 class Elements(NamedTuple):
-    """Elements of a model on a rank, and how many of them are of experts, which have fewer
-    replicas.
-    """
+    """Elements of a model on a rank, in all and in experts, which have fewer replicas."""
 
     num: int = 0
     experts: int = 0
@@ -156,12 +155,12 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldModel:
-    """A model of which ranks hold parts.
+    """A model and the largest part of it on any rank.
 
     Args:
-        model: which.
-        place: where it lies; models of one place share process groups.
-        layout: how it is cut there.
+        model: The model.
+        place: Ranks and sizes of its role; models of one place share process groups.
+        layout: Training layout over these ranks.
         held: Parameters of the rank that holds most.
         trained: Trained parameters of the rank that trains most.
     """
@@ -174,7 +173,7 @@ class HeldModel:
 
     @property
     def num_updated(self) -> int:
-        """Parameters whose optimizer state is on a rank: ranks that hold the same share them."""
+        """Parameters whose optimizer state is on a rank; replicas divide it among themselves."""
         layout, (num, experts) = self.layout, self.trained
         return (num - experts) // (layout.dp * layout.cp) + experts // layout.edp
 
@@ -194,13 +193,13 @@ class HeldEngine:
 
 @dataclass(frozen=True)
 class Held:
-    """What ranks hold that hold the same models.
+    """Models and engine on ranks that hold the same models.
 
     Args:
-        models: of which they hold parts.
-        engine: their part of an engine; None: they have none.
-        peer_bytes: of memory for the policy's weights beyond their own, which peers ask of all.
-        fullest: the ranks that hold the most of the models.
+        models: Models of which the ranks hold parts.
+        engine: Their part of an engine; None without an engine.
+        peer_bytes: Peer memory for the policy's weights, beyond the rank's own.
+        fullest: Ranks that hold the most of the models.
     """
 
     models: Sequence[HeldModel]
@@ -210,7 +209,7 @@ class Held:
 
     @property
     def roles(self) -> list[str]:
-        """The roles of the models; an engine's is `rollout`, after the policy's."""
+        """Roles of the models; an engine counts as role `rollout`, after the policy."""
         found = [held.model.role for held in self.models]
         if self.engine is not None:
             found.insert("policy" in found, "rollout")
@@ -243,20 +242,21 @@ def estimate_memory(
     transport: str,
     on_gpu: bool,
 ) -> Memory:
-    """Estimates what ranks hold in each phase; `held` is all of it that the fullest holds.
+    """Estimates the memory of the fullest rank in each phase.
 
-    Training holds parameters, fp32 gradients and the optimizer's share of a data-parallel rank of
-    those that are trained, frozen models, activations and logits, and weights of an engine that
-    does not sleep. Generation holds parameters, the optimizer's state unless it is offloaded, the
-    engine's own weights and the KV cache. On GPUs both hold NCCL's groups and the engine's graphs;
-    the CUDA context is not counted.
+    Training holds parameters, fp32 gradients and a data-parallel rank's share of the optimizer
+    state for trained parameters, frozen models, activations and logits, and the weights of an
+    engine that does not sleep. Generation holds parameters, the optimizer state unless it is
+    offloaded, the engine's own weights and the KV cache. On GPUs both also hold NCCL's groups and
+    the engine's graphs; the CUDA context is not counted.
 
     Args:
-        config: of the run.
-        shape: of the policy.
-        world_size: number of ranks.
-        held, transport: what they hold, and how weights travel.
-        on_gpu: whether ranks hold this on GPUs.
+        config: Configuration of the run.
+        shape: Sizes of the policy.
+        world_size: Number of ranks.
+        held: Models and engine on the fullest rank.
+        transport: Transport of the weights.
+        on_gpu: Whether the ranks have GPUs.
     """
     itemsize = itemsize_of(config, on_gpu)
     optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
@@ -301,15 +301,16 @@ def estimate_memory(
 
 
 def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) -> int:
-    """Returns what hosts hold of a rank's training state, so that a run goes on after a loss
-    (checkpoint/memory_copies.py): the copy that is taken, and of a rank's own files, and of those
-    of a rank of another host, GENERATIONS each.
+    """Returns the host memory of a rank's state copies, from which a run resumes after a failure.
+
+    These are the copy that is being taken, GENERATIONS of the rank's own files, and as many of a
+    rank of another host (checkpoint/memory_copies.py).
 
     Args:
-        config: of the run.
-        saved: what files of its state take.
-        copied: what its copy takes.
-        num_hosts: of the run.
+        config: Configuration of the run.
+        saved: Bytes of the files of a rank's state.
+        copied: Bytes of the copy that is being taken.
+        num_hosts: Number of hosts of the run.
     """
     if not config.run.max_restarts or config.checkpoint.copy_every == 0:
         return 0
@@ -320,7 +321,7 @@ def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) ->
 def _kv_cache_bytes(
     config: Config, shape: ModelShape, itemsize: int, num_requests: int, replay: ReplayBytes | None
 ) -> int:
-    """Returns what the longest requests take of a rank's KV cache, and of what is recorded."""
+    """Returns the size of a rank's KV cache and recorded experts for the longest requests."""
     per_request = (
         config.longest_request()
         * shape.cached_elements(config.rollout.tp)
@@ -331,8 +332,10 @@ def _kv_cache_bytes(
 
 
 def _num_requests(config: Config, num_ranks: int) -> int:
-    """Returns how many requests the KV cache is for: a fixed one is made for all that may be
-    decoded together, another grows with those that there are.
+    """Returns the number of requests that the KV cache is for.
+
+    A fixed cache has room for all that may be decoded together; others grow with the requests that
+    there are.
     """
     most = config.rollout.max_batch
     if ENGINES[config.rollout.engine].has_fixed_kv_cache:
@@ -341,7 +344,7 @@ def _num_requests(config: Config, num_ranks: int) -> int:
 
 
 def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> int:
-    """Returns what libraries hold of a GPU in both phases: groups of ranks, staging, graphs."""
+    """Returns the GPU memory of libraries in both phases: process groups, staging, graphs."""
     sizes = [world_size]
     for layout in {one.place: one.layout for one in held.models}.values():
         sizes += [layout.tp, layout.pp, layout.cp, layout.dp]
@@ -352,7 +355,7 @@ def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> i
         sizes += 2 * [config.rollout.tp]  # torch's group and vLLM's own communicator
         sizes += [config.rollout.ep]
     is_staged = transport == "packed" and world_size > 1
-    num_groups = sum(size > 1 for size in sizes) + is_staged  # blocks go over a group of their own
+    num_groups = sum(size > 1 for size in sizes) + is_staged  # large blocks use a separate group
     moves_weights = held.engine is not None or "policy" in held.roles
     staging = config.rollout.staging_mib * MIB if is_staged and moves_weights else 0
     captures = held.engine is not None and ENGINES[config.rollout.engine].captures_graphs
@@ -365,8 +368,9 @@ def _activation_bytes(
     itemsize: int,
     sizes: Callable[[HeldModel], Iterable[MicroBatchSize]],
 ) -> int:
-    """Returns the most that passes over micro-batches of these sizes hold of a rank: those of the
-    trained model that takes most, and of a frozen one where nothing is trained.
+    """Returns the peak memory of passes over micro-batches of these sizes.
+
+    Counts the trained model that needs most, or frozen models if none is trained.
     """
     with_passes = [one for one in models if one.model.is_trained] or models
     found = (_pass_bytes(config, one, itemsize, size) for one in with_passes for size in sizes(one))
@@ -374,16 +378,18 @@ def _activation_bytes(
 
 
 def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatchSize) -> int:
-    """Returns what one rank's passes over micro-batches of a size take: what forward passes keep
-    for backward passes, and the larger scratch, of the head or of gradients of copied keys.
+    """Returns the memory of one rank's passes over micro-batches of a size.
 
-    Of a layer: its input, what follows each norm, and the input of the feed-forward half (4 hidden
-    sizes); queries, keys and values, the latents that they are made of, and what attention gives;
-    the feed-forward layer's two halves and their product. Where samples share prompts, attention
-    keeps the copies of keys and values. Tensor and sequence parallel cut all of it. Of a mixture of
-    experts the same of each of a token's experts, and their inputs and outputs, which ranks
-    exchange; tokens are taken to be spread evenly over the experts, and all layers to be mixtures.
-    A frozen model keeps nothing: one layer at a time is whole.
+    Adds what forward passes keep for backward passes, and the larger scratch: that of the head or
+    of gradients of copied keys.
+
+    A layer keeps its input, the output of each norm, and the input of the feed-forward half (4
+    hidden sizes); queries, keys and values, the latents from which they are computed, and the
+    output of attention; the feed-forward layer's two halves and their product. If samples share
+    prompts, attention keeps copies of keys and values. Tensor and sequence parallelism cut all of
+    it. A mixture of experts keeps the same for each of a token's experts, and the experts' inputs
+    and outputs, which ranks exchange; tokens are assumed to be spread evenly over the experts, and
+    all layers to be mixtures. A frozen model keeps nothing: only one layer at a time is in memory.
     """
     model, layout = held.model, held.layout
     shape, parts = model.shape, layout.cp * layout.tp
@@ -400,9 +406,13 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     whole = micro.positions * per_token + micro.key_rows * key_size  # elements of a layer
     if not model.is_trained:
         kept, stages = whole, 1
-    elif config.train.recompute == "full":  # each layer keeps its input; one at a time is whole
+    elif (
+        config.train.recompute == "full"
+    ):  # each layer keeps its input, and one layer at a time everything
         kept = micro.positions * shape.hidden_size * layers + whole
-    elif config.train.recompute == "selective":  # not the product, of shared experts neither
+    elif (
+        config.train.recompute == "selective"
+    ):  # the product is not kept, nor that of shared experts
         kept = (whole - micro.positions * product) * layers
     else:
         kept = whole * layers
@@ -411,7 +421,8 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
         logits = micro.positions * shape.padded_vocab(layout.tp) // parts
         scratch = min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES)
     if model.is_trained and micro.key_rows > micro.positions:
-        # GatherKeys.backward: gradients of copies, and of one of the two a sum, both in fp32.
+        # GatherKeys.backward holds gradients of copied keys and values, and sums one of the two in
+        # fp32.
         widest = shape.num_kv_heads * max(shape.head_dim, shape.value_dim)
         summed = FP32_BYTES * (micro.key_rows + micro.positions) * widest
         scratch = max(scratch, (itemsize * micro.key_rows * key_size + summed) // parts)
@@ -435,7 +446,7 @@ def most_elements(layouts: Sequence[RankLayout]) -> int:
 
 
 def itemsize_of(config: Config, on_gpu: bool) -> int:
-    """Returns bytes of a parameter; 'auto' is float32 on CPU."""
+    """Returns the bytes of a parameter; 'auto' means float32 on CPU."""
     if config.model.dtype == "auto":
         return 2 if on_gpu else 4
     return {"float32": 4, "bfloat16": 2}[config.model.dtype]

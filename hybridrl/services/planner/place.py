@@ -1,5 +1,6 @@
-"""Where `hybridrl plan` lays the models of a run, as the run will: who trains and who generates
-with what, and what ranks hold. No torch.
+"""Places the models of a run for `hybridrl plan`, as the run will: training and engine layouts.
+
+Also finds the elements that each rank holds. No torch.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ from hybridrl.services.planner.phase_memory import (
 
 @dataclass(frozen=True)
 class Placed:
-    """Who trains and who generates with what; ranks are those of the world.
+    """Training and engine layouts; ranks are those of the world.
 
     Args:
-        placement: of all models.
-        layout: the policy's training layout over its ranks, its order chosen.
-        choice: of the order.
-        whole: what each rank trains with.
-        sources: what engines are written from.
-        parts: what each tensor-parallel rank of the engine holds.
-        engines: which part each rank generates with.
-        shared: elements of each rank's engine parameters that are the trainer's own memory.
+        placement: Placement of all models.
+        layout: The policy's training layout over its ranks, with its order chosen.
+        choice: Chosen order of the training axes.
+        whole: Training layout of each rank.
+        sources: Layout of the elements of each rank from which engines are written.
+        parts: Layout of each tensor-parallel rank of the engine.
+        engines: Part of an engine that each rank generates with.
+        shared: Elements of each rank's engine parameters that are the trainer's own memory.
     """
 
     placement: Placement
@@ -65,12 +66,12 @@ class Placed:
 
     @property
     def best(self) -> Assignment:
-        """Which part each rank generates with."""
+        """Assignment of ranks to parts of engines."""
         return self.engines.best
 
     @property
     def targets(self) -> list[RankLayout]:
-        """What each rank is to hold for its engine."""
+        """Engine layout of each rank."""
         return self.engines.targets
 
 
@@ -110,7 +111,7 @@ def place_models(
 def _spread(
     layouts: Sequence[RankLayout], ranks: Sequence[int], world_size: int
 ) -> list[RankLayout]:
-    """Returns what each rank of the world holds of what these ranks do, in their order."""
+    """Returns a layout for each rank of the world: those given for `ranks`, else none."""
     held = dict(zip(ranks, layouts, strict=True))
     return [held.get(rank, NOTHING) for rank in range(world_size)]
 
@@ -132,7 +133,7 @@ def _shared(
 
 
 def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, Any]:
-    """Returns what the chosen assignment costs, and what others on the same ranks would."""
+    """Returns the cost of the chosen assignment, and of alternatives on the same ranks."""
     sources, parts, placement = placed.sources, placed.parts, placed.placement
     in_turn = RolloutLayout.consecutive(len(placement.rollout), len(parts))
     in_turn, known = in_turn.on(placement.rollout, len(sources)), placed.engines.costs
@@ -158,7 +159,7 @@ def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, A
 def held_by_ranks(
     models: Sequence[RoleModel], placed: Placed, itemsize: int, transport: str
 ) -> list[tuple[tuple[int, ...], Held]]:
-    """Returns the ranks that hold the same models, and what the fullest of them holds of each.
+    """Groups ranks that hold the same models; returns the most that a rank of each group holds.
 
     Args:
         models: Models of the run, the policy first.
@@ -167,7 +168,7 @@ def held_by_ranks(
     """
     placement, sizes = placed.placement, _Sizes(models[0], placed)
     parts = [sizes.of(model) for model in models]
-    peers_bytes = 0  # of the piece that each rank has for the weights
+    peers_bytes = 0  # size of each rank's peer memory for weights
     if transport == "peer" and models[0].is_trained:
         peers_bytes = itemsize * most_elements(placed.whole)
     sets: dict[tuple[bool, ...], list[int]] = {}
@@ -198,7 +199,7 @@ def held_by_ranks(
 
 
 class _Sizes:
-    """How much of a model each rank holds; what is cut alike is looked at once."""
+    """Elements of a model on each rank; equal layouts are counted once."""
 
     def __init__(self, policy: RoleModel, placed: Placed) -> None:
         self._placed = placed
@@ -206,7 +207,7 @@ class _Sizes:
         self._found = {key: [placed.whole[rank] for rank in placed.placement.policy.ranks]}
 
     def of(self, model: RoleModel) -> dict[int, HeldModel]:
-        """Returns what each rank holds of a model that has a part of it."""
+        """Returns the held part of a model by rank, for ranks that have one."""
         place, layout = self._placed.placement.of(model.role), self._placed.layout
         if place != self._placed.placement.policy:
             sizes = place.tp, place.pp, place.cp, place.ep, place.vpp

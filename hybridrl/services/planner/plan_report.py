@@ -1,9 +1,8 @@
-"""What `hybridrl plan` reports: layouts, the reshard's traffic, memory, and whether it fits. No
-torch.
+"""Report of `hybridrl plan`: layouts, the reshard's traffic, memory, and whether the run fits.
 
-Owns the report and the prediction of the reshard; the package `planning` has what is taken for
-granted, memory and the verdict, plan_text.py the words. Needs only the configuration, the
-config.json of its models and, where the algorithm is the user's own, its module.
+No torch. Predicts the reshard; other modules of this package own assumptions, memory and verdict,
+and plan_text.py the text. Needs only the configuration, the config.json of its models and the
+module of a user's own algorithm.
 """
 
 from __future__ import annotations
@@ -47,12 +46,12 @@ from hybridrl.services.planner.plan_text import order_reason
 from hybridrl.services.planner.planned_models import planned_models
 from hybridrl.services.planner.times import engine_note
 
-# On CPU: gloo over loopback, and copies of a rank.
+# Rates on CPU: gloo over loopback, and copies within a rank.
 GLOO_BYTES_PER_S = 1e9
 CPU_COPY_BYTES_PER_S = 8e9
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
 SECTIONS = ("train", "rollout", "reshard", "memory")
-# Keys beside the sections, and the violations.
+# Further keys of the report, besides the sections and the violations.
 ADDED = (
     "fits",
     "verdict",
@@ -73,13 +72,13 @@ def plan_report(
     given: ClusterFile | None = None,
     host: Host | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Returns the report and the violations; where there are any, what depends on them is None.
+    """Returns the report and the violations; if there are any, values that depend on them are None.
 
     Args:
-        config: of the run.
-        world_size: number of ranks.
-        given: keys of a cluster file.
-        host: the GPUs of this host, taken for those of the run; None: nothing is known of them.
+        config: Configuration of the run.
+        world_size: Number of ranks.
+        given: Keys of a cluster file.
+        host: This host, whose GPUs are assumed for the run; None if they are unknown.
     """
     host = host or Host()
     runs_on_gpus = ENGINES[config.rollout.engine].runs_on_gpus
@@ -103,8 +102,10 @@ def plan_report(
 
 @contextlib.contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """Keeps Python from looking for cycles among the millions of tuples of a plan, which has none:
-    with 235B parameters on 64 ranks 5.5 s of processor time instead of 13.8.
+    """Disables Python's cycle collection while a plan is made.
+
+    A plan has millions of tuples and no cycles: with 235B parameters on 64 ranks this takes 5.5 s
+    of processor time instead of 13.8.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -116,7 +117,7 @@ def _without_cycle_collection() -> Iterator[None]:
 
 
 def _machines(world_size: int, assumed: Assumptions | None, host: Host) -> Machines:
-    """Returns what is under the ranks; on CPU, where nothing is assumed, one node."""
+    """Returns the machines under the ranks; without assumptions, on CPU, a single node."""
     if assumed is None:
         return Machines(world_size, world_size)
     gpus = host.names if len(host.names or ()) == world_size else None
@@ -130,7 +131,7 @@ def _report(
     machines: Machines,
     assumed: Assumptions | None,
 ) -> dict[str, Any]:
-    """Returns the report of a configuration without violations; on CPU nothing is assumed."""
+    """Returns the report of a valid configuration; `assumed` is None on CPU."""
     (family, shape), on_gpu = read_model(config.model.family, hf_config), assumed is not None
     node = machines.ranks_per_node or machines.num_ranks
     placement, _ = placed(config, machines)
@@ -185,7 +186,9 @@ def _peaks(
     config: Config, memories: Sequence[Memory], num_hosts: int, on_gpu: bool
 ) -> dict[str, Any]:
     replay, saved = memories[0].replay, max(memory.saved for memory in memories)
-    copied = locked_bytes(saved) if on_gpu else saved  # of GPUs' tensors to page-locked segments
+    copied = (
+        locked_bytes(saved) if on_gpu else saved
+    )  # GPU tensors are copied to page-locked segments
     return {
         "train_peak_bytes": max(memory.train for memory in memories),
         "usual_train_peak_bytes": max(memory.usual_train for memory in memories),
@@ -200,8 +203,9 @@ def _peaks(
 def _step(
     config: Config, roles: Sequence[RoleModel], placement: Placement, assumed: Assumptions | None
 ) -> dict[str, Any] | None:
-    """Returns the predicted time of a step whose responses are the longest; None where it is not
-    modelled: on CPU, and where roles have ranks of their own.
+    """Returns the predicted time of a step with the longest responses.
+
+    Returns None where this is not modelled: on CPU, and if roles have ranks of their own.
     """
     if assumed is None or not placement.is_shared:
         return None
@@ -218,7 +222,7 @@ def empty_report(error: ConfigError) -> dict[str, Any]:
 def _memories(
     config: Config, models: Sequence[RoleModel], laid: Placed, assumed: Assumptions | None
 ) -> Sequence[RankMemory]:
-    """Returns what ranks hold, those that hold the same models together, by the first of them."""
+    """Returns the memory of each group of ranks that hold the same models, by first rank."""
     on_gpu, transport = assumed is not None, transport_of(config, assumed)
     itemsize, world_size = itemsize_of(config, on_gpu), len(laid.whole)
     return [
@@ -249,7 +253,8 @@ def _reshard(
 ) -> dict[str, Any]:
     shared = [plan.itemsize * elements for elements in laid.shared]
     layout = laid.layout
-    # Over how many ranks a parameter's new values lie; where it is shared, the owned part is there.
+    # Number of ranks that own a parameter's new values; of a shared parameter the owned part is in
+    # place.
     owners = layout.dp * layout.cp if config.train.fuse_param_gather else 1
     local = [a - b // owners for a, b in zip(plan.local_bytes, shared, strict=True)]
     return {

@@ -1,4 +1,4 @@
-"""The words of `hybridrl plan`: its report as lines for people. No torch."""
+"""Text of `hybridrl plan`: its report as lines for people. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridrl.hybrid_engine.planning.assign import OrderChoice
 from hybridrl.parallel.layout import DEFAULT_ORDER
 from hybridrl.services.planner.text import memory_size, traffic
 
-MAX_ROWS = 16  # ranks that the table has; of more --json tells
+MAX_ROWS = 16  # most ranks in the table; --json lists more
 
 
 def order_reason(
@@ -22,15 +22,15 @@ def order_reason(
     is_shared: bool = True,
     has_experts: bool = False,
 ) -> str:
-    """Returns why the training axes are in this order.
+    """Returns the reason for the order of the training axes.
 
     Args:
-        configured: `train.order`.
-        used: the order.
-        choice: what 'auto' finds; None where the engine's ranks need everything in any order.
-        itemsize: bytes of an element.
-        is_shared: whether all models and engines share all ranks.
-        has_experts: whether the policy is a mixture of experts.
+        configured: Value of `train.order`.
+        used: Order of the plan.
+        choice: Order that 'auto' finds; None if the engine's ranks receive the same in any order.
+        itemsize: Bytes of an element.
+        is_shared: Whether all models and engines share all ranks.
+        has_experts: Whether the policy is a mixture of experts.
     """
     own = "Megatron's own" if used == DEFAULT_ORDER else "as configured"
     if not is_shared:
@@ -38,7 +38,7 @@ def order_reason(
     if has_experts:
         return f"{own}; another is chosen only for models without experts"
     if choice is None:
-        return f"{own}; with rollout.tp=1 ranks receive as much in any"
+        return f"{own}; with rollout.tp=1 ranks receive the same bytes in any order"
     best, default = (traffic(itemsize * n) for n in (choice.receive, choice.default_receive))
     if configured != AUTO_ORDER:
         if used == choice.order:
@@ -50,8 +50,11 @@ def order_reason(
 
 
 def plan_text(report: dict[str, Any], is_full: bool = True) -> str:
-    """Returns the report as lines for people, the verdict first; what is assumed and each rank only
-    where it is to be full.
+    """Returns the report as text, the verdict first.
+
+    Args:
+        report: Report of `plan_report`.
+        is_full: Whether to include assumptions and each rank.
     """
     return "\n".join(_lines(report, is_full))
 
@@ -78,8 +81,8 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
             for name in ("used", "experts_in_order")
         )
         yield (
-            "         experts are dealt to each replica's ranks as they lie in training: a rank "
-            f"receives at most {used}, dealt in order {in_order}"
+            "         ranks generate with experts that they train where possible: a rank receives "
+            f"at most {used}; with experts in order, {in_order}"
         )
     yield from _memory_lines(report)
     yield from _rank_lines(report["ranks"])
@@ -102,7 +105,7 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
 
 
 def _used_assumptions(report: dict[str, Any]) -> Iterator[str]:
-    """Yields the keys that a number of the report depends on."""
+    """Yields the keys of the assumptions that affect the report."""
     has_network = report["assumptions"]["nodes"]["value"] > 1
     for key in report["assumptions"]:
         if has_network or key not in ("nic_gb_per_s", "nics_per_node", "latency_us"):
@@ -124,8 +127,8 @@ def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
         )
     if copied := memory["state_copy_bytes"]:
         yield (
-            f"         the state is copied, for starts after a loss: {memory_size(copied)} of host "
-            "memory a rank at most (checkpoint.copy_every)"
+            f"         the state is copied, for restarts after a failure: {memory_size(copied)} of "
+            "host memory a rank at most (checkpoint.copy_every)"
         )
     if (replay := memory["router_replay"]) is not None:
         yield (
@@ -137,7 +140,7 @@ def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields what ranks hold, where they do not all hold the same."""
+    """Yields the models of each group of ranks, if ranks differ."""
     if len(found) == 1:
         return
     for one in found:
@@ -148,7 +151,7 @@ def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _train_peaks(memory: Mapping[str, Any]) -> str:
-    """Says what training takes with samples of usual length, and at most where that is more."""
+    """Returns the usual peak of training, and the largest if that is more."""
     keys = "usual_train_peak_bytes", "train_peak_bytes"
     usual, most = (memory_size(memory[key]) for key in keys)
     return f"about {usual}" if usual == most else f"about {usual} (at most {most})"
@@ -166,7 +169,7 @@ def _reshard_lines(report: dict[str, Any]) -> Iterator[str]:
     parts = (
         ("receives", "receive_bytes"),
         ("sends", "send_bytes"),
-        ("copies of its own", "local_bytes"),
+        ("copies locally", "local_bytes"),
         ("shares with its engine", "alias_bytes"),
     )
     yield "         a rank " + ", ".join(f"{what} {_range(reshard[key])}" for what, key in parts)

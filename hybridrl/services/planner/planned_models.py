@@ -1,4 +1,4 @@
-"""Which models a configuration asks for, also by an algorithm of the user's own. No torch."""
+"""Models that a configuration needs, including those of a user's own algorithm. No torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hybridrl.models.family import read_model
 
 
 def planned_models(config: Config) -> tuple[RunModels | None, list[UserError]]:
-    """Returns the models that the run holds, or why they are not known.
+    """Returns the models of the run, or the errors that prevent finding them.
 
-    An algorithm of the user's own is imported and made here, as for a run: only its class says
-    whether it needs a critic. A mistake in it, be it sys.exit, is a violation.
+    A user's own algorithm is imported and instantiated here, as in a run, since only its class
+    knows whether it needs a critic. Any failure in it, even sys.exit, becomes a violation.
     """
     needs: dict[str, Needs] = {}
     found: list[UserError] = []
@@ -48,7 +48,7 @@ def planned_models(config: Config) -> tuple[RunModels | None, list[UserError]]:
 
 
 def _reward_model_rules(config: Config, scorer: str, served: ModelConfig) -> Iterator[UserError]:
-    """Yields what of a reward model cannot be read, or cut as the placement or `train` says."""
+    """Yields errors of a reward model that cannot be read or cut as configured."""
     try:
         content = read_model_config(served)
         read_model(served.family, content)

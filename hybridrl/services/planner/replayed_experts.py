@@ -1,5 +1,6 @@
-"""Memory of replayed experts, for `hybridrl plan`: one byte a choice, two with more than 256
-experts. No torch.
+"""Memory of replayed experts for `hybridrl plan`. No torch.
+
+A recorded choice takes one byte, or two with more than 256 experts.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ class ReplayBytes:
 
     Args:
         token: Record of one token, over all layers with experts.
-        step: Records of a step's tokens, on the host, each response as long as it may be; a rank
-            has those of the samples that it trains on, and they move with their tokens.
+        step: Records of a step's tokens on the hosts, with responses of the greatest length. A rank
+            holds those of the samples that it trains on; they move with their tokens.
         train: Records of a micro-batch, on the device of each rank that trains the policy.
-        rollout: The engine's buffer, on the device, where its KV cache is made at the start.
+        rollout: The engine's buffer on the device, if its KV cache is allocated at the start.
     """
 
     token: int
@@ -33,7 +34,7 @@ class ReplayBytes:
     rollout: int
 
     def as_json(self) -> dict[str, int]:
-        """Returns it as the report has it."""
+        """Returns the sizes by their keys in the report."""
         return {f"{name}_bytes": value for name, value in asdict(self).items()}
 
 
@@ -41,7 +42,9 @@ def replay_bytes(config: Config, shape: ModelShape, num_requests: int) -> Replay
     """Returns the memory of replay; None if experts are not replayed.
 
     Args:
-        num_requests: Requests for which the engine has room.
+        config: Configuration of the run.
+        shape: Sizes of the policy.
+        num_requests: Number of requests for which the engine has room.
     """
     if not replays(config) or shape.moe is None:
         return None
@@ -52,7 +55,7 @@ def replay_bytes(config: Config, shape: ModelShape, num_requests: int) -> Replay
     samples = config.steps.prompts_per_step * config.steps.samples_per_prompt
     kept = 0
     if ENGINES[config.rollout.engine].has_fixed_kv_cache:
-        # One number stands for no expert (rollout/common/experts_by_slot.py).
+        # One value is reserved for "no expert" (rollout/common/experts_by_slot.py).
         entry = choices * (1 if num_experts < ONE_BYTE else 2)
         kept = entry * config.longest_request() * num_requests
     micro_batch = token * config.train.micro_batch_tokens // config.train.cp

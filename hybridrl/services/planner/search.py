@@ -1,7 +1,7 @@
-"""Looks through layouts for the shortest step that fits. No torch.
+"""Searches layouts for the shortest predicted step that fits. No torch.
 
-Owns which values are tried, and why each layout that is not taken was not: a rule (divisibility),
-memory or time. Keys that a configuration writes are kept.
+Chooses the values to try, and records why a layout is rejected: a rule (divisibility), memory or
+time. Keys that the configuration sets are kept.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BUDGETS = (4096, 8192, 16384, 32768, 65536)
 MOST_BUDGET, ROUND = 2**17, 64  # budgets are multiples of the second, for padding
 RECOMPUTE = ("none", "selective", "full")
-# Sequences at least this long are cut over ranks, into parts of no less than the second.
+# Sequences of at least the first length are cut over ranks, into parts of at least the second.
 LONG_SEQUENCE, LEAST_PART = 8192, 2048
 MOST_NODES_OF_ENGINE, MOST_STAGES = 4, 64
 LAYOUT_KEYS = tuple(
@@ -42,8 +42,8 @@ class Candidate:
     """A configuration that was judged.
 
     Args:
-        changes: its value of each key that may be chosen.
-        found: memory and times.
+        changes: Its value for each key that may be chosen.
+        found: Predicted memory and times.
     """
 
     changes: Changes
@@ -75,7 +75,7 @@ class Result:
 
 
 def pinned_keys(config: Config) -> set[str]:
-    """Returns the keys that a configuration writes, of those that may be chosen."""
+    """Returns the keys that the configuration sets, among those that may be chosen."""
     found = set()
     for key in CHOSEN_KEYS:
         section, _, name = key.partition(".")
@@ -86,14 +86,14 @@ def pinned_keys(config: Config) -> set[str]:
 
 @dataclass(frozen=True)
 class Search:
-    """Looks for layouts of a run whose models share all ranks.
+    """Searches layouts of a run whose models share all ranks.
 
     Args:
-        config: of the run; keys that it does not write may change.
-        models: of the run, the policy first.
-        hf_config: the policy's config.json.
-        world_size: number of ranks.
-        assumed: of the cluster.
+        config: Configuration of the run; keys that it does not set may change.
+        models: Models of the run, the policy first.
+        hf_config: The policy's config.json.
+        world_size: Number of ranks.
+        assumed: Cluster.
     """
 
     config: Config
@@ -121,7 +121,7 @@ class Search:
         return result
 
     def _layouts(self) -> Iterator[Changes]:
-        """Yields the sizes of all layouts over the ranks, whatever the rules say."""
+        """Yields all layouts over the ranks, including those that break a rule."""
         config, world, node = self.config, self.world_size, self.assumed.cluster.gpus_per_node
         experts, engine = num_experts(self.hf_config), ENGINES[config.rollout.engine]
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -140,7 +140,9 @@ class Search:
         values = [[_value(config, key)] if key in pinned else sizes[key] for key in LAYOUT_KEYS]
         for chosen in product(*values):
             layout = dict(zip(LAYOUT_KEYS, chosen, strict=True))
-            if layout["rollout.ep"] == 0:  # stands for whole experts by rank
+            if (
+                layout["rollout.ep"] == 0
+            ):  # 0 stands for rollout.tp, that is, whole experts on each rank
                 if layout["rollout.tp"] == 1:
                     continue
                 layout["rollout.ep"] = layout["rollout.tp"]
@@ -150,7 +152,9 @@ class Search:
     def _violations(
         self, layout: Changes, known: dict[tuple[Any, ...], list[UserError]]
     ) -> list[UserError]:
-        """Returns the rules that a layout breaks; those of training and engines once each."""
+        """Returns the rules that a layout breaks; caches those of training and of engines
+        separately.
+        """
         found: list[UserError] = []
         for section in ("train", "rollout"):
             part = {key: size for key, size in layout.items() if key.startswith(section)}
@@ -171,7 +175,7 @@ class Search:
         return found
 
     def _judge(self, layout: Changes, result: Result) -> None:
-        """Adds the fastest way of a layout that fits, or counts it as too large."""
+        """Adds the fastest fitting variant of a layout, or counts the layout as too large."""
         train = self.config.with_values(layout).train
         sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
         dp = TrainLayout(self.world_size, *sizes, etp=train.etp).dp
@@ -191,8 +195,9 @@ class Search:
             result.nearest = nearest
 
     def _savings(self, changes: Changes) -> Iterator[tuple[Changes, Estimate]]:
-        """Yields the least saving of memory that fits, and where engines have more room with the
-        optimizer's state in host memory that too; what saves most where nothing fits.
+        """Yields the cheapest fitting way to save memory, with and without optimizer offload.
+
+        If nothing fits, yields the way that saves most.
         """
         pinned, train = pinned_keys(self.config), self.config.train
         offloads = (False, True)
@@ -212,7 +217,7 @@ class Search:
                     break
                 memory = found.memory
                 if with_margin(memory.train) <= self.assumed.gpu_memory_bytes:
-                    break  # the rollout is too large: to compute again does not help
+                    break  # the rollout is too large, which recomputing does not change
 
     def _budgets(self, dp: int) -> list[int]:
         """Returns the micro-batch budgets that are tried, ascending."""
@@ -221,7 +226,7 @@ class Search:
             return [config.train.micro_batch_tokens]
         longest = config.data.max_prompt_tokens + lengths.longest
         samples = config.steps.samples_per_prompt
-        # Of a shared prompt each sample has the last token again.
+        # Each sample repeats the last token of a shared prompt.
         group = config.data.max_prompt_tokens + samples * (lengths.longest + 1)
         unit = group if shares_prompts(config, 1) and samples > 1 else longest
         steps = config.steps

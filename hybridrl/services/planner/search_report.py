@@ -1,5 +1,6 @@
-"""The words of `hybridrl plan --search`: the best layouts, their phases, and why others lost. No
-torch.
+"""Report of `hybridrl plan --search`: the best layouts, their phases, and why others lost.
+
+No torch.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ def search_report(
     kept: Iterable[str],
     note: str | None = None,
 ) -> dict[str, Any]:
-    """Returns what a search came to, for --json.
+    """Returns the result of a search, for --json.
 
     Args:
-        result: of the search.
-        assumed: of the cluster.
-        seconds: that it took.
-        kept: keys that the configuration writes, which the search leaves as they are.
-        note: what is to be known of the predicted times, if anything.
+        result: Result of the search.
+        assumed: Cluster.
+        seconds: Duration of the search.
+        kept: Keys that the configuration sets, which the search does not change.
+        note: Note about the predicted times, if any.
     """
     best = result.best[:MOST]
     return {
@@ -50,7 +51,7 @@ def search_report(
 
 
 def search_text(report: dict[str, Any]) -> str:
-    """Returns the report as lines for people."""
+    """Returns the report as text."""
     return "\n".join(_lines(report))
 
 
@@ -67,7 +68,7 @@ def _as_json(one: Candidate, best: Candidate) -> dict[str, Any]:
 
 
 def _reason(one: Candidate, best: Candidate) -> str | None:
-    """Returns by what a layout that fits is not the best."""
+    """Returns why a fitting layout is not the best; None for the best."""
     if one is best:
         return None
     more = one.step_s - best.step_s

@@ -1,8 +1,8 @@
-"""How many elements ranks hold of a model, counted from one layer of each kind. No torch.
+"""Counts the elements of a model on a rank from one layer of each kind. No torch.
 
-A layout lists every rectangle of every tensor, hundreds of thousands of a large mixture of experts.
-Layers for which the same rows of the weight table stand are cut alike, so sizes of many layouts are
-found from one of them. Invariant: the numbers are those of the whole layouts.
+A layout lists every rectangle of every tensor: hundreds of thousands for a large mixture of
+experts. Layers with the same rows of the weight table are cut alike, so one layer of each kind is
+enough. Invariant: the numbers equal those of the whole layouts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner.phase_memory import Elements
 
 LAYER = re.compile(r"(?:^|[./])layers\.(\d+)\.")
-KEPT = 4096  # layouts whose numbers are kept; a search asks for some hundred
+KEPT = 4096  # cached layouts; a search uses some hundred
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class _Thin:
     """A model's weight table with one layer of each kind.
 
     Args:
-        outside: the family with no layers.
-        layers: the family with one layer of each kind.
-        kind_of: for each layer the one that stands for it.
+        outside: The family without its layers.
+        layers: The family with one layer of each kind.
+        kind_of: Representative layer of each layer.
     """
 
     outside: Family
@@ -46,9 +46,9 @@ def fullest_stage(
     """Returns the elements of the rank that holds most.
 
     Args:
-        family, shape: of the model.
-        layout: of training; ranks of a stage hold as much as its first.
-        head: what the model ends in.
+        family, shape: Family and sizes of the model.
+        layout: Training layout; all ranks of a stage hold as much as its first.
+        head: Head of the model.
     """
     return _fullest_stage(family, shape, _without_replicas(layout), head)
 
@@ -72,7 +72,7 @@ def _fullest_stage(family: Family, shape: ModelShape, layout: TrainLayout, head:
 
 @lru_cache(KEPT)
 def engine_elements(family: Family, shape: ModelShape, tp: int, ep: int) -> int:
-    """Returns the elements of the engine's first rank; `tp` and `ep` are a replica's sizes."""
+    """Returns the elements on an engine's first rank; `tp` and `ep` are a replica's sizes."""
     thin = _thin(family, shape)
     outside = fused_layout(thin.outside, shape, tp, 0, ep).shapes
     of_layer = _by_layer(fused_layout(thin.layers, shape, tp, 0, ep).shapes)
@@ -89,20 +89,22 @@ def shared_elements(
     ep: int,
     has_buckets: bool = True,
 ) -> int:
-    """Returns the elements of an engine's parameters that are the trainer's own memory, on the rank
-    that shares least: a rank trains with the layers of its pipeline stage, and cut tensors are
-    shared only where engine and trainer cut them alike.
+    """Returns the elements of engine parameters that are the trainer's memory, on the rank with
+    fewest.
+
+    A rank trains the layers of its pipeline stage only, and cut tensors are shared only if engine
+    and trainer cut them alike.
 
     Args:
-        family, shape: of the model.
-        layout: of training.
-        tp, ep: a replica's sizes.
-        has_buckets: as of `stacks_are_even`.
+        family, shape: Family and sizes of the model.
+        layout: Training layout.
+        tp, ep: Sizes of a replica.
+        has_buckets: See `stacks_are_even`.
     """
     thin, stages = _thin(family, shape), _without_replicas(layout)
     one = replace(stages, world_size=stages.world_size // stages.pp, pp=1, vpp=1)
     of_layers = megatron_layout(thin.layers, shape, one, 0)
-    # Engines are the same beside every stage.
+    # Engines are the same for every stage.
     engine_outside = fused_layout(thin.outside, shape, tp, 0, ep)
     engine_layers = fused_layout(thin.layers, shape, tp, 0, ep)
     by_evenness: dict[bool, dict[int, tuple[int, int]]] = {}
@@ -128,7 +130,7 @@ def _shared(source: RankLayout, engine: RankLayout, is_even: bool) -> Mapping[st
 
 
 def _without_replicas(layout: TrainLayout) -> TrainLayout:
-    """Returns the layout without replicas that hold the same, whose ranks hold as much."""
+    """Returns a smaller layout without replicas; its ranks hold as many elements."""
     plane = lcm(layout.tp, layout.ep * layout.etp)
     return replace(layout, world_size=plane * layout.pp, cp=1)
 
@@ -160,7 +162,7 @@ def _thin(family: Family, shape: ModelShape) -> _Thin:
 
 
 def _by_layer(shapes: Mapping[str, Shape]) -> dict[int, tuple[int, int]]:
-    """Returns the elements of each layer's tensors, all and those of experts."""
+    """Returns the number of elements of each layer, in all and in experts."""
     found: dict[int, tuple[int, int]] = {}
     for name, shape in shapes.items():
         if match := LAYER.search(name):

@@ -1,12 +1,11 @@
-"""How long the phases of a step take, predicted from the model, the layout, the cluster and the
-lengths. No torch.
+"""Predicts the time of a step's phases from the model, the layout, the cluster and the lengths.
 
-A model on paper of what a rank computes, copies and sends, with rates of the cluster and the
-constants below. Those were fitted to steps and passes on H200 (benchmarks/results/step_h200.json,
+No torch. Models what a rank computes, copies and sends, with the cluster's rates and the constants
+below. The constants were fitted to steps and passes on H200 (benchmarks/results/step_h200.json,
 step_h200_lag.json, layouts_h200.json, layouts_moe_h200.json, train_h200.json, train_moe_h200.json,
-rollout_h200.json, and the mixture of step_4gpu_h200.json; tests/unit/test_plan_times.py says how
-far each is from its prediction). Other GPUs differ by their rates alone; steps on H100 were
-compared, none on others and nothing between nodes.
+rollout_h200.json, and the mixture of experts in step_4gpu_h200.json; tests/unit/test_plan_times.py
+lists the error of each prediction). Other GPUs differ by their rates alone. Steps on H100 were
+compared; other GPUs and transfers between nodes were not measured.
 """
 
 from __future__ import annotations
@@ -26,47 +25,46 @@ from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
 from hybridrl.services.planner.phase_memory import ADAM_BYTES, MASTER_BYTES, RoleModel, itemsize_of
 
-# Bytes that a forward pass reads and writes beside matrix products, in elements of 2 bytes: of a
-# token and layer, in hidden sizes and in sizes of the feed-forward product; of an expert's token,
-# which is copied to its expert and back, in hidden sizes.
+# Elements (2 bytes each) that a forward pass reads and writes outside matrix products, for each
+# token and layer: in multiples of the hidden size, and of the size of the feed-forward product. For
+# each of a token's experts, to which the token is copied and back: in multiples of the hidden size.
 HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
 LOGIT_BYTES = 8  # of fp32 logits, read and written in chunks
-# Bytes of a gathered token and expert: an fp32 weight and whether it was chosen (dispatch.py).
+# Bytes for each gathered token and expert: an fp32 weight, and a flag for chosen (dispatch.py).
 ROUTER_BYTES = 4 + 1
-# Matrix products of a micro-batch take as long as if it had so many tokens more, at full rate.
+# Matrix products of a micro-batch take as long as if it had this many more tokens at full rate.
 LOST_TOKENS = 850.0
-# Share of the rate of large matrix products at which grouped ones of experts run.
+# Rate of the experts' grouped matrix products, as a share of that of large products.
 EXPERTS_SHARE = 0.6
-# What a backward pass costs in forward passes, and of experts.
+# Cost of a backward pass in forward passes, for dense models and for experts.
 BACKWARD, BACKWARD_EXPERTS = 2.1, 2.2
-# Of the link's rate, that collectives of tensor-parallel layers and of experts get: of two ranks,
-# of more in a node, and over nodes, where nothing was measured.
+# Rate of collectives of tensor-parallel layers and of experts, as a share of the link's: for two
+# ranks, for more ranks of a node, and over nodes (not measured).
 PAIR_SHARE, COLLECTIVE_SHARE, FAR_SHARE = 0.68, 0.95, 0.72
-# What the host takes to compute a layer again beside a forward pass: checkpoints keep and restore
-# the state of random numbers.
+# Extra host time for recomputing a layer, on top of a forward pass: activation checkpoints save and
+# restore the random state.
 HOST_AGAIN_S = 3.5e-3
-# The host's time to start a layer's kernels, seconds: forward, backward; of a layer of experts.
+# Host time to start a layer's kernels, seconds: forward, backward; then for a layer of experts.
 HOST_FORWARD_S, HOST_BACKWARD_S = 2.2e-3, 3.4e-3
 HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S = 4.9e-3, 10.8e-3
-SMOOTH = 4  # by which norm the host's time and the GPU's come to that of both
-# An update beside its passes and a pass beside its micro-batches, seconds, for batches and losses.
+SMOOTH = 4  # order of the norm that combines host time and GPU time
+# Fixed time of an update and of a pass, seconds, for preparing batches and losses.
 UPDATE_S, PASS_S = 0.03, 0.015
-# Bytes that a micro-batch's gradient of a parameter is added to, read and written: fp32.
+# Bytes read and written to add a micro-batch's gradient of a parameter to the fp32 sum.
 GRADIENT_TRAFFIC = 2 * 4
-# Bytes of an Adam step a parameter: gradient, moments and master, read and written.
+# Bytes of an Adam step for each parameter: gradient, moments and master, read and written.
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
-# Seconds that a step gets longer by when training and engine do not fit on a GPU together and free
-# their memory in turn: of 7B on H200 0.25 to 0.65, without lent memory; of 1.5B with it 0.2. Both
-# fit in the second share of the GPU's memory (headroom.py), of which the third says
-# how exact a prediction is: with 0.87 and 0.89 predicted 7B kept both phases' memory, with 0.90
-# 1.5B gave it back, and with 0.92 a mixture kept it.
+# The first is the extra time of a step, seconds, if training and engine do not fit on a GPU
+# together and free their memory in turn. H200: 0.25 to 0.65 for 7B without lent memory, 0.2 for
+# 1.5B with it. The second is the share of the GPU's memory in which both fit (headroom.py),
+# the third the error of the predicted share: 7B kept both phases' memory at predicted shares of
+# 0.87 and 0.89, 1.5B freed it at 0.90, and a mixture of experts kept it at 0.92.
 GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025
-# An engine's step beside reading weights and cache, seconds: launches and sampling on the GPU, and
-# what a layer's kernels take however little they do; what the host does for a request beside it;
-# an all-reduce of few tokens.
+# Fixed times of an engine's step, seconds: launches and sampling on the GPU; the kernels of a
+# layer; the host's work for a request, which overlaps the GPU's; an all-reduce of few tokens.
 ENGINE_STEP_S, LAYER_STEP_S = 1.2e-3, 25e-6
 REQUEST_S, ALL_REDUCE_S = 17e-6, 15e-6
-PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # of the matrix rate
+PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # shares of the matrix rate
 STEP_S = 0.06  # rewards and advantages
 
 
@@ -120,7 +118,9 @@ def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Pa
     prompt, response = lengths.prompt, lengths.response
     group = min(per_prompt, samples) if shares_prompts(config, cp) else 1
     pieces = ceil(group / max(1, (budget - prompt) // (response + 1)))
-    each = ceil(group / pieces)  # samples of a unit; each but the first has a prompt's token again
+    each = ceil(
+        group / pieces
+    )  # samples of a unit; each but the first repeats the prompt's last token
     unit = prompt + each * response + each - 1
     num_units = ceil(samples / group) * pieces
     num_micro = ceil(num_units / max(1, budget // unit))
@@ -130,15 +130,12 @@ def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Pa
 
 
 def _beside(gpu_s: float, host_s: float) -> float:
-    """Returns the time of work that the host starts and the GPU does: a little more than the longer
-    of the two.
-    """
+    """Returns the time of GPU work that the host starts: slightly above the longer of the two."""
     return float((gpu_s**SMOOTH + host_s**SMOOTH) ** (1 / SMOOTH))
 
 
 def giving_back_s(share: float) -> float:
-    """Returns the expected seconds by which a step gets longer because both phases free their
-    memory in turn.
+    """Returns the expected extra seconds of a step in which both phases free their memory.
 
     Args:
         share: Share of a GPU's memory that training and engine are predicted to hold together.
@@ -149,7 +146,7 @@ def giving_back_s(share: float) -> float:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Predicts passes over packed micro-batches; `head_size` counts the head's outputs."""
+    """Predicts passes over packed micro-batches; `head_size` is the number of head outputs."""
 
     shape: ModelShape
     layout: TrainLayout
@@ -163,13 +160,13 @@ class PassTimes:
     def update_s(
         self, found: Packs, recompute: str, num_trained: int, shares: BackwardShares = ALL
     ) -> float:
-        """Returns the time of forward and backward passes over all of them.
+        """Returns the time of forward and backward passes over all micro-batches.
 
         Args:
-            found: micro-batches.
-            recompute: as `train.recompute`.
-            num_trained: Parameters that a rank trains.
-            shares: What the backward pass computes.
+            found: Micro-batches of the update.
+            recompute: Value of `train.recompute`.
+            num_trained: Number of parameters that a rank trains.
+            shares: Shares of the backward pass that are computed.
         """
         forward, backward = self._host_s()
         factor = 1 + self._backward() * (shares.flow + shares.weights) / 2
@@ -181,11 +178,11 @@ class PassTimes:
         return PASS_S + self._passes_s(found, factor, forward + backward) + added_s
 
     def optimizer_s(self, num_trained: int, num_updated: int) -> float:
-        """Returns the time of gradients' reduction, the optimizer and the parameters' gather.
+        """Returns the time of gradient reduction, optimizer step and parameter gather.
 
         Args:
-            num_trained: Parameters that a rank trains.
-            num_updated: Those of which it holds the optimizer's state.
+            num_trained: Number of parameters that a rank trains.
+            num_updated: Number of parameters whose optimizer state the rank holds.
         """
         layout = self.layout
         replicas = layout.dp * layout.cp
@@ -198,7 +195,9 @@ class PassTimes:
     def _passes_s(self, found: Packs, factor: float, host_s: float) -> float:
         layout, stages = self.layout, self.layout.pp
         layers, head = self._layers_s(found), self._head_s(found)
-        largest = ceil(self.shape.num_layers / stages) / self.shape.num_layers  # of the stages
+        largest = (
+            ceil(self.shape.num_layers / stages) / self.shape.num_layers
+        )  # share of the layers on the largest stage
         per_micro = (layers * largest + head) * factor / found.num_micro
         host = host_s * self.shape.num_layers * largest
         each = _beside(per_micro, host)
@@ -210,7 +209,7 @@ class PassTimes:
         return each * (found.num_micro + (stages - 1) / layout.vpp)
 
     def _layers_s(self, found: Packs) -> float:
-        """Returns the GPU's time of all layers of a forward pass."""
+        """Returns the GPU time of all layers in a forward pass."""
         shape, layout = self.shape, self.layout
         cut, tokens = layout.tp * layout.cp, found.tokens
         flops = 2.0 * matmul_params(shape) * tokens
@@ -230,13 +229,13 @@ class PassTimes:
         return (matrix_s + traffic / self._memory_rate) / cut + self._sent_s(found)
 
     def _sent_s(self, found: Packs) -> float:
-        """Returns the time of what layers send to other ranks in a forward pass."""
+        """Returns the time that layers spend on sending to other ranks in a forward pass."""
         shape, layout = self.shape, self.layout
         tokens, total = found.tokens / layout.cp, 0.0
         if layout.tp > 1:  # two gathers and two scatters of all tokens
             sent = 4 * 2.0 * tokens * shape.hidden_size * (layout.tp - 1) / layout.tp
             total += sent / self._collective_rate(layout.tp)
-        if layout.cp > 1:  # keys and values go round, half of it beside attention
+        if layout.cp > 1:  # keys and values go around a ring; attention hides half of it
             size = shape.num_kv_heads * (shape.head_dim + shape.value_dim) / layout.tp
             sent = 2.0 * tokens * size * (layout.cp - 1)
             total += 0.5 * sent / self._rate(layout.tp * layout.cp)
@@ -266,13 +265,13 @@ class PassTimes:
         return HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S
 
     def _rate(self, group: int) -> float:
-        """Returns bytes a second of a rank in a group of so many consecutive ranks."""
+        """Returns a rank's bytes a second within a group of consecutive ranks."""
         cluster = self.assumed.cluster
         within = cluster.link_rate
         return within if group <= self._node else cluster.node_rate / cluster.gpus_per_node
 
     def _collective_rate(self, group: int) -> float:
-        """Returns what a collective of so many consecutive ranks gets of it."""
+        """Returns the bytes a second that a collective of consecutive ranks reaches."""
         if group > self._node:
             return FAR_SHARE * self._rate(group)
         return (PAIR_SHARE if group == 2 else COLLECTIVE_SHARE) * self._rate(group)
@@ -311,13 +310,13 @@ def generation_s(
     requests = ceil(steps.prompts_per_step * steps.samples_per_prompt / replicas)
     together = max(1, min(requests, max_requests or config.rollout.max_batch))
     num_steps = max(lengths.longest, ceil(requests / together * lengths.response))
-    if requests > together:  # the last ones come to their end alone
+    if requests > together:  # the last requests finish with few others
         num_steps = max(num_steps, ceil(requests / together) * lengths.response)
     memory = assumed.values["memory_gb_per_s"].value * 1e9
     matrix = assumed.values["matrix_tflops"].value * 1e12
     cached = 2.0 * shape.cached_elements(tp) * shape.num_layers
     usual = lengths.prompt + lengths.response / 2
-    # Token by token, all requests together, so that short ones' steps cost less.
+    # Summed over the tokens of all requests, so that steps with fewer requests cost less.
     cache_s = requests * lengths.response * usual * cached / memory
     compute = 2.0 * (matmul_params(shape) + shape.hidden_size * shape.vocab_size)
     compute_s = requests * lengths.response * compute / tp / (DECODE_SHARE * matrix)
@@ -332,7 +331,7 @@ def generation_s(
         step_s += 2 * shape.num_layers * least_s
     prompts = ceil(steps.prompts_per_step / replicas) * lengths.prompt
     prefill_s = 2.0 * matmul_params(shape) * prompts / tp / (PREFILL_SHARE * matrix)
-    # Of an embedding a step reads its tokens' rows alone, unless that is the output layer too.
+    # A step reads only its tokens' rows of the embedding, unless that is also the output layer.
     itemsize = itemsize_of(config, on_gpu=True)
     unread = 0 if shape.tied_embeddings else itemsize * shape.vocab_size * shape.hidden_size // tp
     weights_s = num_steps * (engine_bytes - unread) / memory
@@ -391,8 +390,9 @@ def step_times(
 
 
 def engine_note(config: Config) -> str | None:
-    """Returns what is to be known of the predicted generation where no constant was fitted to the
-    run's engine; None where some were, or nothing is generated.
+    """Returns a note about predicted generation if no constant was fitted to the run's engine.
+
+    Returns None if some were, or if nothing is generated.
     """
     engine = config.rollout.engine
     if ENGINES[engine].has_fitted_times or not _has_rollouts(config):

@@ -1,10 +1,10 @@
-"""One HTML page about a run, or about several beside each other, in one file that needs no network.
+"""One HTML page about a run, or comparing several, in one file that needs no network.
 
-Reads run folders and nothing else; imports no torch. What a run did not record is left out. Texts
-of rollouts are strangers' texts. Invariants: they stand in the page as JSON without a "<", which no
-parser of HTML ends or leaves, and the page's script makes text nodes of them; the only scripts and
-styles that its Content-Security-Policy lets run are those of the package, by their digests; and it
-lets the page reach nothing, or, where it is served, the server it came from.
+Reads run folders and nothing else; imports no torch. Leaves out data that a run did not record.
+Texts of rollouts are untrusted. Invariants: they are in the page as JSON without a "<", so that no
+HTML parser takes them for markup, and the page's script makes text nodes of them; the
+Content-Security-Policy allows only the package's own scripts and styles, by their digests; and the
+page can connect to nothing but, if it is served, its own server.
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ def write_report(
     *other_dirs: str | Path,
     planned_gib: Sequence[Mapping[str, float]] = (),
 ) -> Path:
-    """Writes `report.html` into a run folder, or `comparison.html` where there are other runs to
-    compare with, and returns its path.
+    """Writes `report.html` into a run folder and returns its path.
+
+    With other runs to compare, the file is `comparison.html`.
 
     Args:
-        run_dir: where to.
-        other_dirs: of runs to compare with.
-        planned_gib: the memory that `plan` expects, by phase, of each run.
+        run_dir: Run folder in which the file is written.
+        other_dirs: Folders of runs to compare.
+        planned_gib: Memory of each run that `plan` expects, by phase.
 
     Raises:
-        DataError: a folder holds no metrics.
+        DataError: A folder holds no metrics.
     """
     folders = [Path(run_dir), *map(Path, other_dirs)]
     text = page(page_data(folders, planned_gib))
@@ -78,10 +79,10 @@ def write_report(
 def page_data(
     folders: Sequence[Path], planned_gib: Sequence[Mapping[str, float]] = ()
 ) -> dict[str, Any]:
-    """Returns all that the page shows of these run folders.
+    """Returns all data that the page shows for these run folders.
 
     Raises:
-        DataError: a folder holds no metrics.
+        DataError: A folder holds no metrics.
     """
     names = [folder.resolve().name for folder in folders]
     letters = [chr(ord("A") + number) for number in range(26)]
@@ -107,9 +108,8 @@ def page(data: Mapping[str, Any], tag: str | None = None) -> bytes:
     """Returns the page, UTF-8.
 
     Args:
-        data: as of `page_data`.
-        tag: of a page that is served, and asks its server for what is new: the state of the run
-            folders that it shows.
+        data: Data from `page_data`.
+        tag: State of the run folders, for a served page that polls its server; None for a file.
     """
     template = Environment(autoescape=True).from_string(TEMPLATE)
     scripts, styles = _texts(SCRIPTS), _texts(STYLES)
@@ -120,20 +120,21 @@ def page(data: Mapping[str, Any], tag: str | None = None) -> bytes:
         scripts=scripts,
         styles=styles,
     )
-    # Half of a surrogate pair, which has no UTF-8, becomes the escape that JSON has for it.
+    # A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape.
     return text.encode("utf-8", errors="backslashreplace")
 
 
 def embedded(data: object) -> str:
-    """Returns data as JSON in which no text can end the element that holds it, or begin another."""
+    """Returns data as JSON in which no text can end its HTML element or begin another."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    # "<" occurs in texts only, where JSON has this escape for it.
+    # "<" occurs only in strings, where JSON allows this escape.
     return text.replace("<", "\\u003c")
 
 
 def content_security_policy(is_live: bool) -> str:
-    """Returns what the page may load and run: the package's own scripts and styles, nothing else;
-    a served page may ask its own server.
+    """Returns the page's policy: only the package's own scripts and styles may run.
+
+    A served page may also connect to its own server.
     """
     parts = {
         "default-src": "'none'",
@@ -148,7 +149,7 @@ def content_security_policy(is_live: bool) -> str:
 
 @cache
 def _texts(names: Sequence[str]) -> list[str]:
-    # A browser digests a script with "\n" for every end of a line.
+    # A browser computes a script's digest with "\n" as line end.
     return [(PAGE / name).read_text(encoding="utf-8").strip() for name in names]
 
 
@@ -164,7 +165,7 @@ class _Config:
     values: Mapping[str, Any]
 
     def of(self, *keys: str) -> str:
-        """Returns the first of these that is set, as text; "" if none is."""
+        """Returns the first of these values that is set, as text; "" if none is."""
         for key in keys:
             value = self.values.get(key)
             if value not in (None, [], ""):
@@ -172,7 +173,7 @@ class _Config:
         return ""
 
     def joined(self, section: str, keys: Sequence[str]) -> str:
-        """Returns sizes above 1 as in "tp 2, pp 2"; "" if the section is not there."""
+        """Returns sizes above 1, as in "tp 2, pp 2"; "" if the section is missing."""
         found = {key: self.values.get(f"{section}.{key}") for key in keys}
         if all(value is None for value in found.values()):
             return ""
@@ -181,7 +182,7 @@ class _Config:
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yields rows of a table on top: a label, and a value of each run; no row of nothing."""
+    """Yields rows of the summary table: a label and a value of each run; skips empty rows."""
     for label in columns[0]:
         values = [column[label] for column in columns]
         if any(values):
@@ -189,7 +190,7 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]
 
 
 def _facts(run: RunData) -> dict[str, str]:
-    """Returns what a run is: model, data, algorithm, layout, hardware, code, times, its end."""
+    """Returns facts about a run: model, data, algorithm, layout, hardware, code, times and end."""
     config = _Config(_flat(run.config))
     last = run.starts[-1] if run.starts else {}
 
@@ -222,7 +223,7 @@ def _facts(run: RunData) -> dict[str, str]:
 
 
 def _results(run: RunData) -> dict[str, str]:
-    """Returns what came out."""
+    """Returns the results of a run."""
     means = {
         "reward, mean of the last 10 steps": ("reward/mean", ".3f"),
         "seconds a step, mean of the last 10": ("time_s/step", ".3f"),
@@ -254,8 +255,9 @@ def _finite(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 
 
 def evaluations(run: RunData) -> dict[str, Any] | None:
-    """Returns the table of a run's evaluations, a row a step, the newest first, with standard
-    errors; None where it has made none.
+    """Returns the table of a run's evaluations, or None without any.
+
+    Each row is a step, the newest first, with standard errors.
     """
     errors = "_stderr"
     names = sorted(n for n in run.names if n.startswith("eval/") and not n.endswith(errors))
@@ -285,7 +287,7 @@ def _differences(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flat(config: str) -> dict[str, Any]:
-    """Returns the values of a configuration by dotted key; nothing of a file that is none."""
+    """Returns the values of a configuration by dotted key; nothing for an invalid file."""
 
     def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):

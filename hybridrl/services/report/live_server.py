@@ -1,8 +1,8 @@
-"""The report's page, served on this machine's loopback and following runs that go on.
+"""Serves the report's page on this machine's loopback, and follows runs in progress.
 
-Each request reads the run folders anew where a file of theirs has changed. Invariants: the server
-listens on loopback and nowhere else; it answers requests for a loopback name only, so that no page
-of another site reads it through a name that it makes point here; it takes no input but the path.
+A request reads the run folders again if a file of theirs has changed. Invariants: the server
+listens on loopback only; it answers requests for a loopback name only, so that a page of another
+site cannot read it through a name that resolves to this machine; it takes no input but the path.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ FOLLOWED_PATTERNS = ("rollouts/step_*.jsonl", "traces/*.phases.json")
 
 
 class LiveReport:
-    """What the server answers with, made once for every state of the folders.
+    """Content of the server's answers, computed once for every state of the folders.
 
     Args:
-        folders: of runs.
-        planned_gib: as of `write_report`.
+        folders: Run folders.
+        planned_gib: See `write_report`.
 
     Raises:
-        DataError: a folder holds no metrics.
+        DataError: A folder holds no metrics.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class LiveReport:
         self.newest()
 
     def newest(self) -> tuple[str, dict[str, Any]]:
-        """Returns the state of the folders, as an ETag, and the page's data of it."""
+        """Returns the state of the folders, as an ETag, and the page's data for it."""
         with self._lock:
             tag = self._state()
             if tag != self._tag:
@@ -60,21 +60,21 @@ class LiveReport:
             for path in sorted(paths):
                 try:
                     about = path.stat()
-                except OSError:  # not there, or no longer
+                except OSError:  # missing, or deleted meanwhile
                     continue
                 found.append((str(path), about.st_size, about.st_mtime_ns))
         return f'"{hashlib.sha256(repr(found).encode()).hexdigest()[:32]}"'
 
 
 def make_server(report: LiveReport, port: int) -> ThreadingHTTPServer:
-    """Returns a server of the page, which listens already.
+    """Returns a server of the page that is already listening.
 
     Args:
-        report: what it serves.
-        port: of loopback; 0: one that is free.
+        report: Report to serve.
+        port: Port on loopback; 0 for any free one.
 
     Raises:
-        UserError: the port cannot be listened on.
+        UserError: The server cannot listen on the port.
     """
 
     class Handler(_Handler):
@@ -93,16 +93,22 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "hybridrl", ""
 
     def do_GET(self) -> None:
-        """Answers with the page, or with its data if that has changed."""
+        """Answers with the page, or with its data if they have changed."""
         host = self.headers.get("Host", "")
         if host.partition(":")[0] not in NAMES:
-            self._answer(403, "text/plain", b"Ask for a name of this machine's loopback.\n")
+            self._answer(
+                403, "text/plain", b"Use http://localhost or http://127.0.0.1 with this port.\n"
+            )
         elif self.path not in ("/", "/data.json"):
-            self._answer(404, "text/plain", b"There is the page, /, and its data, /data.json.\n")
+            self._answer(
+                404,
+                "text/plain",
+                b"Not found. Available: / (the page) and /data.json (its data).\n",
+            )
         else:
             try:
                 tag, data = self.live.newest()
-            except DataError as error:  # a folder went away, or is being started anew
+            except DataError as error:  # a folder was deleted, or its run is being restarted
                 self._answer(503, "text/plain", str(error).encode("utf-8", errors="replace"))
                 return
             self._answer_with(tag, data)
@@ -130,4 +136,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Says nothing of a request: the page asks every few seconds."""
+        """Logs nothing, since the page sends a request every few seconds."""

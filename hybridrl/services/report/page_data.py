@@ -1,7 +1,7 @@
-"""What the report's page says of a run: read from its folder, as plain JSON values.
+"""Data of a run for the report's page: read from its folder, as plain JSON values.
 
-Reads run folders and nothing else; imports no torch. What a run did not record is left out. Of
-samples it takes what a page can carry, MOST_SAMPLES of evenly spread dumps.
+Reads run folders and nothing else; imports no torch. Leaves out data that the run did not record.
+Includes as many samples as a page can carry, MOST_SAMPLES from evenly spread dumps.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from hybridrl.metrics.values import VALIDATION, Record
 
 MOST_SAMPLES, MOST_DUMPS = 2000, 40
 MOST_SAMPLE_BYTES = 12 << 20
-"""Of all samples together, as they stand in their dumps."""
+"""Limit for all samples together, as stored in their dumps."""
 DIGITS = 6
 
 
 @dataclass(frozen=True)
 class RunData:
-    """What the page says of one run.
+    """Data of one run for the page.
 
     Args:
-        label: what the run is called on the page.
-        records: its metrics.
-        config: its configuration as it was resolved, "" if it left none.
-        starts: what it noted of each start (loop/journal.py), the oldest first.
-        has_finished: whether it left a summary, as a run does that took its last step.
-        samples: of its dumps, each with its step.
-        dumps: how many dumps there are, shown or not.
-        timelines: of traced steps, the spans of each rank's phases (loop/trace.py).
-        planned_gib: the memory that `plan` expects, by phase.
+        label: Name of the run on the page.
+        records: Metrics of the run.
+        config: The resolved configuration; "" if the run left none.
+        starts: Notes about each start (loop/journal.py), the oldest first.
+        has_finished: Whether the run left a summary, as it does after its last step.
+        samples: Samples of its dumps, each with its step.
+        dumps: Number of dumps, shown or not.
+        timelines: Phases of each rank in traced steps (loop/trace.py).
+        planned_gib: Memory that `plan` expects, by phase.
     """
 
     label: str
@@ -52,11 +52,11 @@ class RunData:
 
     @property
     def names(self) -> set[str]:
-        """The metrics that it recorded, with a finite value or without."""
+        """Names of the metrics that the run recorded, with finite values or not."""
         return {name for record in self.records for name in record} - {"step"}
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what the page draws of it."""
+        """Returns the data that the page draws."""
         steps = [int(record["step"] or 0) for record in self.records]
         return {
             "label": self.label,
@@ -74,12 +74,12 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
     """Reads a run folder.
 
     Args:
-        folder: a run's.
-        label: what the page calls it.
-        planned_gib: as of RunData; None: not known.
+        folder: Folder of a run.
+        label: Name of the run on the page.
+        planned_gib: See `RunData`; None if unknown.
 
     Raises:
-        DataError: the folder holds no metrics.
+        DataError: The folder holds no metrics.
     """
     metrics = folder / "metrics.jsonl"
     records = read_records(metrics) if os.path.exists(metrics) else []
@@ -91,7 +91,7 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
             "Give the folder of a run that has started, e.g. runs/quickstart-grpo.",
         )
     summary = _object(folder / "summary.json")
-    before = _measured_before(summary)  # which has no other record
+    before = _measured_before(summary)  # step 0 has no other record
     if before and all(record["step"] for record in records):
         records.insert(0, {"step": 0, **before})
     config = folder / "config.yaml"
@@ -111,7 +111,7 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
 
 
 def _measured_before(summary: Mapping[str, Any]) -> Record:
-    """Returns what was measured before the first step, with standard errors, as metrics."""
+    """Returns results from before the first step, with standard errors, as metrics."""
     parts = ((key.partition("_before"), value) for key, value in summary.items())
     return {
         _metric(name) + ending: value
@@ -121,14 +121,16 @@ def _measured_before(summary: Mapping[str, Any]) -> Record:
 
 
 def _metric(name: str) -> str:
-    """Returns the metric that a name in a summary is of."""
+    """Returns the metric for a name in a summary."""
     if name == "eval_reward":
         return "eval/reward"
     return f"eval/{name.removeprefix(VALIDATION)}"
 
 
 def points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    """Returns (step, value) of every record that has the metric; NaN where it is not finite."""
+    """Returns (step, value) of every record that has the metric; NaN for values that are not
+    finite.
+    """
     values = [(int(r["step"] or 0), r[name]) for r in records if name in r]
     return [
         (step, float(value) if value is not None and math.isfinite(value) else math.nan)
@@ -137,8 +139,10 @@ def points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 
 
 def column(records: Sequence[Record], name: str) -> dict[str, list[Any]]:
-    """Returns the values of a metric, `v`, with DIGITS digits, None where one is not finite; and
-    `at`, the records that have it, if some have not.
+    """Returns the values of a metric, `v`, rounded to DIGITS digits; None for values that are not
+    finite.
+
+    If some records lack the metric, `at` has the indices of those that have it.
     """
     at = [number for number, record in enumerate(records) if name in record]
     found: dict[str, list[Any]] = {"v": [_short(records[number][name]) for number in at]}
@@ -153,9 +157,7 @@ def _short(value: float | int | None) -> float | int | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; an empty one if it is damaged or none: the page goes
-    without it.
-    """
+    """Returns the JSON object in a file; an empty one if it is missing or damaged."""
     try:
         found = parse_json(path.read_bytes())
     except (ValueError, OSError):
@@ -164,7 +166,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a value of JSON with None for numbers that are not finite, which JSON lacks."""
+    """Returns a JSON value with None for numbers that are not finite, which JSON lacks."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -173,8 +175,10 @@ def _plain(value: Any) -> Any:
 
 
 def _samples(directory: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns samples of at most MOST_DUMPS dumps, evenly spread from the first to the newest, the
-    same number of each; and how many dumps there are.
+    """Returns samples and the number of dumps.
+
+    The samples come from at most MOST_DUMPS dumps, evenly spread from the first to the newest, with
+    the same limit for each.
     """
     dumps = sorted(directory.glob("step_*.jsonl"))
     chosen = evenly(dumps, MOST_DUMPS)
@@ -202,7 +206,7 @@ def _first_samples(dump: Path, most: int, room: int) -> Iterator[dict[str, Any]]
 
 
 def evenly(items: Sequence[Any], most: int) -> list[Any]:
-    """Returns at most so many of the items, the first and the last among them."""
+    """Returns at most `most` of the items, including the first and the last."""
     if len(items) <= most:
         return list(items)
     last = len(items) - 1

@@ -1,7 +1,7 @@
-"""What the figures of the report's page show: which metrics, under which titles, in which order.
+"""Figures of the report's page: their metrics, titles and order.
 
-A table, and rows that follow from the names that runs recorded (layers, terms, reward parts,
-environments). The page draws them (page/page.js). Imports no torch.
+A table, plus rows for the metrics that runs recorded (layers, terms, reward parts, environments).
+The page draws the figures (page/page.js). Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Plot:
     """A figure of the page.
 
     Args:
-        title: of the figure.
-        metrics: the metrics it shows, by what the legend calls them.
-        unit: what the vertical axis counts.
-        is_log: whether that axis is logarithmic at first; the reader can change it.
-        starts_at_zero: whether that axis begins at 0.
-        needs_others_than_zero: whether there is nothing to show where all values are 0.
-        kind: "lines", or "stack": areas on each other, one figure a run.
-        errors: of a metric, the metric that is its standard error.
-        levels: further lines of constant height, by legend and run; filled in by `planned`.
-        whole: of a stack, the metric that its parts belong to; what they leave of it is "rest".
+        title: Title of the figure.
+        metrics: Metrics to show, by their names in the legend.
+        unit: Unit of the vertical axis.
+        is_log: Whether that axis is logarithmic at first; the reader can change it.
+        starts_at_zero: Whether that axis begins at 0.
+        needs_others_than_zero: Whether the figure is left out if all values are 0.
+        kind: "lines", or "stack" for stacked areas, with one figure for each run.
+        errors: Metric that is the standard error of a metric.
+        levels: Name of further constant lines, by legend and run; filled in by `planned`.
+        whole: Total of a stack; the part that the metrics leave is shown as "rest".
     """
 
     title: str
@@ -44,8 +44,8 @@ class Plot:
     whole: str = ""
 
     def as_json(self, names: Collection[str]) -> dict[str, Any] | None:
-        """Returns the figure as the page takes it, with those metrics that runs have; None if they
-        have none.
+        """Returns the figure with the metrics that runs have, as the page reads it, or None without
+        any.
         """
         found = {label: name for label, name in self.metrics.items() if name in names}
         if not found:
@@ -84,7 +84,7 @@ LEARNING = (
         errors={ACCURACY: f"{ACCURACY}_stderr", "eval/majority": "eval/majority_stderr"},
     ),
     Plot("Policy loss", {"loss": "policy/loss"}),
-    # Without a reference it is 0.
+    # The KL is 0 without a reference.
     Plot("KL", {"KL": "policy/kl"}, "nats", needs_others_than_zero=True),
     Plot(
         "KL of policy and teacher",
@@ -195,11 +195,11 @@ BY_LAYER = (
 )
 OF_MODELS = {"policy/loss", "critic/loss", "eval/loss"}
 SPREAD = "slowest_rank/"
-"""Where the parts that runs record of each rank's time begin; with one rank there are none."""
+"""Prefix of metrics about the slowest rank; runs with one rank record none."""
 
 
 def figures(names: Collection[str]) -> list[dict[str, Any]]:
-    """Returns the groups of figures that these metrics have, each a title and its figures."""
+    """Returns the groups of figures for these metrics, each with a title."""
     groups: dict[str, Sequence[Plot]] = {
         "Learning": (*LEARNING, _losses_of_terms(names)),
         "Evaluations": _evaluations(names),
@@ -230,9 +230,7 @@ def _speed(names: Collection[str]) -> Sequence[Plot]:
 
 
 def _by_layer(names: Collection[str], title: str, name: str, unit: str) -> Plot:
-    """Returns the plot of a metric that layers have, of at most MOST_LAYERS of them, evenly spread
-    from the first to the last.
-    """
+    """Returns the plot of a metric by layer, for at most MOST_LAYERS evenly spread layers."""
     prefix = f"{name}/layer_"
     layers = sorted(int(key.removeprefix(prefix)) for key in names if key.startswith(prefix))
     if len(layers) > MOST_LAYERS:
@@ -280,7 +278,7 @@ def _environment(names: Collection[str]) -> list[Plot]:
 
 
 def _evaluations(names: Collection[str]) -> list[Plot]:
-    """Returns a figure of every evaluation metric but the run's own accuracy, sets together."""
+    """Returns a figure for each evaluation metric, over all sets, except the run's own accuracy."""
     found: dict[str, dict[str, str]] = {}
     for name in sorted(names):
         parts = name.split("/")
@@ -299,7 +297,7 @@ def _evaluations(names: Collection[str]) -> list[Plot]:
 
 
 def _others(names: Collection[str], shown: Collection[str]) -> list[Plot]:
-    """Returns a figure of each metric that no other has, those of one beginning together."""
+    """Returns a figure for each metric that no other figure shows."""
     known = ("time_s/", "time_share/", "time_min_s/", SPREAD, "moe/", "eval/")
     rest = sorted(n for n in names if n not in shown and not n.startswith(known))
     return [Plot(name, {name.rpartition("/")[2]: name}) for name in rest]
