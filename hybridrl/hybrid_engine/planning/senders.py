@@ -95,9 +95,7 @@ def balance_senders(demands: Sequence[Demand], num_senders: int) -> np.ndarray:
             then = without + counts * demand.size
             changed = np.flatnonzero(then != now)
             pairs = zip(then[changed].tolist(), now[changed].tolist(), strict=True)
-            if (
-                sum(new * new - old * old for new, old in pairs) < 0
-            ):  # Python's integers do not overflow
+            if sum(new * new - old * old for new, old in pairs) < 0:  # exact: Python integers
                 demand.send_counts, improved = counts, True
                 loads[demand.senders] = then
         if not improved:

@@ -406,13 +406,9 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     whole = micro.positions * per_token + micro.key_rows * key_size  # elements of a layer
     if not model.is_trained:
         kept, stages = whole, 1
-    elif (
-        config.train.recompute == "full"
-    ):  # each layer keeps its input, and one layer at a time everything
+    elif config.train.recompute == "full":  # each layer keeps its input; one is whole
         kept = micro.positions * shape.hidden_size * layers + whole
-    elif (
-        config.train.recompute == "selective"
-    ):  # the product is not kept, nor that of shared experts
+    elif config.train.recompute == "selective":  # products are not kept
         kept = (whole - micro.positions * product) * layers
     else:
         kept = whole * layers

@@ -140,9 +140,7 @@ class Search:
         values = [[_value(config, key)] if key in pinned else sizes[key] for key in LAYOUT_KEYS]
         for chosen in product(*values):
             layout = dict(zip(LAYOUT_KEYS, chosen, strict=True))
-            if (
-                layout["rollout.ep"] == 0
-            ):  # 0 stands for rollout.tp, that is, whole experts on each rank
+            if layout["rollout.ep"] == 0:  # whole experts on each rank
                 if layout["rollout.tp"] == 1:
                     continue
                 layout["rollout.ep"] = layout["rollout.tp"]
