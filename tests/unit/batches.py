@@ -11,6 +11,7 @@ from hybridrl.config.needs import Feedback
 from hybridrl.contracts.batch import Blob, Producer, Prompt, Rollout, RolloutBatch, TrainBatch
 from hybridrl.contracts.blobs import BlobKind, declare
 from hybridrl.contracts.checks import RESPONSE, columns_of
+from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.data.supervised import supervised_batch
 
 LOGP_COLUMNS = tuple(
@@ -80,7 +81,7 @@ def train_batch(num_prompts: int = 3, samples_per_prompt: int = 2, seed: int = 0
     num_rows_B = torch.randint(0, 3, (batch.num_samples,), generator=generator)
     size = int(num_rows_B.sum()), 2, 3
     blobs = {
-        "routed_experts": Blob(experts_NK, batch.lengths_B - 1),
+        ROUTED_EXPERTS: Blob(experts_NK, batch.lengths_B - 1),
         FEATURES.name: Blob(torch.randn(size, generator=generator).half(), num_rows_B),
     }
     return replace(found, blobs=blobs)

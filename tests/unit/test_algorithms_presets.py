@@ -24,7 +24,7 @@ from hybridrl.contracts.batch import GREEDY, BatchError, TrainBatch
 from hybridrl.errors import ConfigError
 from hybridrl.training.batches.collation import micro_batch
 
-NUM_BATCHES = 200
+NUM_BATCHES = 60
 F32 = 1e-6  # columns are stored as float32; everything before that is float64
 EXACT = 1e-9  # float64 on both sides, sums in another order
 GROUP = 4  # samples a prompt
