@@ -351,33 +351,29 @@ class World:
         broadcast if only one has. The upper bits of the sizes carry the signal that asks a rank to
         stop.
         """
+        group = self._cpu_group
+
+        def wait(work: dist.Work) -> None:
+            self.heartbeat.wait(work, what, poll=None if room is None else room.look)
+
         with self._explained(what, room):
             given = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             mine = len(packed) | self.heartbeat.stop_signal << SIZE_BITS
-            self._all_gather(given, torch.tensor([mine]), what, room)
+            wait(dist.all_gather(given, torch.tensor([mine]), group=group, async_op=True))
             sizes = [int(one) & ((1 << SIZE_BITS) - 1) for one in given]
             self.stop_signal = max(int(one) >> SIZE_BITS for one in given)
             longest = max(sizes)
             if not longest:
                 return [None] * self.size
-            if sizes.count(0) == self.size - 1:  # an all_gather would pad the zeros
+            if sizes.count(0) == self.size - 1:  # an all_gather would pad all others
                 source = sizes.index(longest)
                 part = packed if self.rank == source else torch.empty(longest, dtype=torch.uint8)
-                work = dist.broadcast(part, source, group=self._cpu_group, async_op=True)
-                self._wait(work, what, room)
+                wait(dist.broadcast(part, source, group=group, async_op=True))
                 return [unpack(part) if rank == source else None for rank in range(self.size)]
             padded = torch.nn.functional.pad(packed, (0, longest - len(packed)))
             parts = [torch.empty_like(padded) for _ in sizes]
-            self._all_gather(parts, padded, what, room)
+            wait(dist.all_gather(parts, padded, group=group, async_op=True))
         return [unpack(part[:size]) for part, size in zip(parts, sizes, strict=True)]
-
-    def _all_gather(
-        self, parts: list[torch.Tensor], own: torch.Tensor, what: str, room: WaitingRoom | None
-    ) -> None:
-        self._wait(dist.all_gather(parts, own, group=self._cpu_group, async_op=True), what, room)
-
-    def _wait(self, work: dist.Work, what: str, room: WaitingRoom | None) -> None:
-        self.heartbeat.wait(work, what, poll=None if room is None else room.look)
 
 
 def _line(error: Exception) -> str:
