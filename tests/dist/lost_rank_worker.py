@@ -98,7 +98,7 @@ def main() -> None:
     else:  # gloo's rings break one after the other: some may have seen it before and ended
         assert isinstance(found, TransportError)
         assert f"weight version 5 did not arrive on rank {rank}" in str(found), found
-        assert re.search(rf"ranks \[.*{LOST}.*\] have ended", str(found)), found
+        assert re.search(rf"ranks \[.*{LOST}.*\].* have ended", str(found)), found
     assert engine.calls == ["begin"], engine.calls  # never told that its weights are complete
     os._exit(0)  # the group is broken
 
