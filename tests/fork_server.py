@@ -174,7 +174,8 @@ def _text(descriptor: int, is_unbuffered: bool) -> io.TextIOWrapper:
 
 def main() -> None:
     """Imports, says which top-level modules are there, and serves."""
-    descriptor, root, *modules = sys.argv[1:]
+    descriptor, root, engine = sys.argv[1:]
+    modules = fork_starts.RANKS_WITH_VLLM if engine == "vllm" else fork_starts.RANKS
     before = dict(os.environ)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

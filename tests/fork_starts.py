@@ -177,12 +177,13 @@ class _Starts:
         environment = {k: v for k, v in self.environment.items() if k != "PYTHONPATH"}
         environment["JE_ARROW_MALLOC_CONF"] = "background_thread:false"  # pyarrow's allocator
         log = Path(folder, "log")
+        engine = "vllm" if "vllm" in modules else "none"
         with socket.socket(socket.AF_UNIX) as listener, log.open("wb") as errors:
             listener.bind(address)
             listener.listen(64)
             number = listener.fileno()
             server = _Popen(
-                [sys.executable, str(SERVER), str(number), str(self.root), *modules],
+                [sys.executable, str(SERVER), str(number), str(self.root), engine],
                 env=environment,
                 pass_fds=(number,),
                 stdin=subprocess.PIPE,  # its end tells the server that these tests have ended
