@@ -246,15 +246,11 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             f"above 0 with algorithm {algorithm.name}: greedy samples of a prompt are all equal",
             "Set rollout.temperature=1.",
         )
-    engine = config.rollout.engine
-    lowest = ENGINES[engine].lowest_temperature
-    if 0 < config.rollout.temperature < lowest:
-        yield UserError(
-            "rollout.temperature",
-            config.rollout.temperature,
-            f"0, or at least {lowest}: rollout.engine={engine} raises lower values",
-            f"Set rollout.temperature={lowest}, or rollout.engine=hf.",
-        )
+    for key, temperature in {
+        "rollout.temperature": config.rollout.temperature,
+        "eval.temperature": config.eval.temperature,
+    }.items():
+        yield from _temperature_rules(key, temperature, config.rollout.engine)
     if isinstance(algorithm, PolicyGradientConfig):
         yield from policy_gradient_rules(config, algorithm)
     samples = steps.prompts_per_step * steps.samples_per_prompt
@@ -264,6 +260,19 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             steps.updates_per_step,
             f"a divisor of steps.prompts_per_step * steps.samples_per_prompt = {samples}",
             "Change one of the three.",
+        )
+
+
+def _temperature_rules(key: str, temperature: float, engine: str) -> Iterator[UserError]:
+    """Yields the violation if the engine cannot sample at a temperature."""
+    lowest, highest = ENGINES[engine].lowest_temperature, ENGINES[engine].highest_temperature
+    if temperature != 0 and not lowest <= temperature <= highest:
+        nearest = min(max(temperature, lowest), highest)
+        yield UserError(
+            key,
+            temperature,
+            f"0, or {lowest} to {highest}, with rollout.engine={engine}",
+            f"Set {key}={nearest}, or rollout.engine=hf.",
         )
 
 

@@ -8,6 +8,7 @@ engine starts; the engine's package is checked before any rank starts.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -46,6 +47,7 @@ class EngineTraits:
         bounds_positions: Whether it refuses requests longer than the model's
             max_position_embeddings.
         lowest_temperature: Lowest temperature that it supports, apart from 0.
+        highest_temperature: Highest temperature that it supports.
         ends_by_text: Whether it ends responses at stop strings.
         penalizes: Whether it supports minimum lengths and penalties.
         runs_on_gpus: Whether `hybridrl plan` assumes GPUs for it, also on a host without any.
@@ -68,6 +70,7 @@ class EngineTraits:
     captures_graphs: bool = False
     bounds_positions: bool = False
     lowest_temperature: float = 0.0
+    highest_temperature: float = math.inf
     ends_by_text: bool = False
     penalizes: bool = False
     runs_on_gpus: bool = False
@@ -116,6 +119,7 @@ ENGINES = {
         captures_graphs=True,
         bounds_positions=True,
         lowest_temperature=0.01,
+        highest_temperature=2.0,
         ends_by_text=True,
         penalizes=True,
         runs_on_gpus=True,

@@ -118,6 +118,8 @@ def test_experts_of_an_engine_are_cut_or_dealt(
         ),
         (["rollout.temperature=0"], "rollout.temperature"),
         (["rollout.engine=vllm", "rollout.temperature=0.001"], "rollout.temperature"),
+        (["rollout.engine=vllm", "rollout.temperature=2.5"], "rollout.temperature"),
+        (["rollout.engine=vllm", "eval.temperature=2.5"], "eval.temperature"),
         (["steps.updates_per_step=7"], "steps.updates_per_step"),
         (["algorithm.name=gspo", "train.cp=2"], "train.cp"),
         (["algorithm.name=opo", "steps.updates_per_step=2"], "steps.updates_per_step"),

@@ -11,7 +11,7 @@ from hybridrl.rollout.common.settings import EngineSettings, too_long
 from hybridrl.rollout.engine import Request
 from hybridrl.rollout.registry import ENGINES
 
-LOWEST_TEMPERATURE = ENGINES["vllm"].lowest_temperature
+TRAITS = ENGINES["vllm"]
 MAX_STOP_TOKENS = 128  # stop tokens that vLLM's second model runner can exclude early
 
 
@@ -19,10 +19,11 @@ def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueE
     """Yields the reasons why vLLM cannot generate a response to a request."""
     yield from too_long(request, settings)
     name, sampling = f"request {request.request_id}", request.sampling
-    if 0 < sampling.temperature < LOWEST_TEMPERATURE:
+    lowest, highest = TRAITS.lowest_temperature, TRAITS.highest_temperature
+    if sampling.temperature and not lowest <= sampling.temperature <= highest:
         yield ValueError(
-            f"{name} has temperature={sampling.temperature}; vLLM samples at 0 or at "
-            f"{LOWEST_TEMPERATURE} and above"
+            f"{name} has temperature={sampling.temperature}; vLLM allows 0, or "
+            f"{lowest} to {highest}"
         )
     if sampling.min_new_tokens:
         # vLLM adds the model's own end tokens.
