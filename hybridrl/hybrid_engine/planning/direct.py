@@ -46,21 +46,6 @@ class Direct:
         return frozenset(chain(*self.sends.values(), *self.receives.values()))
 
 
-def agree_direct(
-    plan: Plan,
-    peers: Peers,
-    sources: Mapping[str, SourceTensor],
-    dests: Mapping[str, Tensor],
-    wire_dtype: torch.dtype,
-) -> Direct:
-    """Finds the operations that need no staging; collective.
-
-    Args: as of `PackedTransport`.
-    """
-    (found,) = agree_on_all([plan], peers, sources, [dests], wire_dtype)
-    return found
-
-
 def agree_on_all(
     plans: Sequence[Plan],
     peers: Peers,

@@ -35,7 +35,7 @@ from torch import Tensor
 
 from hybridrl import ops
 from hybridrl.hybrid_engine.planning.chunks import Part, schedule_exchanges
-from hybridrl.hybrid_engine.planning.direct import Direct, agree_direct
+from hybridrl.hybrid_engine.planning.direct import Direct, agree_on_all
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, Stream
 from hybridrl.hybrid_engine.planning.wire import kept_tensors
 from hybridrl.hybrid_engine.transports.repeated import Repeated
@@ -117,7 +117,7 @@ class PackedTransport:
         self._programs = PROGRAMS if plan.streams else None
         self._local_ops = [op for op in plan.ops[self._rank] if op.source_rank == self._rank]
         if direct is None:  # None on all ranks or on none, since agreeing is collective
-            direct = agree_direct(plan, peers, sources, dests, wire_dtype)
+            (direct,) = agree_on_all([plan], peers, sources, [dests], wire_dtype)
         self._direct = direct
         capacity = staging_bytes // (2 * SLOTS)
         self._exchanges = schedule_exchanges(
