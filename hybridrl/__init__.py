@@ -1,7 +1,7 @@
 """hybridrl: a Megatron-first engine that post-trains large language models with reinforcement
 learning.
 
-Importing this package imports no torch: `Trainer` is loaded when it is first asked for.
+Importing this package does not import torch; the first access to `Trainer` does.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ def __getattr__(name: str) -> object:
     if name == "Trainer":
         import warnings
 
-        # Megatron-Core warns of each optional package that is absent; `hybridrl check` lists them.
+        # Megatron-Core warns about each missing optional package; `hybridrl check` lists them.
         warnings.filterwarnings("ignore", module=r"megatron\.")
-        # Megatron-Core calls collectives of torch by older names, in every step.
+        # Megatron-Core calls deprecated names of torch's collectives in every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
         from hybridrl.loop.trainer import Trainer
         from hybridrl.parallel.watch import observe_hangs

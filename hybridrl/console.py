@@ -1,12 +1,13 @@
-"""The console: stdout and stderr that a run does not depend on. No imports of hybridrl.
+"""Protects stdout and stderr, so that a run does not depend on its console. Imports nothing of
+hybridrl.
 
-A console may go away while a run trains: the reader of a pipe ends, a terminal is closed, the disk
-behind `2> file` is full, nobody scrolls `| less`. Invariant: in a process that has called `protect`
-no write to these streams raises, blocks for more than STALL_S, or ends a program that the process
-starts later. What the console cannot take is dropped. The run's own files have what matters.
+A console may fail while a run trains: the reader of a pipe exits, a terminal closes, the disk of
+`2> file` is full, or nobody scrolls `| less`. Invariant: after `protect`, no write to these streams
+raises, blocks longer than STALL_S, or ends a program that the process starts later. Output that the
+console does not accept is dropped; the run's own files have everything important.
 
 All code writes to `sys.stdout` and `sys.stderr`, by `say`, `print` or a library. The protection is
-in the files below these streams, so it covers users' code too.
+in the files below these streams, so that it includes users' code.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import Any, TextIO
 
 STDOUT, STDERR = 1, 2
 NAMES = {STDOUT: "stdout", STDERR: "stderr"}
-# How long a write waits for a console that takes nothing. Far longer than a busy reader pauses, far
-# shorter than other ranks wait for this one.
+# Longest wait for a console that accepts nothing: far longer than a busy reader pauses, far shorter
+# than other ranks wait for this one.
 STALL_S = 10.0
-# A pipe that is ready takes this much without blocking (PIPE_BUF on Linux).
+# A ready pipe accepts this many bytes without blocking (PIPE_BUF on Linux).
 READY_BYTES = 4096
 RETRY_S = 0.01
 
@@ -36,7 +37,7 @@ class ConsoleFile(io.FileIO):
     """Descriptor 1 or 2 as a file whose writes never fail.
 
     Args:
-        descriptor: STDOUT or STDERR; stays open.
+        descriptor: STDOUT or STDERR, which stays open.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -45,16 +46,18 @@ class ConsoleFile(io.FileIO):
         self._is_stalled, self._num_dropped = False, 0
 
     def close(self) -> None:
-        """Does nothing: all streams of the descriptor share the file, and one that nobody has any
-        more, as after a block of `protected`, closes it.
+        """Does nothing. All streams of the descriptor share this file, and a garbage-collected
+        stream closes its file.
         """
 
     def write(self, data: Any, /) -> int:
-        """Writes what the console takes; returns the size of all."""
+        """Writes what the console accepts; returns the size of the whole block."""
         block = memoryview(data).cast("B")
         if self._num_dropped and self._is_ready():
-            missing = f"\nhybridrl: {self._num_dropped} bytes of output are missing here: the "
-            missing += "console did not take them\n"
+            missing = (
+                f"\nhybridrl: {self._num_dropped} bytes of output are missing here, because the "
+            )
+            missing += "console did not accept them\n"
             if self._written(memoryview(missing.encode())):
                 self._num_dropped = 0
         rest = block
@@ -64,7 +67,7 @@ class ConsoleFile(io.FileIO):
         return len(block)
 
     def _written(self, block: memoryview) -> int:
-        """Returns how many bytes the console took; 0 where it takes none."""
+        """Returns the number of bytes that the console accepted."""
         deadline = time.monotonic() + STALL_S
         while self._is_ready() and time.monotonic() < deadline:
             try:
@@ -74,31 +77,31 @@ class ConsoleFile(io.FileIO):
                 return 0
             if written is not None:
                 return written
-            time.sleep(RETRY_S)  # the descriptor does not block, and another program was faster
+            time.sleep(RETRY_S)  # non-blocking descriptor that another program filled first
         return 0
 
     def _is_ready(self) -> bool:
-        """Whether the console can be written to; waits for that, but once only."""
+        """Whether the console accepts data. Waits for it, but not again until it was ready."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)
         self._is_stalled = not poll.poll(0.0 if self._is_stalled else STALL_S * 1000)
         return not self._is_stalled
 
     def _give_up(self, error: OSError) -> None:
-        """Replaces a console that will never work again, so that programs that this process starts
-        do not die of it.
+        """Replaces a console that will never work again by /dev/null, so that it does not end
+        programs that this process starts.
         """
         if error.errno not in (errno.EPIPE, errno.EIO):
             return
-        with contextlib.suppress(OSError):  # no descriptor is free: the next write tries again
-            # A disk's EIO is not for ever.
+        with contextlib.suppress(OSError):  # without a free descriptor the next write tries again
+            # EIO of a disk may be temporary.
             if error.errno == errno.EPIPE or stat.S_ISCHR(os.fstat(self.fileno()).st_mode):
                 nothing = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nothing, self.fileno())
                 os.close(nothing)
 
 
-_FILES: dict[int, ConsoleFile] = {}  # one a descriptor, since it knows whether the console stalls
+_FILES: dict[int, ConsoleFile] = {}  # one per descriptor, which remembers stalls
 
 
 def _file(descriptor: int) -> ConsoleFile:
@@ -106,7 +109,7 @@ def _file(descriptor: int) -> ConsoleFile:
 
 
 def write(descriptor: int, block: bytes) -> None:
-    """Writes what a process of the run has written, as it is."""
+    """Writes bytes unchanged to STDOUT or STDERR."""
     _file(descriptor).write(block)
 
 
@@ -114,23 +117,23 @@ def say(text: str, to: TextIO | None = None) -> None:
     """Prints a line for the user.
 
     Args:
-        text: the line.
-        to: a stream of the console; None: stderr.
+        to: A stream of the console; None for stderr.
     """
     stream = sys.stderr if to is None else to
-    if stream is not None:  # Python has none where the descriptor was closed
-        # In users' own programs and notebooks the stream may not be one of `protect`.
+    if stream is not None:  # Python has no stream for a closed descriptor
+        # In users' own programs and notebooks the stream may be unprotected.
         with contextlib.suppress(OSError, ValueError):
             print(text, file=stream, flush=True)
 
 
 def protect(*descriptors: int) -> None:
-    """Replaces this process's stdout, stderr or both by streams that never fail. Streams that are
-    not the console's, as in notebooks and tests, stay as they are.
+    """Replaces this process's stdout, stderr or both by streams that never fail.
+
+    Streams that are not the console's, as in notebooks and tests, are kept.
 
     Args:
-        descriptors: of STDOUT and STDERR. Leave STDOUT out where it has the result of a command:
-            that a result could not be written is an error.
+        descriptors: STDOUT, STDERR or both. Leave STDOUT out if it carries a command's result,
+            because a lost result must be an error.
     """
     _open_closed()
     for descriptor in descriptors:
@@ -143,7 +146,7 @@ def protect(*descriptors: int) -> None:
 
 @contextlib.contextmanager
 def protected() -> Iterator[None]:
-    """Protects stdout and stderr within the block, as `protect`; for a program of the user's."""
+    """Protects stdout and stderr within the block, for a user's own program."""
     before = {name: (getattr(sys, name), getattr(sys, f"__{name}__")) for name in NAMES.values()}
     protect(STDOUT, STDERR)
     made = {name: getattr(sys, name) for name in NAMES.values()}
@@ -158,8 +161,8 @@ def protected() -> Iterator[None]:
 
 
 def _is_of_console(stream: Any, descriptor: int) -> bool:
-    """Whether a stream writes to the descriptor, or is missing since that was closed, and is not
-    protected yet.
+    """Whether a stream writes to the descriptor, or is missing because the descriptor was closed,
+    and is not protected yet.
     """
     if stream is None:
         return True
@@ -172,7 +175,7 @@ def _is_of_console(stream: Any, descriptor: int) -> bool:
 
 
 def _protected(descriptor: int, before: Any) -> io.TextIOWrapper:
-    """Returns a stream like the one before, which is flushed."""
+    """Returns a protected stream with the settings of the stream before, which is flushed."""
     is_text = isinstance(before, io.TextIOWrapper)
     is_unbuffered = is_text and before.write_through
     if is_text:
@@ -180,18 +183,18 @@ def _protected(descriptor: int, before: Any) -> io.TextIOWrapper:
             before.flush()
     file = _file(descriptor)
     return io.TextIOWrapper(
-        # As Python's own: with PYTHONUNBUFFERED nothing is between the text and the file.
+        # Like Python's own streams, unbuffered with PYTHONUNBUFFERED.
         file if is_unbuffered else io.BufferedWriter(file),  # type: ignore[arg-type]
         encoding=before.encoding if is_text else "utf-8",
-        errors="backslashreplace",  # a letter that the console lacks is no reason to end either
+        errors="backslashreplace",  # never fails on a character that the console lacks
         line_buffering=descriptor == STDERR or (is_text and before.line_buffering),
         write_through=is_unbuffered,
     )
 
 
 def _open_closed() -> None:
-    """Opens descriptors up to 2 that were closed: files of the run would get their numbers, and
-    what libraries print would be written there.
+    """Opens descriptors 0 to 2 if they were closed. Otherwise files of the run would get these
+    numbers, and output of libraries would be written to them.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(number, True)

@@ -1,21 +1,19 @@
-"""The errors that a user can mend.
+"""Errors that a user can fix.
 
 Owns the base class that the command line turns into exit code 2 and one message without a
-traceback. Every such error says what was wrong (a key, file, field or tensor), the value met, what
-is allowed and the remedy.
+traceback. Every such error names a key, file, field or tensor, the value found, the allowed values
+and the remedy.
 """
 
 from __future__ import annotations
 
 import reprlib
 
-MOST_OF_PART = 2000  # characters of one part of a message; no list of what is allowed has as many
+MAX_PART_CHARACTERS = 2000  # of one part of a message; no list of allowed values is as long
 
 
 def short(value: object, max_characters: int = 80) -> str:
-    """Returns Python's repr of any value for a message: on one line, cut where it is long, whatever
-    the value's own code does.
-    """
+    """Returns any value's repr for a message: one line, shortened. Never raises."""
     try:
         text = _Short(max_characters).repr(value)
     except BaseException as error:  # users' own types may raise anything
@@ -24,7 +22,7 @@ def short(value: object, max_characters: int = 80) -> str:
 
 
 def said(error: BaseException, max_characters: int = 300) -> str:
-    """Returns the text of an exception for a message, as `short`; its type where it has none."""
+    """Returns an exception's text for a message, or its type if it has no text. Never raises."""
     try:
         text = " ".join(str(error).split())
     except BaseException as fault:  # users' own types may raise anything
@@ -33,14 +31,14 @@ def said(error: BaseException, max_characters: int = 300) -> str:
 
 
 def did(error: BaseException) -> str:
-    """Returns what code did that raised: "raised ValueError" or "called sys.exit(0)"."""
+    """Returns what failing code did: "raised ValueError" or "called sys.exit(0)"."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({short(error.code)})"
     return f"raised {_cut(type(error).__name__, 80)}"
 
 
 class _Short(reprlib.Repr):
-    """Looks at a value no further than a message shows it."""
+    """Formats only as much of a value as a message shows."""
 
     def __init__(self, max_characters: int) -> None:
         super().__init__()
@@ -48,7 +46,7 @@ class _Short(reprlib.Repr):
         self.maxstring = self.maxother = self.maxlong = max_characters
 
     def repr_int(self, value: int, level: int) -> str:
-        """Returns a number, or how long it is: Python refuses to write out the longest."""
+        """Returns a number, or its length if Python refuses to print it."""
         num_bits = value.bit_length()
         return f"an integer of {num_bits} bits" if num_bits > 256 else repr(value)
 
@@ -58,27 +56,27 @@ def _cut(text: str, max_characters: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Returns text in which halves of surrogate pairs, which have no UTF-8, are written out."""
+    """Returns text with halves of surrogate pairs escaped, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _part(value: object) -> str:
-    """Returns a part of a message: what was met may be of any length and kind."""
+    """Returns a part of a message from a value of any length and type."""
     try:
         text = str(value)
     except BaseException:  # a number of thousands of digits, or users' own types
         return short(value)
-    return _cut(_printable(text), MOST_OF_PART)
+    return _cut(_printable(text), MAX_PART_CHARACTERS)
 
 
 class UserError(Exception):
     """A mistake in configuration, data, files or user-supplied code; exit code 2.
 
     Args:
-        name: the key, file, field or tensor that is wrong.
-        value: what was found there.
-        allowed: what would have been accepted.
-        remedy: what to do about it.
+        name: Key, file, field or tensor that is wrong.
+        value: Value that was found.
+        allowed: Allowed values.
+        remedy: Command or edit that fixes it.
     """
 
     def __init__(self, name: str, value: object, allowed: str, remedy: str) -> None:
@@ -87,7 +85,7 @@ class UserError(Exception):
         super().__init__(f"{_part(name)}: got {found}; allowed: {possible}. {_part(remedy)}")
 
     def parts(self) -> tuple[str, str, str, str]:
-        """Returns name, value, what is allowed and the remedy as texts that are not too long."""
+        """Returns name, value, allowed values and remedy as shortened texts."""
         return _part(self.name), _part(self.value), _part(self.allowed), _part(self.remedy)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -121,15 +119,15 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Prompts or demonstrations that cannot be read as asked."""
+    """Prompts or demonstrations that cannot be read as configured."""
 
 
 class RowError(DataError):
-    """A row that cannot be used, where others of its source can: `data.on_bad_row` decides."""
+    """A row that cannot be used although others of its source can; see `data.on_bad_row`."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint or HF directory that is incomplete, damaged or of another model or run."""
+    """A checkpoint or HF directory that is incomplete, damaged, or of another model or run."""
 
 
 class ModelError(UserError):
@@ -137,4 +135,4 @@ class ModelError(UserError):
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device has no memory left; says what holds it and what could be smaller."""
+    """The device is out of memory; the message says what uses it and what could be smaller."""

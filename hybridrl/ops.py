@@ -1,7 +1,6 @@
-"""The one place where kernels are bound.
+"""Binds kernels: each operation is CUDA, Triton or the PyTorch reference, chosen by device.
 
-Each operation is taken from CUDA, Triton or the reference, by the device that it runs on. The
-reference is plain PyTorch, the same on CPU and GPU.
+No other module chooses. The reference is plain PyTorch, the same on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ def vocab_stats(
     temperature: float,
     cap: float = 0.0,
 ) -> VocabStats:
-    """Computes the softmax statistics of one vocabulary shard without keeping its logits.
+    """Computes the softmax statistics of one vocabulary shard without storing its logits.
 
-    Args: as of `reference.vocab_stats`.
+    Arguments as in `reference.vocab_stats`.
     """
     if hidden_TD.is_cuda:
         from hybridrl.kernels import token_logprobs  # torch's CUDA builds bring triton
@@ -80,7 +79,7 @@ def vocab_backward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Computes this shard's part of the gradients of log-probability and entropy.
 
-    Args and returns: as of `reference.vocab_backward`.
+    Arguments and results as in `reference.vocab_backward`.
     """
     stats, grads = (max_T, log_sum_T, entropy_T), (grad_logp_T, grad_entropy_T, grad_weight_VD)
     arguments = hidden_TD, weight_VD, target_T, temperature, *stats, *grads, cap, is_trained
@@ -100,7 +99,7 @@ def draw_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Draws a token of each row from the softmax of its logits.
 
-    Args and returns: as of `reference.draw_rows`.
+    Arguments and results as in `reference.draw_rows`.
     """
     arguments = logits_BV, temperature_B, is_greedy_B, seed_B, count_B
     if logits_BV.is_cuda:
@@ -112,11 +111,11 @@ def draw_rows(
 
 
 class Copies(Protocol):
-    """A fixed list of copies; tensors keep their addresses for as long as it is used."""
+    """A fixed list of copies between tensors, whose addresses must not change."""
 
     @property
     def num_launches(self) -> int:
-        """Kernels that a run starts."""
+        """Number of kernels per run."""
         ...
 
     @property
@@ -125,7 +124,7 @@ class Copies(Protocol):
         ...
 
     def run(self) -> None:
-        """Copies everything, on the device's current stream."""
+        """Copies everything on the device's current stream."""
         ...
 
 
@@ -134,16 +133,16 @@ class Blocks(Protocol):
 
     @property
     def num_launches(self) -> int:
-        """Batches that a run starts: one, or none if the list is empty."""
+        """Number of batches per run: 1, or 0 if the list is empty."""
         ...
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
-        """Queues all on a stream that is not the default one; None on CPU.
+        """Queues all copies.
 
         Args:
-            stream: of the device that is current.
-            first, then: pairs (waiting, awaited) of streams, before the copies and after them: what
-                is queued on the first from there on waits for what the second has.
+            stream: A stream of the current device that is not the default one; None on CPU.
+            first, then: Pairs (waiting, awaited) of streams. The waiting stream's later work waits
+                for the awaited stream's queued work: `first` before the copies, `then` after them.
         """
         ...
 
@@ -154,14 +153,14 @@ def rectangle_copies(
     lanes: Sequence[int] | None = None,
     programs: int | None = None,
 ) -> Copies:
-    """Returns the copies of (source, destination) views, ready to be run again and again.
+    """Returns repeatable copies of (source, destination) views.
 
     Args:
-        pairs: of equal shapes, whose last dim is contiguous; destinations do not overlap.
-        device: where destinations lie.
-        lanes: of each pair, through what its source is read; lanes are kept busy evenly.
-        programs: how much of the device the copies may take at once, so that something else runs
-            beside them; None: all of it.
+        pairs: Views of equal shapes with a contiguous last dim; destinations do not overlap.
+        device: Device of the destinations.
+        lanes: Lane through which each source is read; lanes are kept equally busy.
+        programs: Number of programs that the copies may use, to leave room for other work; None for
+            the whole device.
     """
     copies: Copies
     if device.type == "cuda":
@@ -174,7 +173,7 @@ def rectangle_copies(
 
 
 def has_copy_engine(device: torch.device) -> bool:
-    """Whether `block_copies` works here."""
+    """Whether `block_copies` works on this device."""
     return device.type != "cuda" or copy_engine.has_copy_engine()
 
 
@@ -184,8 +183,8 @@ def block_copies(
     """Returns copies of contiguous (source, destination) views by the GPU's copy engines.
 
     Args:
-        pairs: of equal sizes and types, contiguous; destinations do not overlap.
-        device: where destinations lie.
+        pairs: Contiguous views of equal sizes and types; destinations do not overlap.
+        device: Device of the destinations.
     """
     if device.type != "cuda":
         return reference.BlockCopies(pairs)
@@ -196,8 +195,8 @@ def block_copies(
 
 
 def storage_placer(device: torch.device) -> Callable[[torch.Tensor, int, int], object] | None:
-    """Returns what lets a tensor's storage lie at an address, of which so many bytes stay mapped
-    while it is used; address and bytes 0: nowhere. None where nothing was compiled, and on CPU.
+    """Returns the operation that places a tensor's storage at an address with the given number of
+    mapped bytes; 0 and 0 remove it. None without compiled operations, and on CPU.
     """
     compiled = compiled_operations() if device.type == "cuda" else None
     return None if compiled is None else compiled.place_storage
@@ -208,13 +207,13 @@ COMPILED = "queue_blocks", "place_storage", "engine_pieces", "set_engine_piece" 
 
 @cache
 def compiled_operations() -> Any | None:
-    """Returns the operations of csrc/; None where the installation compiled none."""
+    """Returns the operations of csrc/; None if the installation did not compile them."""
     try:
         import hybridrl._C  # noqa: F401  # registers them
     except ModuleNotFoundError:
         return None
     except ImportError as error:  # compiled for another torch
-        _warn_of_compiled(f"do not load ({error})")
+        _warn_of_compiled(f"cannot be loaded ({error})")
         return None
     missing = [name for name in COMPILED if not hasattr(torch.ops.hybridrl, name)]
     if missing:  # compiled from an older state of csrc/
@@ -225,14 +224,14 @@ def compiled_operations() -> Any | None:
 
 def _warn_of_compiled(what: str) -> None:
     warnings.warn(
-        f"hybridrl's compiled operations {what}; others take their place. "
-        "Install hybridrl again to compile them for this torch.",
+        f"hybridrl's compiled operations {what}; slower ones are used. "
+        "Reinstall hybridrl to compile them for this torch.",
         stacklevel=3,
     )
 
 
 def compiled_library() -> str:
-    """Returns the file of csrc/'s library, in which torch's pools find their allocator; only where
-    `compiled_operations` has some.
+    """Returns the path of csrc/'s library, which holds the allocator of torch's pools. Requires
+    `compiled_operations`.
     """
     return str(importlib.import_module("hybridrl._C").__file__)

@@ -1,19 +1,16 @@
-"""The device under the job: CUDA as Megatron expects it, or CPU and gloo.
+"""Platform of a job: CUDA as Megatron expects it, or CPU with gloo.
 
-Owns the choice of device and backend, and the only code that knows how megatron-core 0.16 runs
-without CUDA. On a CUDA host nothing here changes Megatron. On a CPU host `Platform.activate` adapts
-it, by reason:
+Owns the choice of device and backend, and all code that lets megatron-core 0.16 run without CUDA.
+On a CUDA host Megatron is unchanged. On a CPU host `Platform.activate` adapts it:
 
-* device: `torch.cuda.current_device` and friends answer for the CPU; modules whose CUDA literals
-  lie on the path of every micro-batch see a `torch` whose factories ignore `device="cuda"`; rarer
-  literals are rewritten inside `Platform.megatron_phase`, which must surround model building,
-  optimizer steps and checkpoints (not rollout: a torch function mode slows every operation under
-  it).
-* random numbers: Megatron's tracker works on the CPU generator.
-* experts: the dispatcher's counts of tokens are numpy's, as it takes them, and unequal parts are
-  gathered and scattered padded.
-* gathers: each of a parameter buffer is a collective of its own, and waited for.
-* missing transformer-engine / apex: two fixes that GPU hosts without them need as well.
+* device: `torch.cuda.current_device` and similar functions return the CPU. Modules with CUDA
+literals in every micro-batch get a `torch` whose factories ignore `device="cuda"`. Other literals
+are rewritten inside `Platform.megatron_phase`, which must surround model building, optimizer steps
+and checkpoints, but not rollout: its torch function mode slows every operation. * random numbers:
+Megatron's tracker uses the CPU generator. * experts: the dispatcher's token counts become numpy
+arrays, and unequal parts are gathered and scattered with padding. * gathers: each gather of a
+parameter buffer is a separate, synchronous collective. * without transformer-engine and apex: two
+fixes that GPU hosts without them need too.
 
 `torch.cuda.Stream` stays a class, because vLLM subclasses it.
 """
@@ -34,19 +31,19 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# What megatron-core 0.16.1 asks for in its own metadata; 0.19.2 asks for no version.
+# Required by the metadata of megatron-core 0.16.1; 0.19.2 requires no version.
 TRANSFORMER_ENGINE_VERSIONS = SpecifierSet(">=2.9.0a0,<2.12.0")
-# cuDNN's attention over packed sequences with grouped queries; transformer-engine's other way
-# without flash-attn makes the whole matrix of scores.
+# GPUs where cuDNN has attention over packed sequences with grouped queries. Without it and
+# flash-attn, transformer-engine stores the whole matrix of scores.
 PACKED_ATTENTION_MAJORS = (9, 10)
 
 
 @dataclass(frozen=True)
 class Platform:
-    """What kind of device the ranks of this job own.
+    """Device and backend of a job's ranks.
 
     Args:
-        device: this rank's device.
+        device: This rank's device.
         backend: torch.distributed backend of its collectives.
     """
 
@@ -55,9 +52,7 @@ class Platform:
 
     @staticmethod
     def detect() -> Platform:
-        """Returns the platform of this host: CUDA with NCCL where a GPU is visible, else CPU with
-        gloo.
-        """
+        """Returns CUDA with NCCL if a GPU is visible, else CPU with gloo."""
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             return Platform(device, "nccl")
@@ -65,27 +60,29 @@ class Platform:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether Megatron runs here without CUDA."""
+        """Whether Megatron runs without CUDA."""
         return self.device.type == "cpu"
 
     def default_dtype(self) -> torch.dtype:
-        """Returns the training dtype of `model.dtype: auto`: bf16 on GPUs, fp32 on CPU, where bf16
+        """Returns the training dtype of `model.dtype: auto`: bf16 on GPUs; fp32 on CPU, where bf16
         is not faster.
         """
         return torch.float32 if self.is_cpu else torch.bfloat16
 
     def transformer_engine_fault(self) -> str | None:
-        """Returns why transformer-engine's layers cannot be used here; None if they can."""
+        """Returns why transformer-engine's layers cannot be used; None if they can."""
         if self.is_cpu:
             return "there is no CUDA GPU"
         major, minor = torch.cuda.get_device_capability(self.device)
         if major not in PACKED_ATTENTION_MAJORS:
             wanted = " or ".join(f"{major}.x" for major in PACKED_ATTENTION_MAJORS)
-            return f"the GPU has compute capability {major}.{minor}, packed attention asks {wanted}"
+            return (
+                f"the GPU has compute capability {major}.{minor}; packed attention needs {wanted}"
+            )
         return transformer_engine_import_fault()
 
     def activate(self) -> None:
-        """Selects the device and, on CPU, adapts Megatron; must run before any Megatron object is
+        """Selects the device and, on CPU, adapts Megatron. Must run before any Megatron object is
         built.
         """
         if self.is_cpu:
@@ -98,7 +95,7 @@ class Platform:
 
     @contextlib.contextmanager
     def megatron_phase(self) -> Iterator[None]:
-        """Surrounds Megatron calls that hold CUDA literals of their own; does nothing on CUDA."""
+        """Surrounds Megatron calls with CUDA literals; does nothing on CUDA."""
         if not self.is_cpu:
             yield
             return
@@ -106,8 +103,9 @@ class Platform:
             yield
 
     def seed(self, seed: int) -> None:
-        """Seeds torch and Megatron's model-parallel generators alike on every host; a rank without
-        a part of the policy has the latter as the first of its tensor-parallel ranks.
+        """Seeds torch and Megatron's model-parallel generators.
+
+        A rank without a part of the policy uses the seeds of the first tensor-parallel rank.
         """
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -118,12 +116,12 @@ class Platform:
         model_parallel_cuda_manual_seed(seed, **ranks)
 
     def synchronize(self) -> None:
-        """Waits for the device; phase timers call it, because CUDA work is asynchronous."""
+        """Waits for the device, so that phase timers include asynchronous CUDA work."""
         if not self.is_cpu:
             torch.cuda.synchronize()
 
     def peak_memory_bytes(self) -> int:
-        """Returns the largest memory used so far: of the device on CUDA, of the process on CPU."""
+        """Returns the peak memory so far: of the device on CUDA, of the process on CPU."""
         if not self.is_cpu:
             return torch.cuda.max_memory_allocated()
         import resource
@@ -132,13 +130,13 @@ class Platform:
 
 
 def keep_compiled_kernels() -> None:
-    """Makes this process find Triton kernels that earlier ones compiled, and keep its own there.
+    """Lets this process share compiled Triton kernels with earlier and later ones.
 
-    Triton's folder is the same for all processes unless TRITON_CACHE_DIR names another. Inductor
-    sets that where it compiles, to a folder of what it compiles, and not where it finds all of it:
-    the second start of an engine, after a lost rank say, compiled all other kernels again, 15 s.
-    A folder that TORCHINDUCTOR_CACHE_DIR names has them too. Where nothing can be written, Inductor
-    is left to find a place.
+    Triton's folder is common to all processes unless TRITON_CACHE_DIR names another. Inductor sets
+    this variable when it compiles, but not when its cache is complete. The second start of an
+    engine, for example after a failed rank, therefore compiled all other kernels again, for 15 s.
+    TORCHINDUCTOR_CACHE_DIR moves Triton's folder too. If the folder cannot be written, Inductor
+    chooses one.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
@@ -152,28 +150,28 @@ def keep_compiled_kernels() -> None:
 
 
 def start_kernels_in_order(tp: int, cp: int) -> None:
-    """Gives CUDA one hardware queue where training is tensor or context parallel.
+    """Gives CUDA one hardware queue if training is tensor or context parallel.
 
-    Megatron then starts a collective on one stream and right after it, on another, the matrix
+    Megatron then starts a collective on one stream and, directly after it on another, the matrix
     product that hides it (tensor_parallel/layers.py of megatron-core 0.16.1: "we rely on
-    CUDA_DEVICE_MAX_CONNECTIONS=1"). From several queues the GPU may begin the product first, which
-    takes all its multiprocessors, and the collective waits. A value that the user has set stays.
+    CUDA_DEVICE_MAX_CONNECTIONS=1"). With several queues the GPU may start the product first; it
+    occupies all multiprocessors, and the collective waits. A value that the user has set is kept.
 
-    Must run before anything that starts CUDA, which reads the variable then; `Platform.detect`
-    does. Here and not in the launcher, so that ranks of torchrun have it too.
+    Must run before CUDA starts and reads the variable; `Platform.detect` starts it. The launcher
+    does not do this, because torchrun's ranks need it too.
     """
     if max(tp, cp) > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def transformer_engine_import_fault() -> str | None:
-    """Returns why transformer-engine cannot be imported, or is of the wrong version; else None."""
+    """Returns why transformer-engine cannot be imported or has the wrong version; else None."""
     try:
         found = version("transformer_engine")
     except PackageNotFoundError:
         return "transformer-engine is not installed"
     if not TRANSFORMER_ENGINE_VERSIONS.contains(found, prereleases=True):
-        return f"transformer-engine is {found}, megatron-core asks {TRANSFORMER_ENGINE_VERSIONS}"
+        return f"transformer-engine is {found}; megatron-core needs {TRANSFORMER_ENGINE_VERSIONS}"
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (ImportError, OSError, RuntimeError) as error:  # a library of another CUDA or cuDNN
@@ -213,7 +211,7 @@ class _CudaLiteralsOnCpu(TorchFunctionMode):
 
 
 class _TorchOnCpu(ModuleType):
-    """Stands for `torch` in one module of Megatron: factories ignore CUDA and pinned memory."""
+    """Replacement for `torch` in one Megatron module; factories ignore CUDA and pinned memory."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -234,7 +232,7 @@ class _TorchOnCpu(ModuleType):
 
 
 class _NullStream:
-    """A CUDA stream on a host without CUDA: everything is already in order."""
+    """A CUDA stream on a host without CUDA, where everything runs in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -270,8 +268,10 @@ def _adapt_megatron_to_cpu() -> None:
 
 
 def _give_token_counts_to_numpy() -> None:
-    """Megatron's dispatcher of tokens to experts brings its counts to the host, and only then makes
-    them arrays, which all-to-all takes: tensors that are there already stay tensors (0.16.1).
+    """Makes the token dispatcher's counts numpy arrays, as its all-to-all requires.
+
+    Megatron converts them only while it copies them to the host; tensors already on the host stay
+    tensors (0.16.1).
     """
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -282,8 +282,9 @@ def _give_token_counts_to_numpy() -> None:
 
 
 def _exchange_unequal_parts_on_gloo() -> None:
-    """gloo gathers and scatters parts of one size only; the tokens of an expert that is cut over
-    ranks are not equally many on each.
+    """Gathers and scatters parts of unequal sizes with padding, because gloo needs equal sizes.
+
+    The token counts of an expert that is cut over ranks differ by rank.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -315,11 +316,13 @@ def _exchange_unequal_parts_on_gloo() -> None:
 
 
 def _gather_parameters_without_coalescing() -> None:
-    """torch's gloo notes the name of what it has completed without a lock, in two threads a group:
-    coalesced gathers, whose name is too long for a string without memory of its own, may free it
-    twice, and the process ends by SIGSEGV soon after (torch 2.13, ProcessGroupGloo::runLoop; once
-    in some 10,000 gathers). Other collectives have short names. Nothing is lost: Megatron coalesces
-    one gather a bucket, and ranks on CPU have no cores left to gather beside other work.
+    """Replaces coalesced gathers, which may crash torch's gloo, by plain ones.
+
+    gloo records the name of a completed operation without a lock, in two threads per group. The
+    name of a coalesced gather is too long for a string without heap memory and may be freed twice;
+    the process then ends by SIGSEGV (torch 2.13, ProcessGroupGloo::runLoop; once in some 10,000
+    gathers). Other collectives have short names. This costs nothing: Megatron coalesces one gather
+    per bucket, and CPU ranks have no cores left to overlap it with other work.
     """
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -332,7 +335,7 @@ def _gather_parameters_without_coalescing() -> None:
 def _put_rng_tracker_on_cpu() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
-    # Megatron makes a tracker of CUDA's generator when anybody asks for one; it has no use here.
+    # Megatron creates its CUDA tracker on demand; the CPU tracker replaces it once.
     if hasattr(megatron_random._CUDA_RNG_STATE_TRACKER, "is_on_cpu"):
         return
 
@@ -368,7 +371,7 @@ def _put_rng_tracker_on_cpu() -> None:
 
 
 def _fix_missing_transformer_engine() -> None:
-    """megatron-core 0.16 uses names of transformer-engine that exist only where it is installed."""
+    """Defines names that megatron-core 0.16 uses without transformer-engine installed."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -377,11 +380,11 @@ def _fix_missing_transformer_engine() -> None:
 
 
 def _let_torch_adam_load_distributed_checkpoints() -> None:
-    """Without apex and transformer-engine, loading the distributed optimizer's state needs two
-    repairs (0.16.1).
+    """Fixes loading of the distributed optimizer's state without apex and transformer-engine
+    (0.16.1).
 
     `_set_main_param_and_optimizer_states` expects a per-parameter `step`, which the checkpoint
-    keeps in the parameter group instead, and writes into leaf tensors under autograd.
+    stores in the parameter group, and writes into leaf tensors under autograd.
     """
     from megatron.core.optimizer import distrib_optimizer
 

@@ -1,7 +1,7 @@
-"""`hybridrl bench rollout`: how fast each installed engine generates for a run. No torch.
+"""`hybridrl bench rollout`: measures how fast each installed engine generates for a run. No torch.
 
-Owns which engines are measured and what is printed. Each engine has ranks of its own, started as
-`train` starts them, one engine after another. Who waits for whom: as in check.py.
+Who waits for whom: the parent starts the ranks of one engine after another and waits for each, as
+in check.py. Owns the choice of engines and the output.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ Load = Callable[[Sequence[str]], tuple[Config, int]]
 
 
 def measured_engines(asked: str | None) -> list[str]:
-    """Returns the engines to measure: those asked for, or all that are installed and compute.
+    """Returns the engines to measure: the requested ones, or all that are installed and compute.
 
     Args:
-        asked: names, separated by commas; None: nothing is asked for.
+        asked: Comma-separated names; None for all.
 
     Raises:
-        UserError: a name is that of no engine, or of one that computes nothing.
+        UserError: A name is unknown, or its engine computes nothing.
     """
     computing = offered_engines()
     if asked is None:
@@ -52,8 +52,8 @@ def measured_engines(asked: str | None) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in asked.split(",")))
     for name in names:
         if name not in computing:
-            allowed = f"some of {', '.join(computing)}, separated by commas"
-            raise UserError("--engines", name, allowed, "Name engines that generate.")
+            allowed = f"{', '.join(computing)}, or several of them, separated by commas"
+            raise UserError("--engines", name, allowed, "Choose from the allowed engines.")
     return names
 
 
@@ -64,24 +64,22 @@ def measure(
     load: Load,
     arguments: Sequence[str],
 ) -> tuple[dict[str, Any], int]:
-    """Measures engines one after another, telling of each on stdout as soon as it is done; of what
-    is done before, the first rank tells on stderr.
+    """Measures engines one after another and prints each result on stdout immediately; progress
+    goes to stderr.
 
     Args:
-        names: of the engines.
-        all_must: whether an engine that cannot generate for this run is an error; else it is told.
-        overrides: the user's.
-        load: reads the configuration.
-        arguments: of the command that each rank runs, after its name: the file and the options.
+        all_must: Whether an engine that cannot generate for this run is an error; otherwise it is
+            reported.
+        arguments: Arguments of the ranks' command: the file and the options.
 
     Returns:
-        The report: what was measured, and `engines`, one entry for each; and the exit code: that of
-        the first engine whose ranks failed, after which no other is measured.
+        The report with one entry per engine in `engines`, and the exit code. A failure of an
+        engine's ranks ends the measurement with their code.
 
     Raises:
-        UserError: all must and one cannot, or none can.
+        UserError: No engine can generate for this run, or one cannot and all must.
     """
-    # Of no run: another engine's folder would be refused, and nothing is written to it.
+    # An empty folder, because the run's own folder would refuse another engine.
     with tempfile.TemporaryDirectory(prefix="hybridrl-bench-") as folder:
         changes = {name: (f"rollout.engine={name}", f"run.dir={folder}") for name in names}
         checked: dict[str, tuple[Config, int] | UserError] = {}
@@ -101,7 +99,7 @@ def measure(
             if isinstance(found, UserError):
                 entry = {"engine": name, "refused": " ".join(str(found).splitlines())}
             else:
-                print(f"{name:8} starts", flush=True)
+                print(f"{name:8} is starting", flush=True)
                 command = ["bench", "rollout", *arguments, *overrides, *changes[name]]
                 measured = report_of_ranks(command, found[1])
                 if isinstance(measured, int):
@@ -113,14 +111,13 @@ def measure(
 
 
 def measure_on_rank(load: Callable[[], Config], num_rounds: int) -> None:
-    """Runs one rank of the measurement; rank 0 leaves the report for the parent.
+    """Measures on one rank; rank 0 leaves the report for the parent.
 
     Args:
-        load: reads the configuration.
-        num_rounds: that are timed.
+        num_rounds: Number of timed rounds.
 
     Raises:
-        UserError: there is no parent.
+        UserError: No parent started this rank.
     """
     log = rank_file(".log")
     if log is None or not is_launched():
@@ -139,8 +136,8 @@ def measure_on_rank(load: Callable[[], Config], num_rounds: int) -> None:
         if is_first:
             say(f"{config.rollout.engine:8} {text}")
 
-    # What `train` tells of its start is not the answer here.
-    with log.open("a", encoding="utf-8") as told, redirect_stdout(told):
+    # Messages about the start of training go to the log.
+    with log.open("a", encoding="utf-8") as output, redirect_stdout(output):
         report = measure_rank(config, num_rounds, started, tell)
     if is_first:
         leave_for_parent(report)
@@ -161,7 +158,7 @@ def _version(name: str) -> str:
 
 
 def _sizes(config: Config, world_size: int) -> dict[str, int]:
-    """Returns what all engines generate, and over how many ranks."""
+    """Returns the sizes of the measurement, equal for all engines."""
     return {
         "world_size": world_size,
         "tp": config.rollout.tp,
@@ -174,7 +171,7 @@ def _sizes(config: Config, world_size: int) -> dict[str, int]:
 
 
 def title(sizes: Mapping[str, Any]) -> str:
-    """Returns what all engines generate as a line for people."""
+    """Returns the sizes as a line for people."""
     engine = f"TP{sizes['tp']}" + (f" EP{sizes['ep']}" if sizes["ep"] > 1 else "")
     return (
         f"{sizes['prompts']} prompts x {sizes['samples_per_prompt']} responses, "
@@ -184,13 +181,13 @@ def title(sizes: Mapping[str, Any]) -> str:
 
 
 def line(entry: Mapping[str, Any]) -> str:
-    """Returns what was found of one engine as a line for people."""
+    """Returns the result of one engine as a line for people."""
     if "refused" in entry:
         return f"{entry['engine']:8} not measured: {entry['refused']}"
     engine, rank = (memory_size(entry[key]) for key in ("engine_bytes", "rank_bytes"))
     return (
         f"{entry['engine']:8} {entry['tokens_per_s']:10,.0f} tokens/s, {entry['start_s']:.0f} s to "
-        f"start, {engine} of the engine on a rank, {rank} in all ({entry['version']})"
+        f"start, per rank {engine} for the engine and {rank} in total ({entry['version']})"
     )
 
 
@@ -199,13 +196,15 @@ def bench_rollout(
     overrides: Overrides = None,
     engines: Annotated[
         str | None,
-        typer.Option(metavar="A,B", help="Engines to measure; default: all that are installed."),
+        typer.Option(metavar="A,B", help="Engines to measure; default: all installed engines."),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Batches of a step that are timed.")] = 3,
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Number of timed batches, each of one step.")
+    ] = 3,
     world: World = None,
     as_json: Json = False,
 ) -> None:
-    """Measure how many tokens a second each engine generates for a run, with initial weights."""
+    """Measure how many tokens per second each engine generates for a run, with initial weights."""
     refuse_other_job(world)
 
     def load(changed: Sequence[str]) -> tuple[Config, int]:

@@ -1,4 +1,6 @@
-"""`hybridrl check`: what is installed and works; engine against trainer of a run."""
+"""`hybridrl check`: tests the installation or a cluster, or compares a run's engine with its
+trainer.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +29,19 @@ CHECKS = ("weights", "tokens", "sampling", "numerics", "routing", "engines")
 
 
 def refuse_without_rollouts(config: Config, command: str) -> None:
-    """Refuses runs in which no engine computes anything.
+    """Refuses runs in which no engine computes.
 
     Args:
-        config: of the run.
-        command: that needs one, for the message.
+        command: Command that needs an engine, for the message.
 
     Raises:
-        UserError: naming the key.
+        UserError: The engine or the algorithm does not generate.
     """
     engine = config.rollout.engine
     if not ENGINES[engine].computes:
         allowed = " or ".join(offered_engines())
         raise UserError(
-            "rollout.engine", engine, f"{allowed}, for {command}", "It computes nothing."
+            "rollout.engine", engine, f"{allowed}, for {command}", "Set rollout.engine."
         )
     needs = config.algorithm.needs
     if needs is not None and not needs.rollouts:
@@ -48,53 +49,40 @@ def refuse_without_rollouts(config: Config, command: str) -> None:
             "algorithm.name",
             config.algorithm.name,
             f"an algorithm with rollouts, for {command}",
-            "Give the configuration of an RL run.",
+            "Use the configuration of an RL run.",
         )
 
 
 def refuse_unlike(other: str, config: Config) -> None:
-    """Refuses to compare with an engine that computes nothing, or that is the run's own.
-
-    Raises:
-        UserError: naming the option.
-    """
+    """Refuses to compare with the run's own engine, or with one that computes nothing."""
     names = offered_engines()
     names = [name for name in names if name != config.rollout.engine]
     if other not in names:
         allowed = f"{' or '.join(names)} with rollout.engine={config.rollout.engine}"
-        raise UserError("--against", other, allowed, "Name another engine that computes.")
-
-
-def refuse_under_torchrun(other: str | None) -> None:
-    """Refuses another engine where nobody starts ranks for it.
-
-    Raises:
-        UserError: naming the option.
-    """
-    if other is not None and not is_launched():
-        raise UserError("--against", other, "nothing under torchrun", "Run it without torchrun.")
+        raise UserError("--against", other, allowed, "Choose another engine.")
 
 
 def judge_engines(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares what two engines answered to the same prompts, with the same weights.
+    """Compares the answers of two engines to the same prompts with the same weights.
 
-    Greedy tokens are compared up to the first that differ, those included: what follows is of other
-    sequences. There each engine tells of its own choice, and both are as likely where it is a tie.
+    Greedy tokens are compared up to and including the first difference, since later tokens continue
+    different sequences. At the difference, each engine's log-probability is of its own choice; in a
+    tie they are equal.
 
     Args:
-        one, other: reports of `check --mismatch`.
+        one, other: Reports of `check --mismatch`.
 
     Returns:
-        A Finding's fields.
+        Fields of a Finding.
     """
     names = one["engine"], other["engine"]
     answers = [report["tokens"]["details"].get("greedy") for report in (one, other)]
     if None in answers:
-        said = "not compared: the ranks of a replica drew different tokens"
-        return {"agrees": False, "found": said, "remedy": "", "details": {}}
+        found = "not compared: the ranks of a replica drew different tokens"
+        return {"agrees": False, "found": found, "remedy": "", "details": {}}
     bound, gaps, num_others = one["numerics"]["details"]["bound"], [], 0
-    for mine, theirs in zip(*answers, strict=True):
-        columns = (answer[key] for answer in (mine, theirs) for key in ("tokens", "logps"))
+    for pair in zip(*answers, strict=True):
+        columns = (answer[key] for answer in pair for key in ("tokens", "logps"))
         for token, logp, other_token, other_logp in zip(*columns, strict=False):
             gaps.append(abs(logp - other_logp))
             if token != other_token:
@@ -105,9 +93,9 @@ def judge_engines(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
     found = (
         f"log-probabilities of {names[0]} and {names[1]} differ by {mean:.2g} nats on average over "
         f"{len(gaps)} greedy tokens (allowed {bound:g}); {num_others} of {len(answers[0])} "
-        "responses go different ways"
+        "responses diverge"
     )
-    remedy = "" if agrees else "Look at both engines' verdicts: run the check for each alone."
+    remedy = "" if agrees else "Run the check for each engine alone, and compare the verdicts."
     details = {"diff_mean": mean, "bound": bound, "num_tokens": len(gaps), "num_others": num_others}
     return {"agrees": agrees, "found": found, "remedy": remedy, "details": details}
 
@@ -119,18 +107,18 @@ def diagnose(
     options: Sequence[str],
     other: str | None,
 ) -> dict[str, Any] | int:
-    """Lets ranks compare engine and trainer of a run, and those of another engine both engines;
-    returns the report, or the exit code of what went wrong.
+    """Starts ranks that compare engine and trainer of a run, and optionally a second engine.
 
     Args:
-        load: returns the checked configuration with such overrides, and the number of ranks.
-        file: the configuration.
-        overrides: the user's.
-        options: of the ranks.
-        other: the other engine, each in ranks of its own; None: there is none.
+        load: Returns the checked configuration for some overrides, and the number of ranks.
+        options: Options of the ranks' command.
+        other: The second engine, which gets ranks of its own; None for no second engine.
+
+    Returns:
+        The report, or the exit code of a failure.
 
     Raises:
-        UserError: the configuration does not fit, with either engine.
+        UserError: The configuration is wrong with either engine.
     """
     config, world_size = load(overrides)
     runs = [(overrides, world_size)]
@@ -152,7 +140,7 @@ def diagnose(
 
 
 def mismatch_text(report: dict[str, Any]) -> str:
-    """Returns the report as lines for people."""
+    """Returns the report as text for people."""
     weights = report["checkpoint"] or "the initial weights"
     lines = [f"{report['engine']} engine and trainer in {report['dtype']}, {weights}"]
     for name in (name for name in CHECKS if name in report):
@@ -188,7 +176,7 @@ def check(
     world: World = None,
     as_json: Json = False,
 ) -> None:
-    """Report what is installed and works, with the command that mends each problem."""
+    """Check what is installed and works, and print the command that fixes each problem."""
     if cluster:
         from hybridrl.services.cluster_check.check import check_cluster
 
@@ -203,7 +191,7 @@ def check(
         ("--against", against, "--mismatch CONFIG"),
     ):
         if value:
-            raise UserError(name, value, f"nothing without {needed}", "Add it.")
+            raise UserError(name, value, f"no value without {needed}", f"Add {needed}.")
     from hybridrl.services.cluster_check import environment
 
     with json_only(as_json) as emit:
@@ -226,8 +214,7 @@ def _check_mismatch(
     against: str | None,
     as_json: bool,
 ) -> NoReturn:
-    """Runs `check --mismatch` as parent or as rank; ends the command with its exit code."""
-
+    """Runs `check --mismatch` in the parent or on a rank; ends the command."""
     refuse_other_job(world)
 
     def load(given: Sequence[str]) -> tuple[Config, int]:
@@ -235,8 +222,8 @@ def _check_mismatch(
         refuse_without_rollouts(config, "--mismatch")
         if is_launched():
             return config, 0
-        of_torchrun = is_rank() and torchrun_world(world)
-        world_size = of_torchrun or world or default_world_size(config, num_local_gpus())
+        started = torchrun_world(world) if is_rank() else None
+        world_size = started or world or default_world_size(config, num_local_gpus())
         config, _ = laid_out(config, world_size)
         validate_training(config, world_size)
         return config, world_size
@@ -244,7 +231,9 @@ def _check_mismatch(
     with json_only(as_json) as emit:
         report: dict[str, Any] | int
         if is_rank():
-            refuse_under_torchrun(against)
+            if against is not None and not is_launched():
+                remedy = "Run the command without torchrun."
+                raise UserError("--against", against, "no value under torchrun", remedy)
             from hybridrl.debug.diagnose import diagnose_rank
 
             report = diagnose_rank(load(overrides)[0], reference)

@@ -1,4 +1,4 @@
-"""`hybridrl convert`: weights between HF directories and Megatron checkpoints."""
+"""`hybridrl convert`: converts weights between HF directories and Megatron checkpoints."""
 
 from __future__ import annotations
 
@@ -18,11 +18,9 @@ def convert(
     ],
     target: Annotated[Path, typer.Argument(metavar="DST", help="Folder to write.")],
     to: Annotated[FileFormat, typer.Option(help="Format to write.")],
-    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the ranks.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel size of the ranks.")] = 1,
-    family: Annotated[
-        str | None, typer.Option(help="As model.family, for a family of your own.")
-    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the conversion.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel size of the conversion.")] = 1,
+    family: Annotated[str | None, typer.Option(help="model.family, if it is your own.")] = None,
 ) -> None:
     """Convert weights between HF directories and Megatron checkpoints."""
     if is_rank():

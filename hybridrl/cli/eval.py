@@ -1,4 +1,4 @@
-"""`hybridrl eval`: what it evaluates, and what it prints."""
+"""`hybridrl eval`: chooses the model to evaluate, and prints the result."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from hybridrl.parallel.host_gpus import num_local_gpus
 from hybridrl.services.launch.local_ranks import is_rank, launch_without_run
 from hybridrl.services.launch.pinning import laid_out, with_commits
 
-TOLD = "rollout.temperature="
+TEMPERATURE = "rollout.temperature="
 RUN_CONFIG = "config.yaml"  # in a run folder
 CHECKPOINTS = "checkpoints"
 OWN = "held-out prompts"
@@ -35,22 +35,21 @@ COLUMNS = ("", "prompts", "samples", "accuracy")
 
 
 def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Path | None]:
-    """Returns the configuration of an evaluation, and the checkpoint that `source` is, if it is
-    one.
+    """Returns the configuration of an evaluation, and the checkpoint if `source` is one.
 
     Args:
-        source: a YAML configuration, a run folder, a checkpoint folder, or an HF directory, which
+        source: A YAML configuration, a run folder, a checkpoint folder, or an HF directory, which
             is evaluated without a run.
-        overrides: `key=value` texts; a `rollout.temperature` among them is that of the evaluation.
+        overrides: `key=value` texts; `rollout.temperature` applies to the evaluation.
 
     Raises:
-        UserError: as of `load_config`, or the folder is none of these.
+        UserError: The configuration cannot be read, or the folder is none of these.
     """
     checkpoint = None
     if not os.path.isdir(source):
         config = load_config(source, overrides)
     elif os.path.isfile(source / CONFIG_FILE):
-        # A run needs a name and a folder. Nothing is there, and an evaluation writes nothing.
+        # A configuration needs a run's name and folder, although an evaluation writes nothing.
         content = {
             "run": {"name": "evaluation", "dir": str(source)},
             "model": {"path": str(source)},
@@ -66,7 +65,7 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
                 str(source),
                 f"a checkpoint without its run: there is no {run / RUN_CONFIG}",
                 "a checkpoint in the folder of its run",
-                "Give the run's configuration, and the folder with --checkpoint.",
+                "Pass the run's configuration, and the folder with --checkpoint.",
             )
         config = _config_of_run(run, overrides)
     elif source.name == CHECKPOINTS and os.path.isfile(source.absolute().parent / RUN_CONFIG):
@@ -77,30 +76,30 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
             f"a folder without {RUN_CONFIG} or {CONFIG_FILE}",
             f"a YAML configuration; the folder of a run ({RUN_CONFIG}), or one of its checkpoints; "
             f"or an HF directory ({CONFIG_FILE})",
-            "For a run that has not been trained yet, give its configuration.",
+            "For a run that has not been trained yet, pass its configuration.",
         )
-    if any(override.startswith(TOLD) for override in overrides):
+    if any(override.startswith(TEMPERATURE) for override in overrides):
         section = config.eval.model_copy(update={"temperature": config.rollout.temperature})
         config = config.model_copy(update={"eval": section})
     return config, checkpoint
 
 
 def _config_of_run(folder: Path, overrides: Sequence[str]) -> Config:
-    """Returns the configuration that a run folder keeps; the folder may have been moved."""
+    """Returns the configuration in a run folder, which may have been moved."""
     whole, config = Path(os.path.abspath(folder)), load_config(folder / RUN_CONFIG, overrides)
     run = config.run.model_copy(update={"dir": str(_shown_path(whole.parent)), "name": whole.name})
     return config.model_copy(update={"run": run})
 
 
 def _shown_path(path: Path) -> Path:
-    """Returns a path below the working folder as it is seen from there."""
+    """Returns a path relative to the working directory, if it is inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def untrained_warning(config: Config, source: Path) -> str | None:
-    """Returns what must be said where a run has no checkpoint, so that its base model is
-    evaluated; None where it has one, or an HF directory is evaluated.
+    """Returns the warning that a run has no checkpoint, so that its base model is evaluated; else
+    None.
     """
     folder = run_folder(config)
     if os.path.isfile(source / CONFIG_FILE) and str(source) == config.run.dir:
@@ -110,27 +109,27 @@ def untrained_warning(config: Config, source: Path) -> str | None:
     base = config.model.path
     model = f"the base model {base}" if base else f"{config.model.init} with initial weights"
     return (
-        f"WARNING: {folder} has no checkpoint: {model} is evaluated, as it was before any "
-        "training. Train the run first, or name a checkpoint with --checkpoint."
+        f"WARNING: {folder} has no checkpoint, so {model} is evaluated without any training. "
+        "Train the run first, or pass a checkpoint with --checkpoint."
     )
 
 
 def template_warning(config: Config, source: Path) -> str | None:
-    """Returns what must be said where an HF directory whose tokenizer has a chat template is
-    evaluated on texts, and nobody said whether they are to be a chat; else None.
+    """Returns the warning that texts are evaluated without the model's chat template, if the
+    configuration does not set `data.chat_template`; else None.
     """
-    is_told = "chat_template" in config.data.model_fields_set
-    if is_told or not os.path.isfile(source / CONFIG_FILE) or not has_template(str(source)):
+    is_set = "chat_template" in config.data.model_fields_set
+    if is_set or not os.path.isfile(source / CONFIG_FILE) or not has_template(str(source)):
         return None
     return (
-        f"WARNING: {source} has a chat template, and prompts that are texts are asked without it. "
-        "For a model of chats add data.chat_template=true, else data.chat_template=false."
+        f"WARNING: {source} has a chat template, but text prompts are evaluated without it. "
+        "For a chat model add data.chat_template=true, otherwise data.chat_template=false."
     )
 
 
 def evaluation_text(result: Mapping[str, Any]) -> str:
-    """Returns an evaluation, as `evaluate_rank` has it, as lines for people: of the held-out
-    prompts, of rows with responses, and where there are sets or several samples a table of all.
+    """Returns a result of `evaluate_rank` as text for people: held-out prompts, rows with
+    responses, and a table if there are sets or several samples.
     """
     lines = list(_own_lines(result)) if result["num_prompts"] else []
     if result["validation"]:
@@ -155,13 +154,13 @@ def _own_lines(result: Mapping[str, Any]) -> Iterator[str]:
     if accuracy is None or not math.isclose(accuracy, reward, rel_tol=1e-6):  # means in float32
         parts = ", ".join(f"{name} {score:.4f}" for name, score in result["scores"].items())
         yield f"reward {result['reward']:.4f} ({parts})"
-    asked = result["num_prompts"] * result["samples_per_prompt"]
-    if result["num_scored"] < asked:
-        yield f"of {asked} responses {result['num_scored']} have a score"
+    num_responses = result["num_prompts"] * result["samples_per_prompt"]
+    if result["num_scored"] < num_responses:
+        yield f"{result['num_scored']} of {num_responses} responses have a score"
 
 
 def _table(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the lines of a table with a row for each set."""
+    """Yields a table with one row per set."""
     own = {OWN: result} if result["num_prompts"] else {}
     sets: dict[str, Mapping[str, Any]] = {**own, **result["sets"]}
     ks = sorted({int(k) for one in sets.values() for k in one["pass_at"]})
@@ -183,7 +182,7 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    """Returns an estimate as text, be it a pair or as JSON has it; - where there is none."""
+    """Returns an estimate as text, given as a pair or a JSON object; - if there is none."""
     pair = tuple(value.values()) if isinstance(value, Mapping) else value
     return "-" if pair is None or pair[0] is None else str(Estimate(*pair))
 
@@ -206,14 +205,15 @@ def evaluate(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure accuracy on the evaluation prompts and eval.sets, greedy unless eval.temperature=T
-    (or rollout.temperature=T) is given; and the loss on held-out rows with responses.
+    """Measure accuracy on the evaluation prompts and eval.sets, and the loss on held-out rows with
+    responses. Sampling is greedy unless eval.temperature (or rollout.temperature) is set.
     """
     refuse_other_job(world)
     given = overrides or []
     loaded, found = evaluated_config(config, given)
     if found is not None and checkpoint is not None:
-        raise UserError("--checkpoint", checkpoint, "one checkpoint", f"{config} is one too.")
+        remedy = f"Remove it: {config} is a checkpoint already."
+        raise UserError("--checkpoint", checkpoint, "one checkpoint", remedy)
     checkpoint = checkpoint or found
     if prompts is not None:
         data = loaded.data.model_copy(update={"eval_prompts": (str(prompts),)})
@@ -221,7 +221,7 @@ def evaluate(
     loaded = with_commits(loaded)
     files = loaded.data.eval_prompts if prompts else None
     if checkpoint is not None and not os.path.isdir(checkpoint):
-        raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Check the path.")
+        raise UserError("--checkpoint", checkpoint, "a checkpoint folder", "Correct the path.")
     warning = None
     if checkpoint is None:
         warning = untrained_warning(loaded, config) or template_warning(loaded, config)

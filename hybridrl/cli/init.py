@@ -1,6 +1,6 @@
-"""The commands of the first minutes: `init` writes a configuration, `examples` copies the examples.
+"""The commands `init`, which writes a configuration, and `examples`, which copies the examples.
 
-Owns what they write and that nothing which exists is overwritten.
+Invariant: existing files are never overwritten.
 """
 
 from __future__ import annotations
@@ -45,23 +45,26 @@ def init(
     ] = None,
     reward: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="A reward's name, or module:function of your own."),
+        typer.Option(metavar="NAME", help="Name of a reward, or module:function for your own."),
     ] = None,
     name: Annotated[
         str | None, typer.Option(metavar="NAME", help="Name of the run; default: MODEL-TASK.")
     ] = None,
     chat: Annotated[
         bool | None,
-        typer.Option("--chat/--no-chat", help="Prompts become chats; default: by the template."),
+        typer.Option(
+            "--chat/--no-chat",
+            help="Whether prompts become chats; default: if the model has a template.",
+        ),
     ] = None,
 ) -> None:
-    """Write a starter configuration with comments for a model and a task."""
+    """Write a commented starter configuration for a model and a task."""
     if Path(model).is_file():
-        remedy = "Name its folder; model.init takes a config.json, for random weights."
+        remedy = "Pass its folder; for random weights set model.init to a config.json."
         raise UserError("MODEL", model, "an HF directory or a hub name", remedy)
     used = engine or usual_engine(num_local_gpus() > 0)
     if used not in ENGINES:
-        remedy = "`hybridrl check` says which are installed."
+        remedy = "`hybridrl check` lists those that are installed."
         raise UserError("--engine", used, ", ".join(offered_engines()), remedy)
     is_chat = has_template(model) if chat is None else chat
     start = Start(
@@ -89,7 +92,7 @@ def examples(
         Path, typer.Argument(metavar="[DST]", help="Folder to write `examples` into.")
     ] = Path("."),
 ) -> None:
-    """Copy the examples into DST/examples, where their paths lead when started in DST."""
+    """Copy the examples into DST/examples; their paths are relative to DST."""
     folder = target / "examples"
     _refuse_existing(folder, "DST")
     shutil.copytree(
@@ -99,9 +102,7 @@ def examples(
 
 
 def examples_folder() -> Path:
-    """Returns the folder of the examples: in the package once it is installed from a wheel, beside
-    it in a checkout.
-    """
+    """Returns the examples' folder: inside the package in a wheel, next to it in a checkout."""
     package = Path(hybridrl.__file__).parent
     installed = package / "examples"
     return installed if installed.is_dir() else package.parent / "examples"
@@ -110,5 +111,5 @@ def examples_folder() -> Path:
 def _refuse_existing(path: Path, name: str) -> None:
     if os.path.lexists(path):
         raise UserError(
-            name, path, "a place where nothing is yet", "Remove it, or choose another place."
+            name, path, "a path that does not exist", "Remove it, or choose another path."
         )

@@ -17,11 +17,13 @@ from hybridrl.services.launch.schedulers import JobKind
 
 Hostfile = Annotated[
     Path | None,
-    typer.Option(metavar="FILE", help="Start by ssh on hosts, one a line: name slots=N."),
+    typer.Option(
+        metavar="FILE", help="Start by ssh on the hosts of a file; one `name slots=N` per line."
+    ),
 ]
 Slurm = Annotated[
     bool,
-    typer.Option("--slurm", help="Submit an sbatch file; in an allocation run there."),
+    typer.Option("--slurm", help="Submit an sbatch file; inside an allocation, run there."),
 ]
 Kubernetes = Annotated[
     JobKind | None, typer.Option("--k8s", help="Print a manifest of this kind for kubectl.")
@@ -31,33 +33,43 @@ Ray = Annotated[
 ]
 Node = Annotated[
     int | None,
-    typer.Option(min=0, help="Start this node's ranks; for other launchers, once a node."),
+    typer.Option(
+        min=0, help="Start this node's ranks; for launchers that start one process per node."
+    ),
 ]
-Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes; in an allocation: all of it.")]
-Slots = Annotated[int | None, typer.Option(min=1, help="Ranks of each node; not for --hostfile.")]
+Nodes = Annotated[
+    int | None, typer.Option(min=1, help="Number of nodes; default in an allocation: all.")
+]
+Slots = Annotated[int | None, typer.Option(min=1, help="Ranks per node; not for --hostfile.")]
 Address = Annotated[
-    str | None, typer.Option(help="Rank 0's host as others know it; default: the first host.")
+    str | None, typer.Option(help="Address of rank 0's host; default: the first host.")
 ]
 Port = Annotated[
-    int | None, typer.Option(min=1, max=65535, help="Of the job's store on rank 0's host.")
+    int | None, typer.Option(min=1, max=65535, help="Port of the job's store on rank 0's host.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="With --slurm: only print the file.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="With --slurm: print the file, submit nothing.")
+]
 Sbatch = Annotated[
-    list[str] | None, typer.Option(metavar="--NAME=VALUE", help="A further option of sbatch.")
+    list[str] | None, typer.Option(metavar="--NAME=VALUE", help="Additional option for sbatch.")
 ]
 HasGpus = Annotated[bool, typer.Option("--gpus/--no-gpus", help="Whether each rank has a GPU.")]
 StopSeconds = Annotated[
-    int, typer.Option(min=1, help="Seconds to save in before a scheduler ends the job.")
+    int, typer.Option(min=1, help="Seconds for saving before a scheduler ends the job.")
 ]
-Image = Annotated[str | None, typer.Option(help="Of the containers, for --k8s.")]
+Image = Annotated[str | None, typer.Option(help="With --k8s: image of the containers.")]
 Volume = Annotated[
-    list[str] | None, typer.Option(metavar="CLAIM:PATH", help="Mounted in the containers.")
+    list[str] | None,
+    typer.Option(metavar="CLAIM:PATH", help="With --k8s: volume to mount in the containers."),
 ]
-Namespace = Annotated[str, typer.Option(help="In Kubernetes.")]
+Namespace = Annotated[str, typer.Option(help="With --k8s: Kubernetes namespace.")]
 Folder = Annotated[
-    str | None, typer.Option(help="Where the command runs in containers; default: as here.")
+    str | None, typer.Option(help="Working directory of the command; default: the current one.")
 ]
-Resume = Annotated[Literal["newest", "previous"], typer.Option(help="As of hybridrl train.")]
+Resume = Annotated[
+    Literal["newest", "previous"],
+    typer.Option(help="Checkpoint to continue from, as in `hybridrl train`."),
+]
 
 
 def launch_command(
@@ -90,7 +102,7 @@ def launch_command(
     named = [name for name, value in launchers.items() if value is not None]
     if len(named) != 1:
         allowed = "one of " + ", ".join(launchers)
-        raise UserError("launch", " ".join(named) or "no launcher", allowed, "Name one.")
+        raise UserError("launch", " ".join(named) or "no launcher", allowed, "Choose one.")
     given = overrides or []
     loaded = with_commits(load_config(config, given))
     run = several_nodes.Run(loaded, [str(config), *given, "--resume", resume], resume)
@@ -100,7 +112,7 @@ def launch_command(
     if ray is not None:
         raise typer.Exit(several_nodes.on_ray(run, ray, world, gpus))
     if world is not None:
-        raise UserError("--world", world, f"nothing with {named[0]}", "Give --nodes and --slots.")
+        raise UserError("--world", world, f"no value with {named[0]}", "Set --nodes and --slots.")
     if node is not None:
         raise typer.Exit(several_nodes.on_node(run, node, nodes, slots, address, port))
     sizes = several_nodes.NodeSizes(nodes, slots, gpus, stop_s, folder)

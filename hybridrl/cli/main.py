@@ -1,7 +1,7 @@
-"""The command line. No torch in the parent: ranks import heavy modules, inside the commands.
+"""The command line. The parent imports no torch; commands import heavy modules on the ranks.
 
-Exit codes: 0 done; 2 the user's configuration or data is wrong (one message, no traceback); 130 and
-143 stopped by SIGINT and SIGTERM; 1 anything else. With --json stdout is one JSON object.
+Exit codes: 0 done; 2 wrong configuration or data (one message, no traceback); 130 and 143 stopped
+by SIGINT and SIGTERM; 1 any other failure. With --json stdout is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridrl.services.liveness.hang_reports import HangReports
 
 
 class Commands(TyperGroup):
-    """The commands, none of which ends by another's sys.exit."""
+    """Group of commands that turns sys.exit in users' code into an error."""
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
@@ -63,7 +63,7 @@ def common(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version and end."
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
         ),
     ] = False,
 ) -> None:
@@ -76,21 +76,21 @@ def main() -> None:
     console.protect(console.STDERR)
     die_with_launcher()
     if is_rank():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while nothing can be saved
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback before there is a state to save
         write_stacks_on_signal()
         observe_hangs(HangReports)
         failure.begin()
-        # What is absent says `hybridrl check`; a mistake's message must stand out.
+        # `hybridrl check` reports missing packages; here warnings would hide a user's mistake.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         app()
-    except SystemExit as end:  # of the command line's library, when the command is done
+    except SystemExit as end:  # typer raises it when the command is done
         failure.end()
         if is_rank() and end.code in STOP_CODES:
             _leave(int(end.code))
         raise
-    except Exception as error:  # the last frame of a process: report, then end
+    except Exception as error:  # the last frame of the process: report and exit
         failure.report(failure.Failure.of(error))
         _leave(2 if isinstance(error, UserError) else 1)
 
@@ -99,9 +99,8 @@ def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if is_rank():
-        os._exit(
-            code
-        )  # an orderly exit would wait for collectives that the other ranks never enter
+        # A normal exit would wait for collectives that the other ranks never enter.
+        os._exit(code)
     sys.exit(code)
 
 

@@ -1,4 +1,4 @@
-"""Options and steps that several commands share."""
+"""Options and helpers that several commands share."""
 
 from __future__ import annotations
 
@@ -19,82 +19,83 @@ from hybridrl.services.launch.local_ranks import is_rank
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Knobs set on top, e.g. train.tp=2."),
+    typer.Argument(metavar="[KEY=VALUE]...", help="Knobs that override the file, e.g. train.tp=2."),
 ]
 World = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of ranks; default: the GPUs, on CPU what the layout needs."),
+    typer.Option(min=1, help="Number of ranks; default: one per GPU, on CPU as the layout needs."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
-Ssh = Annotated[str, typer.Option(help="The program for --hostfile, with its options.")]
+Ssh = Annotated[str, typer.Option(help="SSH program for --hostfile, with its options.")]
 
-# Of `check --mismatch`.
+# Options of `check --mismatch`.
 OfMismatch = Annotated[
     Path | None,
-    typer.Option(metavar="CONFIG", help="Say instead why engine and trainer of a run differ."),
+    typer.Option(metavar="CONFIG", help="Explain instead why engine and trainer of a run differ."),
 ]
 WithReference = Annotated[
     bool,
-    typer.Option(help="With --mismatch: against transformers' own forward in float32, too."),
+    typer.Option(help="With --mismatch: also compare with transformers in float32."),
 ]
 AgainstEngine = Annotated[
     str | None,
-    typer.Option(metavar="ENGINE", help="With --mismatch: compare with this engine, too."),
+    typer.Option(metavar="ENGINE", help="With --mismatch: also compare with this engine."),
 ]
 
-# Of `check --cluster`.
+# Options of `check --cluster`.
 OfCluster = Annotated[
-    bool, typer.Option("--cluster", help="Check nodes, the links between them and shared files.")
+    bool, typer.Option("--cluster", help="Check nodes, their links and shared files.")
 ]
 NodesFile = Annotated[
-    Path | None, typer.Option("--hostfile", metavar="FILE", help="With --cluster: its hosts.")
+    Path | None,
+    typer.Option("--hostfile", metavar="FILE", help="With --cluster: file with its hosts."),
 ]
 InAllocation = Annotated[
-    bool, typer.Option("--slurm", help="With --cluster: the nodes of this allocation.")
+    bool, typer.Option("--slurm", help="With --cluster: check the nodes of this allocation.")
 ]
 OfRay = Annotated[
     str | None,
-    typer.Option("--ray", metavar="ADDRESS", help="With --cluster: the nodes of a Ray cluster."),
+    typer.Option(
+        "--ray", metavar="ADDRESS", help="With --cluster: check the nodes of a Ray cluster."
+    ),
 ]
 RunsFolder = Annotated[
-    Path, typer.Option(metavar="DIR", help="With --cluster: where runs are written.")
+    Path, typer.Option(metavar="DIR", help="With --cluster: folder of the runs.")
 ]
 
 
 def refuse_other_job(asked: int | None) -> None:
-    """Refuses --world where the environment says that this is a rank of another job, before this
-    process waits for the ranks of that one.
+    """Refuses --world if the environment belongs to a rank of another job, whose ranks this process
+    would otherwise wait for.
     """
     if is_rank() and not is_launched():
         torchrun_world(asked)
 
 
 def torchrun_world(asked: int | None) -> int:
-    """Returns the number of ranks, of which torchrun started this one.
+    """Returns the number of ranks that torchrun started.
 
     Raises:
-        UserError: another number is asked for, or the variables are none of a rank.
+        UserError: --world asks for another number, or RANK and WORLD_SIZE are not those of a rank.
     """
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    remedy = (
-        "Under torchrun leave --world out; in the shell of another job `unset RANK WORLD_SIZE`."
-    )
+    remedy = "Under torchrun, remove --world; in the shell of another job, `unset RANK WORLD_SIZE`."
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
         found, allowed = f"{rank!r} and {size!r}", "a rank below the number of ranks"
         raise UserError("RANK and WORLD_SIZE in the environment", found, allowed, remedy)
     if asked not in (None, int(size)):
-        allowed = f"{size}, since RANK={rank} and WORLD_SIZE={size} are in the environment"
+        allowed = f"{size}, because the environment has RANK={rank} and WORLD_SIZE={size}"
         raise UserError("--world", asked, allowed, remedy)
     return int(size)
 
 
 @contextmanager
 def json_only(is_wanted: bool) -> Iterator[Callable[[object], None]]:
-    """Gives a function that prints a JSON object; what else is written to stdout goes to stderr.
+    """Yields a function that prints a JSON object; all other output to stdout goes to stderr.
 
-    Works on the file descriptor, so that C libraries are caught too. Where JSON is not
-    wanted nothing is redirected and the function does nothing.
+    Redirects the file descriptor, so that C libraries are covered too. If JSON is not wanted,
+    nothing is redirected and the function does nothing.
     """
     if not is_wanted:
         yield lambda content: None

@@ -36,15 +36,15 @@ def run_plan(
     emit: Emit,
     is_full: bool,
 ) -> Outcome:
-    """Plans one layout, chosen first where the configuration asks for that.
+    """Plans one layout, which is chosen first if the configuration asks for it.
 
     Args:
-        file, overrides, world, cluster: of the command line.
-        emit: prints the report where it is to be JSON.
-        is_full: lists every rank.
+        file, overrides, world, cluster: Arguments of the command.
+        emit: Prints the report if JSON is wanted.
+        is_full: Whether every rank is listed.
 
     Returns:
-        The report's text, and the violations.
+        Text of the report, and the violations.
     """
     try:
         config, world_size, given, host = _inputs(file, overrides, world, cluster)
@@ -64,7 +64,7 @@ def run_search(
     emit: Emit,
     _: bool,
 ) -> Outcome:
-    """Judges all layouts that the keys which are written leave; arguments as of `run_plan`."""
+    """Compares all layouts that the set keys allow; arguments as in `run_plan`."""
     try:
         config, world_size, given, host = _inputs(file, overrides, world, cluster)
         started = time.monotonic()
@@ -83,8 +83,8 @@ def _inputs(
 ) -> tuple[Config, int, ClusterFile | None, Host]:
     config = pinned(load_config(file, overrides), asks_hub=False)
     given, host = load_cluster(cluster) if cluster else None, local_host()
-    told = merged(config.cluster, given)
-    size = told.world_size() if told else None
+    known = merged(config.cluster, given)
+    size = known.world_size() if known else None
     return config, world or size or default_world_size(config, host.num_gpus), given, host
 
 
@@ -96,18 +96,18 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML or JSON of what the cluster is, all keys optional; or 8x8xH200.",
+            help="YAML or JSON file with the keys of `cluster`, or 8x8xH200.",
         ),
     ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Print the ten best layouts, and why others lost.")
+        bool, typer.Option("--search", help="Print the ten best layouts, and why others are worse.")
     ] = False,
     all_ranks: Annotated[
-        bool, typer.Option("--all", help="List every rank and what is assumed.")
+        bool, typer.Option("--all", help="List every rank and all assumptions.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say whether a run fits, its layouts, reshard and memory; needs no GPU and no weights."""
+    """Report whether a run fits, with layouts, reshard and memory; needs no GPU and no weights."""
     with json_only(as_json) as emit:
         run = run_search if search else run_plan
         text, violations = run(config, overrides or [], world, cluster, emit, all_ranks)

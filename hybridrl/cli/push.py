@@ -1,4 +1,4 @@
-"""`hybridrl push`: uploads an HF directory to the hub, by the hub's own library. No torch."""
+"""`hybridrl push`: uploads an HF directory to the hub with huggingface_hub. No torch."""
 
 from __future__ import annotations
 
@@ -12,31 +12,28 @@ from hybridrl.errors import UserError
 from hybridrl.models.hf.directory import CONFIG_FILE, read_config
 from hybridrl.models.hf.headers import HfHeaders
 
-# What an HF directory of ours holds; others (optimizer states, logs) are not uploaded.
+# Files of an HF directory; others (optimizer states, logs) are not uploaded.
 UPLOADED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "README.md")
 
 
 def upload(folder: Path, name: str, private: bool, revision: str | None) -> str:
-    """Uploads an HF directory.
+    """Uploads an HF directory and returns the URL of the commit.
 
     Args:
-        folder: with config.json and safetensors; their headers are read first.
-        name: organisation/name on the hub; made if it is not there.
-        private: makes it a private one, if it is made.
-        revision: branch to upload to; None: main.
-
-    Returns:
-        Where the commit is.
+        folder: Folder with config.json and safetensors, whose headers are read first.
+        name: organisation/name on the hub; created if it does not exist.
+        private: Whether a new repository is private.
+        revision: Branch; None for main.
 
     Raises:
-        UserError: the folder is no whole HF directory, or the hub does not take it.
+        UserError: The folder is not a complete HF directory, or the hub refuses it.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
     if not os.path.isfile(folder / CONFIG_FILE):
-        allowed = f"an HF directory, with {CONFIG_FILE}"
-        remedy = "Make one with checkpoint.export_hf=true or hybridrl convert --to hf."
+        allowed = f"an HF directory with {CONFIG_FILE}"
+        remedy = "Create one with checkpoint.export_hf=true or `hybridrl convert --to hf`."
         raise UserError(str(folder), "no such folder or file", allowed, remedy)
     read_config(folder)
     HfHeaders(folder)
@@ -53,9 +50,9 @@ def upload(folder: Path, name: str, private: bool, revision: str | None) -> str:
             commit_message=f"Upload {folder.name}",
         )
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
-        allowed = "a repository that the token of this host may write"
+        allowed = "a repository that this host's token may write to"
         said = " ".join(str(error).split())[:200]
-        remedy = "Check the name, and log in with: hf auth login."
+        remedy = "Correct the name, or log in with `hf auth login`."
         raise UserError(f"hub repository {name}", said, allowed, remedy) from error
     return str(done.commit_url)
 
@@ -63,8 +60,8 @@ def upload(folder: Path, name: str, private: bool, revision: str | None) -> str:
 def push(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="HF directory.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="organisation/name on the hub.")],
-    private: Annotated[bool, typer.Option(help="Make it private, if it is made.")] = False,
+    private: Annotated[bool, typer.Option(help="Make a new repository private.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
 ) -> None:
-    """Upload an HF directory to the hub; nothing else here uploads anything."""
+    """Upload an HF directory to the hub. No other command uploads anything."""
     typer.echo(upload(folder, name, private, revision))

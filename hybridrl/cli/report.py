@@ -17,33 +17,33 @@ from hybridrl.services.report.html_page import write_report
 from hybridrl.services.report.live_server import LOOPBACK, LiveReport, make_server
 from hybridrl.services.report.page_data import RUN_FILE
 
-MOST_RUNS = 8  # colours of the page
+MAX_RUNS = 8  # number of colours on the page
 PHASES = {"usual_train_peak_bytes": "training", "rollout_peak_bytes": "generation"}
 Say = Callable[[str], None]
 
 
 def report_runs(folders: Sequence[Path], port: int | None, say: Say, warn: Say) -> None:
-    """Writes the page and says its path, or serves it until the process is interrupted.
+    """Writes the page and prints its path, or serves it until the process is interrupted.
 
     Args:
-        folders: of runs.
-        port: of loopback to serve on, 0 for any that is free; None: writes.
-        say: prints a line.
-        warn: prints a line of what is not shown.
+        folders: Run folders.
+        port: Loopback port to serve on, 0 for any free port; None writes the page.
+        say: Prints a line.
+        warn: Prints a line about something that is not shown.
 
     Raises:
-        UserError: there are too many runs, or the port cannot be listened on.
-        DataError: a folder holds no metrics.
+        UserError: There are too many runs, or the port cannot be used.
+        DataError: A folder has no metrics.
     """
-    if len(folders) > MOST_RUNS:
+    if len(folders) > MAX_RUNS:
         got = f"{len(folders)} runs"
-        raise UserError("RUN_DIR", got, f"at most {MOST_RUNS} runs", "Give fewer folders.")
+        raise UserError("RUN_DIR", got, f"at most {MAX_RUNS} runs", "Pass fewer folders.")
     planned = [planned_gib(folder, warn) for folder in folders]
     if port is None:
         say(str(write_report(*folders, planned_gib=planned)))
         return
     with make_server(LiveReport(folders, planned), port) as server:
-        say(f"http://{LOOPBACK}:{server.server_port}/  (Ctrl-C ends it)")
+        say(f"http://{LOOPBACK}:{server.server_port}/  (Ctrl-C stops it)")
         try:
             server.serve_forever()
         except KeyboardInterrupt:
@@ -51,15 +51,15 @@ def report_runs(folders: Sequence[Path], port: int | None, say: Say, warn: Say) 
 
 
 def planned_gib(folder: Path, warn: Say) -> dict[str, float]:
-    """Returns the peak memory that `plan` expects of the fullest rank in training and generation,
-    GiB; empty for a run on CPU, whose processes hold much that no plan counts, and where it is not
-    known.
+    """Returns the planned peak memory of the fullest rank in training and generation, in GiB.
+
+    Empty if it is unknown, and for runs on CPU, whose processes hold much that no plan includes.
     """
     try:
         start = parse_json((folder / RUN_FILE).read_bytes())["starts"][-1]
         world_size, is_cpu = int(start["world_size"]), bool(start["is_cpu"])
     except (OSError, ValueError, LookupError, TypeError):
-        return {}  # a run that was started when this was not noted
+        return {}  # an older run did not record this
     if is_cpu:
         return {}
     try:
@@ -68,7 +68,7 @@ def planned_gib(folder: Path, warn: Say) -> dict[str, float]:
         if violations:
             raise ConfigError(violations)
     except UserError as error:
-        warn(f"{folder}: the memory that plan expects is not shown: {error}")
+        warn(f"{folder}: planned memory is not shown: {error}")
         return {}
     memory = report["memory"]
     return {name: memory[key] / 2**30 for key, name in PHASES.items() if memory.get(key)}
@@ -82,8 +82,10 @@ def report(
     live: Annotated[
         bool, typer.Option("--live", help="Serve the page on loopback and follow the run.")
     ] = False,
-    port: Annotated[int, typer.Option(help="With --live; 0: any that is free.")] = 0,
+    port: Annotated[int, typer.Option(help="Port for --live; 0: any free port.")] = 0,
 ) -> None:
-    """Write one HTML page about a run, or several: curves, samples, evaluations; print its path."""
+    """Write one HTML page about one or several runs with curves, samples and evaluations, and print
+    its path.
+    """
     folders = [run_dir, *(other_runs or [])]
     report_runs(folders, port if live else None, typer.echo, lambda t: typer.echo(t, err=True))

@@ -1,4 +1,4 @@
-"""`hybridrl top`: what a run is doing now, from the files in its folder. No torch."""
+"""`hybridrl top`: shows the state of a run from the files in its folder. No torch."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from hybridrl.parallel.watch import ranks_text
 from hybridrl.services.liveness.hang_reports import newest_report
 
 METRICS = "metrics.jsonl"
-# How metrics of the last step are shown, in order.
+# Formats of the last step's metrics, in order.
 LAST_STEP = {
-    "time_s/step": "{:.2f} s a step",
-    "throughput/tokens_per_s_per_gpu": "{:.0f} tokens/s a rank",
+    "time_s/step": "{:.2f} s per step",
+    "throughput/tokens_per_s_per_gpu": "{:.0f} tokens/s per rank",
     "reward/mean": "reward {:.3f}",
     "policy/loss": "loss {:.3f}",
-    "memory/peak_gib": "{:.2f} GiB at most on a rank",
+    "memory/peak_gib": "at most {:.2f} GiB on a rank",
 }
-# Of runs with a lag, where samples are under way for later steps.
+# Formats for runs with a lag, which generate samples for later steps.
 QUEUE = {
     "lag/unfinished": "{:.0f} samples unfinished",
-    "lag/waiting": "{:.0f} finished ones wait for a step",
-    "lag/dropped": "{:.0f} thrown away",
+    "lag/waiting": "{:.0f} finished samples wait for a step",
+    "lag/dropped": "{:.0f} dropped",
     "lag/mean": "weights {:.2f} steps old",
     "lag/max": "{:.0f} at most",
-    "idle/training": "ranks that train wait {:.0%} of the time",
-    "idle/rollout": "ranks that generate {:.0%}",
+    "idle/training": "training ranks wait {:.0%} of the time",
+    "idle/rollout": "generating ranks {:.0%}",
 }
 
 
 def run_text(folder: Path) -> str:
-    """Returns the lines that `hybridrl top` prints.
+    """Returns the text of `hybridrl top`.
 
     Raises:
-        UserError: There is no run.
+        UserError: The folder is not a run folder.
     """
     logs, file, config = folder / "logs", folder / METRICS, folder / "config.yaml"
     if not logs.is_dir():
-        raise UserError("RUN", folder, "a run folder", "Check the path; runs are in run.dir.")
+        raise UserError("RUN", folder, "a run folder", "Correct the path; runs are in run.dir.")
     holds = holder(folder)
     is_running = holds is not None and not holds.is_stale(folder)
     state = f"held by {holds}" if is_running else _end_of(folder)
@@ -65,7 +65,7 @@ def run_text(folder: Path) -> str:
     for title, forms in (("last step", LAST_STEP), ("queue", QUEUE)):
         if values := _shown(last, forms):
             lines.append(f"{title}: " + ", ".join(values))
-    # Ranks that do the same stand in one line: a cluster's do not fit on a screen.
+    # Ranks in the same phase share a line, because a cluster's ranks do not fit on a screen.
     phases = _phases(logs)
     for phase, since_s in sorted(phases.items(), key=lambda item: len(item[1])):
         shortest, longest = min(since_s.values()), max(since_s.values())
@@ -78,12 +78,12 @@ def run_text(folder: Path) -> str:
     if hang is not None:
         lines.append(f"{hang[1]}; all ranks: {hang[0]}")
     if not phases:
-        lines.append("  no rank has begun")
+        lines.append("  no rank has started")
     return "\n".join(lines)
 
 
 def watch(folder: Path, every_s: float) -> None:
-    """Prints what a run is doing; on a terminal again and again in the same place, until Ctrl-C."""
+    """Prints the state of a run; on a terminal refreshes it in place until Ctrl-C."""
     text = run_text(folder)
     if not sys.stdout.isatty():
         print(text)
@@ -95,20 +95,20 @@ def watch(folder: Path, every_s: float) -> None:
 
 
 def _end_of(folder: Path) -> str:
-    """Returns how a run that no process holds ended."""
+    """Returns how a run ended that no process holds."""
     starts = read_starts(folder)
     if not starts:
         return "no process holds the folder"
     if "exit" not in starts[-1]:  # killed, or its host is gone
-        return "ended without a word"
+        return "ended without a record"
     return f"{starts[-1]['exit']}, {starts[-1].get('ended', 'time unknown')}"
 
 
 def _phases(logs: Path) -> dict[str, dict[int, float]]:
-    """Returns the ranks in each phase, with the seconds since it began."""
+    """Returns the ranks in each phase, with the seconds since it started."""
     found: dict[str, dict[int, float]] = {}
     for file in logs.glob("rank_*.phase"):
-        with contextlib.suppress(OSError, ValueError):  # a start removes those of the one before
+        with contextlib.suppress(OSError, ValueError):  # a new start removes these files
             rank = int(file.stem.removeprefix("rank_"))
             phase, written = file.read_text().strip(" \n\0"), file.stat().st_mtime
             phase += ", failed" * file.with_suffix(".error").exists()
@@ -117,14 +117,14 @@ def _phases(logs: Path) -> dict[str, dict[int, float]]:
 
 
 def _shown(record: Record, forms: Mapping[str, str]) -> list[str]:
-    """Returns the metrics that a record has, in their forms."""
+    """Returns the formatted metrics of a record."""
     found = {name: record.get(name) for name in forms}
     return [forms[name].format(value) for name, value in found.items() if value is not None]
 
 
 def top(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between readings.")] = 2.0,
+    every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 2.0,
 ) -> None:
-    """Show what a run is doing, until Ctrl-C; once where the output is no terminal."""
+    """Show the state of a run until Ctrl-C; once if the output is not a terminal."""
     watch(run_dir, every_s)

@@ -1,4 +1,4 @@
-"""`hybridrl train`, and `train --replay` of a skipped step."""
+"""`hybridrl train`, and `train --replay` for a skipped step."""
 
 from __future__ import annotations
 
@@ -25,65 +25,53 @@ from hybridrl.services.launch.rank_log import log_to
 from hybridrl.services.launch.rank_reports import leave_for_parent, report_of_ranks
 from hybridrl.services.launch.training import launch_training
 
-PROMPT_LETTERS = 60
-
-
-def refuse_missing(file: Path) -> None:
-    """Refuses a file that is not there, before any rank starts.
-
-    Raises:
-        UserError: naming it.
-    """
-    if not os.path.isfile(file):
-        raise UserError(
-            "--replay", file, "a file of a run's replay folder", "Check the path of the file."
-        )
+PROMPT_CHARACTERS = 60
 
 
 def replay_text(report: dict[str, Any]) -> str:
-    """Returns the report as lines for people."""
+    """Returns the report as text for people."""
     weights = report["checkpoint"] or "the initial weights"
     counts = {"steps": report["num_steps_between"], "optimizer steps": report["update"]}
     ages = [f"{count} {what}" for what, count in counts.items() if count]
-    older = f"{' and '.join(ages)} older than the skipped one's"
-    how = older if ages else "those of that step"
+    older = f"{' and '.join(ages)} older than the skipped step's"
+    how = older if ages else "exactly the skipped step's"
     lines = [
         f"step {report['step']}, optimizer step {report['update']}, skipped in the run because "
         f"{report['saved_reason']}",
         f"weights: {weights}, {how}",
     ]
     if report["changed"]:
-        lines.append(f"other than in the run: {', '.join(report['changed'])}")
+        lines.append(f"changed since the run: {', '.join(report['changed'])}")
     for name in report.get("terms_left_out", ()):
-        lines.append(f"left out: the term {name}, which the configuration has no more")
+        lines.append(f"left out: the term {name}, which the configuration no longer has")
     if not report["has_random_states"]:
-        lines.append("random states: others than in the run, which had another world or device")
-    for name, told in report["models"].items():
-        norm = f"gradient norm {told['grad_norm']:.6g}"
-        if "loss_of" in told:
-            norm = f"a term of the loss of {told['loss_of']}, whose norm is that of all together"
-        lines.append(f"{name}: loss {told['loss']:.6g}, {norm}")
-        for micro in told["micro_batches"]:
+        lines.append("random states: not the run's, which had another number of ranks or device")
+    for name, model in report["models"].items():
+        norm = f"gradient norm {model['grad_norm']:.6g}"
+        if "loss_of" in model:
+            norm = f"a term of the loss of {model['loss_of']}, included in its gradient norm"
+        lines.append(f"{name}: loss {model['loss']:.6g}, {norm}")
+        for micro in model["micro_batches"]:
             mark = "  <- not finite" if micro["is_bad"] else ""
             lines.append(
                 f"  rank {micro['rank']} micro-batch {micro['micro_batch']}: loss "
                 f"{micro['loss']:.6g}, {len(micro['rows'])} rows{mark}"
             )
-        if told["parameter"] and "loss_of" not in told:
-            lines.append(f"  first gradient that is not finite: {told['parameter']}")
-        for row in told["rows"]:
+        if model["parameter"] and "loss_of" not in model:
+            lines.append(f"  first gradient that is not finite: {model['parameter']}")
+        for row in model["rows"]:
             lines.append(
                 f"  row {row['row']} (sample {row['sample']}, {row['num_prompt_tokens']} + "
                 f"{row['num_response_tokens']} tokens, reward {row['reward']:.6g}): loss "
                 f"{row['loss']:.6g}, gradient norm {row['grad_norm']:.6g}; prompt "
-                f"{row['prompt'][:PROMPT_LETTERS]!r}"
+                f"{row['prompt'][:PROMPT_CHARACTERS]!r}"
             )
     if report["is_finite"]:
-        lines.append("finite: the batch alone does not do it with these weights and knobs")
+        lines.append("finite: this batch with these weights and knobs does not cause the skip")
     else:
         lines.append(f"not finite again: {report['cause']}")
-        if not any(told["rows"] for told in report["models"].values()):
-            lines.append("no row does it alone")
+        if not any(model["rows"] for model in report["models"].values()):
+            lines.append("no single row causes it")
     return "\n".join(lines)
 
 
@@ -93,20 +81,23 @@ def train(
     world: World = None,
     replay: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Only say why the step of this saved batch was skipped."),
+        typer.Option(
+            metavar="FILE",
+            help="Explain why the step of this saved batch was skipped; do not train.",
+        ),
     ] = None,
     resume: Annotated[
         Literal["newest", "previous"],
-        typer.Option(help="Checkpoint to go on from; previous: the newest whole one before it."),
+        typer.Option(help="Checkpoint to continue from; previous: the newest complete one before."),
     ] = "newest",
 ) -> None:
-    """Train; continues from the newest checkpoint in the run folder."""
+    """Train; continue from the newest checkpoint in the run folder."""
     refuse_other_job(world)
     loaded = with_commits(load_config(config, overrides or []))
     if replay is not None:
         _replay(loaded, config, overrides or [], world, replay)
     if is_rank():
-        console.protect(console.STDOUT)  # a run's result is its folder, not what it prints
+        console.protect(console.STDOUT)  # a run's result is its folder, not its output
         if not is_launched():
             validate_training(loaded, torchrun_world(world), resume)
             log_to(run_folder(loaded) / "logs")
@@ -121,8 +112,10 @@ def train(
 def _replay(
     config: Config, file: Path, overrides: list[str], world: int | None, saved: Path
 ) -> NoReturn:
-    """Runs `train --replay` as parent or as rank; ends the command with its exit code."""
-    refuse_missing(saved)
+    """Runs `train --replay` in the parent or on a rank; ends the command."""
+    if not os.path.isfile(saved):
+        allowed = "an existing file in a run's replay folder"
+        raise UserError("--replay", saved, allowed, "Correct the path.")
     report: dict[str, Any] | int
     if is_rank():
         if not is_launched():

@@ -1,14 +1,13 @@
-"""`hybridrl check --mismatch`: why engine and trainer give the same tokens different
-log-probabilities.
+"""Diagnosis of differing log-probabilities: `hybridrl check --mismatch`.
 
-Lets both compute on prompts of the run, and has verdicts.py compare weights (every copy, by
-checksum), tokens (of all ranks and replicas, and the trainer's own choice), sampling support (what
-top_p and top_k cut off) and numerics (the residual stream, stage by stage: residual.py). Where an
-engine tells the experts that it chose, the trainer takes these in all comparisons; what its own
-would make of it is a verdict of its own, routing.
+Who waits for whom: everything is collective over the world. An error of one rank's engine is sent
+to all ranks before any continues, so that all take part in the next step, or none.
 
-Who waits for whom: everything is collective over the world. What one rank's engine finds wrong is
-told to all before any goes on, so that all take part in what follows, or none.
+Engine and trainer compute the same prompts of the run. verdicts.py compares weights (every copy, by
+checksum), tokens (of all ranks and replicas, and the trainer's choice), sampling support (what
+top_p and top_k exclude) and numerics (the residual stream by stage, residual.py). If the engine
+reports its choice of experts, the trainer uses the same experts in all comparisons, and the verdict
+`routing` judges the trainer's own choice.
 """
 
 from __future__ import annotations
@@ -62,19 +61,19 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
     """Runs one rank of `hybridrl check --mismatch`.
 
     Args:
-        config: of the run, with an engine and an algorithm that generate; the weights are its
+        config: Configuration with an engine and an algorithm that generate. The weights are the
             newest checkpoint's, or the initial ones.
-        with_reference: also compare both with transformers' own forward in float32, on rank 0's
-            CPU.
+        with_reference: Whether both are also compared with transformers' float32 forward on rank
+            0's CPU.
 
     Returns:
-        The report, the same on all ranks: `agree`, `checkpoint`, `engine`, `dtype`, and a Finding
-        each for `weights`, `tokens`, `sampling`, `numerics`, and of recorded experts `routing`.
+        The report, equal on all ranks: `agree`, `checkpoint`, `engine`, `dtype`, and a Finding each
+            for `weights`, `tokens`, `sampling`, `numerics` and, with recorded experts, `routing`.
     """
-    rollout = config.rollout.model_copy(update={"eager": True})  # or its graphs call no module
-    # Or there is nothing to compare the engine's weights with.
+    rollout = config.rollout.model_copy(update={"eager": True})  # CUDA graphs would skip the hooks
+    # The trainer's weights must stay in memory for the comparison.
     train = config.train.model_copy(update={"release_weights_in_rollout": False})
-    # What engine and trainer compute does not depend on where they lie.
+    # The placement does not change what engine and trainer compute.
     changed: dict[str, Any] = {"rollout": rollout, "train": train, "placement": PlacementConfig()}
     if _can_replay(config):
         changed["algorithm"] = config.algorithm.model_copy(update={"router_replay": "rollout"})
@@ -96,7 +95,7 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
 
 
 def _can_replay(config: Config) -> bool:
-    """Returns whether trainer and engine can compute with the same experts."""
+    """Returns whether trainer and engine can use the same experts."""
     family, shape = read_model(config.model.family, read_model_config(config.model))
     is_known = isinstance(config.algorithm, PolicyGradientConfig) and family.layer_spec is None
     return shape.moe is not None and is_known and ENGINES[config.rollout.engine].records_experts
@@ -105,13 +104,12 @@ def _can_replay(config: Config) -> bool:
 def diagnose(
     trainer: Trainer, with_reference: bool = False, run_replays: bool = False
 ) -> dict[str, Finding]:
-    """Returns the verdicts `weights`, `tokens`, `sampling` and `numerics`, and `routing` where the
-    engine tells its experts; the same on all ranks.
+    """Returns the verdicts `weights`, `tokens`, `sampling`, `numerics` and, if the engine reports
+    experts, `routing`; equal on all ranks.
 
     Args:
-        trainer: in the rollout phase, its engine idle and `eager`.
-        with_reference: as of `diagnose_rank`.
-        run_replays: whether the run trains with the engine's experts.
+        trainer: Trainer in the rollout phase with an idle, `eager` engine.
+        run_replays: Whether the run trains with the engine's experts.
     """
     prompts = [prompt.tokens[:PROMPT_TOKENS] for prompt in trainer.prompts.take(NUM_PROMPTS)]
     weights = _weights(trainer)
@@ -119,7 +117,7 @@ def diagnose(
     everyone: list[tuple[list[Answer], str]] = trainer.world.gather_objects((answers, error))
     failed = [f"rank {rank}: {found}" for rank, (_, found) in enumerate(everyone) if found]
     if failed:
-        remedy = "Weights or seeds differ between the ranks of a replica."
+        remedy = "Compare weights and seeds between the ranks of a replica."
         missing = Finding(False, "not compared: the ranks of a replica drew different tokens")
         tokens = Finding(False, failed[0], remedy)
         return {"weights": weights, "tokens": tokens, "sampling": missing, "numerics": missing}
@@ -132,14 +130,16 @@ def _weights(trainer: Trainer) -> Finding:
     try:
         trainer.hybrid_engine.verify()
     except VerifyError as error:
-        remedy = "The transport is broken, or something else wrote to the engine's parameters."
+        remedy = (
+            "Try rollout.transport=packed; other code may also write to the engine's parameters."
+        )
         return Finding(False, str(error), remedy)
     return Finding(True, "every engine parameter equals the trainer's weights, by checksum")
 
 
 def _ask(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Answer], str]:
-    """Returns this rank's answers, greedy ones and those sampled as in the run, or what kept its
-    replica from going on.
+    """Returns this rank's greedy answers and those sampled as in the run, or the error of its
+    replica.
     """
     given = trainer.sampler.sampling
     num_tokens = min(NEW_TOKENS, given.max_new_tokens)
@@ -172,12 +172,12 @@ def _compare(
     with_reference: bool,
     run_replays: bool,
 ) -> dict[str, Finding]:
-    """Lets the engine, then the trainer compute the same tokens, and compares."""
+    """Computes the same tokens in the engine, then in the trainer, and compares them."""
     model, layout, sampling = trainer.policy.model, trainer.sampler.layout, trainer.sampler.sampling
     engine = trainer.engine
-    assert isinstance(engine, ComputingEngine)  # the command refuses others
+    assert isinstance(engine, ComputingEngine)  # the command refuses other engines
     with trainer.world.all_agree("reading the engine's residual stream"):
-        theirs = engine_streams(engine, prompts)
+        engine_rows = engine_streams(engine, prompts)
     trainer.enter_training()
     batch, first_of, placed = _batch(prompts, by_rank, layout)
     wanted_N = torch.cat(
@@ -186,27 +186,31 @@ def _compare(
             for number, prompt in enumerate(prompts)
         ]
     )
-    ours, norm_TD, plain_T = trainer_streams(model, batch, wanted_N, trainer.policy.temperature)
+    trainer_rows, norm_TD, plain_T = trainer_streams(
+        model, batch, wanted_N, trainer.policy.temperature
+    )
     ends_N = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0) - 1
-    ours["logits"] = trainer_logits(model, ours["norm"][ends_N])
-    said = _tokenwise(trainer, batch, norm_TD, plain_T)
+    trainer_rows["logits"] = trainer_logits(model, trainer_rows["norm"][ends_N])
+    tokenwise = _tokenwise(trainer, batch, norm_TD, plain_T)
     exact = reference_streams(model, prompts) if with_reference else {}
     bounds = BOUNDS[trainer.source.dtype]
-    total, replica = mean_difference(placed, said)
-    numerics = judge_numerics(_table(trainer, theirs, ours, exact), total, replica, bounds)
-    # What only happens further on, as a window or a scaling of positions may, was not looked at.
+    total, replica = mean_difference(placed, tokenwise)
+    numerics = judge_numerics(
+        _table(trainer, engine_rows, trainer_rows, exact), total, replica, bounds
+    )
+    # Longer prompts may differ where these agree, for example beyond a window.
     longest = max(map(len, prompts))
     numerics = replace(numerics, found=f"{numerics.found}; on prompts of up to {longest} tokens")
     found = {
-        "tokens": judge_tokens(layout, by_rank, placed, said, bounds.refuse),
-        "sampling": judge_sampling(placed, said, sampling, bounds.warn),
+        "tokens": judge_tokens(layout, by_rank, placed, tokenwise, bounds.refuse),
+        "sampling": judge_sampling(placed, tokenwise, sampling, bounds.warn),
         "numerics": numerics,
     }
     if ROUTED_EXPERTS in batch.blobs:
         plan = model.plan(batch.with_blobs(), 1.0)
         outputs: list[TokenStats] = model.forward_all(plan.inputs)
         own_T = plan.column([output.logp_S for output in outputs])
-        found["routing"] = judge_routing(placed, said, own_T, bounds.warn, run_replays)
+        found["routing"] = judge_routing(placed, tokenwise, own_T, bounds.warn, run_replays)
     return found
 
 
@@ -215,11 +219,13 @@ def _batch(
     by_rank: Sequence[Sequence[Answer]],
     layout: RolloutLayout,
 ) -> tuple[TrainBatch, list[int], Placed]:
-    """Returns the different responses of all replicas as a batch, in the order of their prompts;
-    for each prompt its first sample; and where each answer lies.
+    """Returns the distinct responses of all replicas as a batch, in the order of their prompts; the
+    first sample of each prompt; and the place of each answer.
     """
     firsts = [by_rank[rank] for rank in layout.ranks if layout.tp_rank(rank) == 0]
-    different = {(one.prompt, one.completion.tokens) for answers in firsts for one in answers}
+    different = {
+        (answer.prompt, answer.completion.tokens) for answers in firsts for answer in answers
+    }
     ordered = sorted(different)
     sample_of = {key: sample for sample, key in enumerate(ordered)}
     samples = [
@@ -227,18 +233,18 @@ def _batch(
         for sample, (number, tokens) in enumerate(ordered)
     ]
     batch = TrainBatch.supervised(samples, Producer.here("the diagnosis"))
-    # Of the first replica that drew it.
+    # Blobs come from the first replica that drew a response.
     blobs_of = {
-        (one.prompt, one.completion.tokens): one.completion.blobs
+        (answer.prompt, answer.completion.tokens): answer.completion.blobs
         for answers in reversed(firsts)
-        for one in answers
+        for answer in answers
     }
     batch = replace(batch, blobs=joined_blobs([blobs_of[key] for key in ordered]))
     numbers = [number for number, _ in ordered]
     starts, ends = batch.offsets[:-1] + batch.prompt_lengths_B, batch.offsets[1:]
     spans = [slice(*pair) for pair in zip(starts.tolist(), ends.tolist(), strict=True)]
     placed = [
-        [(one, spans[sample_of[one.prompt, one.completion.tokens]]) for one in answers]
+        [(answer, spans[sample_of[answer.prompt, answer.completion.tokens]]) for answer in answers]
         for answers in firsts
     ]
     return batch, [numbers.index(number) for number in range(len(prompts))], placed
@@ -260,17 +266,20 @@ def _tokenwise(trainer: Trainer, batch: TrainBatch, norm_TD: Tensor, plain_T: Te
 
 
 def _table(
-    trainer: Trainer, theirs: Streams, ours: Streams, exact: Streams
+    trainer: Trainer, engine_rows: Streams, trainer_rows: Streams, exact: Streams
 ) -> list[dict[str, Any]]:
-    """Returns for every stage the largest difference of any rank's engine from the trainer, and
-    where there is a reference, the error of the trainer and of rank 0's engine.
+    """Returns, for each stage, the largest difference between any rank's engine and the trainer.
+
+    With a reference, also the errors of the trainer and of rank 0's engine.
     """
     order = [*stages(trainer.source.shape.num_layers), "logits"]
-    difference = {s: relative_rms(theirs[s], ours[s]) for s in order if s in theirs}
+    difference = {
+        s: relative_rms(engine_rows[s], trainer_rows[s]) for s in order if s in engine_rows
+    }
     errors = {
         stage: {
-            "trainer_error": relative_rms(ours[stage], exact[stage]),
-            "engine_error": relative_rms(theirs[stage], exact[stage]),
+            "trainer_error": relative_rms(trainer_rows[stage], exact[stage]),
+            "engine_error": relative_rms(engine_rows[stage], exact[stage]),
         }
         for stage in difference
         if stage in exact

@@ -1,11 +1,11 @@
-"""What transformers itself computes: the reference of `hybridrl check --mismatch --reference`.
+"""Reference forward by transformers for `hybridrl check --mismatch --reference`.
 
-Owns a model in float32 and its plain forward: eager attention, transformers' own masks and
-positions, one whole sequence at a time, no cache. Nothing of the hf engine's decoding takes part,
-since that engine is one of those that are compared.
+Who waits for whom: `reference_streams` is collective over the world. Rank 0 computes; an error
+there is raised on all ranks.
 
-Who waits for whom: `reference_streams` is collective over the world. What goes wrong on rank 0,
-which computes, is raised on all ranks.
+Owns a float32 model and its plain forward: eager attention, transformers' own masks and positions,
+one sequence at a time, no cache. It shares no code with the hf engine's decoding, because that
+engine may be the one under comparison.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from hybridrl.training.model import ParallelModel
 def reference_streams(
     model: ParallelModel, prompts: Sequence[tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Returns, on rank 0, the stages that transformers computes with the trainer's weights, rows in
-    the order of the prompts' tokens; `logits` has the last position of each prompt. Elsewhere
-    nothing.
+    """Returns, on rank 0, the stages that transformers computes with the trainer's weights; empty
+    on other ranks.
+
+    Rows follow the prompts' tokens; `logits` has the last position of each prompt.
 
     Raises:
-        ModelError: transformers has no such model, or other parameters than the family; on all
-            ranks.
+        ModelError: transformers has no such model, or its parameters differ from the family's; on
+            all ranks.
     """
     world, source = model.world, model.source
     shapes = hf_shapes(source.family, source.shape)
@@ -47,7 +48,7 @@ def reference_streams(
             live = checkpoint_tensors(reference, source.hf_config, source.family)
             _check_parameters(live, shapes)
     weights = gather_tensors(model.whole_weights(), shapes, torch.float32, world)
-    for name, tensor in weights:  # nothing elsewhere
+    for name, tensor in weights:  # empty on other ranks
         live[name].copy_(tensor)
     found: dict[str, Tensor] = {}
     with world.all_agree("computing the reference"):
@@ -58,11 +59,11 @@ def reference_streams(
 
 @torch.no_grad()
 def plain_streams(model: Any, prompts: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
-    """Returns the stages of transformers' own forward of each prompt alone."""
+    """Returns the stages of transformers' own forward, prompt by prompt."""
     found: dict[str, list[Tensor]] = {}
 
     def keep(stage: str, hidden: Tensor) -> None:
-        if stage != "logits":  # as lm_head has them; the model may scale or cap them afterwards
+        if stage != "logits":  # the hook sees them before the model scales or caps them
             found.setdefault(stage, []).append(hidden.detach().flatten(0, -2).float().clone())
 
     for prompt in prompts:

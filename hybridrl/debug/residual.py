@@ -1,13 +1,13 @@
-"""The residual stream of one model in two implementations, by stage, for comparing them.
+"""Residual stream of one model in two implementations, by stage, for a comparison.
 
-A stage is a name: `embedding`, `layers.N.attention` (after the attention's addition),
-`layers.N.mlp` (after the layer), `norm` and `logits`. Streams are float32 on the CPU, a row a
-token. Read by forward hooks, from pre-norm decoders: the trainer's by Megatron's names, the
-engine's by those of the HF model, which vLLM and SGLang have too.
+Who waits for whom: functions with a ParallelModel are collective over the world. Its ranks hold
+different layers and tokens (sequence, context and data parallel); the whole stream is the exact sum
+over all ranks, because columns are zero where a rank has nothing.
 
-Who waits for whom: what takes a ParallelModel is collective over the world. Its ranks hold
-different layers and different tokens (sequence, context and data parallel); the sum over all ranks
-of columns that are zero elsewhere is the whole stream, exactly.
+A stage is a name: `embedding`, `layers.N.attention` (after attention's addition), `layers.N.mlp`
+(after the layer), `norm` or `logits`. Streams are float32 on the CPU with one row per token.
+Forward hooks read them from pre-norm decoders, by Megatron's module names in the trainer and by
+HF's in the engine, which vLLM and SGLang share.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GREEDY = SamplingParams(temperature=0.0, max_new_tokens=1)
 
 
 def stages(num_layers: int) -> list[str]:
-    """Returns the names of the stages whose rows are hidden states, in the order of computation."""
+    """Returns the names of the stages with hidden states, in the order of computation."""
     parts = [f"layers.{i}.{part}" for i in range(num_layers) for part in ("attention", "mlp")]
     return ["embedding", *parts, "norm"]
 
@@ -40,22 +40,22 @@ def stages(num_layers: int) -> list[str]:
 def engine_streams(
     engine: ComputingEngine, prompts: Sequence[tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Returns the stages of an idle engine, rows in the order of the prompts' tokens.
+    """Returns the stages of an idle engine; rows follow the prompts' tokens.
 
-    `logits` has one row a prompt, its last position; a rank that vLLM gives no logits lacks it.
-    Made by every tensor-parallel rank of a replica alike.
+    `logits` has the last position of each prompt; a rank that gets no logits from vLLM lacks them.
+    Every tensor-parallel rank of a replica must call this.
     """
     found: dict[str, list[Tensor]] = {}
     decoder: Any = engine.model.get_submodule("model")
     expected = stages(len(decoder.layers))
     for number, prompt in enumerate(prompts):
-        # One at a time and with an empty cache, so that every position is computed, here.
+        # One prompt at a time and an empty cache, so that every position is computed here.
         engine.begin_update()
         engine.finish_update(engine.version)
         parts: dict[str, list[Tensor]] = {}
 
         def keep(stage: str, hidden: Tensor, parts: dict[str, list[Tensor]] = parts) -> None:
-            # A copy at once: vLLM's kernels write over their inputs.
+            # Copied immediately, because vLLM's kernels overwrite their inputs.
             rows = hidden.detach().flatten(0, -2).to("cpu", torch.float32, copy=True)
             parts.setdefault(stage, []).append(rows)
 
@@ -65,9 +65,8 @@ def engine_streams(
             whole = torch.cat(parts.get(stage, [torch.empty(0, 1)]))[: len(prompt)]
             if len(whole) < len(prompt):
                 raise RuntimeError(
-                    f"{stage} of the engine computed {len(whole)} of {len(prompt)} positions of a "
-                    "prompt; it must start with an empty cache and, if it captures CUDA graphs, "
-                    "with rollout.eager=true"
+                    f"stage {stage} of the engine computed {len(whole)} of {len(prompt)} positions "
+                    "of a prompt; the engine needs an empty cache and rollout.eager=true"
                 )
             found.setdefault(stage, []).append(whole)
         if "logits" in parts:
@@ -77,10 +76,10 @@ def engine_streams(
 
 @contextmanager
 def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
-    """Calls `keep` with every stage that a model with HF's module names computes.
+    """Calls `keep` with every stage of a model with HF's module names.
 
-    A layer of vLLM and SGLang returns what its MLP adds and the stream so far apart, and so do
-    its norms; SGLang's logits are an attribute of a record.
+    Layers and norms of vLLM and SGLang return the MLP's output and the stream separately; SGLang's
+    logits are an attribute of a record.
     """
     decoder: Any = model.get_submodule("model")
     modules = dict(model.named_modules())
@@ -121,12 +120,12 @@ def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
 def trainer_streams(
     model: ParallelModel, batch: TrainBatch, wanted_N: Tensor, temperature: float
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Runs the batch forward once; in the training phase.
+    """Runs the batch forward once, in the training phase.
 
     Args:
-        batch: whole samples.
-        wanted_N: the tokens of it whose rows are kept, ascending.
-        temperature: of the log-probabilities.
+        batch: Batch of whole samples.
+        wanted_N: Indices of the tokens whose rows are kept, ascending.
+        temperature: Temperature of the log-probabilities.
 
     Returns:
         The stages (N, D) without `logits`; the final norm of all tokens (T, D); and the
@@ -161,7 +160,7 @@ def trainer_streams(
 
 
 def _local_tokens(model: ParallelModel, batch: TrainBatch, one: ModelInput) -> Tensor:
-    """Returns which token of the batch each position is that this rank computes; -1 for padding."""
+    """Returns the batch's token at each position that this rank computes; -1 for padding."""
     whole, where, layout = one.whole, model.mesh.place, model.mesh.layout
     sample_S = torch.tensor([*whole.sample_indices, -1])[whole.sequence_index_S]
     token_S = batch.offsets[sample_S] + whole.positions_S
@@ -199,7 +198,7 @@ def _megatron_hooks(model: ParallelModel, keep: Keep) -> Iterator[None]:
 
 @torch.no_grad()
 def trainer_logits(model: ParallelModel, norm_ND: Tensor) -> Tensor:
-    """Returns the logits (N, V) of rows of the final norm, the same on every rank."""
+    """Returns the logits (N, V) of rows of the final norm, equal on every rank."""
     world, source = model.world, model.source
     logits_NV = torch.zeros(len(norm_ND), source.shape.vocab_size)
     head = model.chunks[-1]

@@ -1,11 +1,10 @@
-"""`hybridrl train CONFIG --replay FILE`: computes a skipped optimizer step again and says what of
-its batch gives a loss or gradient that is not finite.
+"""Replay of a skipped optimizer step: `hybridrl train CONFIG --replay FILE`.
 
-Takes the weights of the newest checkpoint before that step, or the initial ones: what comes of the
-batch shows again, what came of the weights only where they are those of the step, which the report
-says. Nothing is trained, generated or written.
+Collective: every rank searches the same rows in the same order.
 
-Collective: every rank searches the same rows in the same order, by numbers that all know.
+Finds the rows whose loss or gradient is not finite. Uses the newest checkpoint before that step, or
+the initial weights. A fault of the batch therefore appears again; a fault of the weights appears
+only if they are those of the step, which the report says. Nothing is trained, generated or written.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from hybridrl.roles.policy import TERM_TEMPERATURE, Policy
 from hybridrl.roles.roles import Roles, make_roles
 from hybridrl.training.update import Gradients, LossPart
 
-MAX_ROWS = 8  # found before the search ends
+MAX_ROWS = 8  # number of bad rows after which the search ends
 
 Passes = Callable[[TrainBatch, float | None], Gradients]
 
@@ -44,19 +43,19 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
     """Runs one rank of the command.
 
     Args:
-        config: of the run; what differs from the saved one is told.
-        file: a batch that the run saved.
+        config: Configuration of the run; differences from the saved one are reported.
+        file: A batch that the run saved.
 
     Returns:
-        The report, for JSON, the same on all ranks: `is_finite`, `step`, `update` (also by how many
-        optimizer steps of the step the weights are older), `saved_reason`, `checkpoint` (None:
-        initial weights) and `num_steps_between` it and the step, `changed` knobs,
-        `has_random_states` of the run, `terms_left_out`, saved ones that the config has no more,
-        `cause` (None if finite), and for each of `models`, and for each further term of the
-        policy's loss (`loss_of`), its `loss`, the model's `grad_norm`, `micro_batches`, the first
-        `parameter` with a bad gradient, and bad `rows`.
+        The report for JSON, equal on all ranks: `is_finite`; `step`; `update`, which is also the
+            number of optimizer steps within the step that the weights lack; `saved_reason`;
+            `checkpoint` (None for initial weights) and `num_steps_between` it and the step;
+            `changed` knobs; `has_random_states` of the run; `terms_left_out`, which the
+            configuration no longer has; `cause` (None if finite); and `models`. Each model, and
+            each further loss term (with `loss_of`), has its `loss`, the model's `grad_norm`,
+            `micro_batches`, the first `parameter` with a bad gradient, and bad `rows`.
     """
-    # Weights go nowhere; they stay where Megatron allocates them.
+    # There is no reshard, so weights stay where Megatron allocates them.
     rollout = config.rollout.model_copy(update={"transport": "packed"})
     start_kernels_in_order(config.train.tp, config.train.cp)
     platform = Platform.detect()
@@ -96,22 +95,22 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
 
 
 def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
-    """Accumulates the gradients of a saved batch, takes no step, and reports; collective."""
+    """Computes a saved batch's gradients without an optimizer step, and reports; collective."""
     terms = {name: batch for name, batch in saved.terms.items() if name in roles.terms}
     found = roles.gradients(saved.batch, saved.step - 1, terms)
     is_finite = all(one.is_finite for one in found)
     cause = None if is_finite else first_cause(world, found)
-    # Told before the search, which makes other gradients.
+    # Reported before the search, which overwrites the gradients.
     models = {
-        share.name: _told(world, one, share) | ({"loss_of": one.name} if number else {})
+        share.name: _loss_report(world, one, share) | ({"loss_of": one.name} if number else {})
         for one in found
         for number, share in enumerate(one.loss_parts)
     }
-    for name, told in models.items():
-        of_model = next(one for one in found if one.name == told.get("loss_of", name))
+    for name, report in models.items():
+        of_model = next(one for one in found if one.name == report.get("loss_of", name))
         if not of_model.is_finite:
             batch = terms.get(name, saved.batch)
-            told["rows"] = _bad_rows(*_search(roles, name), batch, _suspects(told, batch))
+            report["rows"] = _bad_rows(*_search(roles, name), batch, _suspects(report, batch))
     return {
         "is_finite": is_finite,
         "step": saved.step,
@@ -124,7 +123,7 @@ def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
 
 
 def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
-    """Returns how to compute a loss alone, a model's or a term's, and its algorithm."""
+    """Returns the function that computes the gradients of one loss, and its algorithm."""
     if name in roles.terms:
         algorithm = roles.terms[name].algorithm
         policy = Policy(
@@ -136,7 +135,7 @@ def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
 
 
 def _load_before(config: Config, meshes: Meshes, roles: Roles, step: int) -> Path | None:
-    """Loads the newest checkpoint whose weights are of before this step; None if there is none."""
+    """Loads the newest checkpoint from before this step; None if there is none."""
     folder, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
     store = CheckpointStore(folder, meshes.world, keep, layout=meshes.name)
     if (found := store.newest(before_step=step)) is None:
@@ -149,8 +148,8 @@ def _load_before(config: Config, meshes: Meshes, roles: Roles, step: int) -> Pat
     return found
 
 
-def _told(world: World, one: Gradients, share: LossPart) -> dict[str, Any]:
-    """Returns the loss of every micro-batch, by rank, their sum, and the model's gradient norm."""
+def _loss_report(world: World, one: Gradients, share: LossPart) -> dict[str, Any]:
+    """Returns the loss of every micro-batch, their sum, and the model's gradient norm."""
     mine = [
         {"rank": world.rank, "micro_batch": index, "loss": result.loss.item()}
         | {"rows": list(share.rows(index)), "is_bad": index in share.bad_micro_batches()}
@@ -168,18 +167,20 @@ def _told(world: World, one: Gradients, share: LossPart) -> dict[str, Any]:
     }
 
 
-def _suspects(told: dict[str, Any], batch: TrainBatch) -> list[int]:
-    """Returns the rows of micro-batches whose loss is not finite; all rows if there is none."""
-    bad = {row for micro in told["micro_batches"] if micro["is_bad"] for row in micro["rows"]}
+def _suspects(report: dict[str, Any], batch: TrainBatch) -> list[int]:
+    """Returns the rows of micro-batches whose loss is not finite; all rows if there are none."""
+    bad = {row for micro in report["micro_batches"] if micro["is_bad"] for row in micro["rows"]}
     return sorted(bad) or list(range(batch.num_samples))
 
 
 def _bad_rows(
     passes: Passes, algorithm: Algorithm, batch: TrainBatch, rows: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Returns the first rows that by themselves give what is not finite, divided as in the whole
-    batch; by halves, so that a row is found in about log2 of their number passes. A loss of the
-    algorithms here is a sum over rows, but for an overflow of their sum, which no row has.
+    """Returns the first rows whose own loss or gradient is not finite, with the whole batch's
+    denominator.
+
+    Halves the rows, so that a row is found in about log2 of their number passes. This assumes that
+    the loss is a sum over rows; an overflow of the sum itself has no row.
     """
     denominator = algorithm.denominator(batch)
     found: list[dict[str, Any]] = []
@@ -212,7 +213,7 @@ def _bad_rows(
 
 
 def changed(saved: str, now: str) -> list[str]:
-    """Returns the knobs, in full, that two configurations as YAML have other values of."""
+    """Returns the knobs whose values differ between two configurations in YAML."""
     before, after = (dict(_leaves(safe_load(text), "")) for text in (saved, now))
     return [
         f"{key}: {after.get(key, 'absent')} ({before.get(key, 'absent')} in the run)"

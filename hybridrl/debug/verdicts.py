@@ -1,7 +1,8 @@
-"""What `hybridrl check --mismatch` concludes from what engine and trainer say of the same tokens.
+"""Verdicts of `hybridrl check --mismatch` from the results of engine and trainer on the same
+tokens.
 
-Owns the five verdicts and their rules; pure, and about tensors on the CPU. Who computes what is
-diagnose.py.
+Owns the five verdicts and their rules. All functions are pure and use CPU tensors; diagnose.py
+computes their inputs.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, SamplingParams
 from hybridrl.training.mismatch import Bounds
 
-JUMP = 10.0  # a stage stands out if its difference is so many times that of the stage before
-MAX_OUTSIDE = 0.01  # share of sampled tokens at the edge of top_p and top_k, where rounding decides
+JUMP = 10.0  # factor over the stage before by which a stage stands out
+MAX_OUTSIDE = 0.01  # share of sampled tokens that rounding may move outside top_p and top_k
 LOOK_AT = {
     "embedding": "the vocabulary and a scale of the embedding",
     "attention": "rope (theta, scaling), head sizes, query and key norms and biases",
@@ -33,10 +34,10 @@ class Finding:
     """One verdict.
 
     Args:
-        agrees: whether engine and trainer do.
-        found: what was compared, in a sentence with its numbers.
-        remedy: what to do or to look at where they do not agree.
-        details: the numbers, for JSON.
+        agrees: Whether engine and trainer agree.
+        found: Sentence with the compared numbers.
+        remedy: Advice if they do not agree.
+        details: The numbers, for JSON.
     """
 
     agrees: bool
@@ -55,18 +56,20 @@ class Answer:
 
 
 Placed = Sequence[Sequence[tuple[Answer, slice]]]
-"""For each replica its answers, each with the place of its tokens in the trainer's columns."""
+"""Answers of each replica, each with the slice of its tokens in the trainer's columns."""
 
 
 @dataclass(frozen=True)
 class Tokenwise:
-    """What the trainer says of every response token, each (T,).
+    """The trainer's results for every response token, each (T,).
 
     Args:
-        choice: its most probable token.
-        best, own: log-probability of that token, and of the token that stands there.
-        cut: the latter under the distribution that the engine samples from.
-        plain: the same as the loss sees it: with temperature, and nothing cut off.
+        choice: Most probable token.
+        best, own: Log-probability of that token, and of the response's token.
+        cut: Log-probability of the response's token under the engine's truncated sampling
+            distribution.
+        plain: Log-probability of the response's token in the loss: with temperature, without
+            truncation.
     """
 
     choice: Tensor
@@ -80,17 +83,19 @@ def judge_tokens(
     layout: RolloutLayout,
     by_rank: Sequence[Sequence[Answer]],
     placed: Placed,
-    said: Tokenwise,
+    tokenwise: Tokenwise,
     tie: float,
 ) -> Finding:
-    """Compares what the ranks of each replica drew, and greedy tokens with the trainer's choice.
+    """Compares the tokens of the ranks of each replica, and greedy tokens with the trainer's
+    choice.
 
     Args:
-        by_rank: the answers of every rank.
-        tie: nats by which the trainer's choice may be likelier than the engine's.
+        by_rank: Answers of every rank.
+        tie: Nats by which the trainer's choice may be likelier than the engine's.
 
     Returns:
-        The verdict; in its details `greedy` has the first replica's answers, prompt after prompt.
+        The verdict; `greedy` in its details has the first replica's answers in the order of
+        prompts.
     """
     others: list[str] = []
     drawn = [[answer.completion.tokens for answer in answers] for answers in by_rank]
@@ -102,15 +107,15 @@ def judge_tokens(
     for replica, answers in enumerate(placed):
         for answer, span in (pair for pair in answers if pair[0].is_greedy):
             tokens = torch.tensor(answer.completion.tokens)
-            is_other = tokens != said.choice[span]
-            gap = said.best[span] - said.own[span]
+            is_other = tokens != tokenwise.choice[span]
+            gap = tokenwise.best[span] - tokenwise.own[span]
             num_greedy += len(tokens)
             num_ties += int((is_other & (gap <= tie)).sum())
             for place in (is_other & ~(gap <= tie)).nonzero().flatten().tolist():
                 others.append(
-                    f"replica {replica} took token {int(tokens[place])} as number {place} after "
-                    f"prompt {answer.prompt}, the trainer {int(said.choice[span][place])}, "
-                    f"{float(gap[place]):.2g} nats likelier"
+                    f"replica {replica} chose token {int(tokens[place])} as number {place} after "
+                    f"prompt {answer.prompt}, the trainer {int(tokenwise.choice[span][place])}, "
+                    f"which is {float(gap[place]):.2g} nats likelier"
                 )
     counts = {"num_greedy": num_greedy, "num_near_ties": num_ties, "num_others": len(others)}
     greedy = (one.completion for one, _ in placed[0] if one.is_greedy)
@@ -118,25 +123,28 @@ def judge_tokens(
     details = {**counts, "greedy": answers_of_first}
     if others:
         found = f"{len(others)} differences in {num_greedy} greedy tokens; first: {others[0]}"
-        return Finding(False, found, "The rows below say why.", details)
+        return Finding(False, found, "See the checks below for the cause.", details)
     size = f"{layout.replicas} x tp {layout.tp}"
-    found = f"{num_greedy} greedy tokens of {size} are the trainer's choice, {num_ties} near ties"
+    found = f"{num_greedy} greedy tokens of {size} are the trainer's choice; {num_ties} near ties"
     return Finding(True, found, details=details)
 
 
 def judge_sampling(
-    placed: Placed, said: Tokenwise, sampling: SamplingParams, bound: float
+    placed: Placed, tokenwise: Tokenwise, sampling: SamplingParams, bound: float
 ) -> Finding:
-    """Says how much of the difference comes from what the engine cuts off, and the trainer not.
+    """Judges how much of the difference comes from the engine's truncation, which the trainer
+    lacks.
 
     Args:
-        bound: nats of it, on average, that are allowed.
+        bound: Allowed mean difference from truncation, in nats.
     """
     sampled = [pair for answers in placed for pair in answers if not pair[0].is_greedy]
-    cut, plain = (torch.cat([column[s] for _, s in sampled]) for column in (said.cut, said.plain))
+    cut, plain = (
+        torch.cat([column[s] for _, s in sampled]) for column in (tokenwise.cut, tokenwise.plain)
+    )
     is_inside = cut.isfinite()
-    same = float(_gaps(sampled, said.cut)[is_inside].abs().mean())
-    raw = float(_gaps(sampled, said.plain).abs().mean())
+    same = float(_gaps(sampled, tokenwise.cut)[is_inside].abs().mean())
+    raw = float(_gaps(sampled, tokenwise.plain).abs().mean())
     share = float((cut - plain)[is_inside].abs().mean())
     outside = int((~is_inside).sum())
     details = {
@@ -150,50 +158,53 @@ def judge_sampling(
     knobs = f"temperature={sampling.temperature:g} top_p={sampling.top_p:g} top_k={sampling.top_k}"
     found = f"at {knobs} {len(cut)} sampled tokens differ by {raw:.2g} nats on average; "
     if sampling.top_p == 1 and not sampling.top_k:
-        return Finding(True, found + "nothing is cut off", details=details)
+        return Finding(True, found + "there is no truncation", details=details)
     found += (
-        f"what is cut off makes {share:.2g} of it (allowed {bound:g}), {same:.2g} are left where "
-        f"the trainer cuts off the same; {outside} tokens are outside the trainer's support"
+        f"truncation causes {share:.2g} of it (allowed {bound:g}), {same:.2g} remain with the same "
+        f"truncation in the trainer; {outside} tokens are outside the trainer's support"
     )
     if share <= bound and outside <= MAX_OUTSIDE * len(cut):
         return Finding(True, found, details=details)
-    remedy = "The trainer cuts nothing off: set rollout.top_p=1 rollout.top_k=0."
+    remedy = "Set rollout.top_p=1 rollout.top_k=0: the trainer does not truncate."
     return Finding(False, found, remedy, details)
 
 
 def judge_routing(
-    placed: Placed, said: Tokenwise, own_T: Tensor, bound: float, run_replays: bool
+    placed: Placed, tokenwise: Tokenwise, own_T: Tensor, bound: float, run_replays: bool
 ) -> Finding:
-    """Says how much of the difference comes from routers that choose other experts.
+    """Judges how much of the difference comes from another choice of experts.
 
     Args:
-        said: with the engine's experts.
-        own_T: the log-probability of each token with the experts of the trainer's own routers.
-        bound: nats on average that are allowed.
-        run_replays: whether the run trains with the engine's experts.
+        tokenwise: The trainer's results with the engine's experts.
+        own_T: Log-probability of each token with the trainer's own experts.
+        bound: Allowed mean difference, in nats.
+        run_replays: Whether the run trains with the engine's experts.
     """
     greedy = [pair for answers in placed for pair in answers if pair[0].is_greedy]
-    own, replayed = (float(_gaps(greedy, column).abs().mean()) for column in (own_T, said.own))
+    own, replayed = (float(_gaps(greedy, column).abs().mean()) for column in (own_T, tokenwise.own))
     details = {"diff_mean": own, "diff_mean_with_engines_experts": replayed, "bound": bound}
     found = (
         f"greedy tokens differ by {own:.2g} nats on average with the trainer's own experts, by "
-        f"{replayed:.2g} with the engine's (allowed {bound:g}); the run takes "
+        f"{replayed:.2g} with the engine's (allowed {bound:g}); the run trains with "
         f"{'those of the engine' if run_replays else 'its own'}"
     )
     if (replayed if run_replays else own) <= bound:
         return Finding(True, found, details=details)
     remedy = "Set algorithm.router_replay=rollout." if replayed <= bound else ""
-    return Finding(False, found, remedy or "The rows above say why.", details)
+    return Finding(False, found, remedy or "See the checks above for the cause.", details)
 
 
-def mean_difference(placed: Placed, said: Tokenwise) -> tuple[float, int]:
-    """Returns the mean absolute difference of all answers of the worst replica, and its number;
-    each token under the distribution that it was drawn from.
+def mean_difference(placed: Placed, tokenwise: Tokenwise) -> tuple[float, int]:
+    """Returns the mean absolute difference of the worst replica, and its number. Each token is
+    compared under the distribution that it was drawn from.
     """
     totals = []
     for replica, answers in enumerate(placed):
         gaps = torch.cat(
-            [_gaps([pair], said.own if pair[0].is_greedy else said.cut) for pair in answers]
+            [
+                _gaps([pair], tokenwise.own if pair[0].is_greedy else tokenwise.cut)
+                for pair in answers
+            ]
         )
         totals.append((float(gaps[gaps.isfinite()].abs().mean()), replica))
     return max(totals)
@@ -202,13 +213,12 @@ def mean_difference(placed: Placed, said: Tokenwise) -> tuple[float, int]:
 def judge_numerics(
     table: Sequence[Mapping[str, Any]], total: float, replica: int, bounds: Bounds
 ) -> Finding:
-    """Names the first stage that stands out, between the two or from the reference, and judges what
-    is left at the end, in nats.
+    """Names the first stage that stands out, and judges the final difference in nats.
 
     Args:
-        table: `stage` and `difference` (relative RMS) of every stage, in order; where there is a
-            reference also `trainer_error` and `engine_error`, from it.
-        total, replica: as of `mean_difference`.
+        table: `stage` and `difference` (relative RMS) of every stage, in order; with a reference
+            also `trainer_error` and `engine_error`.
+        total, replica: Result of `mean_difference`.
     """
     first = standing_out([(row["stage"], row["difference"]) for row in table], bounds.residual)
     wrong = {who: _first_error(table, who, bounds.residual) for who in ("trainer", "engine")}
@@ -229,30 +239,28 @@ def judge_numerics(
             found += f"the {who} differs from transformers, first after {stage}; "
     stage = first or wrong["trainer"] or wrong["engine"]
     if stage is not None:
-        remedy = f"Compare, in config.json and the engine, {LOOK_AT[stage.split('.')[-1]]}."
+        remedy = f"Compare config.json and the engine: {LOOK_AT[stage.split('.')[-1]]}."
         standing = f"{first} is the first stage that stands out"
         found += standing if first else "engine and trainer agree with each other"
         return Finding(False, found, remedy, details)
     largest = max(table, key=lambda row: row["difference"])
-    found += f"no stage stands out, most differs {largest['stage']}: {largest['difference']:.2g}"
+    found += f"no stage stands out; {largest['stage']} differs most: {largest['difference']:.2g}"
     agrees = total <= bounds.warn
-    remedy = "" if agrees else "Rounding that adds up over the layers: try model.dtype=float32."
+    remedy = "" if agrees else "Rounding may add up over the layers: try model.dtype=float32."
     return Finding(agrees, found, remedy, details)
 
 
 def _first_error(table: Sequence[Mapping[str, Any]], who: str, floor: float) -> str | None:
-    """Returns the first stage at which one side stands out from the reference, where there is
-    one.
-    """
+    """Returns the first stage where one side stands out from the reference, if there is one."""
     errors = [(row["stage"], row[f"{who}_error"]) for row in table if f"{who}_error" in row]
     return standing_out(errors, floor)
 
 
 def relative_rms(found_ND: Tensor, expected_ND: Tensor) -> float:
-    """Returns the root mean square, over rows, of each row's relative difference.
+    """Returns the root mean square over rows of each row's relative difference.
 
-    By row, or the first token of a sequence, whose stream is often 100 times larger, would count
-    alone.
+    Rows are scaled one by one: the first token's stream is often 100 times larger and would
+    dominate.
     """
     difference_N = (found_ND - expected_ND).double().norm(dim=-1)
     ratio_N = difference_N / expected_ND.double().norm(dim=-1).clamp_min(1e-30)
@@ -260,9 +268,10 @@ def relative_rms(found_ND: Tensor, expected_ND: Tensor) -> float:
 
 
 def standing_out(differences: Sequence[tuple[str, float]], floor: float) -> str | None:
-    """Returns the first stage that differs by more than `floor` and than JUMP times the one before.
+    """Returns the first stage whose difference exceeds both `floor` and JUMP times the stage
+    before.
 
-    Where the difference grows past the floor without a jump, none stands out.
+    A difference that grows past the floor gradually does not stand out.
     """
     before = 0.0
     for stage, difference in differences:
@@ -273,6 +282,6 @@ def standing_out(differences: Sequence[tuple[str, float]], floor: float) -> str 
 
 
 def _gaps(answers: Sequence[tuple[Answer, slice]], column: Tensor) -> Tensor:
-    """Returns engine minus trainer of every token of these answers."""
+    """Returns the engine's minus the trainer's value for every token of these answers."""
     parts = [torch.tensor(one.completion.logps) - column[span] for one, span in answers]
     return torch.cat(parts).double()

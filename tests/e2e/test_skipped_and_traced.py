@@ -74,8 +74,8 @@ def test_the_batch_of_a_first_step_is_kept(tmp_path: Path) -> None:
     assert "got 1 optimizer steps skipped in a row, at step 1" in said
     file = tmp_path / "mine" / "replay" / "step_000001_update_000.safetensors"
     said = run("train", config, *knobs, "train.micro_batch_tokens=999", "--replay", file, expect=1)
-    assert "the initial weights, those of that step" in said
-    assert "other than in the run: train.micro_batch_tokens: 999 (" in said
+    assert "the initial weights, exactly the skipped step's" in said
+    assert "changed since the run: train.micro_batch_tokens: 999 (" in said
     assert said.count("<- not finite") == 1 and said.count("prompt '98+01='") == 3
 
 

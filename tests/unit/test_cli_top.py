@@ -61,7 +61,8 @@ def test_top_says_what_ranks_do_and_what_the_last_step_gave(folder: Path) -> Non
     lines = run_text(folder).splitlines()
     assert lines[0].startswith(f"math: step 2/40, held by process {os.getpid()} on host")
     assert lines[1] == (
-        "last step: 4.00 s a step, 900 tokens/s a rank, reward 0.250, 61.50 GiB at most on a rank"
+        "last step: 4.00 s per step, 900 tokens/s per rank, reward 0.250, "
+        "at most 61.50 GiB on a rank"
     )
     assert sorted(lines[2:4]) == [
         "  rollout, step 3: rank 4 for 70 s",
@@ -91,9 +92,9 @@ def test_top_says_what_waits_in_runs_with_a_lag(folder: Path) -> None:
     lines = run_text(folder).splitlines()
     assert lines[1:3] == [
         "last step: reward 0.250",
-        "queue: 12 samples unfinished, 4 finished ones wait for a step, 0 thrown away, "
-        "weights 0.44 steps old, 1 at most, ranks that train wait 12% of the time, "
-        "ranks that generate 5%",
+        "queue: 12 samples unfinished, 4 finished samples wait for a step, 0 dropped, "
+        "weights 0.44 steps old, 1 at most, training ranks wait 12% of the time, "
+        "generating ranks 5%",
     ]
 
 
@@ -102,7 +103,7 @@ def test_top_says_what_waits_in_runs_with_a_lag(folder: Path) -> None:
     [
         ({"exit": "finished", "ended": "2026-02-03 04:05:06 UTC"}, "finished, 2026-02-03 04:05"),
         ({"exit": "stopped by a signal", "ended": "2026-02-03"}, "stopped by a signal, 2026-02-03"),
-        ({"after_step": 0}, "ended without a word"),
+        ({"after_step": 0}, "ended without a record"),
     ],
 )
 def test_top_says_how_a_run_ended_and_not_for_how_long_ranks_have_been_gone(
@@ -136,7 +137,7 @@ def test_top_reads_a_run_that_has_just_begun(
     watch(tmp_path, 1.0)  # once: it is no terminal
     said = capsys.readouterr().out
     assert said == (
-        f"{tmp_path.name}: step 0/?, no process holds the folder\n  no rank has begun\n"
+        f"{tmp_path.name}: step 0/?, no process holds the folder\n  no rank has started\n"
     )
 
 

@@ -132,7 +132,7 @@ def test_a_pipe_that_nobody_reads_is_waited_for_once(is_blocking: bool) -> None:
     whole, _, rest = received.partition(b"\nhybridrl: ")
     missing = 50 * 10_000 - len(whole)
     assert 20_000 < len(whole) < 70_000 and rest.startswith(b"%d bytes of output are" % missing)
-    assert rest.endswith(b"did not take them\nafter\n")
+    assert rest.endswith(b"did not accept them\nafter\n")
 
 
 def test_streams_of_tests_and_notebooks_stay_and_others_come_back(

@@ -207,7 +207,7 @@ def test_a_run_and_its_checkpoints_are_evaluated_by_their_folders(
     assert evaluated_config(export, [])[0].model.path == str(export)
     step.rmdir()
     said = untrained_warning(config, Path("moved/new"))
-    assert said is not None and "moved/new has no checkpoint: the base model base" in said
+    assert said is not None and "moved/new has no checkpoint, so the base model base" in said
     (lost := tmp_path / "lost" / "step_3").mkdir(parents=True)
     with pytest.raises(UserError, match="checkpoint without its run"):
         evaluated_config(lost, [])

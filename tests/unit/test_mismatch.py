@@ -159,8 +159,8 @@ def test_numerics_names_the_stage_or_says_that_rounding_adds_up() -> None:
         (0.0, 0.0, False, True, ""),
         (1.0, 0.0, False, False, "router_replay=rollout"),
         (1.0, 0.0, True, True, ""),
-        (1.0, 1.0, False, False, "rows above"),
-        (0.0, 1.0, True, False, "rows above"),
+        (1.0, 1.0, False, False, "checks above"),
+        (0.0, 1.0, True, False, "checks above"),
     ],
 )
 def test_routing_is_judged_by_the_experts_that_the_run_takes(

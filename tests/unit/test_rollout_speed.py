@@ -102,11 +102,11 @@ def test_each_engine_has_ranks_of_its_own_and_a_folder_of_no_run(
         assert Path(config.run.dir) != Path("runs") and not folder.exists()
     assert report["engines"][1]["refused"].startswith("rollout.engine=sglang: got no sglang")
     title, begins, hf, sglang = capsys.readouterr().out.splitlines()
-    assert begins == "hf       starts"
+    assert begins == "hf       is starting"
     assert title == "5 prompts x 3 responses, 7 + 256 tokens each; 2 ranks, engines of TP1"
     speed, start, *rest = hf.removeprefix("hf").strip().split(", ")
     assert (speed, start) == ("1,234 tokens/s", "3 s to start")
-    assert rest == ["1.0 MiB of the engine on a rank", "1.0 GiB in all (hf 1.0)"]
+    assert rest == ["per rank 1.0 MiB for the engine and 1.0 GiB in total (hf 1.0)"]
     assert sglang.startswith("sglang   not measured: rollout.engine=sglang: got no sglang")
 
 

@@ -70,8 +70,8 @@ def test_starter_takes_a_reward_of_ones_own(here: Path) -> None:
         (["gkd", "model"], "--teacher", "gkd learns from a teacher"),
         (["grpo", "model", "--teacher", "model"], "--teacher", "grpo learns from no teacher"),
         (["grpo", "model", "--engine", "vlm"], "--engine", "allowed: hf, vllm, sglang."),
-        (["grpo", "model", "--output", "model"], "--output", "nothing is yet"),
-        (["grpo", "model/config.json"], "MODEL", "Name its folder"),
+        (["grpo", "model", "--output", "model"], "--output", "does not exist"),
+        (["grpo", "model/config.json"], "MODEL", "Pass its folder"),
     ],
 )
 def test_init_refuses(here: Path, arguments: list[str], name: str, said: str) -> None:
