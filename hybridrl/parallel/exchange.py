@@ -3,7 +3,7 @@
 Senders and receivers follow from the tables of holders, which every rank has, so ranks need not
 ask. Each row goes once to each rank that lacks it; if several ranks have it, they share the
 receivers. Columns stay on the host and use gloo, because NCCL would take device memory for each
-pair of ranks, which an engine on the same GPU does not leave (docs/adr/0007-exchange.md).
+pair of ranks, which an engine on the same GPU does not leave (docs/adr/0007-sample-exchange.md).
 
 Who waits for whom: all ranks of the world call these functions in the same order, with the same
 tables.
