@@ -34,7 +34,7 @@ def test_check_mismatch_of_a_mixture_has_a_verdict_on_routing(folder: Path) -> N
     done = hybridrl(folder, "check", "--mismatch", *GRPO, *moe, "--world", "2", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     routing = json.loads(done.stdout)["routing"]
-    assert routing["agrees"] is True and "the run takes its own" in routing["found"]
+    assert routing["agrees"] is True and "the run trains with its own" in routing["found"]
     numbers = routing["details"]
     assert max(numbers["diff_mean"], numbers["diff_mean_with_engines_experts"]) < numbers["bound"]
 
@@ -51,7 +51,7 @@ def test_check_mismatch_tells_people_what_differs_and_ends_with_code_1(folder: P
     }
     assert "DIFFER" in verdict.pop("sampling")
     assert all(" agree " in line for line in verdict.values())
-    assert any("set rollout.top_p=1" in line for line in lines)
+    assert any("Set rollout.top_p=1" in line for line in lines)
     assert any(
         line.split()[1:] == ["difference", "trainer_error", "engine_error"] for line in lines
     )

@@ -124,8 +124,8 @@ def test_what_the_hub_does_not_have_is_said_in_one_message(hub: FakeHub, tmp_pat
     hub.commit(ROWS, rows(1))
     cases = {
         "model.path=org/tiny@v9": "model.path: got org/tiny@v9; allowed: a branch, tag or commit of"
-        " org/tiny. The hub has no revision 'v9' there: correct what follows the '@'.",
-        f"model.path={REPOSITORY}@{A_COMMIT}": f"The hub has no revision '{A_COMMIT}' there",
+        " org/tiny. Correct the revision 'v9' after the '@'.",
+        f"model.path={REPOSITORY}@{A_COMMIT}": f"Correct the revision '{A_COMMIT}' after",
         f"model.tokenizer={REPOSITORY}@v9": "model.tokenizer: got org/tiny@v9; allowed: a branch",
         "model.path=org/none": "model.path: got org/none; allowed: an HF directory that exists or",
         f"model.path={REPOSITORY}@": "model.path: got org/tiny@; allowed: an HF directory that",

@@ -203,7 +203,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     ),
     "config key twice": (
         text("config.json", json.dumps(CONFIG)[:-1] + ', "vocab_size": 50}'),
-        'config.json: "vocab_size": got the key twice',
+        'config.json: "vocab_size": got a repeated key',
     ),
     "config no model": (text("config.json", "{}"), "architectures: got none"),
     # sizes
@@ -318,7 +318,7 @@ FAULTS: dict[str, tuple[Damage, str]] = {
     "index missing file": (norm_in("other.safetensors"), "other.safetensors: got nothing"),
     "index key twice": (
         text(INDEX, f'{{"weight_map": {{"a": "{SHARD}", "a": "{SHARD}"}}}}'),
-        "the key twice",
+        "a repeated key",
     ),
     "index tensor nowhere": (
         weight_map(lambda found: found.update({"x\ud800": SHARD})),

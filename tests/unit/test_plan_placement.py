@@ -345,7 +345,7 @@ def test_nodes_and_gpus_are_those_of_the_plan(here: Path) -> None:
     for host, world in ((of_host, 4), (Host(), 2)):
         _, violations = plan_report(config, world, None, host)
         assert {v.name for v in violations} == {"placement.policy.ranks", "placement.rollout.ranks"}
-        assert "a plan knows GPUs on a host that has one for each rank" in violations[0].remedy
+        assert "plan on a host with one GPU per rank" in violations[0].remedy
 
 
 def test_the_command_plans_as_many_ranks_as_a_placement_names(here: Path) -> None:
