@@ -205,7 +205,7 @@ def test_bad_hostfiles_are_refused_before_anything_is_started(tmp_path: Path, st
     output = refused(tmp_path, stub, wrong)
     assert [f"line {n}" in output for n in range(1, 7)] == [False, *[True] * 4, False], output
     output = refused(tmp_path, stub, ["localhost slots=1"])
-    assert "1 slots on 1 hosts" in output and "2 slots or more" in output
+    assert "1 slots on 1 hosts" in output and "at least 2 slots" in output
     output = refused(tmp_path, stub, ["nowhere slots=2"])
     assert "host nowhere" in output and "Could not resolve hostname" in output
     assert output.count("allowed:") == 1
