@@ -1,5 +1,5 @@
-"""Draws docs/results/smollm2_lag.png: accuracy of SmolLM2 with a lag of 0, 1 and 2, three seeds
-each, over samples and over time. Needs the extra `pictures`.
+"""Draws docs/results/smollm2_lag.png: accuracy of SmolLM2 with lags of 0, 1 and 2, over samples and
+over time. Needs the extra `pictures`.
 
     python docs/scripts/curves.py
 """

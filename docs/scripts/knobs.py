@@ -91,7 +91,7 @@ def reader(knob: str) -> str:
 
 
 def fields(section: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    """Yields the knobs of a section as `knobs()` names them, with what the schema says."""
+    """Yields the names of a section's knobs, as in `knobs()`, and their fields in the schema."""
     for name, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):

@@ -1,6 +1,6 @@
-"""Draws docs/pictures/*.svg. Each has a ground of its own and follows the reader's light or dark.
+"""Draws docs/pictures/*.svg, each with its own background and a light and a dark color scheme.
 
-Units are those of a 480 wide drawing, so that 13 units of text are readable on a telephone.
+Drawings are 480 units wide, so that text of 13 units is readable on a phone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ text { font: 13px system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif; fill
 
 
 class Drawing:
-    """A picture that grows by its parts."""
+    """A picture to which parts are added."""
 
     def __init__(self, title: str, height: int) -> None:
         self.title, self.height, self.parts = title, height, [""]
@@ -33,7 +33,7 @@ class Drawing:
     def box(
         self, x: float, y: float, w: float, h: float, fill: str, *lines: str, head: bool = False
     ) -> None:
-        """A rectangle with lines of text in its middle."""
+        """Adds a rectangle with lines of text in its middle."""
         self.parts.append(
             f'<rect class="box" x="{x}" y="{y}" width="{w}" height="{h}" rx="5" fill="var(--{fill})"/>'
         )
@@ -48,13 +48,13 @@ class Drawing:
             )
 
     def text(self, x: float, y: float, line: str, kind: str = "", anchor: str = "start") -> None:
-        """One line of text."""
+        """Adds a line of text."""
         self.parts.append(
             f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{html.escape(line)}</text>'
         )
 
     def arrow(self, *points: tuple[float, float]) -> None:
-        """A line through points, with its head at the last."""
+        """Adds a line through points, with an arrowhead at the last."""
         path = " ".join(f"{x},{y}" for x, y in points)
         self.parts.append(f'<polyline class="line" points="{path}" marker-end="url(#head)"/>')
 
@@ -74,7 +74,7 @@ class Drawing:
 
 
 def design() -> None:
-    """Processes, the phases of a step, and the reshard between them."""
+    """Draws processes, the phases of a step, and the reshard between them."""
     d = Drawing("One process per GPU holds trainer and engine; a step alternates between them", 386)
     d.text(16, 26, "One torchrun world, one process per GPU", "head")
     for rank in range(4):
@@ -84,8 +84,8 @@ def design() -> None:
         d.box(x + 6, 64, 97, 40, "a", "Megatron", f"tp {rank % 2}, pp {rank // 2}")
         d.arrow((x + 54, 106), (x + 54, 128))
         d.box(x + 6, 132, 97, 52, "b", "engine", f"replica {rank // 2}", f"tp {rank % 2}")
-    d.text(16, 212, "The reshard: each slice a rank lacks comes once, into the", "soft")
-    d.text(16, 228, "engine's own parameters. Nothing gathers the whole model.", "soft")
+    d.text(16, 212, "The reshard writes each missing slice once, directly into the", "soft")
+    d.text(16, 228, "engine's parameters. No rank gathers the whole model.", "soft")
     d.text(16, 260, "A step", "head")
     names = (
         ("generate", "b"),
@@ -108,20 +108,20 @@ def design() -> None:
 
 
 def results() -> None:
-    """Milliseconds of a reshard of Qwen2.5-7B, TP4 to TP1, by way."""
+    """Draws the times of a reshard of Qwen2.5-7B, TP4 to TP1, with different methods."""
     cases = json.loads((RESULTS / "reshard_h200.json").read_text(encoding="utf-8"))["cases"]
     (case,) = (c for c in cases if (c["case"], c["kind"]) == ("7b/tp4/tp1", "plain"))
     names = {
         "peer": "hybridrl, peer",
         "packed": "hybridrl, packed",
         "buckets": "buckets, as in slime",
-        "all_gather": "a tensor each, as in verl",
+        "all_gather": "one tensor each, as in verl",
         "megatron_resharding": "megatron resharding",
         "mbridge_vllm": "mbridge, load_weights",
     }
     d = Drawing("Milliseconds to move the weights of Qwen2.5-7B from TP4 to TP1 on 4 H200", 306)
     d.text(16, 26, "Weights of a 7B model to the engine, milliseconds", "head")
-    d.text(16, 44, "Qwen2.5-7B, TP4 to TP1, 4 x H200, less is better", "soft")
+    d.text(16, 44, "Qwen2.5-7B, TP4 to TP1, four H200, lower is better", "soft")
     longest = max(case["ways"][way]["ms"] for way in names)
     for number, (way, name) in enumerate(names.items()):
         y, ms = 58 + 34 * number, case["ways"][way]["ms"]
@@ -132,13 +132,13 @@ def results() -> None:
             f'<rect x="180" y="{y + 2}" width="{width:.1f}" height="22" rx="3" fill="var(--{fill})"/>'
         )
         d.text(186 + width, y + 18, f"{ms:.1f}")
-    d.text(16, 276, "Ways of others: written after them, same run, same process group.", "soft")
+    d.text(16, 276, 'Others are timed in the same run; "as in" means reimplemented.', "soft")
     d.text(16, 292, "benchmarks/results/reshard_h200.json", "soft")
     d.save("results")
 
 
 def layouts() -> None:
-    """Which part of a model each of eight ranks has, in training and in rollout."""
+    """Draws the part of a model that each of eight ranks has, in training and in rollout."""
     d = Drawing("Eight ranks: TP2 PP2 DP2 in training, four engines of TP2 in rollout", 354)
     d.text(16, 26, "Training: TP2 x PP2 x DP2", "head")
     for dp in range(2):
@@ -152,16 +152,16 @@ def layouts() -> None:
     for replica in range(4):
         x = 16 + 113 * replica
         d.box(x, 220, 107, 72, "b", f"engine {replica}", "all layers,", "two ranks")
-    d.text(16, 316, "Which ranks form an engine is chosen so that they have most", "soft")
-    d.text(16, 334, "of its weights already.", "soft")
+    d.text(16, 316, "The ranks of an engine are chosen so that they already hold", "soft")
+    d.text(16, 334, "as much of its weights as possible.", "soft")
     d.save("layouts")
 
 
 def reshard() -> None:
-    """Slices of one matrix on their way from four trainers to four engine ranks."""
-    d = Drawing("A matrix of one stage, cut in two by TP2, goes to engines of TP4", 300)
+    """Draws how slices of a matrix move from training ranks to engine ranks."""
+    d = Drawing("A matrix of one stage, cut in two by TP2, moves to an engine of TP4", 300)
     d.text(16, 26, "One matrix, TP2 PP2 to TP4", "head")
-    d.text(16, 50, "training: two ranks of its stage hold half each", "soft")
+    d.text(16, 50, "training: two ranks of the stage hold one half each", "soft")
     d.box(16, 60, 220, 40, "a", "rank 0: rows 0 to 511")
     d.box(244, 60, 220, 40, "a", "rank 1: rows 512 to 1023")
     for rank in range(4):
@@ -172,13 +172,13 @@ def reshard() -> None:
     d.box(130, 180, 106, 58, "b", "rank 2", "256 to 511", "received")
     d.box(244, 180, 106, 58, "b", "rank 1", "512 to 767", "local")
     d.box(358, 180, 106, 58, "b", "rank 3", "768 to 1023", "received")
-    d.text(16, 262, "Every rank knows the plan. It is proved before the first byte moves:", "soft")
+    d.text(16, 262, "Every rank knows the plan. A proof checks it before it runs:", "soft")
     d.text(16, 280, "each element of each engine parameter is written exactly once.", "soft")
     d.save("reshard")
 
 
 def phases() -> None:
-    """What a device's memory holds in both phases."""
+    """Draws the contents of a device's memory in both phases."""
     d = Drawing("Memory of a device in training and in rollout", 330)
     d.text(16, 26, "Memory of one device through a step", "head")
     for x, name in ((96, "training"), (284, "rollout")):
@@ -196,21 +196,21 @@ def phases() -> None:
     d.text(
         16,
         268,
-        "An engine sleeps while the policy trains; gradients go while it generates.",
+        "The engine sleeps during training. Gradients are freed during rollout.",
         "soft",
     )
     d.text(
         16,
         286,
-        "* or in host memory (train.offload_optimizer). If both phases fit at once,",
+        "* or in host memory (train.offload_optimizer). If a whole step shows that",
         "soft",
     )
-    d.text(16, 304, "measured over a whole step, nothing is freed any more.", "soft")
+    d.text(16, 304, "both phases fit at the same time, nothing is freed any more.", "soft")
     d.save("phases")
 
 
 def lag() -> None:
-    """Responses that go on under newer weights."""
+    """Draws responses that continue under newer weights."""
     d = Drawing(
         "Responses over three steps, with the version of the weights that sampled them", 290
     )
@@ -229,33 +229,33 @@ def lag() -> None:
         for step, length, fill, version in parts:
             d.box(94 + 126 * step, y, length, 26, fill, version)
     d.text(
-        16, 230, "A step ends when it has enough whole responses; what is unfinished goes", "soft"
+        16, 230, "A step ends when it has enough complete responses. The others continue", "soft"
     )
     d.text(
-        16, 248, "on in the next, under newer weights. Every token keeps the version that", "soft"
+        16, 248, "in the next step, under newer weights. Every token records the version", "soft"
     )
-    d.text(16, 266, "sampled it, so that the loss can weigh it.", "soft")
+    d.text(16, 266, "that sampled it, so that the loss can weight it.", "soft")
     d.save("lag")
 
 
 def router_replay() -> None:
-    """The engine's choice of experts, used again by the trainer."""
-    d = Drawing("The engine records which experts it chose; the trainer computes with them", 280)
+    """Draws how the trainer uses the experts that the engine chose."""
+    d = Drawing("The engine records the experts that it chose, and the trainer uses them", 280)
     d.text(16, 26, "algorithm.router_replay=rollout", "head")
     d.box(16, 44, 200, 48, "b", "engine: router chooses", "experts 3 and 7")
-    d.box(264, 44, 200, 48, "c", "response, with a byte for", "each layer, expert, token")
+    d.box(264, 44, 200, 48, "c", "response, one byte for each", "layer, expert and token")
     d.arrow((218, 68), (261, 68))
     d.arrow((364, 94), (364, 138))
-    d.box(264, 142, 200, 48, "a", "trainer: experts 3 and 7,", "whatever its router says")
-    d.box(16, 142, 200, 48, "a", "weights of the choice:", "the trainer's own router")
+    d.box(264, 142, 200, 48, "a", "trainer: experts 3 and 7,", "even if its router differs")
+    d.box(16, 142, 200, 48, "a", "weights of the experts:", "from the trainer's router")
     d.arrow((218, 166), (261, 166))
     d.text(
-        16, 222, "Rounding may make two routers choose differently, and a token then has", "soft"
+        16, 222, "Because of rounding, two routers may choose different experts, and then a", "soft"
     )
     d.text(
-        16, 240, "other log-probabilities. With replay both compute with the same experts;", "soft"
+        16, 240, "token has two log-probabilities. With replay, both use the same experts.", "soft"
     )
-    d.text(16, 258, "gradients still reach the router by its weights.", "soft")
+    d.text(16, 258, "Gradients still reach the trainer's router.", "soft")
     d.save("router_replay")
 
 

@@ -1,9 +1,8 @@
-"""Writes examples/recipes/*.yaml and docs/recipes.md: layouts of `plan --search`, predictions of
-`plan`.
+"""Writes docs/recipes.md and examples/recipes/*.yaml, with layouts and predictions of `plan`.
 
-`python docs/scripts/recipes.py` writes the page from the headers; `--plan` first plans every recipe
-as it stands and writes its header anew; `--search` looks for every layout anew, for H100 80 GB, 8
-to a node, and writes the recipes. Needs no GPU and no network.
+`python docs/scripts/recipes.py` writes the page from the headers of the recipes. `--plan` first
+updates the predictions in the headers. `--search` first searches the layouts again, for nodes of 8
+H100 80 GB, and writes the recipes. Needs no GPU and no network.
 """
 
 from __future__ import annotations
@@ -40,8 +39,24 @@ NAMES = {
     "qwen3-235b-a22b": ("Qwen3 235B-A22B", (64, 256)),
     "deepseek-v3": ("DeepSeek-V3", (256,)),
 }
+HEAD = """# Recipes
+
+Goal: a GRPO configuration for a known model, with a layout that fits.
+
+```
+hybridrl plan examples/recipes/qwen2.5-7b_8gpu.yaml
+```
+
+Choose a row, copy the file, set `model.path` to your model and `data.prompts` to your data. The layouts are the
+fastest that `hybridrl plan --search` found for nodes of 8 H100 80 GB. The
+remaining ranks are data-parallel.
+
+Memory of the fullest GPU and step times are **predicted, not measured**, for the longest responses (2,048 tokens).
+
+| Recipe | GPUs | Training | Engine | Memory | Step |
+| --- | --- | --- | --- | --- | --- |"""
 PROMPTS = {1: 32, 8: 128, 64: 512, 256: 1024}  # a step; 8 samples each
-FIGURES = re.compile(r"predicted, not measured: memory ([\d.]+) GiB .*, step ([\d.]+) s")
+FIGURES = re.compile(r"Predicted, not measured: memory ([\d.]+) GiB .*, step ([\d.]+) s")
 
 
 def content(model: str, num_gpus: int) -> dict[str, Any]:
@@ -61,18 +76,17 @@ def content(model: str, num_gpus: int) -> dict[str, Any]:
 
 
 def best(config: Config, num_gpus: int) -> Candidate | None:
-    """Returns the fastest layout that fits, of what the configuration leaves open."""
+    """Returns the fastest layout that fits, for the axes that the configuration leaves open."""
     found, _ = search(config, num_gpus, Host(), H100)
     return found.best[0] if found.best else None
 
 
 def planned(config: Config, num_gpus: int) -> tuple[str, str]:
-    """Returns the memory of the fullest GPU, GiB, and the step's time, seconds, as headers say and
-    `plan --json` has them.
+    """Returns the memory of the fullest GPU in GiB and the time of a step in seconds, as text.
 
     Raises:
-        ConfigError: it breaks a rule.
-        SystemExit: it does not fit.
+        ConfigError: The configuration breaks a rule.
+        SystemExit: The run does not fit into the GPUs.
     """
     report, violations = plan_report(config, num_gpus, H100, Host())
     if violations:
@@ -88,9 +102,9 @@ def header(model: str, num_gpus: int, found: tuple[str, str]) -> str:
     memory, step = found
     return (
         f"# GRPO of {NAMES[model][0]} on {num_gpus} H100 80 GB.\n"
-        f"# predicted, not measured: memory {memory} GiB of the fullest GPU, step {step} s with the\n"
-        "# longest responses, as `hybridrl plan FILE --json` says. model.path has sizes only:\n"
-        "# set it to the directory of the real weights and tokenizer, data.prompts to your data.\n"
+        f"# Predicted, not measured: memory {memory} GiB on the fullest GPU, step {step} s with the\n"
+        "# longest responses (`hybridrl plan FILE --json`). model.path has a config.json only. Set it\n"
+        "# to the directory of your model, and data.prompts to your data.\n"
     )
 
 
@@ -98,7 +112,7 @@ def write(model: str, num_gpus: int) -> None:
     """Searches for a layout and writes its recipe.
 
     Raises:
-        SystemExit: no layout fits.
+        SystemExit: No layout fits.
     """
     recipe = content(model, num_gpus)
     one = best(load_config_dict(recipe, []), num_gpus)
@@ -119,7 +133,7 @@ def path(model: str, num_gpus: int) -> Path:
 
 
 def plan_again(model: str, num_gpus: int) -> None:
-    """Writes a recipe's header anew."""
+    """Updates the predictions in a recipe's header."""
     file = path(model, num_gpus)
     text = file.read_text(encoding="utf-8")
     found = planned(load_config(file, []), num_gpus)
@@ -130,29 +144,25 @@ def plan_again(model: str, num_gpus: int) -> None:
 
 def page() -> str:
     """Returns the page that lists the recipes, from their headers."""
-    lines = [
-        "# Recipes",
-        "",
-        "GRPO configurations with a layout of the planner's search. Memory and step times are predicted,",
-        "not measured, for H100 80 GB in nodes of 8. Times are with the longest responses, 2,048 tokens.",
-        "Set `model.path` to the directory of the real weights, `data.prompts` to your data.",
-        "Model sizes are those of each published config.json.",
-        "",
-        "| Recipe | GPUs | Training | Engine | Memory, GiB, predicted | Step, s, predicted |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    lines = [HEAD]
     for model, (name, sizes) in NAMES.items():
         for num_gpus in sizes:
             file = path(model, num_gpus)
             found = FIGURES.search(file.read_text(encoding="utf-8"))
             config = load_config(file, [])
             train, engine = config.train, config.rollout
-            cut = " ".join(f"{axis}{getattr(train, axis)}" for axis in ("tp", "pp", "cp", "ep"))
+            trained = _layout({axis: getattr(train, axis) for axis in ("tp", "pp", "cp", "ep")})
+            generated = _layout({"tp": engine.tp, "ep": engine.ep})
             lines.append(
-                f"| [{name}](../examples/recipes/{file.name}) | {num_gpus} | {cut} | "
-                f"tp{engine.tp} ep{engine.ep} | {found and found[1]} | {found and found[2]} |"
+                f"| [{name}](../examples/recipes/{file.name}) | {num_gpus} | {trained} | "
+                f"{generated} | {found and found[1]} GiB | {found and found[2]} s |"
             )
     return "\n".join(lines) + "\n"
+
+
+def _layout(sizes: dict[str, int]) -> str:
+    """Returns a layout as text, such as "TP2 PP4", without axes of size 1."""
+    return " ".join(f"{axis.upper()}{size}" for axis, size in sizes.items() if size > 1) or "TP1"
 
 
 WAYS = {"--search": write, "--plan": plan_again}

@@ -1,7 +1,7 @@
-"""Makes the page of all results for the site: every result file as tables, with its command.
+"""Makes the site's page of all results: every result file as tables, with its command.
 
-A table holds the numbers of one case. What only says how they were made (spreads, counts of
-repeats, settings, courses) stays in the file, to which each section links.
+A table has the numbers of one case. Spreads, counts of repeats, settings and curves are left out;
+each section links to its file.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
-MOST_ROWS = 40  # of one table; the file has the rest
+MOST_ROWS = 40  # in a table; the file has the others
 META = ("benchmark", "what", "command", "commit", "machine", "device", "note", "notes", "remark")
 LEFT_OUT = (
     *("seconds", "machine", "environment", "config", "train", "peak", "faults", "steps", "ledger"),
     *("memory_course", "commit", "command", "min_ms", "p10_ms", "p90_ms", "iterations"),
     *("slowest_rank", "allocations", "launches", "rank_median_ms", "verify_s", "is_auto", "layers"),
 )
-# Where the file itself does not say it.
+# Commands of files that do not contain them.
 REPEAT = {
     "checkpoint": "python benchmarks/bench_checkpoint.py",
     "exchange": "python benchmarks/bench_exchange.py",
@@ -41,9 +41,9 @@ REPEAT = {
 }
 HEAD = """# All results
 
-Every number of this documentation comes from one of these files. A benchmark checks that a result is right before it is timed.
-Each case opens with a click; a file has more: spreads, settings, ranks. [Training](training.md) and
-[the reshard](../concepts/reshard.md) say what the main ones mean.
+Every measured number in this documentation comes from one of these files. A benchmark checks its result before it measures time.
+Click on a case to open it. The files also contain spreads, settings and ranks. [Training](training.md) and
+[the reshard](../concepts/reshard.md) explain the main results.
 """
 
 
@@ -61,7 +61,7 @@ def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """Returns a number with at most four digits that count, a text as it is."""
+    """Returns a number with at most four significant digits, or a text unchanged."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if isinstance(value, int) or abs(value) >= 1000:
@@ -70,7 +70,7 @@ def shown(value: Any) -> str:
 
 
 def cases(content: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of a file, by name: of a list its items, else each mapping."""
+    """Yields the name and content of each case: items of lists, and mappings."""
     rest = {}
     for key, value in content.items():
         if key in META or (key in LEFT_OUT and not isinstance(value, list)):
@@ -133,7 +133,7 @@ def section(file: Path) -> Iterator[str]:
 
 
 def _whole(command: str) -> str:
-    """Returns a command as it is given in the project's root, where a file left that out."""
+    """Returns a command as it is typed in the project's root."""
     command = (
         command
         if command.startswith(("python", "torchrun", "hybridrl", "make"))

@@ -1,8 +1,8 @@
-"""A hook of mkdocs: pages may link to files of the repository, as they do where it is browsed.
+"""Hook of mkdocs that lets pages link to files of the repository outside docs/.
 
-A link that leaves docs/ is looked for in the repository. Markdown of PAGES becomes a page of the
-site, the folder of results becomes the page that results.py makes of it, and any other file is
-copied to `files/`. Another folder, or a file that does not exist, ends the build.
+Files in PAGES become pages of the site. The folder of results becomes the page that results.py
+makes. All other files are copied to `files/`. A link to another folder or to a missing file ends
+the build.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _copied: set[str] = set()
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the pages that lie beside docs/, and every file that a page links to."""
+    """Adds the pages outside docs/, and every file that a page links to."""
     _copied.clear()
     for name, page in PAGES.items():
         content = (ROOT / name).read_text(encoding="utf-8")
@@ -49,7 +49,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Points links that leave docs/ to where on_files has put their targets."""
+    """Changes links that leave docs/ to the places where on_files put their targets."""
     uri = page.file.src_uri
     here = source_of(uri)
 
@@ -61,7 +61,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return f"{match[1]}{os.path.relpath(target, os.path.dirname(uri) or '.')}{match[3] or ''}"
 
     def moved(match: re.Match[str]) -> str:
-        """Returns a link within docs/ as seen from where a page of PAGES lies."""
+        """Returns a link into docs/, relative to the place of a page of PAGES."""
         is_own = uri in PAGES.values() and not match[2].startswith(("http", "mailto"))
         if not is_own:
             return match[0]
@@ -72,16 +72,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def source_of(uri: str) -> str:
-    """Returns the folder in the repository of a page's source, relative to its root."""
+    """Returns the folder of a page's source, relative to the repository's root."""
     names = {page: name for name, page in PAGES.items()}
     return os.path.dirname(names.get(uri, f"docs/{uri}"))
 
 
 def outside(target: str, here: str) -> str | None:
-    """Returns the path, from the repository's root, of a link that leaves docs/; else None.
+    """Returns the path of a link that leaves docs/, relative to the repository's root, else None.
 
     Raises:
-        PluginError: no such file.
+        PluginError: The file does not exist.
     """
     if re.match(r"[a-z]+:|/", target):
         return None
