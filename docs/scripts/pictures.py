@@ -115,7 +115,7 @@ def results() -> None:
         "peer": "hybridrl, peer",
         "packed": "hybridrl, packed",
         "buckets": "buckets, as in slime",
-        "all_gather": "one tensor each, as in verl",
+        "all_gather": "per tensor, as in verl",
         "megatron_resharding": "megatron resharding",
         "mbridge_vllm": "mbridge, load_weights",
     }
