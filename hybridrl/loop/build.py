@@ -33,10 +33,10 @@ from hybridrl.training.mismatch import MismatchWarning
 
 
 class Run:
-    """Parts of a run on this rank; joins its process group.
+    """All components of a run on this rank. Creating a `Run` joins the process group.
 
     Args:
-        trains: Whether the run trains, not only evaluates.
+        trains: Whether the run trains; False for a run that only evaluates.
 
     Raises:
         UserError: The configuration does not fit the machines, the model or the data.
@@ -56,8 +56,9 @@ class Run:
             with contained(), self.ledger.explained():
                 self._build(config, given, trains)
         except BaseException as error:
-            # Leaving the group lets the user try again after a mistake. After other errors it
-            # might hang: NCCL waits for failed ranks, and gloo for ranks that do not answer.
+            # Leaving the process group lets the user fix a mistake and try again. After other
+            # errors, leaving might hang, because NCCL waits for failed ranks, and gloo for
+            # unresponsive ranks.
             is_lost = isinstance(error, PeerError) and error.is_lost
             if isinstance(error, UserError) or (self.platform.is_cpu and not is_lost):
                 stop_process_group()
@@ -134,7 +135,7 @@ class Run:
         )
         for trained in roles.trained.values():
             connect_shares(trained)
-        # Measured before any phase releases memory.
+        # Compute this before a phase releases memory.
         num_bytes = sum(map(saved_bytes, roles.trained.values()))
         self.checkpoints = Checkpoints(
             config=config,
@@ -174,8 +175,8 @@ class Run:
             phases=self.phases,
             journal=journal,
         )
-        # The journal comes first: it opens files before copies start, and records a step before
-        # its copy counts.
+        # The journal comes first, because it must open its files before copies start, and record a
+        # step before the copy of that step becomes valid.
         self.observers = (
             journal,
             garbage.FrozenHeap(self.platform),
@@ -188,7 +189,9 @@ class Run:
         self.times.over("plan of the weights")
 
     def close(self) -> None:
-        """Completes a checkpoint that is being written, and leaves the process group."""
+        """Finishes writing a checkpoint that is in progress, closes all components and leaves the
+        process group.
+        """
         self.checkpoints.store.complete_at_end()
         self.journal.close()
         self.lock.release()

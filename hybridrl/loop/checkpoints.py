@@ -1,7 +1,9 @@
-"""Saves a run (by steps, by time, at its end, at a stop) and continues it from a checkpoint.
+"""Saves a run (every few steps, at intervals, at its end and when it is stopped) and resumes it
+from a checkpoint.
 
-Owns the loop's state in a checkpoint, next to weights and optimizers. Invariant: all ranks make the
-same decisions; the clock is rank 0's.
+Owns the part of a checkpoint that describes the loop: everything except weights and optimizer
+states. Invariant: all ranks make the same decisions, because decisions about time use rank 0's
+clock.
 """
 
 from __future__ import annotations
@@ -71,11 +73,13 @@ class Checkpoints(Observer):
         return self._lock.held(self.store.world, self._journal.notify)
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the checkpoint or copy to continue from, or None; collective."""
+        """Returns the checkpoint or in-memory copy to resume from, or None; collective."""
         return self.copies.newest(resume)
 
     def save_copy(self) -> None:
-        """Saves the state of a copy in memory, if it is newer than all checkpoints."""
+        """Saves the state that was restored from an in-memory copy, if it is newer than all
+        checkpoints.
+        """
         if self.store.copy_in_memory is not None:
             self.save()
 
@@ -83,7 +87,7 @@ class Checkpoints(Observer):
         self.copies.start(first, last)
 
     def start_clock(self) -> None:
-        """Starts to count the time until the next checkpoint."""
+        """Restarts the clock for `checkpoint.every_s`."""
         self._since = time.monotonic()
 
     def is_due(self, step: int, last: int) -> bool:
@@ -113,9 +117,9 @@ class Checkpoints(Observer):
 
     @contextmanager
     def saved_at_stop(self, last: int, resume: str) -> Iterator[None]:
-        """Saves the run if a signal comes during the block, unless nothing changed since the last
-        checkpoint. Responses of the unfinished step are saved too. Completes a checkpoint that is
-        being written.
+        """Saves the run if a signal arrives during the block, unless nothing changed since the last
+        checkpoint. Also saves the responses of the unfinished step, and finishes writing a
+        checkpoint that is in progress.
         """
 
         def save(stop: StopAsked) -> None:
@@ -134,7 +138,7 @@ class Checkpoints(Observer):
             self.store.finish()
             if rollouts or step != self._saved_step:
                 saved = f"saved to {self.save()}"
-                self._position.has_begun = False  # the next `fit` loads this checkpoint
+                self._position.has_begun = False  # so that the next `fit` loads this checkpoint
             self.copies.close()
         finally:
             self._sampler.drop()
@@ -150,10 +154,10 @@ class Checkpoints(Observer):
         """Writes `checkpoints/step_N`; see `Trainer.save_checkpoint`."""
         with self.locked():
             was_rollout, state = self._phases.is_rollout, self._state()
-            # Brings back an offloaded optimizer state and frees the engine's memory.
+            # Reload an offloaded optimizer state and free the engine's memory.
             self._phases.enter_training(frees_memory=True)
             with self._journal.phase("checkpoint"):
-                waits = waits or self._config.checkpoint.export_hf  # exports these weights
+                waits = waits or self._config.checkpoint.export_hf  # an export reads the weights
                 trained, files = self._roles.trained, self._roles.source.files
                 folder = self.store.save(self._position.step, trained, state, files, waits)
                 self._exports.write(folder, trained, self._evaluations.by_step)
@@ -166,7 +170,7 @@ class Checkpoints(Observer):
     def save_hf(self, path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
         """Writes the trained model as an HF directory; see `Trainer.save_hf`."""
         was_rollout, roles = self._phases.is_rollout, self._roles
-        self._phases.enter_training(frees_memory=True)  # brings back released weights
+        self._phases.enter_training(frees_memory=True)  # reloads released weights
         model = roles.trained.get("policy") or next(iter(roles.trained.values()))
         name = f"step_{self._position.step}"
         card = model_card(self._config, model, name, self._evaluations.by_step)
@@ -180,11 +184,11 @@ class Checkpoints(Observer):
         self._phases.enter_training(frees_memory=True)  # as in `save`
         position, trained = self._position, self._roles.trained
         state = self.store.load(path, trained)
-        self._phases.send_frozen_again()  # the checkpoint changed them
-        assert state.step is not None  # the store refuses a checkpoint of weights alone
+        self._phases.send_frozen_again()  # because the checkpoint changed them
+        assert state.step is not None  # the store refuses a checkpoint that contains only weights
         position.has_begun = True
         position.step, position.seconds = state.step, state.seconds
-        # Another run's checkpoint does not count as saved.
+        # A checkpoint of another run does not count as a saved step of this run.
         is_own = [saved.step for saved in self.store.lineage[:1]] == [state.step]
         self._saved_step = state.step if is_own else 0
         self._evaluations.by_step = dict(state.evaluations)
@@ -213,7 +217,7 @@ def run_state(
     trained: Mapping[str, ParallelModel],
     evaluations: Mapping[str, Mapping[str, float]],
 ) -> dict[str, Any]:
-    """Returns the loop's state for a checkpoint, as JSON for `SavedState`.
+    """Returns the loop's state as JSON that `SavedState` reads from a checkpoint.
 
     Args:
         cursors: States of prompts, additional terms and rollouts.
@@ -237,7 +241,7 @@ def load_run_state(
     trained: Mapping[str, ParallelModel],
     notify: Callable[[str], None],
 ) -> None:
-    """Restores the parts of `run_state` that belong to the algorithm and the models."""
+    """Restores the state of the algorithm and the models from a checkpoint."""
     for name, model in trained.items():
         model.num_updates = state.num_updates[name]
         if algorithm.needs.scores:

@@ -42,10 +42,11 @@ def convert_rank(
     """Runs one rank of `hybridrl convert`.
 
     Args:
-        source: HF directory for `to='megatron'`; checkpoint or run folder for `to='hf'`.
+        source: An HF directory if `to` is 'megatron'; a checkpoint or run folder if `to` is 'hf'.
         target: New or empty folder.
-        tp, pp: Layout of the ranks that convert; runs with any layout can read the result.
-        family: Value of `model.family`; None takes it from config.json or the checkpoint.
+        tp, pp: Layout of the model during the conversion. Runs with any layout can load the result.
+        family: Model family, as in `model.family`. If None, it is read from config.json or from the
+            checkpoint.
     """
     platform = Platform.detect()
     platform.activate()
@@ -59,7 +60,9 @@ def convert_rank(
 
 
 def _mesh(world: World, tp: int, pp: int, shape: ModelShape) -> Mesh:
-    """Returns the mesh of a model. The experts of a stage are split over its ranks if possible."""
+    """Returns the mesh for the conversion. Expert parallelism uses as many of the `tp` ranks as
+    divide the number of experts.
+    """
     ep = 1 if shape.moe is None else gcd(tp, shape.moe.num_experts)
     mesh = Mesh(world, TrainLayout(tp * pp, tp, pp, ep=ep))
     world.platform.seed(0)

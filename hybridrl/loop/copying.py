@@ -1,6 +1,6 @@
-"""Copies the training state to host memory at intervals, and finds a copy to continue from.
+"""Copies the training state to host memory at intervals, and finds a copy to resume from.
 
-Invariant: all ranks make the same decisions; the clock is rank 0's.
+Invariant: all ranks make the same decisions, because only rank 0's clock is used.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ from hybridrl.config.identity import run_folder
 from hybridrl.config.schema import Config
 from hybridrl.metrics.timing import PhaseTimer
 
-COST = 0.03  # share of the time that copies may take on CPUs
-# Share of the time that a GPU may wait for copies. Copies also slow down the steps during which
-# threads write them, because these share memory and the interpreter: by 0.46 s after a wait of
-# 0.55 s (restart_h100.json), by 0.66 s after 0.51 s (restart_h200.json).
+COST = 0.03  # fraction of the training time that copies may take on CPUs
+# Fraction of the training time that a GPU may wait for copies. A copy also slows down the steps
+# during which threads write it, because the threads compete for memory bandwidth and the Python
+# interpreter. A copy that blocked the GPU for 0.55 s slowed down later steps by 0.46 s in total
+# (restart_h100.json); one that blocked it for 0.51 s, by 0.66 s (restart_h200.json).
 WAITING_COST = 0.0125
 
 
 class Copies:
-    """Copies of a run's state. Makes none unless the run restarts after a failed rank
-    (`run.max_restarts`).
+    """In-memory copies of a run's state. Copies are made only if the run may restart after a rank
+    fails (`run.max_restarts` > 0).
 
     Args:
-        num_bytes: Approximate number of bytes of the state that this rank writes.
-        trains: Whether this process trains; otherwise no copies are made or read.
+        num_bytes: Approximate size of the state that this rank writes.
+        trains: Whether this process trains. If False, copies are neither made nor read.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class Copies:
         self._next, self._step, self._since = 0, 0, 0.0
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the checkpoint or copy to continue from, or None; collective. The caller holds
-        the run folder's lock.
+        """Returns the checkpoint or in-memory copy to resume from, or None; collective. The caller
+        must hold the run folder's lock.
 
-        An earlier start's copy is chosen if it is newer than all checkpoints.
+        A copy that an earlier start left is chosen if it is newer than all checkpoints.
         """
         self._store.put_back_replaced()
         if resume == "previous":
@@ -70,10 +71,10 @@ class Copies:
         return found
 
     def start(self, step: int, last: int) -> None:
-        """Starts to make copies; collective.
+        """Starts making copies; collective.
 
-        Memory is reserved in the background during the first steps: first for copies, then for
-        checkpoints written alongside training.
+        Reserves memory in the background during the first steps: first for copies, then for
+        checkpoints that are written during training.
 
         Args:
             step: Number of finished steps.
@@ -93,8 +94,8 @@ class Copies:
             self._store.reserve(num_bytes)
 
     def _is_due(self, step: int) -> bool:
-        """Whether to copy the state after this step; collective. The last step is saved, not
-        copied.
+        """Whether to copy the state after this step; collective. False for the last step, because a
+        checkpoint saves it.
         """
         if not self._is_on or step >= self._last:
             return False
@@ -124,7 +125,7 @@ class Copies:
             lineage = [old for old in self._store.lineage if old.step != step]
             unfinished = self._store.unfinished
             if unfinished not in lineage:
-                unfinished = None  # it is of this step
+                unfinished = None  # it belongs to the current step
             content = Content(
                 models, state(), files, step, 0, lineage, self._store.layout, unfinished
             )
@@ -137,15 +138,15 @@ class Copies:
             self._plan_next(step, start)
 
     def _plan_next(self, step: int, start: float) -> None:
-        """Sets the step of the next copy, so that copies take their share of the time."""
+        """Chooses the step of the next copy so that copies stay within their share of the time."""
         assert self._copies is not None
         now = time.monotonic()
         step_s = (start - self._since) / max(step - self._step, 1)
-        # On CPUs the threads that write copies compete with training.
+        # On CPUs, the threads that write copies compete with training for cores.
         is_cpu = self._store.world.platform.is_cpu
         cost_s = now - start + (self._copies.busy_s if is_cpu else 0.0)
         every = every_steps(cost_s, step_s, COST if is_cpu else WAITING_COST)
-        if self._is_first:  # it may have waited for its memory, so the next copy is timed instead
+        if self._is_first:  # it may have waited for memory, so time the next one instead
             self._is_first, every = False, 1
         self._next, self._step, self._since = step + every, step, now
         if self._every == "auto" and not self._is_reported and self._copies.busy_s:
@@ -156,19 +157,21 @@ class Copies:
             )
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Marks the last copy as part of the run's records, with all evaluations by step."""
+        """Marks the last copy as valid, because its step is recorded, and adds the evaluations to
+        it.
+        """
         if self._copies is not None and self._is_on:
             self._copies.seal(evaluations)
 
     def close(self) -> None:
-        """Removes the copies, because a checkpoint has the whole state; collective."""
+        """Removes the copies once a checkpoint contains the whole state; collective."""
         if self._copies is not None and self._has_started:  # even if copies were turned off
             self._copies.close()
             self._has_started = self._is_on = False
 
 
 def every_steps(cost_s: float, step_s: float, share: float) -> int:
-    """Returns the number of steps between events that cost `cost_s` and may take this share of the
-    time.
+    """Returns how many steps apart events that cost `cost_s` must be to take at most this share of
+    the time.
     """
     return max(1, math.ceil(cost_s / (share * max(step_s, 1e-9))))

@@ -1,13 +1,13 @@
-"""Switches between the two phases of a run, training and rollout, and compares the engine with the
-trainer at the start.
+"""Switches between the two phases of a run, training and rollout, and checks the engine against the
+trainer when the run starts.
 
-Collective: all ranks call every function together. In the rollout phase the engine generates with
-the policy's weights; in the training phase its memory is free for training.
+Collective: all ranks call every function together. In the rollout phase, the engine generates with
+the policy's weights. In the training phase, the engine's memory is available for training.
 
-`EnginePhases.check` finds an engine that has the right weights but computes something else with
-them: other positions, norms, heads or precision. Each parameter is first compared with its source.
-Then every replica answers a few fixed prompts, and the trainer computes the log-probabilities of
-the same tokens.
+`EnginePhases.check` detects an engine that has the right weights but uses them differently, for
+example with other positions, norms, heads or precision. It first compares each parameter with its
+source. Then every replica generates responses to a few fixed prompts, and the trainer computes the
+log-probabilities of the generated tokens for comparison.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PROMPT_TOKENS, NEW_TOKENS, REQUESTS = 16, 8, 4
 
 
 class EngineDiffersError(RuntimeError):
-    """The engine has the trainer's weights but computes other probabilities with them."""
+    """The engine has the same weights as the trainer but computes different log-probabilities."""
 
 
 class EnginePhases:
     """Switches between training and rollout.
 
     Attributes:
-        is_checked: Whether the engine was compared with the trainer.
+        is_checked: Whether the engine has been compared with the trainer.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class EnginePhases:
         return self._hybrid_engine.phases.phase is Phase.ROLLOUT
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
-        """Sends the policy's weights to the engine; returns the bytes and the rate.
+        """Sends the policy's weights to the engine; returns metrics of the transfer.
 
         Args:
             verifies: Whether to compare each parameter with its source.
@@ -76,13 +76,15 @@ class EnginePhases:
             return self._hybrid_engine.to_rollout(self._position.step, verifies).metrics()
 
     def check(self, memory_table: Callable[[], str]) -> None:
-        """Sends the weights to the engine and checks that it computes what the trainer computes.
+        """Sends the weights to the engine and checks that both compute the same log-probabilities.
 
         Args:
-            memory_table: Returns the table of the device's memory, which is printed.
+            memory_table: Function that returns the table of the device's memory, which this method
+                prints.
 
         Raises:
-            VerifyError, EngineDiffersError: Names the parameter or the replica that differs.
+            VerifyError: A parameter of the engine differs from its source.
+            EngineDiffersError: A replica and the trainer compute different log-probabilities.
         """
         self.enter_training()
         self.reshard(verifies=True)
@@ -99,27 +101,27 @@ class EnginePhases:
             self.reshard()
 
     def enter_training(self, frees_memory: bool = False) -> None:
-        """Ends the rollout phase if it is the current one. The engine must be idle."""
+        """Switches to the training phase if necessary. The engine must be idle."""
         if self.is_rollout:
             self._hybrid_engine.to_train(frees_memory)
         elif frees_memory:
             self._hybrid_engine.free_engine()
 
     def enter_rollout(self) -> None:
-        """Starts the rollout phase with the policy's weights if it is not the current one."""
+        """Switches to the rollout phase, and sends the engine the weights, if necessary."""
         if self._hybrid_engine.phases.phase is Phase.TRAIN:
             self.reshard()
 
     def send_frozen_again(self) -> None:
-        """Makes the next reshard send frozen weights too, because they changed."""
+        """Makes the next reshard also send frozen weights, because they have changed."""
         self._hybrid_engine.send_frozen_again()
 
 
 def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) -> list[Request]:
-    """Returns requests with fixed prompts of arbitrary tokens."""
+    """Returns requests whose prompts are random tokens from a fixed seed."""
     rng, num_tokens = np.random.default_rng(0), policy.model.source.shape.vocab_size
     length = min(PROMPT_TOKENS, max_prompt_tokens)
-    # The temperature of the policy's log-probabilities, without top-p and top-k.
+    # Uses the temperature of the policy's log-probabilities, but neither top-p nor top-k.
     sampling = SamplingParams(
         sampler.sampling.temperature or 1.0,
         max_new_tokens=min(NEW_TOKENS, sampler.sampling.max_new_tokens),
@@ -131,8 +133,8 @@ def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) ->
 
 
 def _complete(sampler: Sampler, requests: Sequence[Request]) -> list[list[Completion]]:
-    """Returns each replica's completions of the requests, in order; in the rollout phase, with idle
-    engines.
+    """Returns the completions of the requests by each replica, in the order of replicas. Call it in
+    the rollout phase, while the engines are idle.
     """
     world, layout = sampler.world, sampler.layout
     with world.all_agree("the first generation"):
@@ -146,11 +148,11 @@ def _complete(sampler: Sampler, requests: Sequence[Request]) -> list[list[Comple
 def _compare(
     policy: Policy, requests: Sequence[Request], completions: Sequence[Sequence[Completion]]
 ) -> float:
-    """Returns the largest mean absolute difference of log-probabilities of any replica; in the
-    training phase.
+    """Returns the mean absolute difference between the log-probabilities of engine and trainer, for
+    the replica where it is largest. Call it in the training phase.
 
     Raises:
-        EngineDiffersError: The difference exceeds the bound of the model's dtype.
+        EngineDiffersError: The difference exceeds the bound for the model's dtype.
     """
     bound = BOUNDS[policy.model.source.dtype].refuse
     prompts = [
@@ -183,7 +185,7 @@ def _compare(
 
 
 def _likely_cause(fp8: str) -> str:
-    """Returns where to look for a difference, given `train.fp8`."""
+    """Returns a hint about the likely cause of a difference, given the value of `train.fp8`."""
     if fp8 == "none":
         return (
             "Check the position, norm and head settings in the model's config.json, and the "

@@ -1,4 +1,4 @@
-"""Evaluation: generates responses to held-out prompts, greedily by default, and scores them.
+"""Evaluation: generates responses to held-out prompts (greedily by default) and scores them.
 
 The reward is the weighted sum that training uses. The accuracy is the score of a single scorer,
 from 0 to 1. Public sets (`eval.sets`) have their own scorers.
@@ -27,7 +27,7 @@ from hybridrl.metrics.values import STDERR, VALIDATION
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.traits import traits_of
 
-# Replaces the step number in seeds, so that every evaluation samples with the same seeds.
+# This number replaces the step in request seeds, so that every evaluation uses the same seeds.
 EVALUATION_STEP = -2
 Answers = Mapping[int, str | None]
 """Answer of each response by its sample number; None if it has no answer."""
@@ -35,7 +35,9 @@ Answers = Mapping[int, str | None]
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationSet:
-    """Prompts to evaluate on, and their scorer; None takes the run's."""
+    """Prompts to evaluate on, with the scorer for their responses. If `scorer` is None, the scorer
+    of the run is used.
+    """
 
     prompts: Sequence[Prompt]
     reward: RewardConfig
@@ -48,15 +50,17 @@ class Evaluation:
     """Scores of responses to held-out prompts.
 
     Args:
-        reward: Mean of the weighted sum; None if there are only prompts of `sets`.
-        accuracy: Mean score of the accuracy's scorer; None if there is no such scorer, or if a
+        reward: Mean reward over responses; None if only `sets` were evaluated.
+        accuracy: Mean score from the scorer that defines accuracy; None if no scorer does, or if a
             score is outside 0 to 1.
-        num_scored: Number of responses with a score; `reward.on_error` may drop some.
+        num_scored: Number of responses with a score. It can be smaller than the number of generated
+            responses, because `reward.on_error` may drop some.
         note: Reason why there is no accuracy.
         accuracy_stderr: Standard error of the accuracy over prompts.
-        pass_at: Probability that at least one of k responses is right (has the score 1), by k.
-        majority: Score of the most frequent answer to a prompt; None if prompts have one response,
-            or if the scorer extracts no answers.
+        pass_at: pass@k by k: probability that at least one of k responses is right (has a score of
+            1).
+        majority: Mean score of the most frequent answer to each prompt; None if each prompt has
+            only one response, or if the scorer extracts no answers.
         num_errors: Number of responses on which a scorer failed or timed out.
         sets: Results of `eval.sets`, by name.
     """
@@ -80,7 +84,7 @@ class Evaluation:
         return self.num_prompts * self.samples_per_prompt
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics for the step of this evaluation."""
+        """Returns the evaluation as metrics, with names that start with `eval/`."""
         scores = self.scores if len(self.scores) > 1 else {}
         found = {f"eval/{name}": score for name, score in scores.items()}
         found |= {f"eval/{name}": value for name, value in self._figures().items()}
@@ -104,8 +108,8 @@ class Evaluation:
         return found
 
     def record(self) -> dict[str, float]:
-        """Returns the results that a run keeps: `reward`, `accuracy` with its standard error, and
-        the accuracies of sets.
+        """Returns the results that a run stores for each evaluation: `reward`, `accuracy` with its
+        standard error, and the accuracy on each evaluation set.
         """
         own = {"reward", "accuracy", "accuracy" + STDERR}
         kept = {key: value for key, value in self._figures().items() if key in own}
@@ -124,11 +128,11 @@ class Evaluation:
 
 
 class Evaluations:
-    """Results of a run's evaluations, and the schedule of the next.
+    """Stores the results of a run's evaluations, and decides when the next one is due.
 
     Attributes:
-        by_step: Results by the number of finished steps: `reward`, and `accuracy` if there is one.
-            Results of loop/validation.py have the prefix VALIDATION.
+        by_step: Results by the number of finished steps: `reward`, and `accuracy` if it is defined.
+            Keys of results from loop/validation.py begin with VALIDATION.
     """
 
     def __init__(
@@ -143,8 +147,8 @@ class Evaluations:
         self._steps, self._section, self._own, self._sets = steps, section, own, sets
 
     def are_due(self, step: int, last: int) -> bool:
-        """Whether an evaluation is due after `step` of `last`. True for the first evaluation of a
-        run, and for one that a signal prevented.
+        """Whether an evaluation is due after step `step`, if the last step is `last`. Also true if
+        the run has no evaluation yet, or if a signal prevented an evaluation that was due.
         """
         if not self.have_prompts or str(step) in self._generated_steps():
             return False
@@ -161,11 +165,11 @@ class Evaluations:
 
     @property
     def have_prompts(self) -> bool:
-        """Whether there are prompts to generate responses to."""
+        """Whether there are any evaluation prompts."""
         return bool(self._own.prompts or self._sets)
 
     def reach_goal(self, step: int) -> bool:
-        """Whether the evaluation of this step reached `steps.stop_at_accuracy`."""
+        """Whether the evaluation after this step reached the accuracy `steps.stop_at_accuracy`."""
         goal = self._steps.stop_at_accuracy
         newest = self.by_step.get(str(step), {}).get("accuracy")
         return goal is not None and newest is not None and newest >= goal
@@ -176,11 +180,12 @@ class Evaluations:
         temperature: float | None = None,
         before_scoring: Callable[[], None] | None = None,
     ) -> Evaluation:
-        """Evaluates now; collective, the same on all ranks."""
+        """Evaluates now; collective. The result is the same on all ranks."""
         section = self._section
         if temperature is not None:
             section = section.model_copy(update={"temperature": temperature})
-        # Sets come first, because scoring the run's own prompts may need the engine's memory.
+        # Evaluate the sets first, because scoring the responses to the run's own prompts may take
+        # memory away from the engine.
         found = {name: evaluate(sampler, prompts, section) for name, prompts in self._sets.items()}
         if not self._own.prompts and found:
             note = "there are no data.eval_prompts"
@@ -189,14 +194,14 @@ class Evaluations:
         return dataclasses.replace(own, sets=found)
 
     def announce(self, step: int, notify: Callable[[str], None]) -> None:
-        """Announces the size of the first evaluation, before the first step."""
+        """Prints the size of the run's first evaluation, because it delays the first step."""
         if not self._generated_steps():
             sets = [self._own, *self._sets.values()]
             num = sum(len(prompts.prompts) * prompts.samples_per_prompt for prompts in sets)
             notify(f"evaluating after step {step}: generating {num} responses")
 
     def keep(self, step: int, found: Evaluation, notify: Callable[[str], None]) -> None:
-        """Stores the results for this step; reports once why there is no accuracy."""
+        """Stores the results for this step. If there is no accuracy, reports the reason once."""
         if found.note and found.num_prompts and not self._is_note_reported:
             self._is_note_reported = True
             which = "this evaluation reports" if self._generated_steps() else "evaluations report"
@@ -226,7 +231,7 @@ class DueEvaluations(Observer):
     def measure(self, temperature: float | None = None) -> Evaluation:
         """Evaluates now; see `Trainer.evaluate`."""
         self._phases.enter_rollout()
-        # A reward model needs the memory that the engine uses while it generates.
+        # A reward model needs the memory that the engine uses during generation.
         end_rollout = self._phases.enter_training if self._sampler.reward_models else None
         with self._journal.phase("evaluate"):
             return self._evaluations.measure(self._sampler, temperature, end_rollout)
@@ -246,11 +251,12 @@ def evaluate(
     section: EvalConfig,
     before_scoring: Callable[[], None] | None = None,
 ) -> Evaluation:
-    """Generates responses to each prompt and scores them; collective, the same on all ranks.
+    """Generates responses to each prompt and scores them; collective. The result is the same on all
+    ranks.
 
     Raises:
-        UserError: There are no prompts, or the scorer in `reward.accuracy` gave a score outside 0
-            to 1.
+        UserError: There are no prompts, or the scorer that `reward.accuracy` names returned a score
+            outside 0 to 1.
     """
     if not what.prompts:
         raise UserError(
@@ -276,8 +282,8 @@ def evaluate(
 
 
 def _answers(sampler: Sampler, scored: ScoredBatch, config: RewardConfig) -> Answers | None:
-    """Returns the answers of all samples, extracted by the accuracy's scorer; None if it extracts
-    no answers; collective.
+    """Returns the answers in all responses, extracted by the scorer that defines accuracy; None if
+    it cannot extract answers. Collective.
     """
     name = accuracy_part(scored, config)
     parts = {part.name: part.function for part in sampler.scorer.parts}
@@ -292,10 +298,10 @@ def _answers(sampler: Sampler, scored: ScoredBatch, config: RewardConfig) -> Ans
 
 
 def accuracy_part(scored: ScoredBatch, config: RewardConfig) -> str:
-    """Returns the name of the reward part that is the accuracy, or "" if it is unknown."""
+    """Returns the name of the reward part that counts as accuracy, or "" if that is not defined."""
     parts, name = scored.reward_parts, config.accuracy_scorer()
     if len(parts) == 1 or (name not in parts and not config.functions):
-        return next(iter(parts))  # the first of several functions from Python
+        return next(iter(parts))  # of several functions passed from Python, the first one
     return name if name is not None and name in parts else ""
 
 
@@ -307,7 +313,7 @@ def summarized(
     pass_k: Sequence[int] = (),
     answers: Answers | None = None,
 ) -> Evaluation:
-    """Returns the evaluation of scored responses."""
+    """Summarizes scored responses as an `Evaluation`."""
     parts = scored.reward_parts
     means = {name: float(score_B.mean()) for name, score_B in parts.items()}
     reward = float(scored.reward_B.mean())
@@ -352,7 +358,9 @@ def _by_prompt(
 def _accuracies(
     groups: Sequence[Group], samples_per_prompt: int, pass_k: Sequence[int], answers: Answers | None
 ) -> dict[str, Any]:
-    """Returns fields of Evaluation: accuracy and, with several samples, pass@k and majority."""
+    """Returns fields of `Evaluation`: the accuracy and, if prompts have several samples, pass@k and
+    majority.
+    """
     mean = mean_of([float(np.mean(scores)) for scores, _ in groups])
     found: dict[str, Any] = {"accuracy": mean.value, "accuracy_stderr": mean.stderr, "pass_at": {}}
     for k in (k for k in pass_k if k <= samples_per_prompt):

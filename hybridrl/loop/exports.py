@@ -1,8 +1,7 @@
-"""Writes HF directories of trained models, one for each checkpoint if `checkpoint.export_hf` is
-set.
+"""Exports trained models as HF directories: after each checkpoint if `checkpoint.export_hf` is set.
 
-Collective: every rank that can write to the folder writes a share of the tensors. `hybridrl
-convert` uses the same function.
+Collective: every rank that can write to the folder writes some of the tensors. `hybridrl convert`
+uses `export_model` too.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from hybridrl.training.model import ParallelModel
 
 EXPORTS = "exports"  # folder in a run folder
 _EXPORT = re.compile(r"(step_\d+)(?:_\w+)?")
-_PARTIAL = ".*.partial"  # folders that a killed run left
+_PARTIAL = ".*.partial"  # folders that a killed run left behind
 
 
 def export_model(
@@ -47,7 +46,7 @@ def export_model(
 
     Args:
         side_files: Folder whose tokenizer and generation files are copied.
-        card: Text of the README.md.
+        card: Text for README.md.
 
     Raises:
         UserError: A rank cannot write; raised on all ranks.
@@ -74,11 +73,11 @@ def declare_turn_end(directory: Path) -> None:
     """Adds the chat template's end-of-turn token to the end tokens in generation_config.json, so
     that other engines stop where the run's responses stopped.
 
-    Changes nothing if the model's files have the token already, or if there is no such template.
+    Changes nothing if the model's files already list the token, or if there is no chat template.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception:  # no usable tokenizer; the run may have had its own
+    except Exception:  # no usable tokenizer here; the run may have used one without files
         return
     end, file = turn_end(tokenizer), directory / GENERATION_CONFIG
     config = read_config(directory)
@@ -100,7 +99,9 @@ def export_with_tokenizer(
     tokenizer: PreTrainedTokenizerBase,
     card: str,
 ) -> None:
-    """Writes a model as an HF directory with the run's tokenizer, which may have no files."""
+    """Writes a model as an HF directory, together with the run's tokenizer, which may exist only in
+    memory.
+    """
     export_model(model, directory, side_files, card)
     with model.world.all_agree("writing the tokenizer"):
         has_tokenizer = any(directory.glob("tokenizer*"))
@@ -111,8 +112,8 @@ def export_with_tokenizer(
 
 
 class Exports:
-    """HF directories of a run: `exports/step_N` for the policy or the trained reward model, and
-    `exports/step_N_critic` for a policy's critic.
+    """Writes a run's HF directories: `exports/step_N` for the policy or the trained reward model,
+    and `exports/step_N_critic` for the critic of a policy.
     """
 
     def __init__(self, config: Config, notify: Callable[[str], None]) -> None:
@@ -125,8 +126,8 @@ class Exports:
         models: Mapping[str, ParallelModel],
         evaluations: Mapping[str, Mapping[str, float]],
     ) -> None:
-        """Exports the models of a new checkpoint, and removes exports whose checkpoints are gone.
-        Does nothing unless `checkpoint.export_hf` is set.
+        """Exports the models of a new checkpoint, and removes exports whose checkpoints no longer
+        exist. Does nothing unless `checkpoint.export_hf` is set.
 
         Raises:
             UserError: A file cannot be written.
@@ -144,7 +145,7 @@ class Exports:
             self._notify(f"exported {folder}")
 
     def _remove(self, folder: Path, checkpoints: Path) -> None:
-        """Removes the folder's old content, and exports without a checkpoint."""
+        """Deletes the folder if it exists, and exports whose checkpoints no longer exist."""
         shutil.rmtree(folder, ignore_errors=True)
         if not self._root.is_dir():
             return
@@ -164,8 +165,7 @@ def model_card(
 ) -> str:
     """Returns the README.md of an exported model.
 
-    References to environment variables are not replaced by their values, so the text contains no
-    keys.
+    The text contains no secrets, because references to environment variables are not expanded.
     """
     is_scorer = model.head == "value"
     front = {
@@ -183,7 +183,7 @@ def model_card(
     made = f"trained by hybridrl {__version__} with `{config.algorithm.name}`"
     origin = "from initial weights" if base is None else f"from `{_shown(base)}`"
     lines += [f"{kind}, {made}, {origin}.", ""]
-    # Evaluations describe the policy, not its critic.
+    # Leave evaluations out of the critic's card, because they describe the policy.
     if evaluations and (not is_scorer or config.algorithm.name == "reward_model"):
         lines += ["## Measured", "", *_table(evaluations), ""]
     lines += ["## Configuration", "", "```yaml", to_yaml(config).rstrip(), "```", ""]
@@ -195,7 +195,9 @@ def _shown(base: str) -> str:
 
 
 def _table(evaluations: Mapping[str, Mapping[str, float]]) -> Iterator[str]:
-    """Yields a table of the first and last evaluations, with standard errors."""
+    """Yields the lines of a table that compares the first and the last evaluation, with standard
+    errors.
+    """
     steps = sorted(evaluations, key=int)
     first, last = evaluations[steps[0]], evaluations[steps[-1]]
     yield f"| | step {steps[0]} | step {steps[-1]} |"

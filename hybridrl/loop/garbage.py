@@ -1,12 +1,13 @@
 """Excludes a run's long-lived objects from Python's garbage collection.
 
-A full collection visits every object, half a million and more with vLLM, and stops a rank for half
-a second while others wait. Almost all of them exist after the first step and stay, so they are
-frozen then (`gc.freeze`). vLLM does the same after an engine's start (engine/core.py, 0.26), but a
-run may have no vLLM, and the first step creates objects too.
+A full collection visits every object. With vLLM there are more than half a million, so a collection
+stops a rank for half a second while other ranks wait. Almost all long-lived objects exist after the
+first step, so they are frozen then (`gc.freeze`). vLLM 0.26 freezes objects when an engine has
+started (engine/core.py), but a run may use another engine, and the first step creates more objects.
 
-A frozen object in a reference cycle is never freed, so closing a Trainer unfreezes all objects. The
-next Trainer collects the cycles of the one before, which may hold memory of the device.
+Frozen objects in a reference cycle are never freed, so closing a Trainer unfreezes all objects. The
+next Trainer then collects the cycles that the previous Trainer left, because they may hold device
+memory.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ import threading
 from hybridrl.loop.observers import Observer
 from hybridrl.platform import Platform
 
-_was_used = threading.Event()  # whether a Trainer of this process has frozen objects
+_was_used = threading.Event()  # whether a Trainer in this process has frozen objects
 
 
 def set_aside(platform: Platform) -> None:
     """Excludes all current objects from garbage collection."""
     if not platform.is_cpu:
-        gc.collect()  # garbage may hold memory of the device
+        gc.collect()  # garbage may hold device memory
     gc.freeze()
     if not _was_used.is_set():
-        # Objects that are frozen when Python exits are never freed, and nanobind, which Triton
-        # uses, would report its objects as leaked.
+        # Objects that are still frozen when Python exits are never freed. nanobind, which Triton
+        # uses, would report its own as leaked.
         atexit.register(take_back)
     _was_used.set()
 
@@ -39,8 +40,10 @@ def take_back() -> None:
 
 
 def collect_earlier() -> None:
-    """Frees Trainers of this process that are no longer referenced, closed or not."""
-    if _was_used.is_set():  # else there is nothing to free, and a collection delays the start
+    """Frees earlier Trainers of this process that are no longer referenced, whether or not they
+    were closed.
+    """
+    if _was_used.is_set():  # otherwise a collection would only delay the start
         take_back()
         gc.collect()
 

@@ -1,7 +1,7 @@
-"""Records of a run: folder, phase times, metrics, samples, summary.
+"""Writes the records of a run: its folder, phase times, metrics, samples and summary.
 
-Rank 0 writes them. Every rank measures its phases, because a step is as slow as its slowest rank,
-and writes its own phase file.
+Rank 0 writes all of them except the phase files: each rank writes its own. Every rank measures its
+phases, because the slowest rank determines the duration of a step.
 """
 
 from __future__ import annotations
@@ -61,18 +61,19 @@ Evaluations = Mapping[str, Mapping[str, float]]
 
 
 class StepWarning(Protocol):
-    """Checks the metrics of steps for problems that the user should know."""
+    """Checks the metrics of each step for a problem that the user should know about."""
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Returns a warning, or None. A problem is reported once."""
+        """Returns a warning, or None. Each problem is reported only once."""
 
 
 class Journal(Observer):
     """Writes the records of a run.
 
     Attributes:
-        unseen_bytes: Returns the bytes in use on this rank's device that torch's allocator does not
-            count, minus the bytes that it counts for tensors without memory.
+        unseen_bytes: Function that corrects torch's count of bytes in use on this rank's device: it
+            returns the bytes that the allocator misses, minus the bytes that it counts for tensors
+            without memory.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -92,19 +93,19 @@ class Journal(Observer):
         self.console: ConsoleSink | None = None
         self.log_file: LogSink | None = None
         self.trackers: list[TrackerSink] = []
-        self._early_notices: list[str] = []  # notices from before there is a log
+        self._early_notices: list[str] = []  # messages from before the log file was opened
         world.heartbeat.phase = lambda: self.timer.current
         world.heartbeat.run_folder = self.folder
         self._starts = RunStarts(self.folder)
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
 
     def note_start(self, seconds: Mapping[str, float]) -> None:
-        """Records the seconds of each part of this start, up to the end of its first step."""
+        """Records how many seconds each part of this start took, until the first step ended."""
         if self.is_writer:
             self._starts.took(seconds)
 
     def notify(self, text: str) -> None:
-        """Prints a line for the user on one rank, and logs it."""
+        """Prints and logs a line for the user, on rank 0 only."""
         if not self.is_writer:
             return
         if self.log_file is not None:
@@ -118,7 +119,7 @@ class Journal(Observer):
                 say(text, sys.stdout)
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Counts the block as a phase of the step."""
+        """Measures the block as a phase of the step."""
         return self.timer.phase(name)
 
     def fit_begins(self, first: int, last: int) -> None:
@@ -136,7 +137,7 @@ class Journal(Observer):
                 self.notify(text)
 
     def start(self, last_step: int, num_steps: int) -> None:
-        """Opens the files of the run folder and removes records after `last_step`."""
+        """Opens the files in the run folder, and removes records of steps after `last_step`."""
         self.close()
         phase_file = self.folder / "logs" / f"rank_{self.world.rank}.phase"
         self.timer = PhaseTimer(phase_file, self._synchronize, self._take_peak)
@@ -177,7 +178,7 @@ class Journal(Observer):
         self.notify(f"checkpoints in {self.folder / 'checkpoints'}: {often}")
 
     def _services(self) -> Iterator[Tracker]:
-        """Yields the trackers in the configuration."""
+        """Yields the configured experiment trackers."""
         section = self.config.log
         if section.wandb is not None:
             yield Wandb(section.wandb, self.folder)
@@ -185,13 +186,13 @@ class Journal(Observer):
             yield Mlflow(section.mlflow, self.folder)
 
     def _changes(self) -> Sequence[str]:
-        """Returns the knobs that differ from those of the run's last training."""
+        """Returns a line for each knob that has changed since the run last trained."""
         saved = saved_config(self.config)
         changed = {} if saved is None else changed_knobs(saved, self.config)
         return [f"{key} {before!r} -> {now!r}" for key, (before, now) in changed.items()]
 
     def describe(self, batch: ScoredBatch) -> dict[str, float]:
-        """Returns metrics of sampled responses: rewards, and the share that was cut off."""
+        """Returns metrics of sampled responses: rewards, and the fraction that was truncated."""
         rewards, parts = batch.reward_B, batch.reward_parts
         names = parts if len(parts) > 1 else ()
         return {
@@ -204,13 +205,14 @@ class Journal(Observer):
     def summarize(
         self, batch: ScoredBatch, values: Mapping[str, float], flops: Mapping[str, int]
     ) -> dict[str, float]:
-        """Adds lengths, times, memory and FLOPs to a step's metrics; equal on all ranks.
+        """Adds lengths, times, memory and FLOPs to a step's metrics; collective. The result is the
+        same on all ranks.
 
         Args:
-            flops: Model FLOPs by phase, summed over ranks.
+            flops: Model FLOPs by phase, summed over all ranks.
         """
         lengths = batch.response_lengths_B.float()
-        # Waits for a rank that still writes.
+        # This waits for a rank that is still writing files.
         ranks = self.world.gather_objects((self.timer.seconds(), self._peaks()))
         times, memory = zip(*ranks, strict=True)
         seconds, peaks = largest(times), largest(memory)
@@ -225,14 +227,14 @@ class Journal(Observer):
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records a step in every sink."""
+        """Writes the metrics of a step to every sink."""
         for sink in self.sinks:
             sink.write(step, metrics)
 
     def dump_samples(
         self, step: int, scored: ScoredBatch, learned: ScoredBatch | None, scorer: Scorer
     ) -> None:
-        """Writes the samples of a step to `rollouts/` if they are due; collective."""
+        """Writes the samples of a step to `rollouts/` if this step is due; collective."""
         if not self.dump.is_due(step):
             return
         samples = sample_records(scored, learned, scorer, self.world)
@@ -247,7 +249,7 @@ class Journal(Observer):
     def finish(
         self, first: int, last: int, evaluations: Evaluations, seconds: float
     ) -> dict[str, float]:
-        """Writes `summary.json`; prints the table of before and after, and the run folder."""
+        """Writes `summary.json`, and prints a before/after table and the run folder."""
         summary = self._summary(evaluations, seconds)
         if self.is_writer:
             self._write_summary(summary)
@@ -263,8 +265,8 @@ class Journal(Observer):
     def nothing_to_do(
         self, done: int, last: int, evaluations: Evaluations, seconds: float
     ) -> dict[str, float]:
-        """Reports that the run already has its steps. Writes the summary only if it is missing,
-        because a signal came with the last step.
+        """Reports that all steps of the run are already finished. Writes `summary.json` only if it
+        is missing, which happens if a signal arrived during the last step.
         """
         goal = f"step {last}" if done >= last else "steps.stop_at_accuracy"
         self.notify(
@@ -294,7 +296,7 @@ class Journal(Observer):
         return summary
 
     def close(self) -> None:
-        """Closes all files, and records how the start ended, from the exception in flight."""
+        """Closes all files, and derives from the current exception how the start ended."""
         self._starts.end(exit_of(sys.exception()))
         for tracker in self.trackers:
             tracker.begin_close()
@@ -307,23 +309,23 @@ class Journal(Observer):
         self.timer.close()
 
     def note_peak(self) -> None:
-        """Counts the peak memory before memory moves to the other phase."""
+        """Records the peak memory before a switch of phases changes it."""
         self.timer.note_peak()
 
     def _peak_in_use(self) -> int:
-        """Returns the largest number of bytes in use since the last call."""
+        """Returns the peak number of bytes in use since the last call."""
         most = torch.cuda.max_memory_allocated() + self.unseen_bytes()
         torch.cuda.reset_peak_memory_stats()
         return most
 
     def _peaks(self) -> dict[str, float]:
-        """Returns this rank's peak memory in bytes, by phase if that is known."""
+        """Returns this rank's peak memory in bytes, by phase if the phases are known."""
         known = self.timer.peak_bytes() or {"run": self.world.platform.peak_memory_bytes()}
         return {phase: float(size) for phase, size in known.items()}
 
 
 def when_saved(section: CheckpointConfig, num_steps: int) -> str:
-    """Returns a description of when a run is saved."""
+    """Describes in words when a run is saved."""
     often = f"every {section.every} steps, " if section.every else ""
     often += f"every {section.every_s:g} s, " if section.every_s else ""
     kept = "the newest is kept" if section.keep == 1 else f"the newest {section.keep} are kept"
@@ -332,8 +334,9 @@ def when_saved(section: CheckpointConfig, num_steps: int) -> str:
 
 
 def before_and_after(evaluations: Evaluations) -> dict[str, float]:
-    """Returns the results of the first and the last evaluation, `NAME_before` and `NAME_after`,
-    with standard errors. A result that one of them lacks is left out, not taken from another step.
+    """Returns the results of the first and the last evaluation as `NAME_before` and `NAME_after`,
+    with standard errors. A result that one of the two lacks is left out, not taken from another
+    step.
     """
     found: dict[str, float] = {}
     for is_validation in (False, True):
@@ -355,7 +358,9 @@ def before_and_after(evaluations: Evaluations) -> dict[str, float]:
 
 
 def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, Estimate | None]]:
-    """Returns the evaluations before and after by label; the reward only if it differs."""
+    """Returns the results before and after training by label. Leaves the reward out if it equals
+    another result.
+    """
     endings = ("_before", "_after")
     names = dict.fromkeys(
         key.removesuffix(ending) for ending in endings for key in summary if key.endswith(ending)
@@ -376,7 +381,7 @@ def _compared(summary: Mapping[str, float]) -> dict[str, tuple[Estimate | None, 
 
 
 def _are_equal(a: Sequence[Estimate | None], b: Sequence[Estimate | None]) -> bool:
-    """Whether values are equal up to the rounding of float32 means."""
+    """Whether the values are equal within float32 rounding."""
     return all(
         x is y if x is None or y is None else math.isclose(x.value, y.value, rel_tol=1e-6)
         for x, y in zip(a, b, strict=True)

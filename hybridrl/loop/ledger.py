@@ -1,6 +1,6 @@
-"""Memory ledger: the memory of each part of a run on this rank's device, by phase.
+"""Memory ledger: lists how much device memory each part of a run uses on this rank, by phase.
 
-It is printed at the start of a run and with every out-of-memory error.
+The ledger is printed when a run starts and with every out-of-memory error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REMEDIES = (
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the ledger, and the phases in which its bytes are on the device."""
+    """One line of the ledger: a number of bytes, and the phases in which they are on the device."""
 
     name: str
     num_bytes: int
@@ -38,13 +38,13 @@ class Entry:
 
 
 class MemoryLedger:
-    """Parts of the run on this rank's device that are built so far.
+    """Tracks the parts of the run that have been built on this rank's device so far.
 
     Attributes:
         models: Models by role.
         engine: Engine, or None before it starts.
-        hybrid_engine: Hybrid engine, which knows whether phases free memory; None before it is
-            built.
+        hybrid_engine: Hybrid engine, which knows whether a switch of phases frees memory; None
+            until it is built.
     """
 
     def __init__(self, platform: Platform) -> None:
@@ -54,14 +54,15 @@ class MemoryLedger:
         self.hybrid_engine: HybridEngine | None = None
 
     def table(self) -> str:
-        """Returns the ledger as text, as it will be after the next change of phases."""
+        """Returns the ledger as text: the memory in use after the next switch of phases."""
         engine = {} if self.engine is None else self.engine.memory()
         keeps_memory = self.hybrid_engine is not None and self.hybrid_engine.keeps_memory
         return table(entries(self.models, engine, keeps_memory), self._platform)
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Adds the ledger and remedies to an out-of-memory error of the block, from torch or vLLM.
+        """Adds the ledger and remedies to an out-of-memory error that torch or vLLM raises in the
+        block.
 
         Raises:
             DeviceMemoryError: Replaces the out-of-memory error.
@@ -80,10 +81,11 @@ class MemoryLedger:
 def entries(
     models: Mapping[str, ParallelModel], engine: Mapping[str, Holding], keeps_memory: bool = False
 ) -> list[Entry]:
-    """Returns the memory of models and engine, including memory that they allocate later.
+    """Returns an entry for each part of the models and the engine, including memory that they will
+    allocate later.
 
     Args:
-        keeps_memory: Whether phases free nothing (`HybridEngine.keeps_memory`).
+        keeps_memory: Whether switches of phases free no memory (`HybridEngine.keeps_memory`).
     """
     found = []
     for role, model in models.items():
@@ -96,7 +98,7 @@ def entries(
                 found.append(Entry(f"{role} frozen weights", kept))
             state, _ = memory.state_bytes()
             lent = memory.lent_bytes
-            if lent:  # memory of the engine, listed with the engine if phases keep it
+            if lent:  # engine memory; listed with the engine if it keeps its memory while training
                 name = f"{role} gradients, lent by engine"
                 found.append(Entry(name, lent, not keeps_memory, in_rollout=False))
             if held := memory.gradient_bytes() - lent:
@@ -112,7 +114,7 @@ def entries(
 
 
 def table(found: list[Entry], platform: Platform) -> str:
-    """Returns the ledger as text in GiB, with the device's own numbers."""
+    """Returns the ledger as text in GiB, followed by the numbers that the device reports."""
     lines = [f"{'memory of this rank, GiB':34}{'training':>10}{'rollout':>10}"]
     for entry in found:
         cells = (_gib(entry.num_bytes) if there else "-" for there in _phases(entry))
@@ -136,7 +138,7 @@ def _phases(entry: Entry) -> tuple[bool, bool]:
 
 
 def _num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Returns the total bytes of the tensors' storages, each counted once."""
+    """Returns the total bytes of the tensors' storages. A shared storage counts once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors.values()}
     return sum(storages.values())
 

@@ -1,7 +1,8 @@
-"""Observers of a run: metrics, records, copies, evaluation, checkpoints.
+"""Interface for observers of a run, which handle metrics, records, copies, evaluation and
+checkpoints.
 
-Collective: the trainer calls observers at fixed points of its loop. All ranks have the same
-observers in the same order, so each call may be collective.
+The trainer calls observers at fixed points of its loop. All ranks have the same observers in the
+same order, so each call may be collective.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ class StepRecord:
     Args:
         number: Number of the step, from 1.
         scored: All samples of the step with their rewards.
-        batch: Samples that were trained on, with all columns.
-        metrics: Metrics so far; observers add to them.
+        batch: Samples that the step trained on, with all columns.
+        metrics: Metrics so far; observers add more.
     """
 
     number: int
@@ -35,40 +36,42 @@ class StepRecord:
 
 
 class Observer:
-    """Called at fixed points of a run, in the order of these methods."""
+    """Receives calls at fixed points of a run, in the order of these methods."""
 
     def fit_begins(self, first: int, last: int) -> None:
-        """Training starts after step `first` and ends with step `last`."""
+        """Called when training starts, after step `first`. It will end with step `last`."""
 
     def around_step(self, number: int) -> AbstractContextManager[None]:
         """Returns a context manager around a step of `fit`."""
         return nullcontext()
 
     def step_begins(self, number: int) -> None:
-        """A step begins."""
+        """Called when a step begins."""
 
     def weights_changed(self, number: int) -> None:
-        """The optimizer has stepped. The engine has the old weights, and its memory is free."""
+        """Called after the optimizer step. The engine still has the old weights, and its memory is
+        free.
+        """
 
     def step_ends(self, record: StepRecord) -> None:
-        """The step has ended and the engine has the new weights."""
+        """Called when the step has ended and the engine has the new weights."""
 
     def measures(self, number: int, last: int) -> dict[str, float]:
         """Returns additional metrics after a step, or before the first step."""
         return {}
 
     def step_recorded(self, number: int, metrics: Mapping[str, float]) -> None:
-        """All metrics are known; also called if a signal came during `measures`."""
+        """Called when all metrics are known, even if a signal arrived during `measures`."""
 
     def step_is_over(self, number: int, last: int, metrics: Mapping[str, float]) -> None:
-        """The next step may begin, or training ends if `number` is `last`."""
+        """Called before the next step, or before training ends if `number` is `last`."""
 
     def fit_ends(self) -> None:
-        """All steps are finished."""
+        """Called when all steps are finished."""
 
 
 def last_step(num_steps: int | None, until: int | None, done: int, default: int) -> int:
-    """Returns the last step to train, for these arguments of `Trainer.fit`.
+    """Returns the last step to train, given the arguments of `Trainer.fit`.
 
     Args:
         num_steps: Number of additional steps.
@@ -94,7 +97,7 @@ def last_step(num_steps: int | None, until: int | None, done: int, default: int)
 
 
 def is_due(every: int, step: int, last: int) -> bool:
-    """Whether an event is due that happens every `every` steps (0 for never) and after the last
-    step.
+    """Whether an event is due after this step. It happens every `every` steps (never if 0), and
+    always after the last step.
     """
     return step == last or (every > 0 and step % every == 0)

@@ -1,7 +1,7 @@
-"""Position of a run: finished steps, seconds, prompts and random states.
+"""Tracks the position of a run: finished steps, elapsed time, next prompts and random states.
 
-An interrupted step is repeated from its beginning, after a restart or in the same process, with the
-same prompts and random states.
+An interrupted step is repeated from its beginning with the same prompts and random states, whether
+in the same process or after a restart.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hybridrl.roles.mix import Mix
 
 
 class Position:
-    """Counts a run's steps and seconds, and keeps the cursors of its data.
+    """Counts a run's steps and seconds, and stores how far its data has been consumed.
 
     Attributes:
         step: Number of finished steps.
-        has_begun: Whether a checkpoint was loaded or a step has begun; then `fit` loads no
+        has_begun: Whether a checkpoint was loaded or a step has begun. If so, `fit` loads no
             checkpoint.
     """
 
@@ -33,16 +33,16 @@ class Position:
         self._began: tuple[dict[str, Any], dict[str, torch.Tensor]] | None = None
 
     def start_clock(self) -> None:
-        """Starts to count seconds."""
+        """Starts counting seconds."""
         self._since = time.monotonic()
 
     def stop_clock(self) -> float:
-        """Adds the seconds since `start_clock`; returns the seconds of all starts of the run."""
+        """Adds the seconds since `start_clock`. Returns the total over all starts of the run."""
         self.seconds = self.all_seconds()
         return self.seconds
 
     def all_seconds(self) -> float:
-        """Returns the seconds of all starts of the run until now."""
+        """Returns the seconds that all starts of the run have taken so far."""
         return self.seconds + time.monotonic() - self._since
 
     @property
@@ -67,11 +67,13 @@ class Position:
             self.load(cursors)
 
     def state(self) -> dict[str, Any]:
-        """Returns the cursors at the beginning of the current step as JSON, for a checkpoint."""
+        """Returns the data cursors from the beginning of the current step, as JSON for a
+        checkpoint.
+        """
         return self._cursors() if self._began is None else self._began[0]
 
     def load(self, cursors: Mapping[str, Any]) -> None:
-        """Restores the cursors of `state`. No step is current afterwards."""
+        """Restores cursors that `state` returned, and forgets the current step."""
         self._began = None
         self._prompts.load_state(cursors["prompts"])
         self._mix.load_state(cursors["mix"])

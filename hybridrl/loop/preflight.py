@@ -1,8 +1,8 @@
-"""Checks configuration, model with its weights, data and run folder before any rank starts. No
-torch.
+"""Checks the configuration, model, weights, data and run folder before any rank starts. Does not
+import torch.
 
-Collects every violation into one ConfigError. Reads files; writes only the marks of files whose
-rows were checked.
+Collects all violations into one ConfigError. Only reads files, except that it records which data
+files have passed their checks.
 """
 
 from __future__ import annotations
@@ -65,15 +65,17 @@ def model_violations(
     default_dtype: str = "bfloat16",
     machines: Machines | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Checks the configuration against the model's config.json and its family, and the teacher's.
+    """Checks the configuration against the config.json and the families of the model and the
+    teacher.
 
     Args:
-        has_teacher: Whether to check the teacher, if there is one; training needs it.
-        default_dtype: Meaning of model.dtype=auto. The default is that of GPUs.
-        machines: GPUs and nodes of the ranks; None if unknown.
+        has_teacher: Whether to check the teacher, if one is configured. Only training uses it.
+        default_dtype: Dtype that model.dtype=auto stands for. The default, bfloat16, applies to
+            GPUs.
+        machines: GPUs and nodes on which the ranks run; None if unknown.
 
     Returns:
-        The content of config.json ({} if it cannot be used), and all violations.
+        The content of config.json ({} if it is unusable), and all violations.
     """
     hf_config: dict[str, Any] = {}
     found: list[UserError] = []
@@ -92,7 +94,7 @@ def model_violations(
             if ENGINES[rollout.engine].has_fused_parameters and not check(
                 config, world_size, hf_config, machines=machines
             ):
-                # The rules do not know the vocabulary size.
+                # The rules do not check the vocabulary size.
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
             head: Head = "lm" if trains_policy(config) else "value"
@@ -105,7 +107,8 @@ def model_violations(
 
 
 def validate_replay(config: Config, world_size: int) -> None:
-    """Checks everything that `train --replay` needs, which reads no rows and no teacher.
+    """Checks everything that `train --replay` needs. A replay reads neither data rows nor a
+    teacher.
 
     Raises:
         ConfigError: Contains every violation.
@@ -123,7 +126,7 @@ def validate_training(
     """Checks everything that `train` needs.
 
     Args:
-        slots: Number of ranks on each of several hosts; () if `local_machines` finds it.
+        slots: Number of ranks on each of several hosts. If empty, `local_machines` determines it.
 
     Raises:
         ConfigError: Contains every violation.
@@ -159,7 +162,8 @@ def validate_evaluation(
         checkpoint: Folder that replaces the run's newest checkpoint.
 
     Raises:
-        UserError: A ConfigError with every violation, or the fault of the checkpoint.
+        UserError: Either a ConfigError that contains every violation, or the first error in the
+            checkpoint.
     """
     if prompts:
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
@@ -192,10 +196,10 @@ def validate_conversion(
     pp: int,
     family: str | None = None,
 ) -> None:
-    """Checks everything that `convert` needs; arguments as on its command line.
+    """Checks everything that `convert` needs. The arguments match its command line.
 
     Raises:
-        UserError: Names the folder, file or tensor that is wrong.
+        UserError: Names the faulty folder, file or tensor.
     """
     if not os.path.isdir(source):
         found = "a file" if os.path.exists(source) else "no such folder"
@@ -220,10 +224,10 @@ def validate_conversion(
 def check_weights(
     directory: Path, family_key: str | None, hf_config: dict[str, Any], head: Head = "lm"
 ) -> None:
-    """Checks the headers of a directory's weights.
+    """Checks the headers of the weight files in an HF directory.
 
     Raises:
-        UserError: Names the first file or tensor that is missing, damaged or not this model's.
+        UserError: Names the first file or tensor that is missing, damaged or foreign to this model.
     """
     HfHeaders(directory).check(hf_shapes(*read_model(family_key, hf_config), head))
 
@@ -231,7 +235,7 @@ def check_weights(
 def _common(
     config: Config, world_size: int, has_teacher: bool = True, slots: Sequence[int] = ()
 ) -> list[UserError]:
-    """Returns the violations in the parts of a configuration that every run has."""
+    """Returns the violations in the parts of the configuration that all commands share."""
     machines = local_machines(config.placement, world_size, slots)
     hf_config, found = model_violations(config, world_size, has_teacher, machines=machines)
     if not found and (lacking := _descriptors(config, machines or Machines(world_size))):
@@ -254,15 +258,16 @@ def _common(
 def local_machines(
     section: PlacementConfig, world_size: int, slots: Sequence[int] = ()
 ) -> Machines | None:
-    """Returns the GPUs and nodes of the ranks that this host starts, or of those on several hosts
-    with `slots` ranks each.
+    """Returns the GPUs and nodes of the ranks that this host starts, or of ranks on several hosts
+    if `slots` lists the number on each host.
 
-    Returns None if a placement depends on facts that only the ranks find out together: GPUs of
-    other nodes, or the order in which CUDA counts different GPUs. Then the ranks check it.
+    Returns None if the placement depends on facts that only the ranks can determine together: which
+    GPUs other nodes have, or in which order CUDA numbers GPUs of different models. In that case the
+    ranks check the placement.
     """
     if not named_roles(section):
         return Machines(world_size)
-    each: int | None = world_size  # hybridrl's launcher starts all ranks here
+    each: int | None = world_size  # hybridrl's launcher starts all ranks on this host
     if slots:
         each = slots[0] if len(set(slots)) == 1 else None
     elif "RANK" in os.environ:
@@ -277,7 +282,7 @@ def local_machines(
 
 
 def _descriptors(config: Config, machines: Machines) -> UserError | None:
-    """Returns the error if this host allows too few open files for the run's meshes, or None."""
+    """Returns an error if the limit on open files is too low for the run's meshes, else None."""
     placement, misplaced = placed(config, machines)
     found = [] if misplaced else [placement.policy, *placement.named.values()]
     places = list(dict.fromkeys(found))
@@ -289,7 +294,7 @@ def _descriptors(config: Config, machines: Machines) -> UserError | None:
 
 
 def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelConfig, Head]]:
-    """Yields every model whose weights a run loads, with its head."""
+    """Yields every model whose weights the run loads, with its type of head."""
     yield config.model, "lm"
     teacher = teacher_model(config) if has_teacher else None
     if teacher is not None:
@@ -299,22 +304,22 @@ def _loaded_models(config: Config, has_teacher: bool) -> Iterator[tuple[ModelCon
 
 
 def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
-    """Yields the violations of the teacher's config.json and family."""
+    """Yields the violations in the teacher's config.json and family."""
     found = list(teacher_rules(config, policy))
     yield from found
     try:
         if not found and (hf_config := read_teacher(config)) is not None:
             read_model(None, hf_config)
             at_length(hf_config, config.longest_sequence())
-    except UserError as error:  # prefixed, because the policy has a config.json too
+    except UserError as error:  # prefixed, because the policy also has a config.json
         yield UserError(
             f"algorithm.teacher: {error.name}", error.value, error.allowed, error.remedy
         )
 
 
 def _check_run(config: Config, reads_newest: bool = True, trains: bool = True) -> None:
-    """Refuses a run folder of another run, a damaged newest checkpoint, and damaged tokenizer
-    files.
+    """Raises an error if the run folder belongs to another run, or if the newest checkpoint or the
+    tokenizer files are damaged.
     """
     check_run_folder(config, trains)
     newest = newest_checkpoint(run_folder(config) / "checkpoints")
@@ -353,8 +358,8 @@ class _Scored:
 
     Args:
         columns: Columns that each row must have.
-        check: Check of each row. None if no reward reads rows, or if `reward.on_error` sets the
-            score of bad rows.
+        check: Check to apply to each row. None if a bad row does not stop the run, because
+            `reward.on_error` decides its score, or if the rewards themselves are invalid.
     """
 
     columns: Sequence[str] = ()
@@ -362,14 +367,14 @@ class _Scored:
 
     @staticmethod
     def by(reward: RewardConfig, data: DataConfig) -> _Scored:
-        """Returns the conditions of these rewards."""
+        """Returns the conditions that these rewards impose on rows."""
         has_answers = any(one.function in NEEDS_ANSWER for one in reward.scorers().values())
         is_checked = reward.on_error == "stop" and not check_rewards(reward)
         columns = [data.answer_key] if has_answers else []
         return _Scored(columns, RowCheck(reward) if is_checked else None)
 
     def identity(self) -> list[object]:
-        """Returns, for JSON, the values that decide which rows are right."""
+        """Returns the values that decide which rows are valid, in a form that JSON can store."""
         return [list(self.columns), [] if self.check is None else self.check.identity()]
 
 
@@ -380,7 +385,7 @@ def _scored(config: Config) -> _Scored:
 def _rows(
     data: DataConfig, paths: Sequence[str], needs: Needs | None, scored: _Scored
 ) -> list[UserError]:
-    """Checks training rows. For a user's algorithm only prompts are checked."""
+    """Checks training rows. If the algorithm is a user's class, only prompts are checked."""
     if needs is None or needs.rollouts:
         return _files(data, paths, scored)
     feedback = needs.feedback
@@ -391,7 +396,7 @@ def _rows(
 
 
 def _files(data: DataConfig, paths: Sequence[str], scored: _Scored) -> list[UserError]:
-    """Checks rows of prompts that responses are generated for."""
+    """Checks rows whose prompts the run generates responses to."""
     return unless_checked(
         data,
         paths,
@@ -471,7 +476,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
     except UserError as error:
         yield error
         return
-    if hf_config:  # else its errors are already reported
+    if hf_config:  # otherwise its errors are already reported
         family, shape = read_model(config.model.family, hf_config)
         name = config.rollout.engine
         if ENGINES[name].has_fused_parameters and not family.is_served_fused:
@@ -485,8 +490,8 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
 
 
 def _own_code(config: Config) -> Iterator[UserError]:
-    """Checks the user's functions and classes. An algorithm is not imported, because it imports
-    torch.
+    """Checks the user's functions and classes. A user's algorithm is only looked up, not imported,
+    because importing it would import torch.
     """
     yield from check_rewards(config.reward)
     yield from check_environment(config.environment)

@@ -1,4 +1,4 @@
-"""Builds the engine on the ranks of its role, the sampler that uses it, and the hybrid engine that
+"""Builds the rollout engine on its ranks, the sampler that uses it, and the hybrid engine that
 sends it the policy's weights. Collective.
 """
 
@@ -52,10 +52,11 @@ def rollout_layout(
     sources: Sequence[RankLayout],
     ranks: Sequence[int] | None = None,
 ) -> RolloutLayout:
-    """Returns the engine replica, and the part of it, of each rank in `ranks` (None for all ranks).
+    """Assigns each rank in `ranks` (None for all ranks) to an engine replica and to a part of that
+    replica.
 
-    If the engine accepts any placement of experts, experts are placed so that the fewest bytes
-    move.
+    If the engine accepts any placement of experts, they are placed so that a weight transfer moves
+    the fewest bytes.
     """
     source, node = model.source, ranks_per_node(model.world)
     parts = fused_layouts(source.family, source.shape, rollout.tp, rollout.ep)
@@ -67,8 +68,8 @@ def rollout_layout(
 def training_memories(
     models: Collection[ParallelModel],
 ) -> tuple[list[TrainedModelMemory], list[TrainedWeights]]:
-    """Returns the memory that trained models release before the engine gets their weights, and
-    afterwards.
+    """Returns the memory that trained models release before the engine receives their weights, and
+    the memory that they release afterwards.
     """
     return (
         [model.memory for model in models if model.memory is not None],
@@ -84,10 +85,10 @@ def start_engine(
     memories: Sequence[TrainedModelMemory],
     copies: Sequence[TrainedWeights],
 ) -> EngineAdapter:
-    """Builds the engine on its ranks, and a placeholder on other ranks.
+    """Builds the engine on its ranks, and a placeholder on all other ranks.
 
-    Trained models are released meanwhile, so that the engine measures the memory that is free
-    during rollout.
+    Trained models release their memory while the engine starts, so that the engine measures as much
+    free memory as it will find during rollout.
     """
     world, engine = model.world, cast(EngineAdapter, AbsentEngine())
     later_bytes = sum(memory.bytes_to_come() for memory in memories)
@@ -106,8 +107,8 @@ def start_engine(
 def share_memory(
     engine: EngineAdapter, memories: Sequence[TrainedModelMemory], device: torch.device
 ) -> None:
-    """Places gradients of released models in memory of the sleeping engine, if the engine lends
-    memory and csrc/ is compiled. Otherwise they are freed for each rollout.
+    """Places the gradients of released models in the memory of the sleeping engine, if the engine
+    can lend memory and csrc/ is compiled. Otherwise gradients are freed before each rollout.
     """
     place = ops.storage_placer(device)
     if place is None or not isinstance(engine, MemoryLender):
@@ -119,8 +120,9 @@ def share_memory(
 
 
 def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) -> int:
-    """Returns the bytes in use on this rank's device that torch's allocator does not count, minus
-    the bytes that it counts for tensors of a sleeping engine, which have no memory.
+    """Returns a correction to the bytes in use that torch's allocator reports for this rank: the
+    bytes that it misses, minus those that it counts for a sleeping engine, whose tensors have no
+    memory.
     """
     memories, _ = training_memories(trained.values())
     released = engine.released_bytes() if isinstance(engine, MemoryLender) else 0
@@ -137,9 +139,9 @@ def build_engine(
     """Builds this rank's part of the engine replica that generates with `model`'s weights.
 
     Args:
-        reserved_bytes: Bytes of the device that the trainer allocates later and keeps during
-            rollout.
-        shard: The trainer's memory that the engine may use as its parameters.
+        reserved_bytes: Device memory, in bytes, that the trainer will allocate later and keep
+            during rollout.
+        shard: Trainer memory that the engine may use directly as its parameters.
     """
     source, world, rollout = model.source, model.world, config.rollout
     return build(
@@ -163,7 +165,7 @@ def build_engine(
 def report_copies(
     config: Config, model: ParallelModel, engine: EngineAdapter, notify: Callable[[str], None]
 ) -> None:
-    """Reports the matrices that training and engine split equally but store twice; collective."""
+    """Reports matrices that training and engine split in the same way but store twice; collective."""
     missed = 0
     if isinstance(engine, SharingEngine) and not config.train.release_weights_in_rollout:
         missed = len(shared_names(model.layout(), engine.layout()).keys() - engine.shared)
@@ -184,7 +186,7 @@ def make_sampler(
     reward_models: Sequence[RewardModel],
     placement: Placement,
 ) -> Sampler:
-    """Builds the sampler of this rank; collective."""
+    """Builds this rank's sampler; collective."""
     world, source = model.world, model.source
     with world.all_agree("reading end tokens"):
         ends = end_tokens(config.model, source.hf_config, tokenizer)
@@ -254,7 +256,7 @@ def make_hybrid_engine(
 
 
 def sampling_params(config: RolloutConfig, ends: tuple[int, ...]) -> SamplingParams:
-    """Returns the sampling parameters of training; each token in `ends` ends a response."""
+    """Returns the sampling parameters for training. Each token in `ends` ends a response."""
     return SamplingParams(
         temperature=config.temperature,
         top_p=config.top_p,
@@ -276,7 +278,9 @@ def make_episodes(
     tokenizer: PreTrainedTokenizerBase,
     ends: tuple[int, ...],
 ) -> Episodes | None:
-    """Builds the multi-turn episodes, if there is an environment; collective."""
+    """Creates the object that runs multi-turn episodes; None if no environment is configured.
+    Collective.
+    """
     if config.environment.name is None:
         return None
     arguments = config.data.template_arguments
@@ -284,6 +288,6 @@ def make_episodes(
     with world.all_agree("finding the environment"):
         if found := check_environment(config.environment):
             raise ConfigError(found)
-        if observes_messages(config.environment):  # fails now, not at the first tool call
+        if observes_messages(config.environment):  # to fail here instead of at the first tool call
             encoder([{"role": "tool", "content": "-"}])
         return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)

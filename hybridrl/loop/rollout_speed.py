@@ -1,10 +1,11 @@
-"""Measures a run's engine: `hybridrl bench rollout` on each rank.
+"""Measures the speed of a run's engine: `hybridrl bench rollout` on each rank.
 
-Collective: all ranks start a round together and wait for its slowest replica. The run is built as
-for `train`, so the engine has the memory that training leaves it, and it is compared with the
-trainer before it is timed. A round is the batch of one step: prompts of `data.max_prompt_tokens`
-random tokens, with `steps.samples_per_prompt` responses of `rollout.max_new_tokens` each. Rounds
-share no prompt, so cached keys help only within a group.
+Collective: all ranks start each round together and wait for the slowest replica. The run is built
+as for `train`, so the engine has as much memory as training leaves free. The engine is compared
+with the trainer before it is timed. A round is the batch of one step: prompts of
+`data.max_prompt_tokens` random tokens, with `steps.samples_per_prompt` responses of
+`rollout.max_new_tokens` tokens each. No two rounds share a prompt, so prefix caching helps only
+within a group.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from hybridrl.loop.trainer import Trainer
 from hybridrl.platform import Platform
 from hybridrl.rollout.engine import Request, generate, request_seed
 
-# New tokens of the warm-up round, which fills memory pools and compiles kernels.
+# Number of new tokens per response in the warm-up round, which fills memory pools and compiles
+# kernels.
 WARM_UP_TOKENS = 16
 
 
@@ -33,13 +35,13 @@ def measure_rank(
     """Runs one rank of `hybridrl bench rollout`.
 
     Args:
-        started: Start of the command, by `time.monotonic`.
+        started: Time at which the command started, from `time.monotonic`.
 
     Returns:
-        The same on all ranks: `tokens_per_s` of all replicas together (median of the rounds),
-            `rounds_s`, `num_tokens` of a round, `start_s` (seconds until the engine may generate),
-            `replicas`, `dtype`, and two sizes of the fullest rank: `engine_bytes` (the engine's own
-            memory) and `rank_bytes` (all memory in use on the device; on CPU the process's peak).
+        The same values on all ranks: `tokens_per_s` (all replicas together, median over rounds),
+            `rounds_s`, `num_tokens` (per round), `start_s` (seconds until the engine may generate),
+            `replicas`, `dtype`, and two maxima over ranks: `engine_bytes` (the engine's own memory)
+            and `rank_bytes` (all memory in use on the device; on CPU, the peak of the process).
     """
     trainer = Trainer(config)
     trainer.check_engine()
@@ -71,7 +73,7 @@ def measure_rank(
 
 
 def _generate(trainer: Trainer, number: int, new_tokens: int) -> float:
-    """Generates one round; returns the seconds of the slowest replica."""
+    """Generates one round. Returns how many seconds the slowest replica took."""
     world = trainer.world
     requests = round_requests(trainer, number, new_tokens)
     world.arrive("the previous round of generation")
@@ -85,8 +87,8 @@ def _generate(trainer: Trainer, number: int, new_tokens: int) -> float:
 
 
 def round_requests(trainer: Trainer, number: int, new_tokens: int) -> list[Request]:
-    """Returns this replica's requests of a round: whole groups, assigned to replicas in turn.
-    Returns [] on a rank without an engine.
+    """Returns this replica's requests for a round. Whole groups are assigned to replicas
+    round-robin. Returns [] on a rank without an engine.
     """
     config, layout = trainer.config, trainer.sampler.layout
     place = layout.assignment[trainer.world.rank]

@@ -14,8 +14,8 @@ from hybridrl.parallel import heartbeat
 
 
 def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest") -> int:
-    """Runs one rank of `hybridrl train`; returns the exit code: 0, or 128 + the number of the
-    signal that stopped it.
+    """Runs one rank of `hybridrl train`. Returns the exit code: 0, or 128 plus the number of the
+    signal that stopped the rank.
     """
     trainer = Trainer(config)
     try:
@@ -40,10 +40,11 @@ def evaluate_rank(
     """Runs one rank of `hybridrl eval`.
 
     Args:
-        config: Configuration; its layout may differ from that of the checkpoint.
-        checkpoint: Checkpoint or run folder; None takes the run's newest, else the initial weights.
+        config: Configuration. Its layout may differ from the layout that wrote the checkpoint.
+        checkpoint: Checkpoint or run folder. If None, the run's newest checkpoint, or the initial
+            weights if there is no checkpoint.
         prompts: Files that replace `data.eval_prompts`.
-        temperature: Temperature that replaces `eval.temperature`; 0 is greedy.
+        temperature: Temperature that replaces `eval.temperature`; 0 means greedy.
 
     Returns:
         `Evaluation.as_json`; `validation`, the results on held-out rows with responses (`loss`,
@@ -51,7 +52,7 @@ def evaluate_rank(
         and `model`.
 
     Raises:
-        UserError: There is nothing to evaluate on.
+        UserError: The configuration names no data to evaluate on.
     """
     if prompts is not None:
         data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
@@ -63,7 +64,7 @@ def evaluate_rank(
     else:
         trainer.reshard()
     validation = trainer.validate()
-    # Without prompts and without held-out rows `evaluate` raises an error.
+    # If there are neither prompts nor held-out rows, `evaluate` raises an error.
     if trainer.evaluations.have_prompts or not validation:
         found = trainer.evaluate(temperature)
     else:

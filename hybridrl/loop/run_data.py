@@ -1,7 +1,7 @@
-"""Reads a run's data before it starts: tokenizer, prompts and the scorer of responses.
+"""Loads what a run needs before it starts: tokenizer, prompts and the scorer for responses.
 
 Collective: the first rank of each node reads the prompts and computes everything that depends on
-all of them; then the other ranks map its files.
+all of them. The other ranks then memory-map the files that it wrote.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from hybridrl.training.from_config import model_source
 
 
 class RunData(NamedTuple):
-    """Data of a run, and the scorer of its responses."""
+    """Data for a run, and the scorer for its responses."""
 
     tokenizer: PreTrainedTokenizerBase
     scorer: Scorer
@@ -49,7 +49,7 @@ class RunData(NamedTuple):
     mix: Mix
 
     def evaluations(self, config: Config) -> Evaluations:
-        """Returns the run's evaluations."""
+        """Creates the run's evaluations."""
         own = EvaluationSet(self.eval_prompts, config.reward, config.eval.samples_per_prompt)
         return Evaluations(config.steps, config.eval, own, self.eval_sets)
 
@@ -62,7 +62,7 @@ def make_data(
     notify: Callable[[str], None],
     trains: bool,
 ) -> RunData:
-    """Reads the data of a run, without training data if `trains` is off; collective."""
+    """Loads the data for a run; collective. If `trains` is False, no training data is needed."""
     with world.all_agree("loading the tokenizer"):
         source = model_source(config.model, world.platform)
         num_tokens = source.shape.vocab_size
@@ -127,7 +127,7 @@ def report_special_tokens(
     ends: Sequence[int],
     notify: Callable[[str], None],
 ) -> None:
-    """Reports the special tokens that the run puts before texts, and its end tokens if they differ
+    """Reports the special tokens with which prompts begin, and the run's end tokens if they differ
     from the tokenizer's.
     """
     front = TextTokens(tokenizer).front
@@ -139,11 +139,12 @@ def report_special_tokens(
 
 
 def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of `model.tokenizer` or of the model's own directory, without remote
-    code.
+    """Loads the tokenizer from `model.tokenizer` or from the model's own directory, without
+    executing remote code.
 
     Raises:
-        ModelError: It cannot be read, or has tokens beyond the model's `num_tokens`.
+        ModelError: The tokenizer cannot be read, or has token ids that are not below the model's
+            `num_tokens`.
     """
     check_tokenizer_files(config)
     where = str(tokenizer_directory(config))
@@ -163,10 +164,11 @@ def load_tokenizer(config: ModelConfig, num_tokens: int) -> PreTrainedTokenizerB
 
 
 def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
-    """Checks that the model has all tokens of the prompts; a user's own tokenizer may have more.
+    """Checks that all tokens in the prompts are in the model's vocabulary. A user's own tokenizer
+    may have more tokens.
 
     Raises:
-        ModelError: Names the first prompt and token beyond the model's.
+        ModelError: Names the first prompt that has a token outside the model's vocabulary.
     """
     if largest_token(prompts) < num_tokens:
         return
@@ -183,10 +185,11 @@ def check_token_range(prompts: Sequence[Prompt], num_tokens: int) -> None:
 
 
 def check_answers(reward: RewardConfig, prompts: Sequence[Prompt]) -> None:
-    """Checks that the rewards can score all rows from Python, as the command line does for files.
+    """Checks that the rewards can score all rows that were passed from Python. The command line
+    checks the rows of files.
 
     Raises:
-        DataError: Names the first row that they cannot score.
+        DataError: Names the first row that the rewards cannot score.
     """
     if reward.on_error != "stop":
         return
@@ -206,7 +209,7 @@ def load_data(
     rows: Rows | None,
     notify: Callable[[str], None],
 ) -> tuple[LoadedPrompts, Sequence[Prompt]]:
-    """Loads the training prompts, with responses if the algorithm needs them, and the evaluation
+    """Loads the training prompts (with responses if the algorithm needs them) and the evaluation
     prompts.
     """
     data = config.data
@@ -220,7 +223,7 @@ def load_data(
 def load_held_out(
     data: DataConfig, store: PromptStore, notify: Callable[[str], None]
 ) -> Sequence[Prompt]:
-    """Loads `data.eval_prompts` and reports rows that are left out; returns () if it is not set."""
+    """Loads `data.eval_prompts`, or returns () if it is not set. Reports rows that are left out."""
     if not data.eval_prompts:
         return ()
     loaded = store.load(Reading(data, data.eval_prompts, limit=data.eval_limit))
@@ -241,8 +244,9 @@ def load_validation(
     held_out: Sequence[Prompt],
     notify: Callable[[str], None],
 ) -> Sequence[Prompt]:
-    """Loads `data.validation`: rows with the responses that the algorithm learns from. If it is not
-    set, returns the rows that `data.eval_share` holds out, if they have responses.
+    """Loads `data.validation`, whose rows contain the kind of responses that the algorithm learns
+    from. If it is not set, returns the rows that `data.eval_share` holds out, if they have
+    responses.
     """
     data = config.data
     if data.validation:
@@ -252,8 +256,8 @@ def load_validation(
 
 
 def scorable(config: Config, held_out: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Returns the held-out prompts whose responses can be scored. These are none if the rows have
-    responses but lack the answer that a scorer needs.
+    """Returns the held-out prompts, or () if responses to them cannot be scored: the rows have
+    responses of their own but lack the answer that a scorer needs.
     """
     scorers = config.reward.scorers().values() if is_scored(config) else ()
     if not held_out or held_out[0].response_tokens is None or not scorers:

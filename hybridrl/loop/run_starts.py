@@ -1,8 +1,9 @@
-"""Starts of a run, for its report: time, ranks, machine, commit, seconds to the first step, end.
+"""Records each start of a run for its report: when it began and ended, ranks, machine, commit, and
+the seconds until its first step.
 
-Owns `run.json` in the run folder: `{"starts": [...]}`, the oldest first. Rank 0 writes it. A start
-without `exit` is running or was killed. The commit is found in a thread, because git takes seconds
-on some file systems.
+Owns `run.json` in the run folder: `{"starts": [...]}`, oldest first. Rank 0 writes it. A start
+without `exit` is still running or was killed. A thread looks up the commit, because git takes
+seconds on some file systems.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from hybridrl.loop.observers import Observer, StepRecord
 from hybridrl.parallel.failure import is_launched
 
 GIT_TIMEOUT_S = 10
-FINISHED = "finished"  # exit of a start that reached the last step
+FINISHED = "finished"  # value of `exit` if the start reached the last step
 
 
 class RunStarts:
@@ -37,7 +38,7 @@ class RunStarts:
         self._commit_thread: threading.Thread | None = None
 
     def begin(self, after_step: int, world_size: int, hosts: int, device: str | None) -> None:
-        """Records a start; `device` is the GPU of rank 0, None on CPU."""
+        """Records a start. `device` is the name of rank 0's GPU, or None on CPU."""
         self._starts = [*read_starts(self._path.parent), {}]
         self._is_open = True
         self._note(
@@ -54,12 +55,12 @@ class RunStarts:
         thread.start()
 
     def took(self, seconds: Mapping[str, float]) -> None:
-        """Records the seconds of each part of the start, up to the end of its first step."""
+        """Records how many seconds each part of the start took, up to the end of the first step."""
         if self._is_open:
             self._note(seconds={name: round(value, 2) for name, value in seconds.items()})
 
     def end(self, how: str) -> None:
-        """Records how the start ended, unless that is recorded already."""
+        """Records how the start ended, unless this was already recorded."""
         if self._is_open:
             self._is_open = False
             if self._commit_thread is not None:
@@ -78,10 +79,10 @@ class RunStarts:
 
 
 class StartTimes(Observer):
-    """Seconds of the parts of a start on this rank, from the beginning of its process.
+    """Measures how long each part of a start takes on this rank, from the creation of its process.
 
     Attributes:
-        report: Called with the seconds of all parts after the first step.
+        report: Function called after the first step with the seconds of all parts.
         seconds: Seconds of each finished part, in order.
     """
 
@@ -89,7 +90,7 @@ class StartTimes(Observer):
         self.report: Callable[[Mapping[str, float]], None] | None = None
         self.seconds: dict[str, float] = {}
         self._is_over, self._since = False, time.monotonic()
-        if is_launched():  # else the process, such as a notebook, did other things before
+        if is_launched():  # otherwise the process, such as a notebook, did other things before
             self._since -= time.time() - psutil.Process().create_time()
 
     def over(self, part: str, is_last: bool = False) -> bool:
@@ -107,7 +108,7 @@ class StartTimes(Observer):
 
 
 def exit_of(error: BaseException | None) -> str:
-    """Returns the text for a start that ended with this exception, or without one."""
+    """Describes in words how a start ended, given the exception that ended it, or None."""
     if error is None:
         return FINISHED
     if isinstance(error, KeyboardInterrupt | SystemExit):
@@ -116,8 +117,8 @@ def exit_of(error: BaseException | None) -> str:
 
 
 def commit() -> str | None:
-    """Returns the commit of the package's checkout, with "+" if files were changed. Returns None if
-    it is not in a checkout, or if git fails.
+    """Returns the git commit of the installed package, followed by "+" if files were changed.
+    Returns None if the package is not in a git checkout, or if git fails.
     """
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():

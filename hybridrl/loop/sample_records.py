@@ -1,8 +1,9 @@
-"""Records of samples for `rollouts/`: texts, rewards by part, and numbers for each token.
+"""Creates the records of samples in `rollouts/`: texts, rewards by part, and numbers for each
+token.
 
-Collective: all ranks send their tokens to rank 0, a few samples at a time, and rank 0 alone yields
-records. For each token only its number of characters is kept. Log-probabilities are integers in
-millinats.
+Collective: all ranks send their tokens to rank 0, a few samples at a time. Only rank 0 yields
+records. A record contains the number of characters of each token, not the token itself.
+Log-probabilities are integers in millinats.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 from hybridrl.training.batches.packing import even_sizes
 
-TOKENS_AT_ONCE = 1 << 20  # tokens that rank 0 receives at a time
-LETTERS_OF_A_TOKEN = 4  # characters allowed for each unmatched token when matching the next
+TOKENS_AT_ONCE = 1 << 20  # maximum number of tokens that rank 0 receives at once
+LETTERS_OF_A_TOKEN = 4  # characters to skip per unmatched token when searching for the next
 
 
 def sample_records(
@@ -29,7 +30,7 @@ def sample_records(
     """Yields the record of each sample on rank 0. Other ranks must iterate too.
 
     Args:
-        learned: Samples with the trainer's log-probabilities (`Roles.learned`), or None.
+        learned: The samples with log-probabilities from the trainer (`Roles.learned`), or None.
     """
     row_of = {} if learned is None else _rows_by_id(learned)
     scored = scored.with_blobs()
@@ -92,7 +93,7 @@ def _records(
 
 
 def _response(batch: ScoredBatch, row: int) -> slice:
-    """Returns the slice of a sample's response in the columns of a batch with all tokens."""
+    """Returns the slice of a sample's response tokens in the columns of a gathered batch."""
     start = int(batch.offsets[row]) + int(batch.prompt_lengths_B[row])
     return slice(start, int(batch.offsets[row + 1]))
 
@@ -103,24 +104,24 @@ def _millis(value_L: torch.Tensor) -> list[int]:
 
 
 def runs(values: Sequence[int]) -> list[list[int]]:
-    """Returns a list of values as runs of [value, number of repetitions]."""
+    """Run-length encodes a list as pairs [value, number of repetitions]."""
     return [[value, sum(1 for _ in same)] for value, same in groupby(values)]
 
 
 def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
-    """Returns the number of characters of each token. The sum is the length of the text.
+    """Returns the number of characters of each token. The numbers add up to the length of the text.
 
-    A token may be a part of a character's bytes, or be decoded differently next to its neighbours.
-    It then counts no characters, or those of its neighbours too, and the tokens after it are
-    matched again.
+    A token may be only some of a character's bytes, or its text may depend on its neighbours. Such
+    a token counts zero characters, or also counts its neighbours' characters. The tokens after it
+    are matched with the text again.
 
     Args:
-        pieces: Text of each token alone, "" for a token that is left out.
+        pieces: Text of each token when decoded alone; "" for a token that the text omits.
     """
     counts: list[int] = []
     at = num_lost = 0
     for piece in pieces:
-        # Some tokenizers drop the leading space of a token that is decoded alone.
+        # Some tokenizers drop the leading space when they decode a single token.
         room = at + 1 + LETTERS_OF_A_TOKEN * num_lost + len(piece)
         start = text.find(piece, at, room) if piece else -1
         if start < 0:

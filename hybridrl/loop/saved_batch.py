@@ -1,8 +1,9 @@
 """File format for a mini-batch and everything needed to repeat its optimizer step.
 
-A safetensors file: columns, prompt tokens and random states of all ranks are tensors. The rest is
-JSON in a tensor of bytes, because a safetensors header is at most 100 MB. Each distinct prompt is
-stored once. Reading executes no code. The weights come from a checkpoint.
+The file is a safetensors file. Columns, prompt tokens and the random states of all ranks are
+tensors. The rest is JSON in a tensor of bytes, because a safetensors header is limited to 100 MB.
+Each distinct prompt is stored once. Reading the file executes no code. It contains no weights; a
+checkpoint provides them.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.errors import DataError
 
 FILE_NAME = re.compile(r"step_\d{6,}_update_\d{3,}\.safetensors")
-_FORMAT = {"hybridrl": "replay 4"}  # the header's metadata
-_OLD_FORMAT = {"hybridrl": "replay 3"}  # no contents; routed experts are a column, not a blob
+_FORMAT = {"hybridrl": "replay 4"}  # metadata in the safetensors header
+_OLD_FORMAT = {"hybridrl": "replay 3"}  # no contents; routed experts in a column, not a blob
 _TOKENS = ("tokens", "response_tokens", "rejected_tokens")
 _PART, _RNG, _COLUMN, _PROMPTS, _TOLD = "reward_parts.", "rng.", "column.", "prompts.", "told"
 _TERM, _BLOB, _CONTENTS, _OLD_EXPERTS = "term.", "blob.", "contents", "routed_experts_TK"
 
 
 def file_name(step: int, update: int) -> str:
-    """Returns the name of the file; it sorts by step and matches FILE_NAME."""
+    """Returns the name of the file. Names sort by step and match FILE_NAME."""
     return f"step_{step:06d}_update_{update:03d}.safetensors"
 
 
@@ -43,12 +44,12 @@ class SavedBatch:
     """A mini-batch whose optimizer step was skipped.
 
     Args:
-        batch: All samples of all ranks, with the columns of the losses.
+        batch: Samples from all ranks, with all columns that the losses read.
         step: Number of the step, from 1.
         update: Number of the optimizer step within it, from 0.
         config: Configuration of the run as YAML.
-        rng: Random states of each rank before the passes.
-        terms: Mini-batches of the additional terms of the policy's loss, by name.
+        rng: Random states of each rank before the forward and backward passes.
+        terms: Mini-batches for the additional terms of the policy's loss, by name.
     """
 
     batch: TrainBatch
@@ -60,7 +61,7 @@ class SavedBatch:
     terms: Mapping[str, TrainBatch] = field(default_factory=dict)
 
     def write(self, path: Path) -> None:
-        """Writes the file; it gets its name only when it is complete."""
+        """Writes the file under a temporary name, and renames it when it is complete."""
         tensors, batch_json = _parts(self.batch)
         content: dict[str, Any] = {
             "step": self.step,
@@ -90,7 +91,7 @@ class SavedBatch:
         """Reads a file.
 
         Raises:
-            DataError: It is not such a file.
+            DataError: The file is damaged, or its format is unknown.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -134,7 +135,7 @@ def _assembled(tensors: Mapping[str, torch.Tensor]) -> SavedBatch:
 
 
 def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns a batch as tensors by name, and its JSON."""
+    """Splits a batch into tensors by name, and JSON for the rest."""
     tensors = {_COLUMN + name: value for name, value in batch.columns().items()}
     tensors |= {_COLUMN + name: getattr(batch, name) for name in LENGTHS}
     tensors |= {_PART + name: value for name, value in batch.reward_parts.items()}
@@ -156,7 +157,7 @@ def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def _batch(tensors: Mapping[str, torch.Tensor], content: Mapping[str, Any]) -> TrainBatch:
-    """Returns the batch of these tensors and this JSON; the inverse of `_parts`."""
+    """Rebuilds a batch from its tensors and JSON; the inverse of `_parts`."""
     tokens = zip(*(_ragged(tensors, _PROMPTS + name) for name in _TOKENS), strict=True)
     cells = [b""] * len(content["prompts"])
     if _PROMPTS + _CONTENTS in tensors:
@@ -203,7 +204,7 @@ def _distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
     found: list[Prompt] = []
     index: list[int] = []
     for prompt in prompts:
-        # Other columns, which no loss reads, may have types that JSON lacks.
+        # Columns that no loss reads may have types that JSON lacks.
         about = json.dumps(_about(prompt), default=str)
         key = (about, prompt.contents, *(getattr(prompt, name) for name in _TOKENS))
         if key not in places:
@@ -214,7 +215,9 @@ def _distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
 
 
 def _flat(name: str, rows: Sequence[Sequence[int] | None]) -> dict[str, torch.Tensor]:
-    """Returns rows of integers as one tensor, and their lengths; -1 for None."""
+    """Concatenates rows of integers into one tensor, and returns it with the rows' lengths; the
+    length of None is -1.
+    """
     lengths = [-1 if row is None else len(row) for row in rows]
     values = list(chain.from_iterable(row or () for row in rows))
     return {
@@ -224,7 +227,7 @@ def _flat(name: str, rows: Sequence[Sequence[int] | None]) -> dict[str, torch.Te
 
 
 def _ragged(tensors: Mapping[str, torch.Tensor], name: str) -> list[tuple[int, ...] | None]:
-    """Returns the rows of a tensor and its lengths; the inverse of `_flat`."""
+    """Splits a tensor into rows by their lengths; the inverse of `_flat`."""
     values, lengths = tensors[name].tolist(), tensors[f"{name}.lengths"].tolist()
     ends = accumulate(max(n, 0) for n in lengths)
     return [

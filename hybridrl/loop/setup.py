@@ -1,4 +1,5 @@
-"""Prepares a run before its parts are built: commits of hub names, rules, machines, layout.
+"""Prepares a run before its components are built: pins hub names to commits, checks rules, finds
+machines and chooses the layout.
 
 Collective: all ranks call every function together.
 """
@@ -38,11 +39,11 @@ from hybridrl.parallel.mesh import Meshes
 from hybridrl.platform import Platform
 
 PLANNER = "hybridrl.services.planner.choose"
-"""Service with a LayoutChooser `chosen_layout`; imported by name, only for `layout: auto`."""
+"""Module with the LayoutChooser `chosen_layout`; imported by name, and only for `layout: auto`."""
 
 
 class LayoutChooser(Protocol):
-    """Function that chooses a layout; returns values of the configuration by dotted key.
+    """Function that chooses a layout. It returns configuration values by dotted key.
 
     Args:
         gpus_per_node: Number of ranks per node; None if unknown.
@@ -54,10 +55,11 @@ class LayoutChooser(Protocol):
 
 
 def pinned_on_all_ranks(config: Config) -> Config:
-    """Returns a configuration with rank 0's choices; collective, before there is a World.
+    """Returns the configuration with choices that rank 0 made for all ranks; collective. Called
+    before a World exists.
 
-    Rank 0 chooses the commit of every hub name, and the layout if `layout: auto` leaves it open.
-    Values that `rollout.generation_config` takes from the model are filled in.
+    Rank 0 chooses a commit for every hub name, and the layout if `layout: auto` leaves it open.
+    Values that `rollout.generation_config` copies from the model are filled in.
 
     Raises:
         UserError: A hub name or a layout cannot be found; raised on every rank.
@@ -81,8 +83,8 @@ def _chosen_layout(config: Config, world_size: int) -> Mapping[str, Any]:
 
 
 def check_rules(config: Config, machines: Machines, trains: bool) -> None:
-    """Checks the whole configuration with the world size and the model's shape. If `trains` is off,
-    the teacher and knobs of training are not checked.
+    """Checks the whole configuration, given the world size and the model's shape. If `trains` is
+    False, neither the teacher nor knobs for training are checked.
 
     Raises:
         ConfigError: Contains every violated rule.
@@ -107,7 +109,7 @@ def check_rules(config: Config, machines: Machines, trains: bool) -> None:
 
 
 def find_machines(platform: Platform) -> Machines:
-    """Returns the GPUs and nodes of the ranks; collective."""
+    """Returns the GPUs and nodes on which the ranks run; collective."""
     size = dist.get_world_size()
     own = None if platform.is_cpu else torch.cuda.get_device_name(platform.device)
     names: list[Any] = [None] * size
@@ -116,7 +118,7 @@ def find_machines(platform: Platform) -> Machines:
 
 
 def make_meshes(config: Config, platform: Platform, machines: Machines) -> Meshes:
-    """Creates the process groups of all roles; the rules must hold."""
+    """Creates the process groups for all roles. The configuration must have passed `check_rules`."""
     world = World(platform, config.run.collective_timeout_s, config.run.stall_timeout_s)
     placement, _ = placed(config, machines)
     world.sums_on_host = generates_ahead(config, placement)
@@ -124,16 +126,16 @@ def make_meshes(config: Config, platform: Platform, machines: Machines) -> Meshe
 
 
 def report_order(config: Config, meshes: Meshes, notify: Callable[[str], None]) -> None:
-    """Reports the order of ranks that `train.order=auto` chose, if it is not the default."""
+    """Reports which order of ranks `train.order=auto` chose, unless it is the default."""
     if (order := meshes.of("policy").layout.order) not in (config.train.order, DEFAULT_ORDER):
         notify(f"train.order=auto: {order}, with which engines receive the fewest bytes")
 
 
 def training_layout(config: Config, placement: Placement) -> TrainLayout:
-    """Returns the training layout of the policy's ranks.
+    """Returns the layout in which the policy is trained.
 
-    With `train.order=auto` the order depends on the model's shape and the nodes. This needs
-    LOCAL_WORLD_SIZE, and all roles on all ranks.
+    With `train.order=auto`, the order depends on the model's shape and on the nodes. This requires
+    LOCAL_WORLD_SIZE, and that all roles share all ranks.
     """
     train, tp = config.train, config.rollout.tp
     world_size = len(placement.policy.ranks)

@@ -1,8 +1,10 @@
-"""Skipped optimizer steps, whose loss or gradient is not finite: counts, reports and saves them.
+"""Counts, reports and saves optimizer steps that are skipped because a loss or gradient is not
+finite.
 
-Collective: every rank already knows that a step is skipped. Then the ranks exchange what was not
-finite, and whether rank 0 could save the batch. Invariant: the folder holds the newest
-`train.max_skipped_steps` + 1 batches, so all of a row of skipped steps.
+Collective: when these functions are called, every rank already knows that the step is skipped. The
+ranks then exchange which values were not finite, and whether rank 0 could save the batch.
+Invariant: the folder contains the newest `train.max_skipped_steps` + 1 batches, which is enough for
+the longest allowed sequence of skipped steps.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ from hybridrl.training.update import Gradients
 
 
 class SkippedSteps:
-    """Counts a run's skipped optimizer steps, and ends the run if too many in a row are skipped.
+    """Counts a run's skipped optimizer steps, and ends the run if too many are skipped in a row.
 
     Attributes:
-        in_a_row: Number of skipped steps since the last step that was taken.
+        in_a_row: Number of optimizer steps skipped since the last one that was taken.
     """
 
     def __init__(
@@ -52,11 +54,11 @@ class SkippedSteps:
             step: Number of the step, from 1.
             update: Number of the optimizer step within it, from 0.
             terms: Mini-batches of the additional terms of the policy's loss, by name.
-            random_states: Random states before the passes.
+            random_states: Random states before the forward and backward passes.
 
         Raises:
-            UserError: `train.max_skipped_steps` in a row were skipped. It names the learning rate
-                if weights have exploded.
+            UserError: `train.max_skipped_steps` steps in a row were skipped. The error names the
+                learning rate if the weights have exploded.
         """
         self.in_a_row += 1
         reason = first_cause(self._world, found)
@@ -84,12 +86,14 @@ class SkippedSteps:
                 "train.max_skipped_steps",
                 symptom,
                 f"fewer than {self._allowed}",
-                "The weights are those before the first skipped step. "
+                "The weights have not changed since before the first skipped step. "
                 + (remedy if fault is None else f"The batch was {place}."),
             )
 
     def _save(self, saved: SavedBatch | None, file: Path) -> str | None:
-        """Writes the batch on rank 0; returns the error text on all ranks, or None."""
+        """Writes the batch on rank 0. Returns the same on all ranks: None, or the text of the
+        error.
+        """
         with self._world.all_agree("saving the batch of a skipped step") as agreement:
             if saved is not None:
                 try:
@@ -108,10 +112,11 @@ class SkippedSteps:
 
 
 def first_cause(world: World, found: Sequence[Gradients]) -> str:
-    """Returns the first value that was not finite, and its rank; collective, the same on all ranks.
+    """Returns the first value that was not finite, and its rank; collective. The result is the same
+    on all ranks.
 
     Losses come before gradients, and earlier micro-batches before later ones. Gradients are summed
-    over replicas, so the cause of one may be on another rank.
+    over replicas, so another rank may have caused a gradient that is not finite.
     """
     mine: list[tuple[int, int, int, int, str]] = []
     shares = [(gradients, share) for gradients in found for share in gradients.loss_parts]

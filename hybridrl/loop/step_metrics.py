@@ -1,5 +1,5 @@
-"""Metrics of a step: rewards, generation, preferences, prompt sharing, times, memory and FLOPs.
-Also writes the samples for `rollouts/`.
+"""Collects the metrics of a step: rewards, generation, preferences, prompt sharing, times, memory
+and FLOPs. Also writes samples to `rollouts/`.
 """
 
 from __future__ import annotations
