@@ -165,7 +165,7 @@ def build_engine(
 def report_copies(
     config: Config, model: ParallelModel, engine: EngineAdapter, notify: Callable[[str], None]
 ) -> None:
-    """Reports matrices that training and engine split in the same way but store twice; collective."""
+    """Reports matrices that training and engine split alike but store twice; collective."""
     missed = 0
     if isinstance(engine, SharingEngine) and not config.train.release_weights_in_rollout:
         missed = len(shared_names(model.layout(), engine.layout()).keys() - engine.shared)

@@ -118,7 +118,7 @@ def find_machines(platform: Platform) -> Machines:
 
 
 def make_meshes(config: Config, platform: Platform, machines: Machines) -> Meshes:
-    """Creates the process groups for all roles. The configuration must have passed `check_rules`."""
+    """Creates the process groups for all roles. The configuration must pass `check_rules`."""
     world = World(platform, config.run.collective_timeout_s, config.run.stall_timeout_s)
     placement, _ = placed(config, machines)
     world.sums_on_host = generates_ahead(config, placement)

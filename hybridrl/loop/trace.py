@@ -1,10 +1,11 @@
-"""Traces of steps for Perfetto and chrome://tracing: phases of all ranks on one clock, with
-torch.profiler's events.
+"""Writes traces of steps for Perfetto and chrome://tracing: the phases of all ranks on one clock,
+together with the events of torch.profiler.
 
-Collective: all ranks wait for each other at the beginning and the end of a traced step. Then every
-rank writes its part into the run folder, which all ranks must see, and rank 0 joins the parts. A
-second file has the phases alone, for the report. Invariant: the profiler does not run in UNPROFILED
-phases, whose host operations would fill the memory (about 3 GB per million).
+Collective: all ranks wait for each other at the beginning and the end of a traced step. Every rank
+then writes its part to the run folder, which must be on a file system that all ranks share, and
+rank 0 concatenates the parts. A second file contains only the phases, for the report. Invariant:
+the profiler does not run in UNPROFILED phases, because recording their host operations would fill
+the memory (about 3 GB per million operations).
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from hybridrl.parallel.clock import clock_offset
 from hybridrl.parallel.groups import World
 
 BARRIER, CLOCK = "barrier", "hybridrl clock"
-MARKS = 8  # CLOCK events of a part; the shortest is used, which did not wait for a core
+MARKS = 8  # CLOCK events per part; the shortest is used, because it did not wait for a core
 UNPROFILED = ("generate",)
-PIDS = 100  # process numbers per rank in the trace: its phases, the host, devices
+PIDS = 100  # process numbers per rank in the trace: for its phases, host and devices
 
 Event = dict[str, Any]
 
 
 class StepTraces:
-    """Writes `step_N.json.gz` for some steps, numbered from 1. `now` returns the phases' clock in
-    seconds.
+    """Writes `step_N.json.gz` for the given steps, numbered from 1. `now` reads the clock that
+    times the phases, in seconds.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class StepTraces:
 
     @contextmanager
     def step(self, step: int, timer: PhaseTimer) -> Iterator[None]:
-        """Traces the block if its step is to be traced."""
+        """Traces the block if `step` is one of the steps to trace."""
         if step not in self._steps:
             yield
             return
@@ -94,7 +95,7 @@ class StepTraces:
         self, parts: Sequence[tuple[profile, int, float]], shift_s: float
     ) -> Iterator[Event]:
         """Yields the profiler's events part by part, so that only one part is in memory at a time.
-        Only the CLOCK event that the part was aligned with is kept.
+        Of the CLOCK events, only the one that aligned the part is kept.
         """
         pids: dict[object, int] = {}
         file = self._part("profile")
@@ -121,8 +122,9 @@ class StepTraces:
     def _moved(
         self, events: list[Event], shift_us: float, pids: dict[object, int], part: int
     ) -> Iterator[Event]:
-        """Yields a part's events on rank 0's clock, with process numbers of this rank. `pids` maps
-        the profiler's process numbers to them; new ones are added and named.
+        """Yields a part's events with times on rank 0's clock and process numbers that identify
+        this rank. `pids` maps the profiler's process numbers to these; missing ones are added and
+        named.
         """
         rank = self._world.rank
         known = len(pids)
@@ -138,7 +140,7 @@ class StepTraces:
             moved = {**event, "pid": pids[event["pid"]]}
             if "ts" in event:
                 moved["ts"] = event["ts"] + shift_us
-            if "id" in event:  # an arrow from a launch to its kernel
+            if "id" in event:  # identifies the arrow from a launch to its kernel
                 moved["id"] = f"{rank}.{part}.{event['id']}"
             yield moved
 
@@ -162,8 +164,8 @@ class StepTraces:
         partial.rename(target)
 
     def _write_lanes(self, lanes: Mapping[str, Any]) -> None:
-        """Writes the phases of all ranks for the report: `[name, began, ended]`, in seconds on rank
-        0's clock since the step began.
+        """Writes the phases of all ranks for the report as `[name, began, ended]`. Times are
+        seconds since the step began, on rank 0's clock.
         """
         target = self._folder / f"step_{lanes['step']}.phases.json"
         partial = target.with_name(target.name + ".partial")
@@ -175,8 +177,8 @@ class StepTraces:
 
 
 class _Parts:
-    """Profiles of the parts of a step between UNPROFILED phases. Each part is a profile, the number
-    of its shortest CLOCK event, and this rank's time in the middle of that event.
+    """Profiles the parts of a step between UNPROFILED phases. Each part consists of a profile, the
+    index of its shortest CLOCK event, and this rank's time in the middle of that event.
     """
 
     def __init__(self, is_cpu: bool, now: Callable[[], float]) -> None:
@@ -212,7 +214,7 @@ class _Parts:
             return
         self.stop()
         yield
-        self.start()  # not if the phase raised
+        self.start()  # not reached if the phase raised an error
 
 
 def _is_mark(event: Event) -> bool:

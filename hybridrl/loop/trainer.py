@@ -1,9 +1,9 @@
 """Training loop: generate, score, compute log-probabilities, estimate advantages, update, reshard.
 
-SPMD without a controller: every rank runs this code. Each rank knows lengths and rewards of all
-samples, but holds the tokens of only some. A step is `Trainer.train_step`; the methods that it
-calls are public, so another dataflow is another script over the same parts. Everything else in a
-run is an observer (observers.py).
+SPMD without a controller: every rank runs this code. Each rank knows the lengths and rewards of all
+samples, but stores the tokens of only some. `Trainer.train_step` is one step. The methods that it
+calls are public, so a script can combine them into another dataflow. Everything else in a run is an
+observer (observers.py).
 """
 
 from __future__ import annotations
@@ -38,19 +38,20 @@ if TYPE_CHECKING:
 class Trainer:
     """One training run on this rank.
 
-    Attributes (public, for other dataflows): `policy`, `reference`, `critic`, `engine`, `sampler`,
-    `algorithm`, `hybrid_engine`, `prompts`.
+    Public attributes, for scripts with other dataflows: `policy`, `reference`, `critic`, `engine`,
+    `sampler`, `algorithm`, `hybrid_engine`, `prompts`.
 
     Args:
-        config: Valid configuration. Rules that involve several knobs are checked here.
+        config: Configuration whose individual values are valid. Rules that involve several knobs
+            are checked here.
         prompts: Rows that replace `data.prompts`: any iterable of mappings, including a
             `datasets.Dataset`.
         reward: Function f(prompt, response, columns) -> float that replaces the section `reward`,
             or a list of functions, whose scores are added.
         tokenizer: Tokenizer that replaces `model.tokenizer`.
-        mix: Rows that replace `mix.NAME.data.prompts`, by NAME.
-        trains: Whether the run trains. If not, it only evaluates and loads no teacher, and no
-            reference unless a loss on held-out rows needs it.
+        mix: By NAME, rows that replace `mix.NAME.data.prompts`.
+        trains: Whether the run trains. If False, it only evaluates. It then loads no teacher, and
+            loads a reference only if a loss on held-out rows needs it.
     """
 
     def __init__(
@@ -94,11 +95,12 @@ class Trainer:
         """Builds a trainer from a YAML file, a mapping or a Config.
 
         Args:
-            overrides: `key=value` texts that override it.
-            **objects: `prompts`, `reward`, `tokenizer` and `mix`, which replace their sections.
+            overrides: Texts `key=value` that override values of the configuration.
+            **objects: `prompts`, `reward`, `tokenizer` or `mix`, which replace the corresponding
+                sections.
 
         Raises:
-            ConfigError: The configuration is wrong.
+            ConfigError: The configuration is invalid.
             UserError: An argument is unknown.
         """
         if unknown := objects.keys() - ARGUMENTS:
@@ -118,27 +120,28 @@ class Trainer:
         until: int | None = None,
         resume: Literal["newest", "previous"] = "newest",
     ) -> dict[str, float]:
-        """Trains `num_steps` more steps, or up to step `until`, or without either up to
-        `steps.num_steps`.
+        """Trains for `num_steps` more steps, or up to step `until`. If neither is given, trains up
+        to `steps.num_steps`.
 
-        A new trainer continues from a checkpoint of its run folder, if there is one; `num_steps`
-        counts from there. A trainer that has loaded a checkpoint or taken a step continues from its
-        own state.
+        A new trainer resumes from a checkpoint in its run folder if there is one, and `num_steps`
+        counts from there. A trainer that has already loaded a checkpoint or taken a step continues
+        from its current state.
 
         Args:
-            resume: Checkpoint to continue from: the newest, or the newest intact one before it.
+            resume: Checkpoint to resume from: the newest, or the newest intact checkpoint before
+                it.
 
         Returns:
-            `seconds`, including earlier starts of the run. With evaluation prompts,
-            `eval_reward_before` and `eval_reward_after`. With a scorer of accuracy,
-            `accuracy_before` and `accuracy_after`. With held-out rows that have responses,
+            `seconds`, including earlier starts of the run. If there are evaluation prompts,
+            `eval_reward_before` and `eval_reward_after`. If a scorer defines accuracy,
+            `accuracy_before` and `accuracy_after`. If held-out rows have responses,
             `validation/loss_before` and similar. A value is missing if the first or last evaluation
-            lacks it.
+            did not produce it.
 
         Raises:
             UserError: Both `num_steps` and `until` are given, or one is negative.
-            KeyboardInterrupt, SystemExit: SIGINT or SIGTERM came; the next `fit` continues from
-                here.
+            KeyboardInterrupt, SystemExit: The process received SIGINT or SIGTERM. The next `fit`
+                continues from here.
         """
         position, checkpoints = self._run.position, self.checkpoints
         position.start_clock()
@@ -150,7 +153,7 @@ class Trainer:
             first = self.step
             last = last_step(num_steps, until, first, self.config.steps.num_steps)
             is_done = 0 < last <= first or (first > 0 and self.evaluations.reach_goal(first))
-            # A signal may have come before a measurement that was due after the last step.
+            # A signal may have prevented a measurement that was due after the last step.
             is_left = self.evaluations.are_due(first, last)
             if is_done and not is_left and not self.validation.is_left_over(first, last):
                 checkpoints.save_copy()
@@ -170,7 +173,7 @@ class Trainer:
                 self.journal.close()
 
     def _train_to(self, last: int) -> None:
-        """Takes the steps up to `last` and calls the observers between them."""
+        """Takes all steps up to `last`, and calls the observers between them."""
         if self.algorithm.needs.rollouts:
             if self._run.phases.is_checked:
                 self.enter_rollout()
@@ -197,18 +200,20 @@ class Trainer:
                 observer.step_is_over(self.step, ends, metrics)
 
     def _measure(self, last: int, metrics: dict[str, float] | None = None) -> dict[str, float]:
-        """Adds the observers' measurements to metrics and returns them."""
+        """Returns `metrics` after adding the observers' measurements."""
         metrics = {} if metrics is None else metrics
         for observer in self.observers:
             metrics |= observer.measures(self.step, last)
         return metrics
 
     def memory_table(self) -> str:
-        """Returns this rank's memory by part, as it will be after the next change of phases."""
+        """Returns a table of this rank's memory by part, as it will be after the next switch of
+        phases.
+        """
         return self._run.ledger.table()
 
     def train_step(self) -> dict[str, float]:
-        """Takes one step and returns its metrics, the same on all ranks."""
+        """Takes one step. Returns its metrics, which are the same on all ranks."""
         self._begin_step()
         phase = self.journal.phase
         prompts = self.sampler.take(self.prompts, self.config.steps.prompts_per_step)
@@ -228,7 +233,7 @@ class Trainer:
         return self._end_step(StepRecord(self.step, scored, batch, metrics))
 
     def _begin_step(self) -> None:
-        """Begins a step, again from its beginning if it failed before."""
+        """Begins a step. If the previous attempt failed, repeats the same step from its beginning."""
         if not self._trains:
             raise UserError("trains", False, "True", "Create a Trainer with trains=True.")
         if self._run.position.is_in_step:
@@ -250,10 +255,10 @@ class Trainer:
         return record.metrics
 
     def sample(self, prompts: Sequence[Prompt]) -> tuple[ScoredBatch, dict[str, float]]:
-        """Returns the scored samples of the step's prompts, and metrics.
+        """Returns scored samples for the step's prompts, and metrics.
 
-        Without rollouts the samples are the responses of the data. Uninformative groups are
-        replaced by samples of other prompts, if the algorithm does so.
+        For algorithms without rollouts, the samples are the responses in the data. If the algorithm
+        resamples, groups without a learning signal are replaced by samples for other prompts.
 
         Raises:
             UserError: No response to the prompts has a score.
@@ -276,8 +281,8 @@ class Trainer:
         return scored, metrics
 
     def _respond(self, prompts: Sequence[Prompt], first_group: int) -> ScoredBatch | None:
-        """Returns the scored samples of prompts, or None if no response has a score. Groups are
-        numbered from `first_group`.
+        """Generates and scores responses to prompts; returns None if no response has a score.
+        Groups are numbered from `first_group`.
         """
         algorithm, sampler = self.algorithm, self.sampler
         self.enter_rollout()
@@ -286,22 +291,24 @@ class Trainer:
                 prompts, step=self.step, first_group=first_group, greedy=algorithm.needs.greedy
             )
         has_rounds = isinstance(algorithm, GroupAlgorithm) and algorithm.max_resampling > 0
-        # A reward model needs the memory that the engine uses while it generates.
+        # A reward model needs the memory that the engine uses during generation.
         if sampler.reward_models or not has_rounds:
             self.enter_training()
         with self.journal.phase("reward"):
             return sampler.score_or_none(local)
 
     def add_columns(self, scored: ScoredBatch) -> TrainBatch:
-        """Returns the samples that the algorithm trains on, with the columns in its `needs`. Moves
-        their tokens to the ranks that train on them.
+        """Returns the samples that the algorithm trains on, with the columns that its `needs` list.
+        Sends their tokens to the ranks that train on them.
         """
         num_updates = self.config.steps.updates_per_step
         is_reused = self.algorithm.needs.rollouts and num_updates > 1
         return self.roles.add_columns(self.algorithm, scored, is_reused, num_updates=num_updates)
 
     def update(self, batch: TrainBatch) -> dict[str, float]:
-        """Takes the optimizer steps of a step; returns mean metrics (see `Updates.take`)."""
+        """Takes the optimizer steps of one training step. Returns mean metrics (see
+        `Updates.take`).
+        """
         metrics = self._run.updates.take(
             batch, step=self.step, number=self.config.steps.updates_per_step
         )
@@ -310,7 +317,7 @@ class Trainer:
         return metrics
 
     def reshard(self, verifies: bool = False) -> dict[str, float]:
-        """Sends the current weights to the engine; returns bytes and rate."""
+        """Sends the current weights to the engine; returns metrics of the transfer."""
         return self._run.phases.reshard(verifies)
 
     def check_engine(self) -> None:
@@ -318,18 +325,18 @@ class Trainer:
         self._run.phases.check(self.memory_table)
 
     def enter_training(self, frees_memory: bool = False) -> None:
-        """Ends the rollout phase if it is the current one."""
+        """Switches to the training phase if necessary."""
         self._run.phases.enter_training(frees_memory)
 
     def enter_rollout(self) -> None:
-        """Starts the rollout phase with the policy's weights if it is not the current one."""
+        """Switches to the rollout phase, and sends the engine the weights, if necessary."""
         self._run.phases.enter_rollout()
 
     def evaluate(self, temperature: float | None = None) -> Evaluation:
-        """Scores responses to the evaluation prompts and to `eval.sets`.
+        """Generates and scores responses to the evaluation prompts and to `eval.sets`.
 
         Args:
-            temperature: Temperature that replaces `eval.temperature`; 0 is greedy.
+            temperature: Temperature that replaces `eval.temperature`; 0 means greedy.
 
         Raises:
             UserError: There are no evaluation prompts.
@@ -337,8 +344,8 @@ class Trainer:
         return self._run.evaluation.measure(temperature)
 
     def validate(self) -> dict[str, float]:
-        """Returns metrics on held-out rows with responses (see `Validation.measure`), or {}
-        without such rows.
+        """Returns metrics on held-out rows with responses (see `Validation.measure`), or {} if
+        there are no such rows.
         """
         return self.validation.measure() if self.validation.has_rows else {}
 
@@ -350,12 +357,12 @@ class Trainer:
         max_new_tokens: int | None = None,
     ) -> list[str]:
         """Generates a response to each prompt with the current weights (see `responses_to`);
-        collective, all ranks return the same.
+        collective. All ranks return the same responses.
 
         Args:
             prompts: Texts or chats (lists of messages), the same on all ranks.
-            temperature: Sampling temperature; None takes `eval.temperature`.
-            max_new_tokens: Maximum length of a response; None takes the maximum of the run's
+            temperature: Sampling temperature; `eval.temperature` if None.
+            max_new_tokens: Maximum length of a response. If None, the maximum length in the run's
                 evaluations.
         """
         from hybridrl.loop.user_prompts import responses_to
@@ -373,7 +380,7 @@ class Trainer:
             path: New or empty directory.
 
         Raises:
-            UserError: The directory has files, or cannot be written.
+            UserError: The directory is not empty, or cannot be written.
         """
         return self.checkpoints.save_hf(Path(path), self.tokenizer)
 
@@ -381,8 +388,8 @@ class Trainer:
         """Writes `checkpoints/step_N` with everything that the run needs to continue.
 
         Args:
-            waits: Whether to wait until it is complete. Otherwise it is completed during later
-                steps, or when `fit` ends.
+            waits: Whether to wait until the checkpoint is complete. If False, it is completed
+                during later steps, or when `fit` ends.
 
         Raises:
             UserError: A file cannot be written, or another process has taken over the run folder.
@@ -393,10 +400,11 @@ class Trainer:
         """Restores weights, optimizers, prompt cursors, random states and unfinished rollouts.
 
         Args:
-            path: Folder `checkpoints/step_N`, or a run folder, whose newest checkpoint is used.
+            path: A folder `checkpoints/step_N`, or a run folder, whose newest checkpoint is then
+                loaded.
         """
         self.checkpoints.load(Path(path))
 
     def close(self) -> None:
-        """Completes a checkpoint that is being written, and leaves the process group."""
+        """Finishes writing a checkpoint that is in progress, and leaves the process group."""
         self._run.close()

@@ -1,4 +1,4 @@
-"""Optimizer steps of a training step. Collective: all ranks call every function together."""
+"""Takes the optimizer steps of a training step. Collective: all ranks call every function together."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ class Updates:
         self._algorithm, self._roles, self._mix, self._skipped = algorithm, roles, mix, skipped
 
     def take(self, batch: TrainBatch, step: int, number: int) -> dict[str, float]:
-        """Takes optimizer steps over equal parts of the batch, each with its part of additional
-        terms; collective.
+        """Takes one optimizer step per equal part of the batch, each with a mini-batch of the
+        additional loss terms; collective.
 
-        A step is skipped if its loss or gradient is not finite. Returns mean metrics.
+        An optimizer step is skipped if its loss or gradient is not finite. Returns metrics averaged
+        over the optimizer steps.
 
         Raises:
-            UserError: `train.max_skipped_steps` in a row were skipped.
+            UserError: `train.max_skipped_steps` optimizer steps in a row were skipped.
         """
         roles = self._roles
         sizes = even_sizes(batch.num_samples, number)
@@ -35,7 +36,7 @@ class Updates:
         found, end = [], 0
         for index, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
             part, end = batch.select(range(end, end + size)), end + size
-            random_states = rng_state()  # before the passes, which change them
+            random_states = rng_state()  # saved before the forward pass changes them
             gradients = roles.gradients(part, step, terms)
             found.append(optimizer_step(gradients))
             if found[-1][SKIPPED]:

@@ -1,4 +1,6 @@
-"""Arguments of a Trainer that replace sections of the configuration, and their errors."""
+"""Defines the arguments of a Trainer that replace sections of the configuration, and the error for
+unknown arguments.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from hybridrl.rewards.functions import RewardFunction
 
 ARGUMENTS = frozenset({"prompts", "reward", "tokenizer", "mix", "trains"})
-# Names in TRL and others, and our names.
+# Names that TRL and other libraries use, and the names to use here.
 _MEANT = {
     "dataset": "prompts",
     "data": "prompts",

@@ -1,6 +1,6 @@
-"""Generates responses to prompts from a user's script, outside of the steps of a run. Collective.
+"""Generates responses to prompts from a user's script, outside a run's steps. Collective.
 
-Prompts are read and rendered like the run's own.
+Prompts are read and rendered in the same way as the run's own prompts.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def responses_to(
     temperature: float | None,
     max_new_tokens: int | None,
 ) -> list[str]:
-    """Generates a single-turn response to each prompt, without environment and rewards; returns the
+    """Generates a single-turn response to each prompt, without environment or rewards. Returns the
     texts in the order of the prompts.
 
     Args:
-        temperature: Sampling temperature; None takes `eval.temperature`.
-        max_new_tokens: Maximum length of a response; None takes the maximum of the run's
+        temperature: Sampling temperature; `eval.temperature` if None.
+        max_new_tokens: Maximum length of a response. If None, the maximum length in the run's
             evaluations.
 
     Raises:
@@ -50,7 +50,7 @@ def responses_to(
     if isinstance(prompts, str) or not prompts:
         got = "one text" if prompts else "nothing"
         raise UserError("prompts", got, "a list of texts or chats", "Pass a list.")
-    # Every prompt gets a response, so bad prompts are errors.
+    # The caller expects a response to every prompt, so a bad prompt is an error.
     data = config.data.model_copy(update={"on_bad_row": "stop"})
     loaded = load_prompts(data, tokenizer, [{data.prompt_key: prompt} for prompt in prompts])
     if loaded.left_out.num:

@@ -1,7 +1,9 @@
-"""Loss on held-out rows with responses, for algorithms that learn from the data's responses.
+"""Computes the loss on held-out rows with responses, for algorithms that learn from the responses
+in the data.
 
-Collective; results are the same on all ranks. The rows go through the forward passes of a step with
-the current weights. Results are kept by step, together with those of evaluations.
+Collective; the results are the same on all ranks. The rows pass through the same forward passes as
+in a training step, with the current weights. Results are stored by step, together with the results
+of evaluations.
 """
 
 from __future__ import annotations
@@ -25,11 +27,13 @@ from hybridrl.roles.policy import TERM_TEMPERATURE
 from hybridrl.roles.roles import Roles
 
 KEPT = ("loss", "perplexity", "preference/accuracy", "preference/margin")
-MAX_PERPLEXITY_NATS = 700.0  # larger exponentials exceed a float
+MAX_PERPLEXITY_NATS = 700.0  # the exponential of larger values overflows a float
 
 
 class Validation(Observer):
-    """Measures the loss on held-out rows when it is due; never without rows."""
+    """Measures the loss on held-out rows whenever this is due. Does nothing if there are no such
+    rows.
+    """
 
     def __init__(
         self,
@@ -53,8 +57,8 @@ class Validation(Observer):
         return bool(self._prompts)
 
     def is_left_over(self, step: int, last: int) -> bool:
-        """Whether a run that starts after `step` of `last` has to measure first: it is a new run,
-        or a signal came before a measurement that was due.
+        """Whether a start after step `step`, with last step `last`, must measure first. True for a
+        new run, or if a signal prevented a measurement that was due.
         """
         by_step = self._evaluations.by_step
         has_begun = any(key.startswith(VALIDATION) for found in by_step.values() for key in found)
@@ -85,12 +89,12 @@ class Validation(Observer):
         return found
 
     def measure(self) -> dict[str, float]:
-        """Returns metrics over all rows; enters the training phase.
+        """Switches to the training phase, and returns metrics over all held-out rows.
 
-        `eval/loss` is the algorithm's loss. `eval/perplexity` is the exponential of the mean
-        negative log-likelihood in nats of the tokens of good responses, if a policy is trained.
-        `eval/preference/*` are the metrics of a step on pairs or labels, averaged over batches of a
-        step's size.
+        `eval/loss` is the algorithm's loss. `eval/perplexity`, only if a policy is trained, is the
+        exponential of the mean negative log-likelihood per token of good responses, in nats.
+        `eval/preference/*` are the same metrics of pairs or labels as in a step, averaged over
+        batches of a step's size.
         """
         self._phases.enter_training()
         size, needs = self._steps.prompts_per_step, self._algorithm.needs
@@ -126,8 +130,8 @@ class Validation(Observer):
 
 
 def _likelihood(batch: TrainBatch, has_feedback: bool) -> tuple[float, int]:
-    """Returns the log-likelihood in nats and the number of tokens of the responses; with feedback
-    only of the good ones.
+    """Returns the total log-likelihood of the responses in nats, and their number of tokens. If
+    rows have feedback, only good responses count.
     """
     good_B = torch.ones(batch.num_samples, dtype=torch.bool)
     if has_feedback:

@@ -1,6 +1,7 @@
-"""Estimates from scored samples: means with standard errors, pass@k, majority vote. No torch.
+"""Computes estimates from scored samples: means with standard errors, pass@k, majority vote. Does
+not import torch.
 
-Standard errors are of means over prompts, because samples of one prompt are not independent.
+Standard errors are computed over prompts, because samples for the same prompt are not independent.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 
 class Estimate(NamedTuple):
-    """A mean over prompts and its standard error, None with fewer than 2 prompts."""
+    """A mean over prompts, and its standard error (None if there are fewer than 2 prompts)."""
 
     value: float
     stderr: float | None
@@ -21,14 +22,14 @@ class Estimate(NamedTuple):
         return self.shown(4)
 
     def shown(self, digits: int) -> str:
-        """Returns the estimate as text with this number of digits."""
+        """Returns the estimate as text with this number of decimal places."""
         error = "" if self.stderr is None else f" ± {self.stderr:.{digits}f}"
         return f"{self.value:.{digits}f}{error}"
 
 
 def mean_of(values: Sequence[float]) -> Estimate:
-    """Returns the mean of one value per prompt and its standard error: the standard deviation (n -
-    1) divided by sqrt(n).
+    """Returns the mean of the values, one per prompt, and its standard error: the sample standard
+    deviation (with n - 1 degrees of freedom) divided by sqrt(n).
     """
     num = len(values)
     mean = math.fsum(values) / num
@@ -56,15 +57,16 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
     """Returns the score of the most frequent answer to one prompt.
 
-    Ties are averaged. If a scorer gives equal answers different scores, their mean counts.
+    If several answers are equally frequent, their scores are averaged. So are different scores of
+    equal answers.
 
     Args:
-        answers: Normalised answer of each sample, so that equal answers are equal texts. None if a
-            sample gives no answer; it does not vote.
+        answers: Normalised answer of each sample, so that equal answers are equal texts. None for a
+            sample without an answer, which does not vote.
         scores: Score of each sample, from 0 to 1.
 
     Returns:
-        A score from 0 to 1; 0 if no sample gives an answer.
+        A score from 0 to 1; 0 if no sample has an answer.
     """
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:

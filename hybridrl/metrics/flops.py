@@ -1,14 +1,16 @@
-"""Counts floating-point operations of a model's passes, and lists GPUs' peak rates. No torch.
+"""Counts the floating-point operations in a model's passes, and lists the peak rates of GPUs. Does
+not import torch.
 
-Model FLOPs are those of the mathematics; a multiplication and an addition count two. Recomputed
-activations, padding, the masked half of attention scores, and output heads without a prediction do
-not count. So rates are comparable between implementations (Chowdhery et al. 2022, "PaLM", appendix
-B). A prompt that several samples share counts once if it is computed once.
+Model FLOPs count the operations that the mathematics requires; a multiplication followed by an
+addition counts as two. Recomputed activations, padding, the masked half of the attention scores,
+and the output head at positions without a prediction do not count. Rates are therefore comparable
+between implementations (Chowdhery et al. 2022, "PaLM", appendix B). A prompt that several samples
+share counts once if it is computed once.
 
-The backward pass of a matrix product is two products of the same size: one for the gradient of its
-input, if something before it is trained, and one for its weight, if the weight is trained. The
-backward pass of attention is twice its forward pass. Only matrix products and attention count;
-norms, rotary positions, softmax and the optimizer do not.
+The backward pass of a matrix product consists of two products of the same size: one computes the
+gradient of the input, if an earlier layer is trained, and one the gradient of the weight, if the
+weight is trained. The backward pass of attention costs twice its forward pass. Only matrix products
+and attention count, not norms, rotary positions, softmax or the optimizer.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from typing import NamedTuple
 from hybridrl.models.family import ModelShape
 from hybridrl.models.trainable import ALL, BackwardShares
 
-# Dense bf16 tensor-core FLOP/s by words of the device's name; the first match counts. Source:
-# NVIDIA's data sheets, whose numbers with sparsity are twice these.
+# Dense bf16 tensor-core FLOP/s by words in the device's name; the first match is used. Source:
+# NVIDIA's data sheets, which also list rates with sparsity that are twice as high.
 PEAK_FLOPS_PER_S = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -36,8 +38,8 @@ PEAK_FLOPS_PER_S = {
 
 
 def matmul_params(shape: ModelShape) -> int:
-    """Returns the number of decoder weights that multiply each token. In a mixture of experts these
-    include the router and the experts that compute the token, not the others.
+    """Returns the number of decoder weights that each token is multiplied with. In a mixture of
+    experts, these are the router and the experts that the token is routed to, but no other experts.
     """
     attention = _attention_params(shape)
     dense = 3 * shape.hidden_size * shape.ffn_size
@@ -62,20 +64,20 @@ def _attention_params(shape: ModelShape) -> int:
 
 
 def attention_length(shape: ModelShape) -> int:
-    """Returns the sequence length at which causal attention costs as much as all products with
-    weights, including the output head.
+    """Returns the sequence length at which causal attention costs as many FLOPs as all matrix
+    products with weights, including the output head.
 
-    The L positions of a sequence have L / 2 pairs per token. Each costs 2 FLOPs per head for each
-    element of a key and a value, in all L * (key + value) * heads per token and layer. Products
-    cost 2 FLOPs per weight.
+    A sequence of L positions has L / 2 query-key pairs per token. Each pair costs 2 FLOPs per head
+    for each element of a key and a value. The total is L * (key + value) * heads per token and
+    layer. Matrix products cost 2 FLOPs per weight and token.
     """
     weights = matmul_params(shape) + shape.hidden_size * shape.vocab_size
     return 2 * weights // (shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim))
 
 
 def attended_pairs(shape: ModelShape, length: int) -> int:
-    """Returns the number of query-key pairs of a sequence, summed over all layers. The causal mask
-    and the layers' windows exclude the others.
+    """Returns the number of query-key pairs in a sequence, summed over all layers. Pairs that the
+    causal mask or a layer's window excludes do not count.
     """
     whole = length * (length + 1) // 2
     if shape.window is None:
@@ -87,7 +89,9 @@ def attended_pairs(shape: ModelShape, length: int) -> int:
 
 
 class Flops(NamedTuple):
-    """FLOPs of a forward pass: products with the layers' weights, attention, output head."""
+    """FLOPs of a forward pass, split into products with the layers' weights, attention, and the
+    output head.
+    """
 
     weights: int
     attention: int
@@ -123,16 +127,16 @@ def forward_flops(
 ) -> int:
     """Returns the FLOPs of one forward pass over sequences, summed over ranks.
 
-    A token costs two FLOPs for each weight. Attention has two products, with 2 FLOPs for each
-    element of a key and of a value, each head and each attended pair of positions.
+    A token costs two FLOPs per weight. Attention consists of two products. They cost 2 FLOPs for
+    each element of a key and of a value, per head and attended pair of positions.
 
     Args:
-        lengths: Number of tokens of each sequence, prompt and response together.
-        head_tokens: Number of positions for which the output head is computed; in training the
-            response tokens.
-        head_size: Number of outputs of the head, 1 for a value head; None takes the vocabulary.
-        prefixes: Number of leading tokens of each sequence that another sequence computes; None if
-            there are none.
+        lengths: Number of tokens in each sequence, prompt plus response.
+        head_tokens: Number of positions at which the output head is computed. In training, these
+            are the response tokens.
+        head_size: Number of outputs of the head, 1 for a value head. If None, the vocabulary size.
+        prefixes: For each sequence, number of leading tokens that are computed as part of another
+            sequence; None if no tokens are shared.
     """
     return sum(_forward(shape, lengths, head_tokens, head_size, prefixes))
 
@@ -149,7 +153,7 @@ def train_flops(
 
     Args:
         shape, lengths, head_tokens, head_size, prefixes: See `forward_flops`.
-        backward: Shares of the backward pass that are computed.
+        backward: Fractions of the backward pass that are computed.
     """
     found = _forward(shape, lengths, head_tokens, head_size, prefixes)
     return round(
@@ -160,14 +164,14 @@ def train_flops(
 
 
 GeneratedLengths = dict[int, tuple[int, list[tuple[int, int]]]]
-"""By group: the number of prompt tokens and, for each sample, the number of all its tokens and of
-those that were sampled. Observations of environments are not sampled.
+"""By group: the number of prompt tokens and, for each sample, its total number of tokens and the
+number of sampled tokens. Observations from environments are not sampled.
 """
 
 
 def num_generated(generated: GeneratedLengths) -> int:
-    """Returns the number of tokens of prompts, responses and observations. A prompt counts once for
-    each of its samples.
+    """Returns the number of tokens in prompts, responses and observations. A prompt counts once per
+    sample.
     """
     return sum(length for _, samples in generated.values() for length, _ in samples)
 
@@ -175,8 +179,8 @@ def num_generated(generated: GeneratedLengths) -> int:
 def generate_flops(shape: ModelShape, generated: GeneratedLengths) -> int:
     """Returns the FLOPs of generation, summed over ranks.
 
-    Each prompt and each response token is computed once, including earlier turns. Logits are
-    computed for sampled tokens only.
+    Assumes that each prompt is computed once per group and each response token once, even over
+    several turns. Logits are computed only for sampled tokens.
     """
     shared = [prompt for prompt, _ in generated.values()]
     prompts = [prompt for prompt, samples in generated.values() for _ in samples]
@@ -187,8 +191,8 @@ def generate_flops(shape: ModelShape, generated: GeneratedLengths) -> int:
 
 
 def peak_flops_per_s(device_name: str) -> float | None:
-    """Returns the dense bf16 peak of a GPU by its name, such as 'NVIDIA H100 80GB HBM3', or None if
-    the table does not list it.
+    """Returns the dense bf16 peak rate of a GPU, given its name (such as 'NVIDIA H100 80GB HBM3'),
+    or None if the table does not list it.
     """
     words = set(re.split(r"[\s-]+", device_name))
     found = (peak for name, peak in PEAK_FLOPS_PER_S.items() if words.issuperset(name.split()))

@@ -1,7 +1,7 @@
 """Outputs for a run's metrics and samples: metrics.jsonl, TensorBoard, console, log, rollouts/.
 
-Only one rank has sinks. A run that continues from step N first removes later steps from its files,
-so every step occurs once.
+Only rank 0 has sinks. A run that resumes after step N first removes later steps from its files, so
+that each step is recorded only once.
 """
 
 from __future__ import annotations
@@ -30,40 +30,40 @@ from hybridrl.metrics.tables import (
 )
 from hybridrl.metrics.values import ACCURACY, PHASES, Record
 
-DAMAGED = ".damaged"  # suffix of the file with damaged lines
+DAMAGED = ".damaged"  # suffix of the file that collects damaged lines
 
 
 class MetricSink(Protocol):
-    """Output for the metrics of each step, in order."""
+    """Output that receives the metrics of each step, in order."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Records a step."""
+        """Records the metrics of a step."""
 
     def close(self) -> None:
         """Writes buffered records and closes files."""
 
 
 class SampleSink(Protocol):
-    """Output for the samples of some steps."""
+    """Output that receives the samples of some steps."""
 
     def samples(self, step: int, file: Path) -> None:
         """Records the first samples of a step.
 
         Args:
-            file: File of all samples that RolloutDump wrote.
+            file: File to which RolloutDump wrote all samples of the step.
         """
 
 
 class JsonlSink:
-    """Appends one JSON object per step, which readers see immediately.
+    """Appends one JSON object per step to a file, and flushes it immediately.
 
     Args:
         path: File, usually `runs/NAME/metrics.jsonl`.
-        last_step: Step that the run continues from, 0 for a new run. Later records are removed.
-            Damaged lines move to a file next to it, with the ending DAMAGED.
+        last_step: Step after which the run resumes; 0 for a new run. Later records are removed.
+            Damaged lines are moved to a second file, whose name ends in DAMAGED.
 
     Attributes:
-        num_damaged: Number of damaged lines, except for a last line that a crash cut short.
+        num_damaged: Number of damaged lines. A last line that a crash cut short does not count.
 
     Raises:
         UserError: The path is not a file.
@@ -92,8 +92,8 @@ class JsonlSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends `{"step": step, ...}`; NaN and infinity, which JSON lacks, become null.
 
-        Metrics of the last written step are merged into its line: a run that was stopped before an
-        evaluation evaluates when it continues.
+        If the step is the last one in the file, its line is extended, because a run that was
+        stopped before an evaluation evaluates when it resumes.
         """
         is_same = self._last.get("step") == step
         record: Record = dict(self._last) if is_same else {"step": step}
@@ -105,7 +105,7 @@ class JsonlSink:
             self._file.truncate(os.fstat(self._file.fileno()).st_size - self._last_bytes)
         self._file.write(line)
         self._file.flush()
-        self._last, self._last_bytes = record, len(line)  # JSON's text is ASCII
+        self._last, self._last_bytes = record, len(line)  # the JSON text is ASCII
 
     def close(self) -> None:
         self._file.close()
@@ -114,21 +114,23 @@ class JsonlSink:
 class TensorBoardSink:
     """Writes TensorBoard events: metrics as scalars, samples and knobs as tables.
 
-    Knobs are not TensorBoard's hyper-parameters: `add_hparams` writes a second run folder, and a
-    run that continues with other knobs would show only its first ones. Each start writes a text
-    instead. TensorBoard cannot show the report's page, so a text names the command that writes it.
+    Knobs are not written as TensorBoard's hyper-parameters, because `add_hparams` writes a second
+    run folder, and a run that resumes with changed knobs would show only the first ones. Instead,
+    each start writes a text. TensorBoard cannot show the HTML report, so a text names the command
+    that writes it.
 
     Args:
-        folder: Run folder, with its config.yaml; events go to `tensorboard/` in it.
-        last_step: Step that the run continues from; TensorBoard hides later ones.
+        folder: Run folder, which must contain config.yaml. Events are written to its
+            `tensorboard/`.
+        last_step: Step after which the run resumes. TensorBoard hides later steps.
     """
 
     def __init__(self, folder: Path, last_step: int = 0) -> None:
-        # Imported here: it takes a second, and only the rank that writes needs it.
+        # Imported here, because the import takes a second and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        # Also set at the first start: TensorBoard 2.21 takes the first such mark as the beginning
-        # of the run and hides nothing for it.
+        # Set purge_step even on the first start, because TensorBoard 2.21 treats the first such
+        # mark as the beginning of the run and hides no steps for it.
         events = str(folder / "tensorboard")
         self._writer = SummaryWriter(events, purge_step=last_step + 1, flush_secs=10)
         table = markdown_table(("knob", "value"), flat(written_config(folder)).items())
@@ -142,7 +144,7 @@ class TensorBoardSink:
             self._writer.add_scalar(name, value, step)
 
     def samples(self, step: int, file: Path) -> None:
-        """Records samples as a table, without per-token lists; arguments as in SampleSink."""
+        """Records samples as a table, without per-token lists; see `SampleSink.samples`."""
         rows = [
             {name: value for name, value in row.items() if not isinstance(value, list)}
             for row in first_samples(file, MAX_MARKDOWN_SAMPLES)
@@ -159,8 +161,8 @@ class ConsoleSink:
     """Prints one line per step, above a progress bar if the output is a terminal.
 
     Args:
-        last_step: Step that the run continues from.
-        console: Console to print on; None takes stdout.
+        last_step: Step after which the run resumes.
+        console: Console to print to; stdout if None.
     """
 
     def __init__(self, num_steps: int, last_step: int = 0, console: Console | None = None) -> None:
@@ -183,13 +185,15 @@ class ConsoleSink:
         self._progress.update(self._task, completed=step)
 
     def message(self, text: str) -> None:
-        """Prints a line literally: no markup, because phases are in brackets, and no wrapping."""
+        """Prints a line without wrapping and without interpreting markup, because phases are in
+        brackets.
+        """
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def compare(
         self, title: str, rows: Mapping[str, tuple[Estimate | None, Estimate | None]]
     ) -> None:
-        """Prints a table of values before and after, with standard errors."""
+        """Prints a table of values before and after training, with standard errors."""
         table = Table("", "before", "after", title=title)
         for name, values in rows.items():
             table.add_row(name, *("-" if value is None else value.shown(3) for value in values))
@@ -201,7 +205,7 @@ class ConsoleSink:
 
 
 class LogSink:
-    """Writes one line per step, and the run's messages, to a rank's log.
+    """Writes the run's messages, and one line per step, to a rank's log.
 
     Args:
         path: File, usually `runs/NAME/logs/rank_0.log`; lines are appended.
@@ -216,18 +220,19 @@ class LogSink:
 
     def message(self, text: str) -> None:
         self._file.write(text + "\n")
-        self._file.flush()  # immediately, because a crash may write to the same file
+        self._file.flush()  # flushed immediately, because a crash may write to the same file
 
     def close(self) -> None:
         self._file.close()
 
 
 class RolloutDump:
-    """Writes samples for people to read, one JSONL file per due step.
+    """Writes samples for people to read, as one JSONL file per chosen step.
 
     Args:
         directory: Folder, usually `runs/NAME/rollouts`.
-        every: Number of steps between files, 0 for no files. The first step always has a file.
+        every: Number of steps from one file to the next; 0 for no files. Otherwise, the first step
+            always has a file.
     """
 
     def __init__(self, directory: Path, every: int) -> None:
@@ -245,7 +250,7 @@ class RolloutDump:
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self.file(step)
         partial = path.with_name(path.name + ".partial")
-        # Half of a surrogate pair cannot be encoded in UTF-8 and is written as JSON's escape.
+        # Half of a surrogate pair cannot be encoded in UTF-8, so it is written as a JSON escape.
         with partial.open("w", encoding="utf-8", errors="backslashreplace") as file:
             for sample in samples:
                 file.write(json.dumps(dict(sample), ensure_ascii=False) + "\n")
@@ -253,7 +258,7 @@ class RolloutDump:
 
 
 def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
-    """Returns the console's line for a step: phase times, then metrics."""
+    """Returns the line that the console shows for a step: phase times, then metrics."""
     times = [
         f"[{label}] {seconds:.2f}s"
         for phase, label in PHASES.items()
@@ -275,7 +280,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Returns the records of a metrics.jsonl without damaged lines.
+    """Returns the records in a metrics.jsonl, without damaged lines.
 
     Raises:
         UserError: The path is not a file.
@@ -284,8 +289,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
-    """Returns the records and the damaged lines of a metrics.jsonl. A last line that a crash cut
-    short is in neither list.
+    """Returns the records and the damaged lines in a metrics.jsonl. Neither list contains a last
+    line that a crash cut short.
 
     Raises:
         UserError: The path is not a file.
@@ -304,7 +309,7 @@ def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
 
 
 def _record(line: bytes) -> Record | None:
-    """Returns the numbers of a line by name, or None if it is no record of a step."""
+    """Returns the numbers in a line by name, or None if the line is not a step's record."""
     try:
         found = parse_json(line)
     except ValueError:

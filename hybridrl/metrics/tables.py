@@ -1,4 +1,4 @@
-"""Tables of a run folder's samples and knobs for tracking services and TensorBoard. No torch."""
+"""Formats samples and knobs in a run folder as tables for tracking services and TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from typing import Any
 
 import yaml
 
-MAX_SAMPLES = 100  # per step
-# TensorBoard lays out the tables of all steps together: about 10 ms per thousand letters.
+MAX_SAMPLES = 100  # samples per step
+# TensorBoard renders the tables of all steps at once, at about 10 ms per thousand characters.
 MAX_MARKDOWN_SAMPLES = 20
 MAX_CELL_LETTERS = 500
 Row = Mapping[str, Any]
 
-# HTML references for characters with a meaning in Markdown or HTML.
+# HTML references for characters that have a meaning in Markdown or HTML.
 LETTERS = {ord(letter): f"&#{ord(letter)};" for letter in "\\`*_[]<>&|!~"}
 
 
 def first_samples(file: Path, most: int = MAX_SAMPLES) -> list[Row]:
-    """Returns up to `most` first samples of a file that RolloutDump wrote."""
+    """Returns the first samples, at most `most`, in a file that RolloutDump wrote."""
     with file.open(encoding="utf-8") as lines:
         return [json.loads(line) for line in itertools.islice(lines, most)]
 
 
 def column_names(rows: Iterable[Row]) -> list[str]:
-    """Returns the names in any of the rows, in the order of their first occurrence."""
+    """Returns the names that occur in the rows, in the order of their first occurrence."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def written_config(folder: Path) -> dict[str, Any]:
-    """Returns the configuration in the run folder."""
+    """Returns the configuration that was written to the run folder."""
     return dict(yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8")))
 
 
 def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns the values by dotted keys."""
+    """Flattens a nested mapping into values by dotted key."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
         if isinstance(value, Mapping):
@@ -48,12 +48,12 @@ def flat(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def markdown_table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Returns a Markdown table that shows texts literally, including Markdown and HTML in them.
-    Only repeated spaces collapse.
+    """Returns a Markdown table that shows texts literally, even if they contain Markdown or HTML.
+    Only repeated spaces are collapsed.
 
     Args:
-        rows: One value for each column; values other than texts are written as JSON. A text longer
-            than MAX_CELL_LETTERS is shortened to its beginning, length and end.
+        rows: Rows with one value per column. Values other than texts are written as JSON. A text
+            longer than MAX_CELL_LETTERS is shortened to its beginning, its length and its end.
     """
     lines = [map(_cell, names), ["---"] * len(names), *(map(_cell, row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,7 +1,7 @@
-"""Times the phases of a step and records the phase that a rank is in.
+"""Measures the phases of a step, and records which phase a rank is in.
 
-A rank writes its current phase into a small file next to its log, before the phase begins. If the
-rank dies, the launcher reads there what it was doing. The file need not be closed.
+Before a phase begins, the rank writes its name to a small file next to the rank's log. If the rank
+dies, the launcher reads from this file what the rank was doing. The file need not be closed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 IDLE = "between phases"
-# One write of a fixed size, so that a reader sees either the old line or the new.
+# The line has a fixed size and is written at once, so a reader sees either the old or the new line.
 LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
 class Span:
-    """One run of a phase, in seconds of this process's `time.perf_counter`."""
+    """One execution of a phase. Times are seconds from this process's `time.perf_counter`."""
 
     name: str
     began: float
@@ -28,19 +28,23 @@ class Span:
 
 
 class PhaseTimer:
-    """Collects the seconds and the peak memory of each phase of a step, and records the current
+    """Collects the duration and the peak memory of each phase of a step, and records the current
     phase.
 
-    A phase inside another counts for both. Times of the same name within a step add up.
+    Time in a nested phase counts for both phases. Times of phases with the same name add up within
+    a step.
 
     Args:
-        phase_file: File for the current phase, such as `logs/rank_3.phase`; None writes no file.
-        synchronize: Called at both ends of each phase, so that queued work of an accelerator counts
-            for the phase that queued it. None on CPUs.
-        take_peak: Returns the largest number of bytes in use since its last call; None if unknown.
+        phase_file: File for the current phase, such as `logs/rank_3.phase`. If None, no file is
+            written.
+        synchronize: Function called at both ends of each phase, so that the time of kernels counts
+            for the phase that enqueued them. None on CPUs.
+        take_peak: Function that returns the peak number of bytes in use since its last call. None
+            if the peak cannot be measured.
 
     Attributes:
-        around: Called with the name of each phase; returns a context manager that surrounds it.
+        around: Function that receives the name of each phase and returns a context manager to enter
+            around it.
     """
 
     def __init__(
@@ -67,13 +71,13 @@ class PhaseTimer:
 
     @property
     def current(self) -> str:
-        """The innermost running phase, and the step if it is known."""
-        innermost = self._open[-1:]  # one read, because another thread may call this
+        """Name of the innermost running phase, and the step if it is known."""
+        innermost = self._open[-1:]  # read only once, because another thread may call this
         phase = innermost[0] if innermost else IDLE
         return phase if self._step is None else f"{phase}, step {self._step}"
 
     def start_step(self, step: int | None = None) -> None:
-        """Discards the collected times and starts the clock of the whole step."""
+        """Discards the collected times, and restarts the clock for the whole step."""
         self._step = step
         self._seconds.clear()
         self._spans.clear()
@@ -84,10 +88,10 @@ class PhaseTimer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the block's time for the phase `name`, also if the block raises.
+        """Measures the block as phase `name`, even if the block raises an error.
 
-        After an exception the file keeps this phase, in which the rank died, and its peak memory is
-        kept for the explanation of an out-of-memory error.
+        After an exception, the file still names this phase, because the rank failed in it, and the
+        peak memory is still available to explain an out-of-memory error.
         """
         with self.around(name):
             self.note_peak()
@@ -107,16 +111,16 @@ class PhaseTimer:
             self._write_phase()
 
     def seconds(self) -> dict[str, float]:
-        """Returns the seconds of each phase since `start_step`, and of the whole step as "step"."""
+        """Returns the seconds in each phase since `start_step`, and in the whole step as "step"."""
         return {**self._seconds, "step": time.perf_counter() - self._step_began}
 
     def spans(self) -> list[Span]:
-        """Returns every run of a phase since `start_step`, in the order of their ends."""
+        """Returns all executions of phases since `start_step`, in the order in which they ended."""
         return list(self._spans)
 
     def peak_bytes(self) -> dict[str, int]:
-        """Returns the peak memory in bytes of each phase since `start_step`, of the whole step as
-        "step", and of this timer's lifetime as "run". Returns {} if it is unknown.
+        """Returns the peak memory in bytes: of each phase since `start_step`, of the whole step as
+        "step", and over the lifetime of this timer as "run". Returns {} if it is unknown.
         """
         if self._take_peak is None:
             return {}
@@ -124,7 +128,7 @@ class PhaseTimer:
         return {**self._peaks, "run": self._most}
 
     def note_peak(self) -> None:
-        """Counts the peak memory since the last call for all running phases."""
+        """Attributes the peak memory since the last call to all running phases."""
         if self._take_peak is None:
             return
         most = self._take_peak()
@@ -139,7 +143,7 @@ class PhaseTimer:
             self._file = None
 
     def _wait(self) -> None:
-        # Sync point: otherwise only the time to queue a phase's kernels would count.
+        # Sync point: otherwise only the time to enqueue a phase's kernels would count.
         if self._synchronize is not None:
             self._synchronize()
 

@@ -1,10 +1,10 @@
-"""Tracking services that store a run's metrics, samples, knobs and report: Weights & Biases,
+"""Sends a run's metrics, samples, knobs and report to tracking services: Weights & Biases and
 MLflow.
 
 Only rank 0 has trackers. Each runs in its own thread with a bounded queue. The training loop waits
-for services only at the end of the run, for CLOSE_S seconds over all of them. Records that a
-service refuses or does not take in time are dropped, counted and reported; the run's own files have
-all of them. Nothing here raises.
+for services only at the end of the run, for at most CLOSE_S seconds in total. Records that a
+service refuses or does not accept in time are dropped, counted and reported; the run folder still
+contains all records. No error of a service ends a run.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from typing import Any, Protocol
 
 from hybridrl.metrics.tables import Row, column_names, first_samples, flat, written_config
 
-MAX_WAITING = 1000  # records in the queue of a service
-RETRY_S = 30.0  # seconds between attempts to begin
-CLOSE_S = 30.0  # seconds for queued records at the end of the run
+MAX_WAITING = 1000  # records that may wait in a service's queue
+RETRY_S = 30.0  # seconds between attempts to start the run in the service
+CLOSE_S = 30.0  # seconds to send queued records at the end of the run
 WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files with the run's identity in the service
 
 
 class Tracker(Protocol):
-    """A service. Its methods raise whatever the service's package raises, and may block."""
+    """A tracking service. Its methods may block, and may raise any error of the service's package."""
 
     name: str
 
     def begin(self) -> None:
-        """Starts or continues the run in the service."""
+        """Starts the run in the service, or resumes it."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Records the metrics of a step."""
@@ -40,15 +40,15 @@ class Tracker(Protocol):
         """Records samples of a step as a table."""
 
     def end(self, report: Path, is_done: bool) -> None:
-        """Stores the report page and ends the run; `is_done` after the last step."""
+        """Uploads the report page and ends the run. `is_done` is true after the last step."""
 
 
 class Wandb:
-    """Weights & Biases; its own variables (WANDB_ENTITY, WANDB_MODE ...) set the account and
-    server.
+    """Tracker for Weights & Biases. Its own environment variables (WANDB_ENTITY, WANDB_MODE ...)
+    choose the account and the server.
 
-    Steps are a separate metric (`step`), because wandb's own counter never goes back, and a run
-    that continues from an older checkpoint records some steps again.
+    The step is a separate metric (`step`), because wandb's own counter cannot decrease, and a run
+    that resumes from an older checkpoint records some steps again.
 
     Args:
         folder: Run folder, with its config.yaml.
@@ -98,7 +98,8 @@ class Wandb:
 
 
 class Mlflow:
-    """MLflow; its own variables (MLFLOW_TRACKING_URI ...) set the account and server.
+    """Tracker for MLflow. Its own environment variables (MLFLOW_TRACKING_URI ...) choose the
+    account and the server.
 
     Args:
         folder: Run folder, with its config.yaml.
@@ -109,7 +110,7 @@ class Mlflow:
     def __init__(self, experiment: str, folder: Path) -> None:
         self._experiment, self._folder = experiment, folder
         self._run: Any = None
-        self._is_new = False  # the run has no parameters yet
+        self._is_new = False  # whether the run in MLflow has no parameters yet
 
     def begin(self) -> None:
         import mlflow
@@ -146,16 +147,17 @@ class Mlflow:
 
 
 class TrackerSink:
-    """Passes a run's records to a tracker in a thread.
+    """Passes a run's records to a tracker that runs in its own thread.
 
     Args:
-        folder: Run folder, whose report page is stored at the end.
-        say: Prints a message for the user; called only in the thread that calls the methods.
+        folder: Run folder. Its report page is uploaded at the end.
+        say: Function that prints a message for the user. It is called only in the thread that calls
+            the methods.
         close_s: Maximum number of seconds that `close` waits, counted from `begin_close`.
 
     Attributes:
-        is_done: Whether the run reached its last step; set before `close`.
-        num_dropped: Number of records that the service did not get.
+        is_done: Whether the run reached its last step; must be set before `close`.
+        num_dropped: Number of records that did not reach the service.
     """
 
     def __init__(
@@ -185,13 +187,17 @@ class TrackerSink:
         self._put(lambda: self._tracker.samples(step, first_samples(file)))
 
     def begin_close(self) -> None:
-        """Lets the service end the run; call it for all trackers before `close`."""
+        """Tells the service to end the run. Call it for all trackers before `close`, so that they
+        finish in parallel.
+        """
         if not self._closing.is_set():
             self._closes_at = time.monotonic() + self._close_s
             self._closing.set()
 
     def close(self) -> None:
-        """Waits until the service has all records or time is up, and reports dropped records."""
+        """Waits until the service has received all records or the time limit expires, and reports
+        dropped records.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -220,7 +226,7 @@ class TrackerSink:
             self._say(self._errors.pop(0))
 
     def _work(self) -> None:
-        """Starts the run, passes on records until the run closes, and ends it."""
+        """Starts the run in the service, passes on records until `begin_close`, and ends the run."""
         while not self._try("cannot begin", self._tracker.begin):
             if self._closing.wait(RETRY_S):
                 return
@@ -238,7 +244,9 @@ class TrackerSink:
         self._tracker.end(write_report(self._folder), self.is_done)
 
     def _try(self, what: str, act: Callable[[], None]) -> bool:
-        """Whether the call succeeded; only the first error of each kind is reported."""
+        """Calls `act` and returns whether it succeeded. Only the first error of each kind is
+        reported.
+        """
         try:
             act()
         # The package may raise anything; without an API key it calls sys.exit.

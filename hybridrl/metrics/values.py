@@ -1,6 +1,7 @@
-"""Names of a step's metrics in metrics.jsonl, rules to combine them, and the record of a step.
+"""Defines the names of metrics in metrics.jsonl, rules to combine them, and the metrics that each
+step records.
 
-No torch and no communication: arguments are already equal on all ranks.
+Neither imports torch nor communicates: arguments are already equal on all ranks.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 Record = dict[str, float | int | None]
-"""One line of metrics.jsonl: `step` and the metrics by name; None stands for NaN and infinity."""
+"""One line of metrics.jsonl: `step`, and the metrics by name. None represents NaN or infinity."""
 
-# Phases of a step in order, with their names on the console.
+# Phases of a step in order, with the names that the console shows.
 PHASES = {
     "generate": "gen",
     "reward": "reward",
@@ -19,7 +20,7 @@ PHASES = {
     "update": "update",
     "reshard": "reshard",
 }
-# Metrics of every step with rollouts; algorithms and evaluations add more.
+# Metrics that every step with rollouts has. Algorithms and evaluations add more.
 STEP_KEYS = (
     "reward/mean",
     "reward/std",
@@ -46,21 +47,22 @@ STEP_KEYS = (
 ACCURACY = "eval/accuracy"
 VALIDATION = "validation/"  # prefix of a run's results on held-out rows with responses
 STDERR = "_stderr"  # suffix of the name of a metric's standard error
-# Tokens of prompts, responses and observations, including samples that are not trained on.
+# Number of tokens in prompts, responses and observations, including samples that are not trained
+# on.
 GENERATED_TOKENS = "generate/tokens"
-# Optimizer steps skipped because the loss or gradient was not finite.
+# Number of optimizer steps skipped because a loss or gradient was not finite.
 SKIPPED = "train/skipped_steps"
 
 
 def is_maximum(name: str) -> bool:
-    """Whether parts of the metric combine by their maximum; all others combine by their mean."""
+    """Whether a metric is combined by its maximum. All other metrics are averaged."""
     return name.endswith("_max")
 
 
 def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Combines the metrics of equal parts of a step (its updates) or of several steps.
+    """Combines the metrics of a step's optimizer steps, or of several steps.
 
-    `train/skipped_steps` is added up. A metric that some parts lack is combined over the others.
+    `train/skipped_steps` is summed. A metric that some parts lack is combined over the other parts.
     """
     found: dict[str, list[float]] = {}
     for part in parts:
@@ -74,13 +76,13 @@ def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the maximum of each value over ranks, which have the same names."""
+    """Returns the maximum of each value over ranks. All ranks have the same names."""
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 
 def rank_spread(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the seconds of the fastest rank in each phase, `time_min_s/PHASE`, and the number of
-    the slowest, `slowest_rank/PHASE`. Returns {} for a single rank.
+    """Returns, for each phase, the seconds that the fastest rank took as `time_min_s/PHASE`, and
+    which rank was slowest as `slowest_rank/PHASE`. Returns {} for a single rank.
 
     Args:
         seconds: Seconds by phase for each rank; all have the same phases.
@@ -94,7 +96,7 @@ def rank_spread(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def recent_mean(records: Sequence[Mapping[str, float | None]], name: str) -> float:
-    """Returns the mean of `name` over the last 10 records that have it; NaN if none has."""
+    """Returns the mean of `name` over the last 10 records that contain it; NaN if no record does."""
     values = [value for record in records if (value := record.get(name)) is not None][-10:]
     return sum(values) / len(values) if values else float("nan")
 
@@ -108,19 +110,22 @@ def step_metrics(
     flops: Mapping[str, int],
     peak_flops_per_s: float | None = None,
 ) -> dict[str, float]:
-    """Returns the metrics of a step: `values`, and those that follow from its times and sizes.
+    """Returns the metrics of a step: `values`, and metrics computed from times, tokens, memory and
+    FLOPs.
 
     Args:
         values: Metrics by name, as in STEP_KEYS.
-        seconds: Seconds of each phase and, as "step", of the whole step; a missing phase counts 0.
+        seconds: Seconds in each phase and, as "step", in the whole step. A missing phase took 0
+            seconds.
         num_tokens: Number of prompt and response tokens that the step read or generated, on all
             ranks.
         world_size: Number of ranks, each a GPU (or a process on CPU).
-        peak_bytes: Largest memory in use on any rank: "run" for the whole run and, if known, for
-            each phase.
+        peak_bytes: Peak memory of the rank that uses the most: as "run" for the whole run and, if
+            known, for each phase.
         flops: Model FLOPs by phase, summed over ranks (flops.py).
-        peak_flops_per_s: Dense bf16 peak of a rank's GPU, in whatever type the run computes. None
-            if unknown; then there is no `mfu/*`, the share of model FLOPs in this peak.
+        peak_flops_per_s: Dense bf16 peak rate of a rank's GPU, regardless of the type in which the
+            run computes. If None, the result has no `mfu/*`, the fraction of this peak that model
+            FLOPs reach.
     """
     times = {**dict.fromkeys(PHASES, 0.0), **seconds}
     counts = {"generate": 0, "logprobs": 0, "update": 0, **flops}
