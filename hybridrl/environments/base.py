@@ -1,7 +1,8 @@
-"""Interface of environments, which observe a prompt and answer each turn of the policy. No torch.
+"""Defines the interface of environments, which receive a prompt and respond to each turn of the
+policy. Does not import torch.
 
-Owns the protocol and the checks of what users' environments return. Every return value becomes a
-valid `Turn`, or a ScorerFailure that says what is wrong with it.
+Owns the protocol, and the checks of values that users' environments return. Every return value is
+converted to a valid `Turn`, or to a ScorerFailure that explains the mistake.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ NOTE = re.compile("[a-z][a-z0-9_]*")
 
 
 class Turn(NamedTuple):
-    """Answer of an environment to a turn of the policy. A plain tuple of the first three is
-    accepted too.
+    """An environment's response to a turn of the policy. A plain tuple (observation, reward, done)
+    is also accepted.
 
     Args:
         observation: Text, tokens or messages that the policy reads before its next turn. Ignored if
-            `done`.
-        reward: Reward of this turn. A response's reward is the sum over its turns.
+            `done` is true.
+        reward: Reward for this turn. The reward for a response is the sum over its turns.
         done: Whether the response ends here.
-        notes: Words to count; each becomes the metric `environment/WORD`.
+        notes: Words to count. The metric `environment/WORD` reports the count of each word.
     """
 
     observation: Observation = None
@@ -44,43 +45,45 @@ class Turn(NamedTuple):
 
 
 class Environment(Protocol):
-    """Answers the turns of one response; every response has its own instance.
+    """Responds to the turns of one response. Every response has its own instance.
 
-    Its answers must depend only on the prompt, the columns and the turns so far. A new instance
-    gets the same turns again in three cases: its process was killed, the run resumed, or
-    `steps.max_policy_lag` is above 0 and the response continues from the step before.
+    The returned values must depend only on the prompt, the columns and the turns so far. A new
+    instance receives the same turns again in three cases: the old instance's process was killed,
+    the run was resumed, or `steps.max_policy_lag` is above 0 and a later step continues the
+    response.
     """
 
     def reset(self, prompt: Any, columns: Mapping[str, object]) -> Observation:
-        """Starts an episode and returns what the policy reads after the prompt, if anything.
+        """Starts an episode. Returns the observation that the policy reads after the prompt, or
+        None.
 
         The observation must be a text or token ids, because the prompt has already opened the
         policy's turn.
 
         Args:
-            prompt: The row's prompt, a text or the messages of a chat.
-            columns: Other columns of the row, and the text that the policy read as
-                `rendered_prompt`.
+            prompt: The prompt in the row: a text, or the messages of a chat.
+            columns: Other columns of the row, plus `rendered_prompt`, the text that the policy
+                read.
         """
 
     def step(self, tokens: Sequence[int], text: str) -> Turn | tuple[Observation, float, bool]:
-        """Answers a turn that the policy ended with a stop token.
+        """Responds to a turn that the policy ended with a stop token.
 
         Args:
             tokens: Sampled tokens, including the stop token.
-            text: Text of the tokens, without the stop token if that is a special token. Other
-                special tokens are kept, because some models use them to mark tool calls.
+            text: Text of the tokens, without the stop token if it is a special token. Other special
+                tokens are included, because some models mark tool calls with them.
         """
 
 
 @dataclass(frozen=True)
 class Play:
-    """A call of an environment: `reset` if there are no actions, else `step` with the last action.
+    """A call to an environment: `reset` if there are no actions, else `step` with the last action.
 
     Args:
-        key: Identity of the response, unique among unfinished responses. None ends all
-            environments.
-        actions: Tokens and text of every turn so far.
+        key: Identity of the response, unique among unfinished responses. If None, the call closes
+            all environments.
+        actions: Tokens and text of each turn so far.
     """
 
     key: tuple[int, int] | None
@@ -93,7 +96,7 @@ Answer = Turn | ScorerFailure
 
 
 def checked(answer: object) -> Answer:
-    """Returns a value of `step` as a valid Turn of plain values, or its failure."""
+    """Converts a return value of `step` to a valid Turn of plain values, or to a failure."""
     if not isinstance(answer, tuple) or not 3 <= len(answer) <= 4:
         return ScorerFailure(f"returned a {type(answer).__name__} for {WHERE}", EXPECTED)
     observation, reward, done, notes = Turn(*answer)
@@ -110,7 +113,7 @@ def checked(answer: object) -> Answer:
 
 
 def checked_observation(observation: object) -> Observation | ScorerFailure:
-    """Returns an observation of plain values, or its failure."""
+    """Converts an observation to plain values, or to a failure."""
     if observation is None or isinstance(observation, str):
         return observation
     if hasattr(observation, "tolist"):  # an array
@@ -125,7 +128,7 @@ def checked_observation(observation: object) -> Observation | ScorerFailure:
 
 
 def checked_start(observation: object) -> Observation | ScorerFailure:
-    """Returns a value of `reset` as a valid observation without messages, or its failure."""
+    """Converts a return value of `reset` to a valid observation without messages, or to a failure."""
     seen = checked_observation(observation)
     if isinstance(seen, list) and any(isinstance(part, Mapping) for part in seen):
         got = f"returned messages at the start of {WHERE}"
@@ -140,12 +143,12 @@ def _is_message(message: object) -> bool:
 
 
 def encoded(answer: Answer) -> dict[str, Any]:
-    """Returns an answer as JSON for `decoded`, because processes exchange no objects."""
+    """Converts an answer to JSON for `decoded`, because processes exchange only JSON."""
     if isinstance(answer, ScorerFailure):
         return answer.as_json()
     return answer._asdict()
 
 
 def decoded(entry: Mapping[str, Any]) -> Answer:
-    """Returns an answer from its JSON."""
+    """Converts JSON from `encoded` back to an answer."""
     return failed(entry) if "got" in entry else checked(Turn(**entry))

@@ -1,7 +1,7 @@
-"""Calculator as a tool: evaluates arithmetic by walking the syntax tree, bounded in size and time.
+"""Calculator tool: evaluates arithmetic by walking the syntax tree, with bounded size and time.
 
-Supports numbers, + - * / // % **, signs and parentheses. It runs no other code, and no number
-exceeds MAX_BITS, so no expression takes long. No torch.
+Supports numbers, + - * / // % **, signs and parentheses. Executes no other code. No number exceeds
+MAX_BITS, so every expression is evaluated quickly. Does not import torch.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ SIGNS: dict[type[ast.unaryop], Callable[[Number], Number]] = {
 
 
 class Calculator(ToolEnvironment):
-    """Environment with the tool `calculate(expression)`; arguments as in ToolEnvironment."""
+    """Environment with the tool `calculate(expression)`. Arguments are the same as in
+    ToolEnvironment.
+    """
 
-    runs = "here"  # it cannot hang
+    runs = "here"  # in the rank's process, because it cannot hang
 
     def __init__(
         self,
@@ -47,14 +49,15 @@ class Calculator(ToolEnvironment):
 
 
 def calculate(expression: str) -> str:
-    """Returns the value of an arithmetic expression, floats with ten significant digits.
+    """Returns the value of an arithmetic expression as text. Floats have ten significant digits.
 
     Raises:
-        ValueError: The text is no such expression, is too long, or has a value that is too large.
+        ValueError: The text is not an arithmetic expression or is too long, or a value is too
+            large.
         ArithmeticError: Division by zero.
     """
     if not isinstance(expression, str) or len(expression) > MAX_CHARACTERS:
-        raise ValueError(f"not an expression of at most {MAX_CHARACTERS} characters")
+        raise ValueError(f"not a valid expression, or longer than {MAX_CHARACTERS} characters")
     try:
         tree = ast.parse(expression.strip(), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -71,8 +74,8 @@ def _value(node: ast.expr) -> Number:
     if isinstance(node, ast.BinOp) and type(node.op) in BINARY:
         left, right = _value(node.left), _value(node.right)
         if isinstance(node.op, ast.Pow):
-            # A lower bound of the result's bits, checked before the power is computed. The result
-            # has at most twice as many.
+            # Check a lower bound on the number of bits of the result before computing the power.
+            # The result has at most twice as many bits.
             if not abs(right) * max(_bits(left) - 1, 0) <= MAX_BITS:
                 raise ValueError("too large")
             if left < 0 and not isinstance(right, int):

@@ -1,7 +1,7 @@
-"""Converts turns to text and observations to tokens. No torch.
+"""Converts turns to text, and observations to tokens. Does not import torch.
 
-Invariant: every turn and observation is tokenised once and separately. Sampled tokens are never
-decoded and encoded again, so training sees exactly the tokens that the engine processed.
+Invariant: every observation is tokenised once and separately. Sampled tokens are never decoded and
+encoded again, so training sees exactly the tokens that the engine processed.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ TURN = "the turn of the policy"
 
 
 def text_of_turn(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Returns the text of a turn without its stop token, if that is a special token.
+    """Returns the text of a turn, without its stop token if this is a special token.
 
-    Other special tokens are kept, because some models use them to mark tool calls.
+    Other special tokens are included, because some models mark tool calls with them.
     """
     is_special = not tokenizer.decode(list(tokens[-1:]), skip_special_tokens=True)
     kept = tokens[:-1] if is_special else tokens
@@ -51,11 +51,11 @@ class ObservationEncoder:
         self._stop_texts = [str(tokenizer.decode([token])) for token in stop_token_ids]
 
     def __call__(self, observation: Observation) -> list[int] | ScorerFailure:
-        """Returns the tokens without adding special ones.
+        """Returns the tokens of an observation, without adding special tokens.
 
         Raises:
-            UserError: The observation has messages, but the tokenizer has no chat template that
-                accepts them.
+            UserError: The observation contains messages, but the tokenizer has no chat template
+                that accepts them.
         """
         if not observation:
             return []
@@ -78,8 +78,8 @@ class ObservationEncoder:
             return ScorerFailure(got, "a text that the tokenizer can encode")
 
     def _rendered(self, messages: Sequence[Message]) -> str:
-        """Returns the chat template's text from after a turn's stop token to the policy's next
-        turn.
+        """Returns the text that the chat template renders for the messages: from the stop token of
+        the previous turn (excluded) to the start of the policy's next turn.
         """
         chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}]
         safe = [{**part, "content": self._harmless(part["content"])} for part in messages]
@@ -95,15 +95,15 @@ class ObservationEncoder:
         _, found, rest = text.partition(TURN)
         if not found:
             raise _no_template("The template drops the assistant's turns.")
-        # Llama 2's template puts a space before the stop token.
+        # The template of Llama 2 inserts a space before the stop token.
         text = rest.lstrip()
         stop = next((stop for stop in self._stop_texts if stop and text.startswith(stop)), "")
         return text[len(stop) :] if stop else rest
 
     def _harmless(self, content: str) -> str:
-        """Returns a message's content with its control tokens broken up.
+        """Returns a message's content with a space inserted into each control token.
 
-        Otherwise the output of a tool could end the message and start one with another role.
+        Otherwise the output of a tool could end the message and start a message with another role.
         """
         for token in self._control:
             content = content.replace(token, f"{token[:1]} {token[1:]}")

@@ -1,4 +1,6 @@
-"""Parsers of tool calls in the formats of several models, one class per format. No torch."""
+"""Parses tool calls in the formats of several models, with one class per format. Does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from hybridrl.errors import said
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call of a turn. `error` says why it cannot be parsed, else it is None."""
+    """A tool call in a turn. `error` explains why the call cannot be parsed; None if it can."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -22,33 +24,36 @@ class ToolCall:
 
 
 class ToolParser(Protocol):
-    """Parses tool calls from a turn's text and formats their results."""
+    """Parses tool calls in the text of a turn, and formats their results."""
 
     def calls(self, text: str) -> Sequence[ToolCall]:
-        """Returns the calls of a turn in order, or nothing if the turn is an answer."""
+        """Returns the calls in a turn in order; empty if the turn is the final answer."""
 
     def observation(self, results: Sequence[str]) -> Observation:
-        """Returns the observation with the results, one for each call."""
+        """Returns an observation that contains the results, one per call."""
 
 
 class Hermes:
-    """Parser of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, as Hermes and Qwen
-    models write.
+    """Parses `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, the format of Hermes and
+    Qwen models.
 
-    Results are messages of the role `tool`, which the chat templates of these models accept.
+    Results are messages with the role `tool`, which the chat templates of these models accept.
     """
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Returns the calls; a call that is no JSON object or is not closed has an error."""
+        """Returns the calls. A call that is not a JSON object, or has no closing tag, has an
+        error.
+        """
         return [_json_call(body) for body in _between(text, "<tool_call>", "</tool_call>")]
 
     def observation(self, results: Sequence[str]) -> Observation:
-        """Returns one message for each result."""
+        """Returns one message per result."""
         return [{"role": "tool", "content": result} for result in results]
 
 
 class Tag:
-    """Parser of calls of one tool with one argument, between two tags: `<calc>2*3</calc>`.
+    """Parses calls to one tool with a single argument, written between two tags:
+    `<calc>2*3</calc>`.
 
     Args:
         tool, argument: Names of the tool and of its argument.
@@ -69,7 +74,7 @@ class Tag:
         self._open, self._close, self._before, self._after = open, close, before, after
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Returns the calls; a call that is not closed has an error."""
+        """Returns the calls. A call without a closing tag has an error."""
         return [
             ToolCall(self._tool, {self._argument: body})
             if body is not None
@@ -78,7 +83,7 @@ class Tag:
         ]
 
     def observation(self, results: Sequence[str]) -> Observation:
-        """Returns one text with all results."""
+        """Returns one text that contains all results."""
         return "".join(f"{self._before}{result}{self._after}" for result in results)
 
 
@@ -86,7 +91,7 @@ PARSERS: dict[str, type[ToolParser]] = {"hermes": Hermes, "tag": Tag}
 
 
 def _between(text: str, start: str, end: str) -> list[str | None]:
-    """Returns the text from each start to its end; None for a start without an end."""
+    """Returns the text between each start tag and its end tag; None if the end tag is missing."""
     parts = re.split(re.escape(start), text)[1:]
     return [part.partition(end)[0] if end in part else None for part in parts]
 

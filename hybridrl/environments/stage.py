@@ -1,9 +1,9 @@
-"""Runs the environments of unfinished responses, in this process or in processes that can be
-killed.
+"""Runs the environments of unfinished responses, either in this process or in separate processes
+that can be killed.
 
-A stage holds one environment for each response. Every call contains all turns so far, so a stage
-can create an environment again and repeat its turns. A killed process loses nothing, and a run can
-resume anywhere. No torch.
+A stage contains one environment per response. Every call contains all turns so far, so a stage can
+recreate an environment and repeat its turns. Killing a process therefore loses nothing, and a run
+can resume at any turn. Does not import torch.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ Job = tuple[list[Play]]
 
 
 class Stage:
-    """Environments in this process."""
+    """Runs environments in this process."""
 
     def __init__(self, make: Callable[[], Environment]) -> None:
         self._make = make
         self._open: dict[tuple[int, int], tuple[Environment, int]] = {}
 
     def __call__(self, job: Job) -> list[Answer]:
-        """Returns the answers to these calls.
+        """Executes calls and returns their answers.
 
         Raises:
-            UserError: Raised by an environment; passed on unchanged.
+            UserError: An environment raised it; it is passed on unchanged.
         """
         return [self._play(play) for play in job[0]]
 
@@ -77,27 +77,27 @@ class Stage:
 
 
 def _close(environment: Any) -> None:
-    """Calls `close` if the environment has it, and ignores its errors."""
+    """Calls the environment's method `close`, if it has one, and ignores errors in it."""
     if hasattr(environment, "close"):
         try:
             environment.close()
         except KeyboardInterrupt:
             raise
-        except BaseException:  # any error of the user's own code, after its last answer
+        except BaseException:  # any error in the user's own code, after its last answer
             return
 
 
 class StageProcess(Worker[EnvironmentConfig, Answer]):
-    """A stage in a process that is killed after a timeout."""
+    """A stage in a separate process, which is killed after a timeout."""
 
     module, key = "hybridrl.environments.worker", "environment.name"
 
     def __init__(self, config: EnvironmentConfig) -> None:
         super().__init__(config)
-        self._num_done: dict[tuple[int, int], int] = {}  # turns of each environment
+        self._num_done: dict[tuple[int, int], int] = {}  # number of turns of each environment
 
     def allowed_s(self, job: Job) -> float:
-        """Returns the time limit of a turn, or of all turns if they have to be repeated."""
+        """Returns the time limit for one turn, or for all turns if they must be repeated."""
         (play,) = job[0]
         if play.key is None:
             self._num_done = {}
@@ -107,7 +107,7 @@ class StageProcess(Worker[EnvironmentConfig, Answer]):
         return self._config.timeout_s * (1 if is_current else len(play.actions) + 1)
 
     def kill(self) -> str:
-        """Kills the process and with it all its environments, as `Worker.kill`."""
+        """Kills the process and all environments in it; see `Worker.kill`."""
         self._num_done = {}
         return super().kill()
 
@@ -116,10 +116,10 @@ class StageProcess(Worker[EnvironmentConfig, Answer]):
 
 
 class Stages:
-    """All stages of a rank. All turns of a response go to the same stage.
+    """All stages of a rank. The same stage receives all turns of a response.
 
     Raises:
-        UserError: There is no environment with this name.
+        UserError: No environment has this name.
     """
 
     def __init__(self, config: EnvironmentConfig) -> None:
@@ -130,10 +130,10 @@ class Stages:
             name = str(config.name)
             make_stage = partial(StageProcess, config)
             self._pools = [Pool(make_stage, 1, name) for _ in range(config.workers)]
-        self._used: set[int] = set()  # indices of pools with environments
+        self._used: set[int] = set()  # indices of pools that have environments
 
     def play(self, play: Play, number: int) -> Future[list[Answer]]:
-        """Submits a call of the response with this number; returns a future of its answer."""
+        """Submits a call for the response with this number. Returns a future with the answer."""
         if self._here is None:
             index = number % len(self._pools)
             self._used.add(index)
@@ -146,7 +146,7 @@ class Stages:
         return done
 
     def clear(self) -> None:
-        """Ends the environments of responses that stopped before their environment was done."""
+        """Closes the environments of responses that stopped before their environment was done."""
         for index in [0] if self._here is not None else list(self._used):
             self.play(Play(None), index)
         self._used = set()

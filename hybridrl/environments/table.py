@@ -1,7 +1,7 @@
-"""Table of environments by name, and import of users' classes. No torch.
+"""Finds environments: by name in a table, or by importing a user's class. Does not import torch.
 
-The class attribute `runs` says where an environment is called: "process" (the default, for code
-that may hang) or "here".
+The class attribute `runs` determines where an environment runs: "process" (the default, for code
+that may hang) or "here" (in the rank's own process).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ ENVIRONMENTS: dict[str, Callable[..., Environment]] = {
 
 
 def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
-    """Returns a function that creates the section's environment.
+    """Returns a function that creates the configured environment.
 
     Raises:
-        UserError: There is no such class, or it does not accept these options.
+        UserError: The class does not exist, or does not accept these options.
     """
     factory, options = _class_of(config), dict(config.options)
     try:
@@ -46,7 +46,9 @@ def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
 
 
 def check_environment(config: EnvironmentConfig) -> list[UserError]:
-    """Returns the errors of the section, found by creating an environment."""
+    """Returns the errors in the section `environment`. If the environment runs in the rank's
+    process, creates one to find errors.
+    """
     if config.name is None:
         return []
     try:
@@ -60,7 +62,9 @@ def check_environment(config: EnvironmentConfig) -> list[UserError]:
 
 
 def _unused_knobs(config: EnvironmentConfig) -> Iterator[UserError]:
-    """Yields errors for knobs of processes that are set for an environment without one."""
+    """Yields errors for knobs that only apply to separate processes, if the environment does not
+    run in one.
+    """
     for knob in ("timeout_s", "workers"):
         value = getattr(config, knob)
         if value != EnvironmentConfig.model_fields[knob].get_default():
@@ -73,14 +77,14 @@ def _unused_knobs(config: EnvironmentConfig) -> Iterator[UserError]:
 
 
 def observes_messages(config: EnvironmentConfig) -> bool:
-    """Whether the section's environment observes messages, which need a chat template. False for
-    users' classes, where it is unknown.
+    """Whether the configured environment returns messages as observations, which require a chat
+    template. False for users' classes, for which this is unknown.
     """
     return config.name in ENVIRONMENTS and config.options.get("parser", "hermes") == "hermes"
 
 
 def where(config: EnvironmentConfig) -> str:
-    """Returns where environments are called: "here" or "process"."""
+    """Returns where environments run: "here" or "process"."""
     if config.isolated is not None:
         return "process" if config.isolated else "here"
     return str(getattr(_class_of(config), "runs", "process"))  # optional in a user's class

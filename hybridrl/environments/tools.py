@@ -1,9 +1,10 @@
-"""Environment that runs tools: Python functions that the policy's turns call. No torch.
+"""Environment that runs tools: Python functions that the policy calls in its turns. Does not import
+torch.
 
-A turn without a call is the final answer and ends the response; the section `reward` scores it. The
-policy reads its own errors as results: a call that cannot be parsed, an unknown tool, arguments
-that the tool refuses. They are counted in `environment/tool_errors` and are no failure of the
-environment.
+A turn without a call is the final answer and ends the response. The section `reward` defines how it
+is scored. If the policy makes a mistake (a call that cannot be parsed, an unknown tool, or
+arguments that the tool rejects), it reads the error as a result. The metric
+`environment/tool_errors` counts such mistakes; they are not failures of the environment.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ Tool = Callable[..., object]
 
 
 class ToolEnvironment:
-    """Runs the tools that a turn calls and returns their results.
+    """Runs the tools that a turn calls, and returns their results as an observation.
 
     Args:
-        tools: Functions by the name that the policy uses, or dotted paths
-            `package.module:function`, whose functions are called by their own names.
+        tools: Functions by the name that the policy uses, or a list of dotted paths
+            `package.module:function`. Functions from a list keep their own names.
         parser: Name in PARSERS, dotted path `package.module:Class`, or parser object.
-        parser_options: Keyword arguments of the parser.
-        max_characters: Maximum length of one result; the rest is cut off and marked.
+        parser_options: Keyword arguments for the parser.
+        max_characters: Maximum length of one result. A longer result is cut off and marked.
 
     Raises:
         UserError: A tool or the parser cannot be found.
@@ -51,11 +52,11 @@ class ToolEnvironment:
         self._max_characters = max_characters
 
     def reset(self, prompt: str, columns: Mapping[str, object]) -> Observation:
-        """Returns no observation; the prompt has to describe the tools."""
+        """Returns no observation, because the prompt must describe the tools."""
         return None
 
     def step(self, tokens: Sequence[int], text: str) -> Turn:
-        """Runs the turn's calls; a turn without calls ends the response."""
+        """Runs the calls in the turn. A turn without calls ends the response."""
         calls = self._parser.calls(text)
         if not calls:
             return Turn(done=True)
@@ -67,7 +68,7 @@ class ToolEnvironment:
         return Turn(self._parser.observation(results), notes=notes)
 
     def _run(self, call: ToolCall) -> tuple[str, bool]:
-        """Returns the result of a call, and whether it is an error."""
+        """Runs a call. Returns its result, and whether this is an error."""
         if call.error is not None:
             return f"error: {call.error}", True
         if call.name not in self._tools:
@@ -86,10 +87,10 @@ class ToolEnvironment:
 
 
 def find(path: str, key: str) -> Any:
-    """Returns the object of a dotted path `package.module:name`.
+    """Returns the object to which a dotted path `package.module:name` refers.
 
     Raises:
-        UserError: There is no such object, or it cannot be called. The error names the key.
+        UserError: The object does not exist, or cannot be called. The error names the key.
     """
     try:
         found = imported(path)

@@ -1,4 +1,6 @@
-"""Process of a stage: reads calls and writes the environments' answers as JSON. No torch."""
+"""Entry point of a stage's process: reads calls and writes the environments' answers, both as JSON.
+Does not import torch.
+"""
 
 from __future__ import annotations
 

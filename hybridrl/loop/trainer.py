@@ -233,7 +233,7 @@ class Trainer:
         return self._end_step(StepRecord(self.step, scored, batch, metrics))
 
     def _begin_step(self) -> None:
-        """Begins a step. If the previous attempt failed, repeats the same step from its beginning."""
+        """Begins a step. If the last attempt failed, repeats the same step from its beginning."""
         if not self._trains:
             raise UserError("trains", False, "True", "Create a Trainer with trains=True.")
         if self._run.position.is_in_step:

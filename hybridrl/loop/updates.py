@@ -1,4 +1,4 @@
-"""Takes the optimizer steps of a training step. Collective: all ranks call every function together."""
+"""Takes a training step's optimizer steps. Collective: all ranks call every function together."""
 
 from __future__ import annotations
 

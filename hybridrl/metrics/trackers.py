@@ -26,7 +26,7 @@ WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files with the run's identity i
 
 
 class Tracker(Protocol):
-    """A tracking service. Its methods may block, and may raise any error of the service's package."""
+    """A tracking service. Its methods may block, and may raise any error of its package."""
 
     name: str
 
@@ -226,7 +226,7 @@ class TrackerSink:
             self._say(self._errors.pop(0))
 
     def _work(self) -> None:
-        """Starts the run in the service, passes on records until `begin_close`, and ends the run."""
+        """Starts the run in the service, passes on records until `begin_close`, then ends it."""
         while not self._try("cannot begin", self._tracker.begin):
             if self._closing.wait(RETRY_S):
                 return

@@ -96,7 +96,7 @@ def rank_spread(seconds: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def recent_mean(records: Sequence[Mapping[str, float | None]], name: str) -> float:
-    """Returns the mean of `name` over the last 10 records that contain it; NaN if no record does."""
+    """Returns the mean of `name` over the last 10 records that contain it; NaN if none does."""
     values = [value for record in records if (value := record.get(name)) is not None][-10:]
     return sum(values) / len(values) if values else float("nan")
 

@@ -1,7 +1,7 @@
-"""Offset between this rank's clock and rank 0's, measured by pings over gloo.
+"""Measures the offset between this rank's clock and rank 0's clock by pings over gloo.
 
-Who waits for whom: every rank calls `clock_offset`. Rank 0 answers the pings of one rank after
-another; the other ranks wait for their turn.
+Who waits for whom: every rank calls `clock_offset`. Rank 0 answers the pings from one rank at a
+time, while the other ranks wait for their turn.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import torch.distributed as dist
 
 from hybridrl.parallel.groups import World
 
-PINGS = 16  # only the fastest counts, which excludes waits for a turn or for a CPU core
+PINGS = 16  # only the fastest is used, because it waited neither for a turn nor for a CPU core
 
 
 def clock_offset(world: World, now: Callable[[], float]) -> tuple[float, float]:
-    """Returns the seconds to add to this rank's clock to get rank 0's, and the largest error.
+    """Returns how many seconds rank 0's clock is ahead of this rank's clock, and the largest
+    possible error of this number.
 
-    The method assumes that rank 0 answers halfway through the round trip (Cristian 1989,
-    "Probabilistic clock synchronization", eq. 1). The error is at most half of the round trip.
+    The method assumes that rank 0 reads its clock halfway through the round trip (Cristian 1989,
+    "Probabilistic clock synchronization", eq. 1). The error is therefore at most half of the round
+    trip.
 
     Args:
         now: Function that reads this rank's clock.

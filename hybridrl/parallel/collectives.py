@@ -1,8 +1,8 @@
-"""Reads this process's calls of torch.distributed from torch's flight recorder.
+"""Reads from torch's flight recorder which torch.distributed calls this process has made.
 
-The recorder keeps the last 2,000 calls over NCCL and gloo, whether hybridrl, Megatron or an engine
-made them. Recording costs nothing, and any thread can read it, even while a collective hangs. Sends
-and receives over gloo are not recorded. If the user has turned the recorder off
+The recorder stores the last 2,000 calls over NCCL and gloo, whether made by hybridrl, Megatron or
+an engine. Its cost is negligible, and any thread can read it, even while a collective hangs. It
+does not record sends and receives over gloo. If the user has turned the recorder off
 (TORCH_FR_BUFFER_SIZE=0, TORCH_NCCL_TRACE_BUFFER_SIZE=0), no calls are known.
 """
 
@@ -23,7 +23,7 @@ PEER = re.compile(r"(?:send|recv) \d+(?:->|<-)(\d+)")
 
 
 def num_called() -> int:
-    """Returns the number of calls that this process has made in all groups; cheap."""
+    """Returns the total number of calls that this process has made in all groups. This is cheap."""
     total = 0
     for group in _groups():
         with contextlib.suppress(RuntimeError):  # this backend does not count calls
@@ -34,7 +34,7 @@ def num_called() -> int:
 def latest_calls() -> list[Call]:
     """Returns the unfinished calls and the last call in each group, oldest first.
 
-    Groups of one rank are skipped.
+    Groups with a single rank are skipped.
     """
     ranks: dict[str, Sequence[int]] = {
         str(group.group_name): even(dist.get_process_group_ranks(group))
@@ -52,10 +52,10 @@ def calls_of(entries: Iterable[dict[str, Any]], ranks: dict[str, Sequence[int]])
 
     Args:
         entries: Entries of the recorder's JSON, oldest first.
-        ranks: Ranks of each existing group, by torch's name for the group.
+        ranks: Ranks in each existing group, by the name that torch gave the group.
     """
     found: dict[tuple[str, bool, int], Call] = {}
-    last: dict[str, int] = {}  # number of each group's last collective
+    last: dict[str, int] = {}  # sequence number of each group's last collective
     for entry in entries:
         name, description = entry["process_group"]
         if name not in ranks:  # the group was destroyed
@@ -84,7 +84,7 @@ def calls_of(entries: Iterable[dict[str, Any]], ranks: dict[str, Sequence[int]])
 
 
 def _text(entry: dict[str, Any]) -> str:
-    """Returns a call as text, for example `all_reduce of float [3, 4]`."""
+    """Describes a call as text, for example `all_reduce of float [3, 4]`."""
     name = entry["profiling_name"].partition(":")[2] or entry["profiling_name"]
     tensors = [
         f"{kind.lower()} {size}"
@@ -95,12 +95,16 @@ def _text(entry: dict[str, Any]) -> str:
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """Returns a copy of the list of groups, since another thread may be creating one."""
+    """Returns the groups as a copy of torch's list, because another thread may be creating a
+    group.
+    """
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def _dumps() -> list[Callable[[bool, bool], str]]:
-    """Returns the dump function of each recorder in this torch; NCCL has its own recorder."""
+    """Returns the dump functions of all recorders in this version of torch. NCCL has a separate
+    recorder.
+    """
     names = ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     library = vars(torch._C._distributed_c10d)
     return [library[name] for name in names if name in library]

@@ -1,9 +1,10 @@
-"""Limit of open files for a rank, and the number that its process groups need. No torch.
+"""Raises a rank's limit on open files, and computes how many files its process groups need. Does
+not import torch.
 
-A gloo group of n ranks needs n + 3 file descriptors on each rank: one per peer, one that listens,
-and three of its thread. On CPU all groups use gloo. On GPUs only those of `World` and `Mesh` do,
-and those that Megatron creates in addition to NCCL's. The usual soft limit of 1024 is a relic of
-select(2), so it is raised to the administrator's hard limit.
+A gloo group of n ranks needs n + 3 file descriptors on each rank: one per peer (n - 1), one to
+listen, and three for its thread. On CPU, all groups use gloo. On GPUs, only the groups of `World`
+and `Mesh` do, and those that Megatron creates in addition to its NCCL groups. The usual soft limit
+of 1024 exists only for select(2), so it is raised to the hard limit that the administrator has set.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ from collections.abc import Sequence
 from hybridrl.errors import UserError
 from hybridrl.parallel.layout import TrainLayout
 
-OTHERS = 64  # libraries, logs, pipes of reward processes
+OTHERS = 64  # for libraries, logs, and pipes to reward processes
 
 
 def raise_limit() -> None:
-    """Raises the soft limit of open files to the hard one; child processes inherit it."""
+    """Raises the soft limit on open files to the hard limit. Child processes inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def num_needed(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) -> int:
-    """Returns the number of descriptors that rank 0 needs; it also serves the job's store.
+    """Returns the number of file descriptors that rank 0 needs. Rank 0 needs the most, because it
+    also serves the job's store.
 
     Args:
-        layouts: Layouts of the meshes, each over all ranks or some of them. A rank may be in all.
-        is_cpu: Whether gloo also carries tensors.
+        layouts: Layouts of the meshes. Each mesh may contain all ranks or only some; a rank may be
+            in all meshes.
+        is_cpu: Whether the job runs on CPU, where gloo also transfers tensors.
     """
     groups = [world_size] * (
         2 if is_cpu else 1
@@ -37,12 +40,12 @@ def num_needed(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) ->
     for layout in layouts:
         groups += _groups(layout, is_cpu)
         groups += [layout.world_size] if layout.world_size < world_size else []  # that of `Mesh`
-    of_store = 2 * world_size  # each rank and its heartbeat connect to the store
+    of_store = 2 * world_size  # each rank and its heartbeat thread connect to the store
     return sum(size + 3 for size in groups) + of_store + OTHERS
 
 
 def _groups(layout: TrainLayout, is_cpu: bool) -> list[int]:
-    """Returns the sizes of the gloo groups that megatron-core 0.16 creates for a layout."""
+    """Returns the size of each gloo group that megatron-core 0.16 creates for a layout."""
     tp, cp, dp, pp = layout.tp, layout.cp, layout.dp, layout.pp
     ep, etp, expert_dp = layout.ep, layout.etp, layout.edp
     in_addition = [dp, dp * cp, expert_dp]  # to NCCL's
@@ -53,7 +56,7 @@ def _groups(layout: TrainLayout, is_cpu: bool) -> list[int]:
 
 
 def shortage(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) -> UserError | None:
-    """Returns an error if the limit of open files is below `num_needed`, else None."""
+    """Returns an error if the hard limit on open files is below `num_needed`, else None."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_needed(world_size, layouts, is_cpu)
     if hard == resource.RLIM_INFINITY or needed <= hard:

@@ -1,8 +1,9 @@
-"""Calls of the CUDA driver that reserve addresses, allocate memory and map it, through ctypes.
+"""Calls the CUDA driver through ctypes to reserve addresses, and to allocate and map memory.
 
-A piece of memory has a handle and can be mapped at several addresses, which then share its content.
-It is freed once its handle is released and no address maps it. Nothing here waits for the device:
-before unmapping, the caller makes sure that no work still uses the addresses.
+A piece of memory has a handle. It can be mapped at several addresses, which then share its content.
+The memory is freed once its handle is released and no address is mapped to it. Only `wait` waits
+for the device, so callers must make sure that no kernel still uses addresses before they unmap
+them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRANULARITY = 2 << 20  # bytes; sizes of memory and of mapped ranges are multiples of it
+GRANULARITY = 2 << 20  # bytes; sizes of memory and of mapped ranges must be multiples of it
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 PINNED, DEVICE, READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, _ACCESS_
 
@@ -41,10 +42,10 @@ class _Access(ctypes.Structure):
 
 
 class DeviceMapping:
-    """Driver calls for one device.
+    """Calls the CUDA driver for one device.
 
-    Each method makes one call. It raises torch.OutOfMemoryError if the device has no memory left,
-    and RuntimeError with the driver's error number for any other failure.
+    Each method makes one driver call. It raises torch.OutOfMemoryError if the device has no memory
+    left, and RuntimeError with the driver's error code for any other failure.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -65,7 +66,7 @@ class DeviceMapping:
             raise RuntimeError(f"{name}: CUDA error {code}")
 
     def reserve(self, size: int) -> int:
-        """Reserves a range of addresses and returns its start."""
+        """Reserves an address range and returns its start."""
         found = ctypes.c_uint64()
         zero = ctypes.c_uint64(0)
         size_ = ctypes.c_size_t(size)
@@ -73,7 +74,7 @@ class DeviceMapping:
         return found.value
 
     def free(self, address: int, size: int) -> None:
-        """Frees a range of addresses that nothing is mapped to."""
+        """Frees an address range to which no memory is mapped."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def create(self, size: int) -> int:
@@ -84,11 +85,11 @@ class DeviceMapping:
         return found.value
 
     def release(self, handle: int) -> None:
-        """Releases a handle; the memory is freed once no address maps it."""
+        """Releases a handle. The memory is freed once no address is mapped to it."""
         self._call("cuMemRelease", ctypes.c_uint64(handle))
 
     def map(self, address: int, size: int, handle: int) -> None:
-        """Maps the whole memory of a handle at an address."""
+        """Maps all memory of a handle at an address."""
         address_, size_, offset = (
             ctypes.c_uint64(address),
             ctypes.c_size_t(size),
@@ -104,7 +105,7 @@ class DeviceMapping:
         self._call("cuMemSetAccess", address_, size_, access, ctypes.c_size_t(1))
 
     def unmap(self, address: int, size: int) -> None:
-        """Unmaps a range of addresses, which may cover several pieces of memory."""
+        """Unmaps an address range, which may span several pieces of memory."""
         self._call("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(size))
 
     def wait(self) -> None:
@@ -112,12 +113,12 @@ class DeviceMapping:
         torch.cuda.synchronize(self.device)
 
     def tensor(self, address: int, size: int) -> Tensor:
-        """Returns a tensor of bytes over mapped addresses."""
+        """Returns a byte tensor that views mapped addresses."""
         return torch.as_tensor(_Addresses(address, size), device=self.device)
 
 
 class _Addresses:
-    """Array interface through which torch uses the addresses without owning them."""
+    """Array interface that lets torch use the addresses without owning them."""
 
     def __init__(self, address: int, size: int) -> None:
         self.__cuda_array_interface__ = {

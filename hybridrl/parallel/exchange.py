@@ -1,9 +1,10 @@
-"""Moves token columns and blobs from the ranks that produced samples to those that need them.
+"""Moves token columns and blobs from the ranks that produced samples to the ranks that need them.
 
-Senders and receivers follow from the tables of holders, which every rank has, so ranks need not
-ask. Each row goes once to each rank that lacks it; if several ranks have it, they share the
-receivers. Columns stay on the host and use gloo, because NCCL would take device memory for each
-pair of ranks, which an engine on the same GPU does not leave (docs/adr/0007-sample-exchange.md).
+Every rank has the tables that list which ranks hold which samples, so it can compute all senders
+and receivers without asking. Each rank that lacks a row receives it once. If several ranks have the
+row, they share the work of sending it. Columns stay on the host and are sent over gloo, because
+NCCL would need device memory for each pair of ranks, and an engine on the same GPU leaves none
+(docs/adr/0007-sample-exchange.md).
 
 Who waits for whom: all ranks of the world call these functions in the same order, with the same
 tables.
@@ -28,15 +29,16 @@ B = TypeVar("B", bound=RolloutBatch)
 
 
 class Route:
-    """Moves columns of the same samples from the ranks that have them to the ranks that want them.
+    """Moves columns of a fixed set of samples from the ranks that have them to the ranks that want
+    them.
 
     Args:
         lengths_B: Number of tokens of each sample.
-        have_BW: Whether each rank has each sample's values, (B, W) bool. Some rank has each wanted
-            sample.
+        have_BW: Whether each rank has each sample's values, (B, W) bool. At least one rank must
+            have each wanted sample.
         want_BW: Whether each rank wants each sample's values, (B, W) bool.
-        rows_H: Samples in the columns that this rank passes, ascending; may be more than the
-            samples that it has. None if they are the same.
+        rows_H: Samples in the columns that this rank passes to the route, ascending. They may
+            include more samples than `have_BW` lists for it. If None, exactly those.
     """
 
     def __init__(
@@ -58,11 +60,11 @@ class Route:
         self._received = _in_order(samples_P, senders_P, receivers_P == world.rank)
 
     def __call__(self, column_T: Tensor, num_rows_B: Tensor | None = None) -> Tensor:
-        """Returns the column of the samples that this rank wants, in sample order.
+        """Returns the column for the samples that this rank wants, in sample order.
 
         Args:
-            column_T: Values of the samples that this rank has, (T,) or (T, K), on the CPU.
-            num_rows_B: Number of rows of each sample in the column; None for one row per token.
+            column_T: Values for the samples that this rank has, (T,) or (T, K), on the CPU.
+            num_rows_B: Number of rows per sample in the column. If None, one row per token.
         """
         rows_B = self._lengths_B if num_rows_B is None else num_rows_B.numpy()
         if not self.moves and len(self._kept) == len(self._rows):
@@ -82,17 +84,18 @@ class Route:
         return _joined([found[sample] for sample in sorted(found)], column_T)
 
     def _counts(self, pairs: tuple[Array, Array], rows_B: Array) -> list[int]:
-        """Returns the number of rows to or from each rank."""
+        """Returns the number of rows that are sent to, or received from, each rank."""
         samples, ranks = pairs
         counts_W = np.bincount(ranks, rows_B[samples], self._world.size)
         return [int(count) for count in counts_W]
 
 
 def bring(batch: B, want_BW: Tensor, world: Ranks, num_parts: int = 1) -> B:
-    """Returns the batch with the tokens of each sample on exactly the ranks that want them.
+    """Returns the batch after moving the tokens of each sample to exactly the ranks that want them.
 
     Args:
-        want_BW: Whether each rank wants each sample, (B, W) bool; some rank wants each sample.
+        want_BW: Whether each rank wants each sample, (B, W) bool. At least one rank must want each
+            sample.
         num_parts: See `Holders`.
     """
     wanted = Holders(want_BW, world, num_parts)
@@ -112,14 +115,14 @@ def bring(batch: B, want_BW: Tensor, world: Ranks, num_parts: int = 1) -> B:
 
 
 def _moved(route: Route, column_T: Tensor) -> Tensor:
-    """Moves a column by a route; token ids are sent as 32-bit integers."""
+    """Moves a column along a route. Token ids are sent as 32-bit integers."""
     if route.moves and column_T.dtype == torch.int64:
         return route(column_T.int()).long()
     return route(column_T)
 
 
 def _moved_rows(route: Route, blob: Blob) -> Tensor:
-    """Moves a blob's values by a route as bytes, because gloo does not support every dtype."""
+    """Moves a blob's values along a route as bytes, because gloo does not support every dtype."""
     values_N = blob.values_N
     if not route.moves:
         return route(values_N, blob.num_rows_B)
@@ -130,7 +133,7 @@ def _moved_rows(route: Route, blob: Blob) -> Tensor:
 
 
 def collect(batch: B, world: Ranks, rank: int = 0) -> B | None:
-    """Returns the whole batch on one rank, None on the others."""
+    """Returns the whole batch on rank `rank`, and None on all other ranks."""
     if batch.holders is None:
         return batch if world.rank == rank else None
     want_BW = torch.zeros(batch.num_samples, world.size, dtype=torch.bool)
@@ -140,18 +143,18 @@ def collect(batch: B, world: Ranks, rank: int = 0) -> B | None:
 
 
 def _senders(have_BW: Array, samples_P: Array, receivers_P: Array) -> Array:
-    """Returns a rank that has the sample, for each pair of a sample and a receiver."""
+    """For each pair of a sample and a receiver, returns the rank that sends the sample."""
     counts_B = have_BW.sum(1)
     if not (is_there_P := counts_B[samples_P] > 0).all():
         raise ValueError(f"no rank has the tokens of sample {samples_P[~is_there_P][0]}")
     starts_B = counts_B.cumsum() - counts_B
-    holders = have_BW.nonzero()[1]  # sample after sample
+    holders = have_BW.nonzero()[1]  # ordered by sample
     found: Array = holders[starts_B[samples_P] + (samples_P + receivers_P) % counts_B[samples_P]]
     return found
 
 
 def _in_order(samples_P: Array, ranks_P: Array, is_mine_P: Array) -> tuple[Array, Array]:
-    """Returns samples and ranks of this rank's pairs, ordered by rank and then by sample."""
+    """Returns the samples and ranks in this rank's pairs, ordered by rank and then by sample."""
     samples, ranks = samples_P[is_mine_P], ranks_P[is_mine_P]
     order = np.lexsort((samples, ranks))
     return samples[order], ranks[order]

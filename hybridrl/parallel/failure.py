@@ -1,9 +1,9 @@
-"""Files in which a failed rank reports its error to the launcher.
+"""Writes and reads the files in which a failed rank reports its error to the launcher.
 
-The files are next to the rank's log: `rank_N.error` holds the failure as JSON, and `rank_N.running`
-exists until the rank has finished its command. A rank finds the folder in LOG_DIR, which is set by
-the launcher or, under torchrun, by the command. Without LOG_DIR no files are written and everything
-goes to stderr. Imports no torch.
+The files are next to the rank's log: `rank_N.error` contains the failure as JSON, and
+`rank_N.running` exists until the rank has finished its command. The environment variable LOG_DIR
+names the folder. The launcher sets it or, under torchrun, the command. Without LOG_DIR, no files
+are written and all reports are printed to stderr. Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ LOG_DIR = "HYBRIDRL_LOG_DIR"
 STORE_FD = "HYBRIDRL_STORE_FD"  # descriptor of the socket on which rank 0 serves the job's store
 RUNNING = ".running"
 
-# A user's mistake; an error of this rank; an error of another rank; a rank that the job gave up.
+# In order: a user's mistake, an error in this rank, an error in another rank, a rank that the job
+# considers lost.
 Kind = Literal["mistake", "error", "peer", "lost"]
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, died or does not respond; its log has its own message, if any.
+    """Another rank failed, died or does not respond. Its own message, if any, is in its log.
 
     Args:
         message: Message that names the rank.
-        culprit: Number of the rank that caused the failure, if known.
-        is_lost: Whether the job has given up the rank and all ranks know it.
+        culprit: The rank that caused the failure, if known.
+        is_lost: Whether the job has declared the rank lost, so that all ranks know about it.
     """
 
     def __init__(self, message: str, culprit: int | None = None, is_lost: bool = False) -> None:
@@ -46,13 +47,13 @@ class PeerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Failure:
-    """The reason why a rank ended.
+    """Reason why a rank ended.
 
     Args:
         message: Message without a traceback.
-        culprit: Rank that caused the failure, if it is another one.
+        culprit: The rank that caused the failure, if it is another rank.
         trace: Traceback; empty if there is none.
-        time: Time of the failure, seconds since the epoch.
+        time: Time of the failure, in seconds since the epoch.
     """
 
     kind: Kind
@@ -63,7 +64,7 @@ class Failure:
 
     @staticmethod
     def of(error: Exception) -> Failure:
-        """Returns the failure for an exception that ends a rank."""
+        """Converts the exception that ends a rank to a failure."""
         if isinstance(error, UserError):
             return Failure("mistake", str(error))
         trace = "".join(traceback.format_exception(error))
@@ -73,14 +74,14 @@ class Failure:
         return Failure("error", message, None, trace)
 
     def write(self, file: Path) -> None:
-        """Writes the failure to a file, atomically."""
+        """Writes the failure to a file atomically."""
         partial = file.with_name(file.name + ".partial")
         partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
         partial.replace(file)
 
     @staticmethod
     def read(file: Path) -> Failure | None:
-        """Returns the failure in a file; None if the file cannot be read."""
+        """Reads the failure from a file; returns None if the file cannot be read."""
         try:
             return Failure(**json.loads(file.read_text(encoding="utf-8")))
         except OSError:  # the file is missing, or the file system does not respond
@@ -88,16 +89,16 @@ class Failure:
 
 
 def is_launched() -> bool:
-    """Returns whether hybridrl's launcher, which checks the config, started this rank."""
+    """Whether hybridrl's launcher started this rank. If so, the config has already been checked."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ and LAUNCHER_PID in os.environ
 
 
 def rank_file(suffix: str, rank: int | None = None) -> Path | None:
-    """Returns the path of a rank's file; None if no folder is set.
+    """Returns the path of one of a rank's files; None if LOG_DIR is not set.
 
     Args:
         suffix: Ending of the file's name, for example ".log".
-        rank: Rank whose file it is; None for this rank.
+        rank: Rank that the file belongs to; this rank if None.
     """
     if LOG_DIR not in os.environ:
         return None
@@ -108,7 +109,8 @@ def rank_file(suffix: str, rank: int | None = None) -> Path | None:
 def begin() -> None:
     """Creates this rank's `.running` file, which `end` removes.
 
-    It reveals processes that end early with exit code 0, for example by os._exit in users' code.
+    The file reveals a process that ends early with exit code 0, for example because user code
+    called os._exit.
     """
     if is_launched() and (file := rank_file(RUNNING)) is not None:
         with contextlib.suppress(OSError):  # the disk is full
@@ -116,23 +118,23 @@ def begin() -> None:
 
 
 def end() -> None:
-    """Removes this rank's `.running` file: the rank has finished its command."""
+    """Removes this rank's `.running` file, because the rank has finished its command."""
     if is_launched() and (file := rank_file(RUNNING)) is not None:
         file.unlink(missing_ok=True)
 
 
 def report(failure: Failure) -> None:
-    """Writes the failure that ends this rank to its log, its error file or the console.
+    """Reports the failure that ends this rank, in its log, its error file or on the console.
 
-    A rank of hybridrl's launcher prints nothing: the launcher prints the failure that matters once
-    it knows the failures of all ranks. A rank of torchrun prints its own error with the traceback,
-    or one line if another rank is the cause.
+    Under hybridrl's launcher, a rank prints nothing, because the launcher collects the failures of
+    all ranks and prints the one that caused the others. Under torchrun, a rank prints its own error
+    with the traceback, or one line if another rank is the cause.
     """
     file = rank_file(".error") if is_launched() else None
     if file is not None:
         log(failure.trace)
         shown = failure.message
-        with contextlib.suppress(OSError):  # the disk is full; the message then goes to stderr
+        with contextlib.suppress(OSError):  # the disk is full; print the message instead
             failure.write(file)
             return
     elif failure.kind in ("peer", "lost") and log(failure.trace):
@@ -143,7 +145,7 @@ def report(failure: Failure) -> None:
 
 
 def log(text: str) -> bool:
-    """Appends text to this rank's log and returns whether it succeeded."""
+    """Appends text to this rank's log; returns whether this succeeded."""
     file = rank_file(".log")
     if file is None:
         return False

@@ -1,12 +1,12 @@
-"""Process groups of a job, and the collectives by which its ranks agree.
+"""Process groups that span all ranks of a job, and the collectives by which ranks agree.
 
 Who waits for whom: all ranks of the world call each function at the same point. They meet over
 gloo, in a group without a timeout, and wait for the slowest rank as long as it is alive
-(heartbeat.py). Collectives of tensors have the timeout `run.collective_timeout_s`, so ranks meet
-first if one of them may have worked much longer (generation, scoring, files).
+(heartbeat.py). Collectives on tensors time out after `run.collective_timeout_s`. If one rank may
+have worked much longer than the others (generation, scoring, files), ranks therefore meet first.
 
-If one rank fails, `all_agree` lets all ranks know before any of them raises an error, or the job
-ends. No rank keeps waiting for a stopped peer.
+If one rank fails, `all_agree` informs all ranks before any of them raises an error; if it cannot,
+the job ends. No rank keeps waiting for a peer that has stopped.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from hybridrl.parallel.messages import broadcast_object, pack, unpack
 from hybridrl.parallel.waiting_room import WaitingRoom
 from hybridrl.platform import Platform
 
-SIZE_BITS = 48  # bits of a message's size; the bits above hold a signal
-# Timeout of process groups in which heartbeats bound the wait.
+SIZE_BITS = 48  # bits for the size of a message; the higher bits contain a signal
+# Timeout for process groups in which the heartbeat limits how long ranks wait.
 UNBOUNDED = datetime.timedelta(days=365)
 DYING_S = 0.5
 
 
 @dataclass
 class Agreement:
-    """Values that ranks exchange at the end of `World.all_agree`: their own, and those of all
-    ranks.
+    """Values that ranks exchange at the end of `World.all_agree`: this rank's `value`, and the
+    `values` of all ranks.
     """
 
     value: Any = None
@@ -48,20 +48,22 @@ class Agreement:
 
 
 class World:
-    """All ranks of the job and their communication; mesh.py decides which ranks train together.
+    """All ranks of the job, and their communication. mesh.py decides which ranks train together.
 
-    Megatron keeps one set of groups per process, so a new World invalidates an older one.
+    Creating a World invalidates earlier ones, because Megatron stores only one set of groups per
+    process.
 
     Args:
-        timeout_s: Timeout in seconds of a collective that all ranks have entered.
-        stall_timeout_s: Longest wait in seconds for a rank that is alive; None for no limit.
+        timeout_s: Timeout in seconds for a collective that all ranks have entered.
+        stall_timeout_s: Maximum time in seconds to wait for a rank that is alive; None for no
+            limit.
 
     Attributes:
         mates: Ranks on this rank's host, including itself, ascending.
-        sums_on_host: Whether sums and maxima use gloo, so that they do not queue behind the
-            generation of an engine on the device.
-        stop_signal: Signal that asked some rank to save and end, at the last exchange of values; 0
-            if there is none. All ranks learn of it at the same place.
+        sums_on_host: Whether sums and maxima use gloo, so that they do not wait behind an engine's
+            kernels on the device.
+        stop_signal: Number of the signal that asked some rank to save and stop, as of the last
+            exchange of values; 0 if there was none. All ranks learn about it at the same point.
     """
 
     def __init__(
@@ -75,10 +77,10 @@ class World:
         self._cpu_group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         self._introduce()
         parallel_state.destroy_model_parallel()  # groups of an earlier World in this process
-        self.sum_over_world(torch.zeros(1))  # NCCL connects ranks at a group's first use
+        self.sum_over_world(torch.zeros(1))  # makes NCCL connect the ranks now
 
     def _introduce(self) -> None:
-        """Exchanges the hosts and process ids of all ranks."""
+        """Exchanges hosts and process ids with all ranks."""
         host = heartbeat.host_id()
         ranks: list[tuple[str, int]] = self.gather_objects((host, os.getpid()))
         self.mates = [rank for rank, (other, _) in enumerate(ranks) if other == host]
@@ -86,10 +88,10 @@ class World:
         self.heartbeat.set_host_peers(ranks)
 
     def count_groups_alike(self) -> None:
-        """Sets torch's count of process groups to the same number on all ranks.
+        """Sets torch's counter of process groups to the same value on all ranks.
 
-        The counts differ after some ranks have created groups among themselves. Torch names groups
-        by this count, and ranks find each other by the name.
+        The counters differ after only some ranks have created a group. Torch derives group names
+        from this counter, and ranks find each other by the name.
         """
         counted = dist.distributed_c10d._world
         counted.group_count = max(self.gather_objects(counted.group_count))
@@ -97,14 +99,14 @@ class World:
     def forget_stop(self) -> None:
         """Ignores all signals received so far.
 
-        All ranks call it at the same place between other collective calls.
+        All ranks must call it at the same point between other collectives.
         """
         self.heartbeat.forget_stop()
         self.stop_signal = 0
 
     @property
     def cpu_group(self) -> dist.ProcessGroup:
-        """Gloo group of all ranks, on every platform."""
+        """Gloo group of all ranks; it exists on every platform."""
         return self._cpu_group
 
     def sum_over_world(self, values: torch.Tensor) -> torch.Tensor:
@@ -132,9 +134,9 @@ class World:
         return self.begin_sum_on_host(values)()
 
     def begin_sum_on_host(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts `sum_on_host` and returns a function that waits for the sum and returns it.
+        """Starts `sum_on_host`. Returns a function that waits for the sum and returns it.
 
-        Until it returns, no rank may start another exchange over gloo.
+        Until that function has returned, no rank may start another exchange over gloo.
         """
         return self._begin_reduction(values, dist.ReduceOp.SUM)
 
@@ -157,12 +159,12 @@ class World:
         received_W: Sequence[int],
         sent_W: Sequence[int],
     ) -> None:
-        """Fills `received` with the parts that each rank sends to this one, in rank order; over
+        """Fills `received` with the parts that all ranks send to this rank, in rank order; over
         gloo.
 
         Args:
             received, sent: CPU tensors, split along their first dimension.
-            received_W, sent_W: Sizes of the parts from and to each rank.
+            received_W, sent_W: Sizes of the parts received from, and sent to, each rank.
 
         Raises:
             PeerError: A rank is lost, died or stays away.
@@ -180,10 +182,11 @@ class World:
             self.heartbeat.wait(work, what)
 
     def exchange_objects(self, sent: Mapping[int, Any]) -> list[Any]:
-        """Returns the object (picklable) that each rank sends to this one, in rank order; over
+        """Returns the (picklable) objects that all ranks send to this rank, in rank order; over
         gloo.
 
-        The entry of a rank that sends nothing is None. Objects go directly to their receivers.
+        The entry for a rank that sends nothing is None. Objects are sent directly to their
+        receivers.
 
         Args:
             sent: Objects by receiving rank.
@@ -197,12 +200,13 @@ class World:
         self.all_to_all(sizes_in, sizes, ones, ones)
         lengths = sizes_in.tolist()
         received = torch.empty(sum(lengths), dtype=torch.uint8)
-        if int(self.sum_on_host(sizes.sum())):  # some rank sends something
+        if int(self.sum_on_host(sizes.sum())):  # at least one rank sends an object
             self.all_to_all(received, torch.cat(packed), lengths, sizes.tolist())
         return [unpack(part) for part in received.split(lengths)]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Returns every rank's `value` (picklable), in rank order; over gloo on every platform.
+        """Returns the (picklable) `value` of every rank, in rank order; over gloo on every
+        platform.
 
         NumPy arrays are sent without pickling.
 
@@ -212,7 +216,7 @@ class World:
         return self._gather(pack(value), "an exchange of values")
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """Returns the `value` (picklable) of rank `source` on every rank; over gloo.
+        """Returns the (picklable) `value` of rank `source` on every rank; over gloo.
 
         Raises:
             PeerError: A rank is lost, died or stays away.
@@ -226,18 +230,17 @@ class World:
             return broadcast_object(value, self.rank == source, source, self._cpu_group, wait)
 
     def check(self) -> None:
-        """Raises PeerError if the job has given up a rank."""
+        """Raises PeerError if the job has declared a rank lost."""
         self.heartbeat.check()
 
     def has_lost(self) -> bool:
-        """Returns whether the job has given up a rank, or a rank on this host has ended."""
+        """Whether the job has declared a rank lost, or a rank on this host has ended."""
         return self.heartbeat.verdict is not None or bool(self.heartbeat.dead_host_peers())
 
     def dead_ranks(self) -> list[int]:
-        """Returns the ranks of this host whose processes have ended.
+        """Returns the ranks on this host whose processes have ended.
 
-        A process closes its connections before it ends, so the call waits up to DYING_S for one to
-        end.
+        Waits up to DYING_S for a process to end, because its connections close before it ends.
         """
         deadline = time.monotonic() + DYING_S
         while not (dead := self.heartbeat.dead_host_peers()) and time.monotonic() < deadline:
@@ -245,12 +248,13 @@ class World:
         return dead
 
     def arrive(self, what: str) -> None:
-        """Waits until all ranks arrive, before collectives with a timeout.
+        """Waits until all ranks have arrived. Call it before a collective with a timeout if one
+        rank's preceding work may take much longer than another's.
 
         It is needed if one rank's preceding work may take much longer than another's.
 
         Args:
-            what: Preceding work, for messages.
+            what: Name of the preceding work, for messages.
 
         Raises:
             PeerError: A rank is lost, died or stays away.
@@ -261,26 +265,28 @@ class World:
 
     @contextlib.contextmanager
     def all_agree(self, what: str, is_unbounded: bool = False) -> Iterator[Agreement]:
-        """Runs a block that may fail on one rank; afterwards all ranks continue or all raise.
+        """Runs a block that may fail on some ranks. Afterwards, either all ranks continue or all
+        ranks raise an error.
 
-        Each rank may set `value` of the agreement; afterwards `values` has those of all ranks.
+        Each rank may set the agreement's `value`. After the block, `values` contains the values of
+        all ranks.
 
-        While one rank has failed, a peer may wait in a collective of the block that nobody else
-        enters. NCCL's kernels would spin there until `run.collective_timeout_s`, and no other
-        thread could interrupt the peer. So the failed rank records its error in the store and waits
-        PATIENCE_S for all ranks to arrive. If they do not, it raises alone, and its end stops the
-        others: gloo fails when a connection closes, here or in the peer's collective, and the
+        When one rank has failed, a peer may be waiting in a collective that the failed rank never
+        enters. In NCCL, the peer's kernels would spin until `run.collective_timeout_s`, and no
+        thread could interrupt them. The failed rank therefore records its error in the store and
+        waits PATIENCE_S for all ranks to arrive. If they do not, it raises its error alone, and the
+        end of its process stops the peers: gloo collectives fail when a connection closes, and the
         launcher or torchrun kills processes that wait in NCCL.
 
         Args:
             what: Name of the block's work, for messages.
-            is_unbounded: Whether collectives of the default group in the block have no timeout,
-                because a library lets ranks read or write files between them.
+            is_unbounded: Whether collectives in the block have no timeout in the default group,
+                because a library reads or writes files between them.
 
         Raises:
-            UserError: Some rank met a UserError; raised on every rank (its own, or the first other
-                one).
-            PeerError: Another rank failed with a different error, or did not arrive.
+            UserError: At least one rank raised a UserError. Every rank raises its own or, if it has
+                none, the first rank's.
+            PeerError: Another rank raised a different error, or did not arrive.
         """
         agreement, error = Agreement(), None
         with self.heartbeat.part(what, is_unbounded), self._unbounded(is_unbounded):
@@ -294,7 +300,7 @@ class World:
         room = WaitingRoom(self.rank, self.size)
         outcome = None if error is None else error if isinstance(error, UserError) else _line(error)
         if error is not None and not room.wait_in_failure(f"failed in {what}: {_line(error)}"):
-            first = room.first_failure()  # the cause of a closed connection
+            first = room.first_failure()  # may be why a connection was closed
             raise error if first is None else first from error
         is_silent = error is None and agreement.value is None
         mine = None if is_silent else (outcome, None if error else agreement.value)
@@ -316,7 +322,7 @@ class World:
 
     @contextlib.contextmanager
     def _unbounded(self, is_unbounded: bool) -> Iterator[None]:
-        """Removes the timeout of the default group's collectives while the block runs."""
+        """Disables the timeout of collectives in the default group while the block runs."""
         if not is_unbounded:
             yield
             return
@@ -329,7 +335,9 @@ class World:
 
     @contextlib.contextmanager
     def _explained(self, what: str, room: WaitingRoom | None = None) -> Iterator[None]:
-        """Turns a failed collective into an error that names the work and the failed rank."""
+        """Converts the error from a failed collective to one that names the work and the failed
+        rank.
+        """
         try:
             yield
         except PeerError:
@@ -347,9 +355,9 @@ class World:
     ) -> list[Any]:
         """Returns the unpacked values of all ranks.
 
-        It takes one collective of 8 bytes per rank if no rank has a value, and an additional
-        broadcast if only one has. The upper bits of the sizes carry the signal that asks a rank to
-        stop.
+        If no rank has a value, one collective with 8 bytes per rank is enough. If only one rank has
+        a value, a broadcast follows. The upper bits of the exchanged sizes contain the signal that
+        asks a rank to stop.
         """
         group = self._cpu_group
 
@@ -365,7 +373,7 @@ class World:
             longest = max(sizes)
             if not longest:
                 return [None] * self.size
-            if sizes.count(0) == self.size - 1:  # an all_gather would pad all others
+            if sizes.count(0) == self.size - 1:  # an all_gather would pad all other values
                 source = sizes.index(longest)
                 part = packed if self.rank == source else torch.empty(longest, dtype=torch.uint8)
                 wait(dist.broadcast(part, source, group=group, async_op=True))
@@ -383,10 +391,12 @@ def _line(error: Exception) -> str:
 def same_on_all_ranks(
     world: World, what: str, value: str, ranks: Collection[int] | None = None
 ) -> None:
-    """Checks that `value` (for example a schedule's hash) is equal on all `ranks`; all ranks call.
+    """Checks that `value` (for example the hash of a schedule) is equal on all `ranks`. Collective:
+    all ranks of the world call it.
 
     Raises:
-        RuntimeError: Some ranks, which the message names, differ from the first.
+        RuntimeError: The value on some ranks, which the message names, differs from the value on
+            the first rank.
     """
     values: Sequence[str] = world.gather_objects(value)
     first, *others = sorted(range(world.size) if ranks is None else ranks)
