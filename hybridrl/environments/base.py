@@ -128,7 +128,7 @@ def checked_observation(observation: object) -> Observation | ScorerFailure:
 
 
 def checked_start(observation: object) -> Observation | ScorerFailure:
-    """Converts a return value of `reset` to a valid observation without messages, or to a failure."""
+    """Converts a value from `reset` to a valid observation without messages, or to a failure."""
     seen = checked_observation(observation)
     if isinstance(seen, list) and any(isinstance(part, Mapping) for part in seen):
         got = f"returned messages at the start of {WHERE}"
