@@ -1,12 +1,13 @@
-"""Renders texts and messages with the tokenizer's chat template, and marks the text to learn. No
-torch.
+"""Renders texts and messages with the tokenizer's chat template, and marks the text that the model
+learns. Does not import torch.
 
-Owns the spans of the assistant's text. If a template has `{% generation %}` blocks, these mark the
-spans, read as transformers reads them. With other templates, the text of a turn is the rendering of
-the messages up to it, minus the model's input: the messages before it and the beginning of the
-assistant's turn (the generation prompt). Turns that render the same when later messages follow form
-one sample. If a template renders an earlier turn differently once others follow (for example, it
-drops reasoning), a new sample begins, rendered as the model sees it when it produces that turn.
+Owns the spans of the assistant's text. If a template has `{% generation %}` blocks, these blocks
+mark the spans, as in transformers. With other templates, the text of a turn is the rendered
+conversation up to and including the turn, minus the model's input: the earlier messages and the
+generation prompt that begins the assistant's turn. Turns that render the same when later messages
+follow form one sample. If a template renders an earlier turn differently once later messages follow
+(for example, because it drops the reasoning), a new sample begins, rendered as the model sees it
+when it generates that turn.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from hybridrl.data.rows import BadRows, Row
 from hybridrl.errors import DataError, RowError, said, short
 
 MESSAGES = "messages"
-"""Column that keeps the messages of a chat for rewards that read them."""
+"""Column that stores the messages of a chat for rewards that read them."""
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OPENED = re.compile(r"<(\w+)>\s*\Z")  # a tag at the end of the generation prompt, such as <think>
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of reasoning in messages
-_PROBE = "\x02\x03"  # content that no template changes and no row contains
+_PROBE = "\x02\x03"  # text that no template alters and no row contains
 
 Spans = tuple[tuple[int, int], ...]
 
@@ -39,12 +40,12 @@ class Chat:
     """A prompt and a response in one text.
 
     Args:
-        text: Text that the template rendered.
-        spans: First character and end of each run to learn, ascending.
-        lacks_end: Whether no end token follows the last run, so that one has to be added.
-        is_marked: Whether the template's generation blocks mark the spans. Then a token belongs to
-            a run if it contains the run's first character. Otherwise no token reaches across the
-            beginning of a run, where the prompt's tokens end at generation.
+        text: Rendered text of the prompt and the response.
+        spans: First character and end of each learned run of text, in ascending order.
+        lacks_end: Whether an end token must be added, because none follows the last run.
+        is_marked: Whether the template's generation blocks mark the spans. If so, a token that
+            contains the first character of a run belongs to the run. If not, no token crosses the
+            beginning of a run, because the prompt's tokens end there during generation.
     """
 
     text: str
@@ -55,13 +56,13 @@ class Chat:
 
 @dataclass
 class ChatCounts:
-    """Counts that are reported about chats with responses.
+    """Counts for the report on chats with responses.
 
     Args:
-        num_split: Rows that became several samples.
-        num_samples: Samples of those rows.
-        num_unclosed: Turns that never close the tag that the generation prompt opens.
-        num_unread: Turns with reasoning that the template leaves out.
+        num_split: Number of rows that were split into several samples.
+        num_samples: Number of samples that those rows were split into.
+        num_unclosed: Number of turns that never close the tag that the generation prompt opens.
+        num_unread: Number of turns with reasoning that the template leaves out.
     """
 
     num_split: int = 0
@@ -93,7 +94,7 @@ def render_chats(
     bad: BadRows,
     may_split: bool,
 ) -> Iterator[Row]:
-    """Yields rows with the text that the model gets: messages are rendered, and texts too if
+    """Yields rows with the text that the model receives. Renders messages, and also plain texts if
     `data.chat_template` is set.
 
     Args:
@@ -103,9 +104,9 @@ def render_chats(
         tokenizer: Tokenizer of transformers with a chat template.
         responses: Columns of the responses; each value becomes a Chat.
         counts: Counts to add to.
-        bad: Collects rows whose messages the template rejects; these are left out.
-        may_split: Whether a row may become several samples. False for rows with a value for the
-            whole response, such as a label.
+        bad: Collects rows whose messages the template rejects; these rows are not yielded.
+        may_split: Whether a row may be split into several samples. False if the row has one value,
+            such as a label, for the whole response.
 
     Raises:
         DataError: The tokenizer has no template, or its template does not render tools.
@@ -129,9 +130,9 @@ class _Turn:
     """A turn of the assistant.
 
     Args:
-        before: Text that the model gets.
-        text: `before` followed by the text that the model has to produce.
-        end: End of the text to learn, in characters of `text`.
+        before: Text that the model receives as input.
+        text: `before` followed by the text that the model must produce.
+        end: Index in `text` at which the learned text ends.
         lacks_end: Whether no special token ends the turn.
     """
 
@@ -146,10 +147,10 @@ class _ChatRenderer:
 
     Args:
         tokenizer: The tokenizer.
-        row: First row that is a chat; errors name it.
+        row: First row that is a chat; used in error messages.
         config: The data section.
         counts: Counts to add to.
-        may_split: Whether a row may become several samples.
+        may_split: Whether a row may be split into several samples.
     """
 
     def __init__(
@@ -177,7 +178,9 @@ class _ChatRenderer:
         check_template_arguments(config.template_arguments, tokenizer)
 
     def render_row(self, row: Row, responses: Sequence[str]) -> Iterator[Row]:
-        """Yields the row with texts and Chats; several rows if its turns need separate samples."""
+        """Yields the row with rendered texts and Chats, or several rows if its turns need separate
+        samples.
+        """
         config, columns = self._config, dict(row.columns)
         tools: Any = columns.get(config.tools_key)
         messages = _messages(columns[config.prompt_key], config.system_prompt)
@@ -202,7 +205,7 @@ class _ChatRenderer:
             self._counts.num_samples += num
         for chats in zip(*sides, strict=True):
             texts = {config.prompt_key: chats[0].text, **dict(zip(responses, chats, strict=True))}
-            # Further samples of a row have more turns in their prompt than the row's prompt.
+            # The prompts of later samples contain more turns than the row's prompt.
             own = given if num == 1 else None
             yield replace(row, columns={**columns, **texts}, is_rendered=True, given=own)
 
@@ -223,14 +226,16 @@ class _ChatRenderer:
             found = self._tokenizer.get_chat_template(None, tools)
         if tools is not None and "tools" not in found:
             allowed = "no tools, because the tokenizer's chat template does not render them"
-            remedy = "Set model.tokenizer to that of a model with tool calls, or data.tools_key."
+            remedy = "Set model.tokenizer to a tokenizer with tool calls, or change data.tools_key."
             raise DataError(row.place, f"{self._config.tools_key} of a chat", allowed, remedy)
         return str(found)
 
     def _chats(
         self, row: Row, template: str, prompt: list[Message], response: list[Message], tools: Any
     ) -> list[Chat]:
-        """Returns the samples of a prompt and a response: one, unless turns need their own."""
+        """Returns the samples for a prompt and a response: usually one, or several if turns are
+        split.
+        """
         messages = [*prompt, *response]
         if _GENERATION.search(template):
             chats = [self._marked(row, template, messages, prompt, tools)]
@@ -247,7 +252,7 @@ class _ChatRenderer:
         self, row: Row, template: str, messages: list[Message], prompt: list[Message], tools: Any
     ) -> Chat:
         text, spans = self._render(row, template, messages, tools, marks=True)
-        # The assistant's turns in the prompt are not learned.
+        # The model does not learn the assistant's turns in the prompt.
         has_turns = any(message["role"] == ASSISTANT for message in prompt)
         before = self._render(row, template, prompt, tools, marks=True)[1] if has_turns else ()
         spans = tuple((a, b) for a, b in spans[len(before) :] if b > a)
@@ -256,8 +261,8 @@ class _ChatRenderer:
     def _by_turns(
         self, row: Row, template: str, messages: list[Message], first: int, tools: Any
     ) -> list[Chat]:
-        """Returns the samples of the assistant's messages from index `first`, one for each run of
-        turns that render the same when the next ones follow.
+        """Returns the samples for the assistant's messages from index `first` on, one for each run
+        of turns that render the same when later turns follow.
         """
         chats: list[Chat] = []
         text, spans, lacks_end = "", list[tuple[int, int]](), False
@@ -276,7 +281,7 @@ class _ChatRenderer:
         return chats or [Chat(text, (), False)]
 
     def _turn(self, row: Row, template: str, messages: list[Message], tools: Any) -> _Turn:
-        """Returns the turn of the last message, which is the assistant's."""
+        """Returns the turn for the last message, which must be the assistant's."""
         *earlier, message = messages
         before = self._render(row, template, earlier, tools, True)[0]
         finished = self._without_tail(template, self._render(row, template, messages, tools)[0])
@@ -302,12 +307,12 @@ class _ChatRenderer:
         before: str,
         finished: str,
     ) -> str:
-        """Returns the text that the model has to produce if the finished turn lacks the text with
-        which the generation prompt opens it (`<think>` for DeepSeek-R1).
+        """Returns the text that the model must produce when the finished turn lacks the opening
+        from the generation prompt (`<think>` for DeepSeek-R1).
 
-        That text is the finished turn from the point where the two differ. If the template cuts off
-        part of the message (all up to `</think>`), it is the whole message, without a repeated
-        opening, and the text that the template puts after it.
+        This text is the finished turn from the point where it differs from the generation prompt.
+        If the template cuts off part of the message (everything up to `</think>`), it is instead
+        the whole message, without a repeated opening, plus the text that the template appends.
         """
         *earlier, message = messages
         closed = self._without_tail(template, self._render(row, template, earlier, tools)[0])
@@ -318,7 +323,7 @@ class _ChatRenderer:
                 row.place,
                 f"message {len(messages)} of a chat, before which the template's generation prompt "
                 f"renders {given} and the finished turn {has}",
-                "a template that renders the messages before a turn the same in both",
+                "a template that renders the messages before a turn identically in both cases",
                 "Mark the assistant's text in the template with {% generation %}.",
             )
         opening, produced, content = before[num:], finished[num:], message["content"]
@@ -342,14 +347,14 @@ class _ChatRenderer:
             if name not in produced:
                 raise RowError(
                     row.place,
-                    f"a call of {short(name)}, which the chat template leaves out",
+                    f"a call to {short(name)}, which the chat template leaves out",
                     "calls that the chat template renders",
                     "Remove that row, or set model.tokenizer to one whose template renders calls.",
                 )
 
     def _without_tail(self, template: str, text: str) -> str:
-        """Returns a text without the token that the template puts after every chat, whatever the
-        last message's role; it belongs to no turn (Phi-3 ends chats with <|endoftext|>).
+        """Removes the token that the template appends to every chat, whatever the role of the last
+        message. The token belongs to no turn (Phi-3 ends chats with <|endoftext|>).
         """
         if template not in self._tails:
             self._tails[template] = self._tail(template)
@@ -378,10 +383,10 @@ class _ChatRenderer:
         is_open: bool = False,
         marks: bool = False,
     ) -> tuple[str, Spans]:
-        """Returns the text of messages, and with `marks` the spans of `{% generation %}` blocks.
+        """Returns the rendered messages and, with `marks`, the spans of `{% generation %}` blocks.
 
         Args:
-            is_open: Whether to append the beginning of the assistant's turn.
+            is_open: Whether to append the generation prompt, which begins the assistant's turn.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -395,7 +400,7 @@ class _ChatRenderer:
                 add_generation_prompt=is_open,
                 **{**special, **self._config.template_arguments},
             )
-        except Exception as error:  # a template may raise anything
+        except Exception as error:  # a template may raise any exception
             got = f"messages that the chat template rejects: {said(error, 160)}"
             raise RowError(row.place, got, "messages that it renders", "Fix that row.") from error
         return texts[0], tuple(found[0]) if marks else ()
@@ -431,9 +436,9 @@ class Sample:
     """The tokens of a prompt and a response.
 
     Args:
-        prompt: Tokens of the prompt, 1 or more.
-        response: Tokens that follow, up to the last one to learn.
-        gaps: Begin and end of each run of response tokens that are not learned, flat.
+        prompt: Tokens of the prompt, at least 1.
+        response: Tokens after the prompt, up to the last learned token.
+        gaps: Start and end of each run of response tokens that are not learned, in one flat tuple.
     """
 
     prompt: tuple[int, ...]
@@ -442,11 +447,11 @@ class Sample:
 
 
 def token_runs(offsets: Sequence[Sequence[int]], spans: Spans) -> list[tuple[int, int]]:
-    """Returns the first token and the end of each span; spans without a token are left out. A token
-    that contains a span's first character belongs to the span, as in transformers.
+    """Returns the first token and the end of each span, without spans that contain no token. A
+    token that contains a span's first character belongs to the span, as in transformers.
 
     Args:
-        offsets: First character and end of each token, ascending.
+        offsets: First character and end of each token, in ascending order.
         spans: Spans of a Chat.
     """
     found: list[tuple[int, int]] = []
@@ -465,12 +470,12 @@ def token_runs(offsets: Sequence[Sequence[int]], spans: Spans) -> list[tuple[int
 def sample(
     tokens: Sequence[int], runs: Sequence[tuple[int, int]], num_prompt: int | None = None
 ) -> Sample:
-    """Splits a chat's tokens into prompt and response.
+    """Splits the tokens of a chat into prompt and response.
 
     Args:
         tokens: Tokens of the whole text.
-        runs: Result of `token_runs`, 1 run or more.
-        num_prompt: Number of prompt tokens; the default is all before the first one to learn.
+        runs: Result of `token_runs`, with at least 1 run.
+        num_prompt: Number of prompt tokens. Default: all tokens before the first learned token.
     """
     start = runs[0][0] if num_prompt is None else num_prompt
     bounds = [start, *(place for run in runs for place in run)]
@@ -484,8 +489,8 @@ def sample(
 
 
 def shared_prompt(sides: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> int:
-    """Returns the number of tokens of a pair's prompt: those that both chats begin with, up to the
-    first one to learn.
+    """Returns the number of prompt tokens of a pair: the tokens that both chats begin with, before
+    the first learned token.
     """
     most = min(runs[0][0] for _, runs in sides)
     for (first, _), (second, _) in pairwise(sides):
@@ -494,5 +499,5 @@ def shared_prompt(sides: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]
 
 
 def chats_of(columns: Mapping[str, object], names: Sequence[str]) -> list[Chat]:
-    """Returns the Chats in a row's columns of responses; an empty list if these are texts."""
+    """Returns the Chats in a row's response columns, or an empty list if they contain texts."""
     return [chat for name in names if isinstance(chat := columns[name], Chat)]

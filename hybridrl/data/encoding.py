@@ -1,7 +1,8 @@
-"""Tokenizes rows: texts with their end token, and chats with the runs of tokens to learn. No torch.
+"""Tokenizes rows: adds the end token to texts, and finds the learned tokens of chats. Does not
+import torch.
 
-Owns how much of a text is tokenized: a text far beyond its limit only up to the point that proves
-it too long.
+Decides how much of a text is tokenized. If a text far exceeds its limit, only as much is tokenized
+as is needed to prove that it is too long.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from hybridrl.data.rows import BadRows, Row
 from hybridrl.data.text_tokens import Encode, TextTokens
 from hybridrl.errors import DataError, RowError, said, short
 
-# Bounds of the rows that one call tokenizes.
+# Limits on the rows in one tokenizer call.
 _MAX_CHUNK_ROWS, _MAX_CHUNK_CHARACTERS = 1024, 1 << 23
-# The first call tokenizes this many characters per allowed token, and at least _MIN_CHARACTERS. If
-# they give more than twice the allowed tokens, the text is too long and the rest is not read.
+# The first call tokenizes this many characters per allowed token, but at least _MIN_CHARACTERS. If
+# the result exceeds twice the allowed number of tokens, the text is too long and the rest is
+# skipped.
 _CHARACTERS_PER_TOKEN, _MIN_CHARACTERS = 64, 100_000
 
 Tokens = tuple[int, ...]
 
 
 class TextEncoder(Protocol):
-    """The part of a tokenizer that is used here. Any transformers tokenizer fits; chats need a fast
-    one.
+    """The tokenizer interface used here. Any transformers tokenizer implements it; chats need a
+    fast tokenizer.
     """
 
     eos_token_id: int | None
@@ -36,7 +38,7 @@ class TextEncoder(Protocol):
     def __call__(
         self, text: list[str], *, add_special_tokens: bool
     ) -> Mapping[str, list[list[int]]]:
-        """Returns `{"input_ids": tokens of each text}`."""
+        """Returns a mapping `{"input_ids": tokens of each text}`."""
         ...
 
 
@@ -48,9 +50,11 @@ class Encoded:
         row: The row.
         text: Text of the prompt.
         prompt: Tokens of the prompt.
-        responses: Tokens of each response, up to the last one to learn.
-        gaps: Begin and end of each run of tokens that are not learned, flat, for each response.
-        is_in_part: Whether only the first part was tokenized, because the row is too long.
+        responses: Tokens of each response, up to the last learned token.
+        gaps: For each response, the start and end of each run of tokens that are not learned, in
+            one flat tuple.
+        is_in_part: Whether only the first part of the row was tokenized, because the row is too
+            long.
     """
 
     row: Row
@@ -61,8 +65,8 @@ class Encoded:
     is_in_part: bool
 
     def cut(self, most: int) -> Encoded | None:
-        """Returns the row with responses of at most `most` tokens; None if nothing in a response
-        would be learned, or both responses would be equal.
+        """Truncates the responses to at most `most` tokens. Returns None if a response would have
+        no learned tokens, or if both responses would be equal.
         """
         responses, gaps = [], []
         for response, of_response in zip(self.responses, self.gaps, strict=True):
@@ -87,20 +91,21 @@ def encoded_rows(
     adds_special: bool,
     bad: BadRows,
 ) -> Iterator[Encoded]:
-    """Yields the tokens of rows, in order.
+    """Yields the tokenized rows, in order.
 
     Args:
         rows: Rows with texts, or with Chats as responses.
         names: Columns of the prompt and of the responses.
         tokenizer: Tokenizer, called with lists of texts.
-        limits: Most tokens of each of these columns.
-        ends: End tokens of responses; the tokenizer's end token is added to a response without one.
-        adds_special: Whether to begin prompts that no template rendered with the special tokens
-            that the tokenizer puts before a text.
-        bad: Collects rows with a text that has no tokens; these are left out.
+        limits: Maximum number of tokens in each of these columns.
+        ends: End tokens of responses. A response that ends with none of them receives the
+            tokenizer's end token.
+        adds_special: Whether prompts that no template rendered begin with the special tokens that
+            the tokenizer puts before a text.
+        bad: Collects rows with a text that has no tokens; these rows are not yielded.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them
-    # A tokenizer splits a text at special tokens before anything else.
+    # Before any other step, a tokenizer splits a text at special tokens.
     special = frozenset(number for number, token in added.items() if token.special)
     encoder = TextTokens(tokenizer)
     front = encoder.front if adds_special else ()
@@ -135,7 +140,7 @@ def encoded_rows(
 
 
 def _chunks(rows: Iterable[Row], names: Sequence[str]) -> Iterator[list[Row]]:
-    """Yields rows in chunks that one call tokenizes."""
+    """Groups rows into chunks for one tokenizer call each."""
     chunk: list[Row] = []
     num = 0
     for row in rows:
@@ -158,10 +163,10 @@ def _encode_texts(
     ends: Collection[int],
     front: Tokens,
 ) -> Iterator[Encoded]:
-    """Yields the tokens of rows of texts.
+    """Yields the tokenized rows, all of whose columns are texts.
 
     Args:
-        encoder: Encoder of the tokenizer; a response continues its prompt.
+        encoder: Encoder that tokenizes a response as the continuation of its prompt.
         front: Tokens that begin a prompt that no template rendered.
     """
     encoded: list[list[list[int]]] = []
@@ -181,7 +186,7 @@ def _encode_texts(
             for name, some, limit in zip(names, tokens, limits, strict=True)
         )
         text, gaps, prompt = str(row.columns[names[0]]), ((),) * len(responses), tuple(tokens[0])
-        # A text that already begins with BOS does not get another one.
+        # Do not add a second BOS to a text that already begins with one.
         if prompt and not row.is_rendered and prompt[: len(front)] != front:
             prompt = (*front, *prompt)
         yield Encoded(row, text, prompt, responses, gaps, is_in_part)
@@ -226,9 +231,9 @@ def _to_end(
     offsets: Sequence[Sequence[int]],
     ends: Collection[int],
 ) -> tuple[int, int]:
-    """Returns a turn's run of tokens, ending at its end token, where a rollout would stop. Tokens
-    that a template puts after the end token are cut off (Phi-3 ends a chat with a second one); an
-    end token directly after the text that a template marks is included.
+    """Moves the end of a turn's token run to the turn's end token, where a rollout would stop. Cuts
+    off tokens that a template puts after the end token (Phi-3 ends a chat with a second end token).
+    Includes an end token that directly follows the text marked by a template.
     """
     first, stop = run
     if tokens[stop - 1] not in ends and stop < len(tokens) and tokens[stop] in ends:
@@ -249,17 +254,17 @@ def _first_characters(limit: int) -> int:
 def _chat_tokens(
     place: str, chat: Chat, encoder: TextTokens, special: frozenset[int], limit: int
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
-    """Returns the tokens of a chat, with the characters of each.
+    """Returns the tokens of a chat, with the character offsets of each.
 
-    Tokens before a run to learn equal those that the model gets at generation. Tokenizing the whole
-    text may give other tokens there ("\\n\\n" before a word); then the text after that point is
-    tokenized separately.
+    The tokens before a learned run equal the tokens that the model receives during generation.
+    Tokenizing the whole text at once may produce different tokens there ("\\n\\n" before a word).
+    In that case, the text from the beginning of the run on is tokenized separately.
     """
     tokens, offsets = _tokenize_with_offsets(place, chat.text, encoder, limit)
     if chat.is_marked:
         return tokens, offsets
     for begin, _ in chat.spans:
-        if not offsets or offsets[-1][1] < begin:  # only a part was tokenized
+        if not offsets or offsets[-1][1] < begin:  # only part of the text was tokenized
             break
         # Tokens before a special token do not depend on the text after it.
         first = bisect_right(offsets, begin, key=lambda offset: offset[1]) - 1
@@ -284,8 +289,8 @@ def _chat_tokens(
 def _tokenize_with_offsets(
     place: str, text: str, encoder: TextTokens, limit: int, is_continued: bool = False
 ) -> tuple[list[int], Sequence[Sequence[int]]]:
-    """Returns the tokens of a text with the characters of each; only the first tokens if the text
-    is far beyond the limit.
+    """Returns the tokens of a text with the character offsets of each. If the text far exceeds the
+    limit, returns only its first tokens.
 
     Args:
         is_continued: Whether the text continues a sequence.
@@ -297,7 +302,7 @@ def _tokenize_with_offsets(
         except NotImplementedError as error:  # raised by tokenizers written in Python
             raise DataError(
                 "model.tokenizer",
-                f"{encoder.name}, which gives no character offsets of tokens",
+                f"{encoder.name}, which does not return the character offsets of tokens",
                 "a fast tokenizer, for chats with responses",
                 "Set model.tokenizer to a directory with tokenizer.json.",
             ) from error
@@ -310,10 +315,10 @@ def _tokenize_with_offsets(
 
 
 def _tokenize(texts: Sequence[tuple[str, str]], encode: Encode, limit: int) -> list[list[int]]:
-    """Returns the tokens of texts, which are given as pairs of place and text.
+    """Returns the tokens of each text in a list of pairs (place, text).
 
     Raises:
-        RowError: The tokenizer fails on one of them; names its place.
+        RowError: The tokenizer fails on a text; the error names its place.
     """
     try:
         parts = [text[: _first_characters(limit)] for _, text in texts]

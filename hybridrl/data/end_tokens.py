@@ -1,6 +1,7 @@
-"""End tokens of responses, in rollouts, evaluations, environments and training data. No torch.
+"""Determines the end tokens of responses in rollouts, evaluations, environments and training data.
+Does not import torch.
 
-Owns the only list of them, so that a model is trained to end responses with the tokens at which its
+Owns the only list of end tokens, so that a model learns to end responses with the tokens at which
 rollouts stop.
 """
 
@@ -17,17 +18,17 @@ ANSWER = "the answer of the assistant"
 
 
 def end_tokens(model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
-    """Returns the end tokens of responses in ascending order: those of config.json, of
-    generation_config.json (if there is one) and of the tokenizer, and the token with which the chat
-    template ends the assistant's turn.
+    """Returns the end tokens of responses in ascending order. They come from config.json,
+    generation_config.json (if it exists) and the tokenizer; the token with which the chat template
+    ends the assistant's turn is added.
 
     Args:
-        model: Section that names the model's directory.
+        model: Config section with the model's directory.
         hf_config: Content of config.json.
         tokenizer: Tokenizer of the run.
 
     Raises:
-        ModelError: generation_config.json names an end token that is not a token of the model.
+        ModelError: generation_config.json names an end token that is not in the model's vocabulary.
     """
     return own_end_tokens(
         tokenizer, [*end_tokens_of(hf_config), *declared_end_tokens(model, hf_config)]
@@ -35,26 +36,26 @@ def end_tokens(model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Any)
 
 
 def own_end_tokens(tokenizer: Any, declared: Iterable[int] = ()) -> tuple[int, ...]:
-    """Returns the end tokens of the tokenizer and its chat template, together with `declared` ones,
-    in ascending order.
+    """Returns the `declared` end tokens and those of the tokenizer and its chat template, in
+    ascending order.
     """
     found = {*declared, tokenizer.eos_token_id, turn_end(tokenizer)}
     return tuple(sorted(found - {None}))
 
 
 def turn_end(tokenizer: Any) -> int | None:
-    """Returns the special token with which the chat template ends a turn of the assistant; None if
-    there is no template, or if it ends turns without one.
+    """Returns the special token with which the chat template ends a turn of the assistant. Returns
+    None if there is no template, or if the template ends turns without a special token.
 
-    It is the token after an answer that ends the chat. Between two turns a template may put another
-    token (gpt-oss).
+    This token follows the last answer of a chat. A template may put a different token between two
+    turns (gpt-oss).
     """
     if getattr(tokenizer, "chat_template", None) is None:  # not every TextEncoder has one
         return None
     chat = [{"role": "user", "content": "-"}, {"role": "assistant", "content": ANSWER}]
     try:
         text: str = tokenizer.apply_chat_template(chat, tokenize=False)
-    except Exception:  # a template raises anything if it rejects these messages
+    except Exception:  # a template may raise any exception to reject these messages
         return None
     rest = text.rpartition(ANSWER)[2].lstrip() if ANSWER in text else ""
     special = {
@@ -66,5 +67,5 @@ def turn_end(tokenizer: Any) -> int | None:
 
 
 def shown_tokens(tokenizer: Any, tokens: Iterable[int]) -> str:
-    """Returns the texts of tokens, for messages."""
+    """Decodes tokens into a readable list for messages."""
     return ", ".join(str(tokenizer.decode([token])) or str(token) for token in tokens)

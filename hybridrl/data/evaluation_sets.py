@@ -1,8 +1,8 @@
-"""Reads public evaluation sets in their published form, as rows with a prompt and an answer. No
-torch.
+"""Reads public evaluation sets in their published form into rows with a prompt and an answer. Does
+not import torch.
 
-A form defines the columns of a row and the question to the model. Rows come from the sources that
-`data.prompts` allows. Each becomes `prompt` and `answer`, with the row's other columns.
+A form defines which columns a row has and how the model is asked. The sources are the same as for
+`data.prompts`. Each row is converted to `prompt` and `answer`, and keeps its other columns.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ BOXED = "Please reason step by step, and put your final answer within \\boxed{}.
 
 @dataclass(frozen=True)
 class Form:
-    """A published form of rows.
+    """A published row format.
 
     Args:
-        instruction: Text after each question, unless the section has another.
-        read: Function that takes a row's columns and returns the question and the answer.
-        columns: Columns that every row needs, for messages.
+        instruction: Text appended to each question, unless the config section sets another one.
+        read: Function that extracts the question and the answer from a row's columns.
+        columns: Columns that every row must have, described for messages.
     """
 
     instruction: str
@@ -90,14 +90,14 @@ FORMS: Mapping[str, Form] = {
 
 
 def set_rows(section: EvalSetConfig, data: DataConfig) -> Iterator[dict[str, object]]:
-    """Yields the rows of an evaluation set as `prompt`, `answer` and the rows' other columns.
+    """Yields each row of an evaluation set as `prompt`, `answer` and its other columns.
 
     Args:
-        section: Section of the set.
-        data: Names of the columns, for the form `prompts`.
+        section: Config section of the evaluation set.
+        data: Column names, used for the form `prompts`.
 
     Raises:
-        DataError: Names the first row that does not have the form.
+        DataError: A row does not have the form; the error names the first such row.
     """
     paths, is_own = section.path or (), section.form == "prompts"
     rows = formed_rows(paths, data, "prompts") if is_own else raw_rows(paths)
@@ -113,7 +113,7 @@ def set_rows(section: EvalSetConfig, data: DataConfig) -> Iterator[dict[str, obj
             instruction = form.instruction if section.instruction is None else section.instruction
         if instruction and isinstance(prompt, str):
             prompt = f"{prompt}\n{instruction}"
-        # Published columns of these names have another meaning.
+        # In published sets, columns with these names mean something else.
         others = {k: v for k, v in row.columns.items() if k not in ("prompt", "answer", "label")}
         answers = {} if answer is None else {"answer": answer}
         yield {**others, "prompt": prompt, **answers}
@@ -136,7 +136,9 @@ def _read_form(row: Row, name: str, form: Form) -> tuple[str, Any]:
 
 
 def set_data(data: DataConfig, section: EvalSetConfig) -> DataConfig:
-    """Returns a data section that reads the rows of `set_rows` as in training: chats and limits."""
+    """Returns a data section with which the rows from `set_rows` are read as in training (same
+    chats and limits).
+    """
     # Results are comparable only if every row is evaluated.
     keys: dict[str, object] = {"prompt_key": "prompt", "answer_key": "answer", "on_bad_row": "stop"}
     return data.model_copy(update={**keys, "prompts": section.path})

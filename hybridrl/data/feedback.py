@@ -1,6 +1,7 @@
-"""Checks rows with responses: demonstrations, preference pairs, labelled responses. No torch.
+"""Checks rows with responses: demonstrations, preference pairs and labelled responses. Does not
+import torch.
 
-Owns the columns of such rows and their allowed values; prompts.py reads and tokenizes the rows.
+Owns the columns of these rows and their allowed values; prompts.py reads and tokenizes the rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from hybridrl.errors import DataError, RowError, short
 
 
 def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
-    """Returns the column with the margin or label of a row's response, if there is one."""
+    """Returns the names of the columns with a row's margin or label; at most one name."""
     if feedback == "pairs" and config.margin_key is not None:
         return [config.margin_key]
     return [config.label_key] if feedback == "labels" else []
@@ -25,11 +26,11 @@ def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
 def checked(
     rows: Iterable[Row], config: DataConfig, feedback: Feedback | None, bad: BadRows
 ) -> Iterator[Row]:
-    """Yields the rows whose sides differ and whose margin or label is valid; counts the others in
-    `bad`.
+    """Yields the rows whose two responses differ and whose margin or label is valid. Counts the
+    other rows in `bad`.
 
     Raises:
-        DataError: After the last row, if no row has one of the two labels.
+        DataError: Raised after the last row if all rows have the same label.
     """
     labels: set[bool] = set()
     for row in rows:
@@ -41,7 +42,7 @@ def checked(
         if feedback == "labels":
             labels.add(row.columns[config.label_key] is True)
         yield row
-    if labels and not bad.stops:  # otherwise the error about bad rows comes first
+    if labels and not bad.stops:  # otherwise the error about bad rows takes precedence
         check_classes(labels, config)
 
 
@@ -63,7 +64,7 @@ def _check(row: Row, config: DataConfig, feedback: Feedback | None) -> None:
 
 
 def equal_sides(row: Row, config: DataConfig) -> RowError:
-    """Returns the error for a pair of equal responses."""
+    """Returns the error for a pair whose two responses are equal."""
     return RowError(
         row.place,
         f"equal responses in {config.chosen_key!r} and {config.rejected_key!r}",
@@ -73,13 +74,13 @@ def equal_sides(row: Row, config: DataConfig) -> RowError:
 
 
 def check_classes(labels: set[bool], config: DataConfig) -> None:
-    """Raises DataError unless there are responses with both labels."""
+    """Raises DataError unless both labels occur."""
     for label in (True, False):
         if label not in labels:
             shown = str(label).lower()
             raise DataError(
                 ", ".join(config.prompts or ("prompts",)),
                 f"no row with {config.label_key} = {shown} that is short enough",
-                "responses of both labels, for kto",
+                "responses with both labels, which kto needs",
                 f"Add rows with {config.label_key} = {shown}, or use sft.",
             )

@@ -1,9 +1,10 @@
-"""Recognises, by their keys, the forms in which data sets are published. No torch.
+"""Recognises published row formats by their keys. Does not import torch.
 
-Owns the table of forms. A row has the columns that `data.prompt_key`, `response_key`, `chosen_key`
-and `rejected_key` name, or a form of FORMS; the rows returned here have these columns, each a text
-or a list of messages. Columns by key take precedence over forms, and no form is tried if one of
-these keys is not its default. Columns that a form reads are removed; the others stay.
+Owns the table of forms. A row either has the columns named by `data.prompt_key`, `response_key`,
+`chosen_key` and `rejected_key`, or one of the forms in FORMS. The returned rows have these columns,
+each a text or a list of messages. Columns named by these keys take precedence over forms, and no
+form is tried if one of the keys is set to another value than its default. Columns that a form reads
+are replaced; the other columns are kept.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from hybridrl.data.trees import expand_trees
 from hybridrl.errors import DataError, RowError, short
 
 Kind = Literal["prompts", "demonstrations", "pairs", "labels"]
-"""Kind of rows: prompts to respond to, or responses to learn from."""
+"""Kind of rows: prompts to generate responses for, or responses to learn from."""
 
 _KEYS: dict[Kind, tuple[str, ...]] = {
     "prompts": ("prompt_key",),
@@ -40,10 +41,12 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
 }
 _CHATS = ("messages", "conversations")
 CheckRow = Callable[[str, Mapping[str, object]], None]
-"""Takes a prompt's text and its row's columns; raises DataError if no response can be scored."""
+"""Takes the text of a prompt and the columns of its row; raises DataError if responses to it cannot
+be scored.
+"""
 Text = str | list[Message]
 Parts = list[Text]
-"""The prompt, then the response or both sides of a pair: one part for each key of the kind."""
+"""The prompt, followed by the response or both sides of a pair: one part per key of the kind."""
 
 
 def kind_of(feedback: Feedback | None, has_responses: bool) -> Kind:
@@ -54,7 +57,7 @@ def kind_of(feedback: Feedback | None, has_responses: bool) -> Kind:
 
 
 def text_columns(config: DataConfig, kind: Kind) -> list[str]:
-    """Returns the columns that rows of this kind are brought into, the prompt's first."""
+    """Returns the columns of normalized rows of this kind, beginning with the prompt."""
     return [getattr(config, key) for key in _KEYS[kind]]
 
 
@@ -65,19 +68,18 @@ def formed_rows(
     required: Sequence[str] = (),
     bad: BadRows | None = None,
 ) -> Iterator[Row]:
-    """Reads rows of any form from sources, or from memory, in order.
+    """Reads rows in any known form from sources or from memory, in order.
 
     Args:
-        source: Source of `raw_rows`.
-        config: Keys of the columns.
-        kind: Kind of rows.
-        required: Further columns that every row must have, with any value except null.
-        bad: Collects unusable rows, which are left out; the caller calls its `check` after the last
-            row. Without it, all rows must be good.
+        source: Sources or rows, as for `raw_rows`.
+        config: Section with the column keys. kind: Kind of rows. required: Further columns that
+            must not be missing or null in any row.
+        bad: Collects unusable rows, which are not yielded. The caller must call `bad.check` after
+            the last row. If None, every row must be usable.
 
     Raises:
-        DataError: Names the file and line of a source that cannot be read, or, without `bad`, of
-            bad rows.
+        DataError: A source cannot be read or, without `bad`, a row is unusable; the error names the
+            file and line.
     """
     counted, good = BadRows("stop") if bad is None else bad, set[int]()
     rows = raw_rows(source)
@@ -106,18 +108,18 @@ def validate_file(
     required: Sequence[str] = (),
     check: CheckRow | None = None,
 ) -> int:
-    """Reads every row of one source and returns the number of usable ones; see `formed_rows` for
-    the arguments.
+    """Reads every row of one source and returns the number of usable rows. See `formed_rows` for
+    the other arguments.
 
     Args:
-        check: Function called for each row; with it, a row without a required column is an error.
+        check: Function called for each row. If set, a missing required column raises an error.
 
     Raises:
-        DataError: The source cannot be read, or has bad rows and `data.on_bad_row` is 'stop' or no
-            row is good.
+        DataError: The source cannot be read, has only bad rows, or has any bad row while
+            `data.on_bad_row` is 'stop'.
     """
     bad, num = BadRows(config.on_bad_row), 0
-    # The run does not drop rows without an answer, so they must not be left out here either.
+    # A run does not drop rows without an answer, so this function must not drop them either.
     for row in formed_rows([path], config, kind, required if check is None else (), bad):
         num += 1
         if check is not None:
@@ -133,11 +135,11 @@ def validate_file(
 
 
 def normalize_row(row: Row, config: DataConfig, kind: Kind) -> Row:
-    """Returns a row with the columns that its kind has, each a text or messages.
+    """Returns a row with the columns of its kind, each a text or a list of messages.
 
     Raises:
-        RowError: It has no known form, or its values do not fit the form.
-        DataError: It has images.
+        RowError: The row has no known form, or its values do not fit the form.
+        DataError: The row has images.
     """
     refuse_images(row)
     names = text_columns(config, kind)
@@ -150,7 +152,7 @@ def normalize_row(row: Row, config: DataConfig, kind: Kind) -> Row:
     others = {**_answer(config, columns), **columns}
     others |= {key: None for key in row.columns if key not in others}
     if config.chat_template or not all(isinstance(part, str) for part in parts):
-        for key in _CHATS:  # chats.py stores the prompt's messages under the first of these
+        for key in _CHATS:  # chats.py stores the prompt's messages under the first of these keys
             others.pop(key, None)
         others.pop(config.tools_key, None)
         tools = tools_of(row.place, config.tools_key, read.get(config.tools_key))
@@ -159,8 +161,8 @@ def normalize_row(row: Row, config: DataConfig, kind: Kind) -> Row:
 
 
 def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the answer of a row that has it as `reward_model.ground_truth`, as in verl's data
-    sets.
+    """Returns the answer of a row that stores it in `reward_model.ground_truth`, as verl's data
+    sets do.
     """
     rule = columns.get("reward_model")
     is_default = config.answer_key == DataConfig.model_fields["answer_key"].default
@@ -170,7 +172,7 @@ def _answer(config: DataConfig, columns: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def missing(row: Row, name: str) -> RowError:
-    """Returns the error for a row without a column."""
+    """Returns the error for a row that lacks a column."""
     present = sorted(map(str, row.columns))
     near = get_close_matches(name, [key for key in present if key != name], 1)
     hint = f"Did you mean {short(near[0])}? " if near else ""
@@ -212,7 +214,7 @@ def _has_own_keys(config: DataConfig, kind: Kind) -> bool:
 
 
 def _checked(row: Row, name: str, value: Text) -> Text:
-    """Returns a value that is a text or messages, and not empty."""
+    """Returns the value, after checking that it is a non-empty text or list of messages."""
     if isinstance(value, list | tuple):
         return chat(row.place, name, value)
     if not isinstance(value, str) or not value:
@@ -221,7 +223,7 @@ def _checked(row: Row, name: str, value: Text) -> Text:
     return value
 
 
-# The functions that read the forms' parts.
+# Functions that extract prompt and responses from the forms.
 
 
 def _conversation(row: Row, key: str, columns: Mapping[str, Any]) -> list[Message]:
@@ -236,8 +238,8 @@ def _split(row: Row, key: str, columns: Mapping[str, Any], is_last: bool) -> Par
 
 
 def _split_messages(row: Row, name: str, messages: list[Message], is_last: bool = False) -> Parts:
-    """Returns the messages before the assistant's first (or last) message, and those from there to
-    the assistant's last.
+    """Splits a conversation before the assistant's first (or last) message, and ends it after the
+    assistant's last message.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == ASSISTANT]
     first = turns[-1 if is_last else 0] if turns else 0
@@ -250,7 +252,7 @@ def _split_messages(row: Row, name: str, messages: list[Message], is_last: bool 
 
 
 def _prompt_messages(row: Row, key: str, columns: Mapping[str, Any]) -> Parts:
-    """Returns the messages without the assistant's last turns, which the policy has to generate."""
+    """Returns the messages without the assistant's final turns, which the policy must generate."""
     messages = _conversation(row, key, columns)
     while messages and messages[-1]["role"] == ASSISTANT:
         messages = messages[:-1]
@@ -261,8 +263,8 @@ def _prompt_messages(row: Row, key: str, columns: Mapping[str, Any]) -> Parts:
 
 
 def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
-    """Returns the messages that both sides begin with, and the rest of each. The row's prompt comes
-    first if a side begins with the assistant.
+    """Returns the messages that both sides share at the beginning, and the rest of each side. If a
+    side begins with the assistant, the row's prompt is put before it.
     """
     name, sides = config.prompt_key, []
     given = columns.get(name)
@@ -282,8 +284,8 @@ def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
     while num and not better[num]["role"] == worse[num]["role"] == ASSISTANT:
         num -= 1
     if num == 0:
-        got = "two responses that do not first differ in a message of the assistant"
-        allowed = "the same messages in both, up to a message of the assistant"
+        got = "two responses whose first difference is not in a message of the assistant"
+        allowed = "identical messages in both up to a message of the assistant"
         raise RowError(row.place, got, allowed, "Fix or remove that row.")
     return [better[:num], *(_to_last_turn(side[num:]) for side in sides)]
 
@@ -326,7 +328,7 @@ def _transcript_messages(row: Row, name: str, value: object) -> list[Message]:
 
 
 def _cut_at_last(row: Row, name: str, value: object) -> tuple[str, str]:
-    """Returns a transcript up to its last "Assistant:", and the text after that."""
+    """Splits a transcript after its last "Assistant:"."""
     _transcript_messages(row, name, value)
     text, turns = str(value), list(_TURN.finditer(str(value)))
     end = max((turn.end() for turn in turns if turn[1] == "Assistant"), default=0)
@@ -353,8 +355,8 @@ def _transcript_pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -
 
 
 def _prompt(columns: Mapping[str, Any], key: str) -> Any:
-    """Returns a prompt's text joined with the input or context of Alpaca and Dolly rows; messages
-    of system and user if the row has a system text.
+    """Returns the text of a prompt, joined with the input or context of Alpaca and Dolly rows. If
+    the row has a system text, returns a system message and a user message instead.
     """
     asked, more = columns[key], columns.get("input") or columns.get("context")
     if key == "instruction" and isinstance(asked, str) and isinstance(more, str) and more.strip():
@@ -375,13 +377,13 @@ ToParts = Callable[[Row, DataConfig, Mapping[str, Any]], Parts]
 
 @dataclass(frozen=True)
 class Form:
-    """A form of rows.
+    """A published row format.
 
     Args:
-        description: Description for messages.
-        needed: Keys that a row of this form has.
-        parts: Functions by kind that return a row's prompt and responses.
-        fits: Whether the values of these keys have the form.
+        description: Description shown in messages.
+        needed: Keys that every row of this form has.
+        parts: For each kind, the function that extracts the prompt and responses from a row.
+        fits: Function that says whether the values fit the form.
     """
 
     description: str
@@ -390,7 +392,7 @@ class Form:
     fits: Callable[[Mapping[str, Any]], bool] = lambda columns: True
 
     def text(self) -> str:
-        """Returns the keys and the description, for messages."""
+        """Returns the keys and the description as shown in messages."""
         return f"{' and '.join(self.needed)} ({self.description})"
 
 
@@ -461,4 +463,4 @@ FORMS: tuple[Form, ...] = (
     _prompt_form("NuminaMath, MATH", "problem"),
     _prompt_form("Alpaca, Dolly", "instruction"),
 )
-"""Forms, in the order in which a row is compared with them."""
+"""All forms, in the order in which they are tried on a row."""

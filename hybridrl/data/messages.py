@@ -1,8 +1,9 @@
-"""Checks the messages of a chat, and brings them into the one form that templates get. No torch.
+"""Checks the messages of a chat, and converts them to the form that templates read. Does not import
+torch.
 
-Owns the checks of messages, of their tool calls and of tool schemas. Invariant: a chat returned
-here is a list of dictionaries with `role`, and with `content` unless they have `tool_calls`. Nulls
-at the top level of a message are removed; nulls inside arguments and schemas stay.
+Owns the checks of messages, tool calls and tool schemas. Invariant: a returned chat is a list of
+dictionaries that contain `role` and `content`. Nulls at the top level of a message are removed;
+nulls inside arguments and schemas are kept.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "observation")
 ASSISTANT = "assistant"
-# Other names of these roles: ShareGPT, OpenAssistant, OpenAI's older interface.
+# Names of the same roles in ShareGPT, OpenAssistant and OpenAI's older interface.
 _OTHER_NAMES = {
     "human": "user",
     "prompter": "user",
@@ -30,7 +31,11 @@ _OTHER_NAMES = {
     "function_response": "tool",
     "function-response": "tool",
 }
-_CALLS = ("function_call", "function-call", "tool_call")  # roles whose content is tool calls
+_CALLS = (
+    "function_call",
+    "function-call",
+    "tool_call",
+)  # roles whose content is a list of calls
 _MEDIA = frozenset(
     {"image", "image_url", "input_image", "video", "video_url", "audio", "input_audio", "audio_url"}
 )  # types of content parts
@@ -38,12 +43,11 @@ _ALLOWED = 'messages {"role": "user", "content": "..."} or {"from": "human", "va
 
 
 def chat(place: str, name: str, value: object) -> list[Message]:
-    """Returns the messages in a row's column.
+    """Returns the messages in one column of a row.
 
     Args:
-        place: Place of the row, for errors.
-        name: Name of the column.
-        value: Content of the column.
+        place: Place of the row, shown in errors.
+        name: Column name, shown in errors. value: Value of the column.
 
     Raises:
         RowError: The value is not a list of messages.
@@ -55,10 +59,10 @@ def chat(place: str, name: str, value: object) -> list[Message]:
 
 
 def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | None:
-    """Returns the tool schemas in a row's column, which holds a list or its JSON.
+    """Returns the tool schemas in one column of a row, which contains a list or JSON text.
 
     Raises:
-        RowError: The value is neither.
+        RowError: The value contains no valid schemas.
     """
     if value is None or value in ("", []):
         return None
@@ -90,7 +94,7 @@ def _message(place: str, name: str, given: object) -> Message:
         raise RowError(place, got, ", ".join((*ROLES, *_OTHER_NAMES)), "Fix that row.")
     if known.get("weight", 1) != 1:
         got = f"{plain(name)} has a message of weight {short(known['weight'])}"
-        raise RowError(place, got, "1, or no weight", "Remove weight; all turns count.")
+        raise RowError(place, got, "1, or no weight", "Remove weight; all turns count equally.")
     calls = known.pop("tool_calls", None) or known.pop("function_call", None)
     message: Message = {"role": role}
     if content is not None:
@@ -111,7 +115,7 @@ def _refused(place: str, name: str, message: object) -> RowError:
 
 
 def _text(place: str, name: str, content: object, message: object) -> str:
-    """Returns a text, or the joined texts of OpenAI's content parts."""
+    """Returns the text of a message, joining OpenAI's content parts."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
@@ -129,8 +133,8 @@ def _text(place: str, name: str, content: object, message: object) -> str:
 
 
 def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:
-    """Returns tool calls as templates read them: `{"type": "function", "function": {"name": ...,
-    "arguments": {...}}}`, with the arguments as an object.
+    """Converts tool calls to the form that templates read: `{"type": "function", "function":
+    {"name": ..., "arguments": {...}}}`, where the arguments are an object.
     """
     value = _parsed(place, name, value) if isinstance(value, str) else value
     calls = [value] if isinstance(value, Mapping) else value
@@ -166,9 +170,8 @@ def _parsed(place: str, name: str, text: str) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Returns a value without the null entries of its objects, at any depth. Rows with struct
-    columns need this, because Arrow fills in every key that any row has. JSON in texts is not
-    changed.
+    """Removes null entries from objects at any depth. Rows with struct columns need this, because
+    Arrow adds every key that occurs in any row. JSON inside texts is not changed.
     """
     if isinstance(value, Mapping):
         return {key: without_nulls(part) for key, part in value.items() if part is not None}

@@ -1,6 +1,8 @@
-"""Mixes prompts of several sources in fixed shares, and holds prompts out for evaluation. No torch.
+"""Mixes prompts from several sources in fixed shares, and holds out prompts for evaluation. Does
+not import torch.
 
-Both depend only on the prompts, so every rank gets the same result without communication.
+Both results depend only on the prompts, the config and the seed, so all ranks agree without
+communication.
 """
 
 from __future__ import annotations
@@ -20,16 +22,16 @@ from hybridrl.errors import DataError
 
 
 class MixedPrompts(PromptSource):
-    """Gives prompts of several sources, each in its own epochs.
+    """Supplies prompts from several sources, each with its own epochs.
 
-    Each source's share of the prompts taken so far matches its weight; with two sources, to less
-    than one prompt. The next prompt always comes from the source that is furthest behind (Webster's
-    method).
+    The prompts taken so far are divided among the sources in proportion to the weights; with two
+    sources, the deviation is less than one prompt. The next prompt always comes from the source
+    that is furthest behind its share (Webster's method).
 
     Args:
-        parts: Prompts of each source; none is empty.
+        parts: Prompts of each source, at least one per source.
         weights: Weight of each source.
-        seed, shuffle: Arguments of each source's PromptSource.
+        seed, shuffle: Arguments for the PromptSource of each source.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class MixedPrompts(PromptSource):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def older_fingerprint(self) -> str:
-        """Returns the fingerprint that older releases wrote."""
+        """Returns the fingerprint in the format of older releases."""
         return self._joined([part.older_fingerprint() for part in self._parts])
 
     def __len__(self) -> int:
@@ -58,7 +60,7 @@ class MixedPrompts(PromptSource):
 
     @property
     def epoch(self) -> float:
-        """Average number of passes over the prompts."""
+        """Number of prompts taken, divided by the number of prompts."""
         return sum(self._taken) / len(self)
 
     def take(self, num: int) -> list[Prompt]:
@@ -74,15 +76,15 @@ class MixedPrompts(PromptSource):
         return self._parts[number].take(1)[0]
 
     def state(self) -> dict[str, int | str]:
-        """Returns the state for `load_state`, as plain JSON values."""
+        """Returns the state for `load_state`, as JSON values."""
         taken: dict[str, int | str] = {f"taken/{i}": num for i, num in enumerate(self._taken)}
         return {"fingerprint": self._fingerprint, **taken}
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continues where the source that returned `state` stopped.
+        """Continues at the position at which `state` was saved.
 
         Raises:
-            DataError: That source had other prompts, other weights or another seed.
+            DataError: The state was saved with different prompts, weights or seed.
         """
         self._check(state)
         self._taken = [saved_count(state, f"taken/{i}") for i in range(len(self._parts))]
@@ -92,14 +94,14 @@ class MixedPrompts(PromptSource):
 
 
 def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> PromptSource:
-    """Returns the source of a run's prompts.
+    """Creates the source that supplies the prompts of a run.
 
     Raises:
-        DataError: All prompts of a source that has a weight are too long.
+        DataError: All prompts of a weighted source are too long.
     """
     if config.weights is None:
         return PromptSource(loaded.prompts, seed=seed, shuffle=config.shuffle)
-    # `sources` is ascending, so each source's prompts are contiguous.
+    # `sources` is in ascending order, so the prompts of each source are contiguous.
     ends = np.searchsorted(loaded.sources, np.arange(len(config.weights) + 1)).tolist()
     parts = [loaded.prompts[start:end] for start, end in pairwise(ends)]
     for part, name in zip(parts, config.prompts or (), strict=True):
@@ -107,23 +109,23 @@ def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> Promp
             raise DataError(
                 name,
                 "no prompt that is short enough",
-                f"1 prompt or more, with data.weights; rows of at most {loaded.left_out.limits}",
+                f"at least 1 prompt per weighted source; rows of at most {loaded.left_out.limits}",
                 "Remove the source and its weight.",
             )
     return MixedPrompts(parts, config.weights, seed=seed, shuffle=config.shuffle)
 
 
 def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequence[Prompt]]:
-    """Returns the prompts to train on and the held-out ones.
+    """Splits prompts into a training part and a held-out part.
 
-    The tokens of a prompt decide its side. Equal prompts stay together, as do the samples of one
-    chat, and adding rows moves no other prompt.
+    The tokens of a prompt decide to which part it belongs. Equal prompts therefore stay together,
+    and adding rows does not move any other prompt. All samples of one chat go to the same part.
 
     Raises:
-        DataError: One of the sides would be empty.
+        DataError: One of the parts would be empty.
     """
     numbers, values = shares(loaded.prompts)
-    # The samples of a chat have the same number and are contiguous; the first decides.
+    # The samples of a chat share one number and are contiguous; the first sample decides.
     _, first, samples = np.unique(numbers, return_index=True, return_inverse=True)
     is_held = (values < share)[first][samples]
     kept, held = np.flatnonzero(~is_held), np.flatnonzero(is_held)

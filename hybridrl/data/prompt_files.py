@@ -1,9 +1,11 @@
-"""Writes and maps Arrow files of tokenized prompts, which processes share. No torch.
+"""Writes and memory-maps Arrow files with tokenized prompts, which several processes share. Does
+not import torch.
 
-A file has one row for each prompt, in record batches. Its name ends in a digest of its bytes, so a
-damaged or incomplete file is never read. Besides the tokens, each row has a digest of its prompt
-(`digest`) and the number that is compared with `data.eval_share` (`share`), so a run starts without
-reading all tokens. Functions import pyarrow locally, because its import starts a thread.
+A file contains one row per prompt, grouped into record batches. The file name ends with a digest of
+the content, so that damaged and incomplete files are never read. Besides the tokens, each row
+stores a digest of the prompt (`digest`) and the number that is compared with `data.eval_share`
+(`share`), so that a run can start without reading all tokens. Functions import pyarrow locally,
+because importing it starts a thread.
 """
 
 from __future__ import annotations
@@ -55,12 +57,12 @@ def _schema() -> pa.Schema:
 
 
 class UnstorableError(Exception):
-    """A prompt that Arrow and JSON would change."""
+    """Raised for a prompt that Arrow or JSON cannot store without changing it."""
 
 
 def identity(prompt: Prompt) -> bytes:
-    """Returns the bytes that identify a prompt in a run's data: its number, tokens, gaps, label and
-    contents. Checkpoints store digests of them, so they must not change.
+    """Returns the bytes that identify a prompt among a run's data: its number, tokens, gaps, label
+    and contents. Checkpoints store digests of these bytes, so their format must not change.
     """
     given = prompt.tokens, prompt.response_tokens
     text = "".join(map(str, (prompt.prompt_id, *given)))
@@ -83,7 +85,7 @@ def digests(prompts: Sequence[Prompt]) -> NDArray[np.uint64]:
 
 
 def shares(prompts: Sequence[Prompt]) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Returns each prompt's number, and a value from 0 to 1 computed from its tokens."""
+    """Returns the number of each prompt, and a value between 0 and 1 computed from its tokens."""
     if isinstance(prompts, MappedPrompts):
         return prompts.numbers("prompt_id"), prompts.numbers("share")
     numbers = np.array([prompt.prompt_id for prompt in prompts], np.int64)
@@ -91,14 +93,16 @@ def shares(prompts: Sequence[Prompt]) -> tuple[NDArray[np.int64], NDArray[np.flo
 
 
 def select_prompts(prompts: Sequence[Prompt], places: NDArray[np.intp]) -> Sequence[Prompt]:
-    """Returns the prompts at these places."""
+    """Returns the prompts at these indices."""
     if isinstance(prompts, MappedPrompts):
         return MappedPrompts(prompts.table, prompts.rows[places])
     return tuple(prompts[place] for place in places.tolist())
 
 
 def largest_token(prompts: Sequence[Prompt]) -> float:
-    """Returns a bound of the prompts' tokens; infinity if finding one means reading all."""
+    """Returns an upper bound on the token ids, or infinity if all prompts would have to be read to
+    find one.
+    """
     return prompts.largest_token if isinstance(prompts, MappedPrompts) else math.inf
 
 
@@ -113,15 +117,15 @@ def _share(prompt: Prompt) -> float:
 def write_prompts(
     path: Path, prompts: Iterable[tuple[Prompt, int]], about: Callable[[], bytes]
 ) -> None:
-    """Writes prompts and the numbers of their sources.
+    """Writes prompts and the number of each prompt's source to a file.
 
     Args:
         path: File to write.
-        prompts: Pairs of a prompt and its source's number.
-        about: Function called after the last prompt; returns a text to store with them.
+        prompts: Pairs of a prompt and the number of its source.
+        about: Function called after the last prompt; its result is stored in the file.
 
     Raises:
-        UnstorableError: Arrow or JSON cannot store one of them.
+        UnstorableError: Arrow or JSON cannot store one of the prompts.
         OSError: The file cannot be written.
     """
     import pyarrow as pa
@@ -135,7 +139,8 @@ def write_prompts(
             except (pa.ArrowException, OverflowError, TypeError, UnicodeError) as error:
                 raise UnstorableError(f"a value that Arrow cannot store ({error})") from error
             writer.write_batch(batch)
-        # The last batch has no rows; its metadata hold values known only after all rows.
+        # The last batch has no rows. Its metadata contain values that are known only after the last
+        # row.
         empty = pa.RecordBatch.from_pylist([], schema)
         writer.write_batch(empty, {"about": about(), "largest_token": str(largest)})
 
@@ -178,7 +183,7 @@ def _row(prompt: Prompt, source: int) -> dict[str, Any]:
 
 
 def _is_json(value: object) -> bool:
-    """Whether JSON preserves a value, types included."""
+    """Whether JSON preserves a value, including its types."""
     kind = type(value)
     if kind is dict:
         return all(type(k) is str and _is_json(v) for k, v in value.items())  # type: ignore[attr-defined]
@@ -188,11 +193,11 @@ def _is_json(value: object) -> bool:
 
 
 class MappedPrompts(Sequence[Prompt]):
-    """Prompts of a file, each built on access.
+    """Prompts stored in a file. Each Prompt object is created on access.
 
     Args:
-        table: Table of `read_prompts`.
-        rows: Rows of the table to use, in order; None for all.
+        table: Arrow table with one row per prompt.
+        rows: Indices of the table rows to use, in order; None for all rows.
     """
 
     def __init__(self, table: pa.Table, rows: NDArray[np.int64] | None = None) -> None:
@@ -204,11 +209,11 @@ class MappedPrompts(Sequence[Prompt]):
 
     @property
     def largest_token(self) -> int:
-        """The largest token of the whole file."""
+        """Largest token id in the whole file."""
         return int(self.table.schema.metadata[b"largest_token"])
 
     def numbers(self, name: str) -> NDArray[Any]:
-        """Returns a column of numbers."""
+        """Returns a numeric column."""
         found: NDArray[Any] = self.table[name].to_numpy()[self.rows]
         return found
 
@@ -243,7 +248,9 @@ def _numbers(value: Any) -> tuple[int, ...] | None:
 
 
 def read_prompts(path: Path) -> tuple[MappedPrompts, bytes]:
-    """Maps a file of `write_prompts`; returns its prompts and the text stored with them."""
+    """Memory-maps a file from `write_prompts`. Returns its prompts and the bytes that `about`
+    returned.
+    """
     import pyarrow as pa
 
     reader = pa.ipc.open_file(pa.memory_map(str(path)))
@@ -255,14 +262,14 @@ def read_prompts(path: Path) -> tuple[MappedPrompts, bytes]:
 
 
 def rename_by_content(path: Path, key: str, ending: str) -> Path:
-    """Renames a file to its key and the digest of its bytes; returns the new path."""
+    """Renames a file to its key and the digest of its content. Returns the new path."""
     named = path.with_name(f"{key}-{_content_digest(path)}{ending}")
     os.replace(path, named)
     return named
 
 
 def is_intact(path: Path) -> bool:
-    """Whether a file's bytes match the digest in its name."""
+    """Whether the content of a file matches the digest in its name."""
     return path.stem.rpartition("-")[2] == _content_digest(path)
 
 

@@ -1,17 +1,17 @@
-"""Stores tokenized prompts for the ranks of a node and for later starts. No torch.
+"""Stores tokenized prompts for all ranks of a node and for later runs. Does not import torch.
 
-One rank of each node calls `load` for each source, in the order of the run, and writes the files.
-The other ranks wait for it, get its list of files through `follow`, and call `load` in the same
-order, which maps them. There is no collective here: the trainer sends the files' names to the other
-ranks.
+One rank of each node calls `load` once per source and writes the files. The other ranks wait for
+it, receive its list of files through `follow`, and call `load` in the same order to map the files.
+This module uses no collectives: the trainer sends the file names to the other ranks.
 
-Files are in HYBRIDRL_CACHE, or else in hybridrl/prompts in the user's cache folder ($XDG_CACHE_HOME
-or ~/.cache). A file's name has a digest of everything that determines its content: the sources'
-bytes or commits, the tokenizer, the keys and limits, and the code that reads. The next run that
-writes there removes files that no run has used for KEPT_DAYS. If the folder cannot be written, or
-the content's origin is unknown (rows from Python), files are in a temporary folder until all ranks
-have mapped them. Each rank keeps the prompts in memory if rows have values that JSON does not have,
-or come from an iterator, which can be read only once.
+Files are stored in HYBRIDRL_CACHE or, if it is not set, in hybridrl/prompts in the user's cache
+folder ($XDG_CACHE_HOME or ~/.cache). A file name contains a digest of everything that determines
+the content: the bytes or commits of the sources, the tokenizer, the keys and limits, and the code
+that reads the rows. Files that no run has used for KEPT_DAYS are removed by the next run that
+writes to the folder. If the folder is not writable, or the origin of the content is unknown (rows
+from Python), files are stored in a temporary folder until all ranks have mapped them. Each rank
+keeps the prompts in memory instead if rows contain values that JSON cannot represent, or come from
+an iterator that can be read only once.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from hybridrl.data.sets import source_identity
 from hybridrl.errors import UserError, said
 
 ENDING = ".arrow"
-CHECKED = ".checked"  # suffix of files that mark a source whose rows passed all checks
+CHECKED = ".checked"  # suffix of files that record that all rows passed the checks
 KEPT_DAYS = 30
-# Keys of the section `data` that only choose among prompts, and do not change them.
+# Keys in the section `data` that only select prompts and do not change their content.
 _SELECTION_KEYS = {
     *("prompts", "weights", "shuffle", "validation", "eval_prompts", "eval_share", "eval_limit"),
-    "max_response_tokens",  # part of the reading
+    "max_response_tokens",  # a field of Reading
 }
 _CODE = [
     *sorted(Path(__file__).parent.glob("*.py")),
@@ -65,7 +65,7 @@ Rows = Iterable[Mapping[str, object]]
 
 
 def prompts_folder() -> Path:
-    """Returns the folder for files of prompts."""
+    """Returns the folder in which prompt files are stored."""
     return cache_folder("prompts")
 
 
@@ -73,13 +73,13 @@ class PromptStore:
     """Loads prompts on one rank.
 
     Args:
-        tokenizer: Tokenizer of the run.
-        folder: Folder for files; the default is `prompts_folder()`.
-        end_tokens: End tokens of responses; the default is those of the tokenizer and its template.
+        tokenizer: Tokenizer of the run. folder: Folder for the files. Default: `prompts_folder()`.
+            end_tokens: End tokens of responses. Default: the end tokens of the tokenizer and its
+            template.
 
     Attributes:
-        files: File of each loaded source, in order; None for a source in memory.
-        notes: Lines for the user.
+        files: File for each loaded source, in order; None for a source kept in memory.
+        notes: Lines to print for the user.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class PromptStore:
         self._temporary: Path | None = None
 
     def follow(self, files: Sequence[str | None]) -> None:
-        """Makes `load` map these files, the `files` of another rank's store."""
+        """Makes `load` map these files, which are `files` of another rank's store."""
         self._given_files = list(files)
 
     def load(self, reading: Reading) -> LoadedPrompts:
@@ -118,19 +118,21 @@ class PromptStore:
         return LoadedPrompts(prompts, sources, _LEFT_OUT.validate_json(left_out))
 
     def close(self) -> None:
-        """Removes temporary files, which all ranks have mapped by now."""
+        """Removes temporary files. All ranks must have mapped them before."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
 
     def _file_of(self, reading: Reading) -> Path | None:
-        """Returns the file of the prompts, written if necessary; None if it cannot be written."""
+        """Returns the file with the prompts, after writing it if necessary. Returns None if it
+        cannot be written.
+        """
         if not isinstance(reading.source, Sized | None):
-            return None  # rows that can be read only once; they would be lost if writing failed
+            return None  # these rows can be read only once and would be lost if writing failed
         key = content_key(reading, self._tokenizer, self._ends) if _has_names(reading) else None
         if key is None and _has_names(reading):
             self._note(
-                "prompts are tokenized at each start: the tokenizer or sources have no version"
+                "prompts are tokenized at each start: the tokenizer or a source has no version"
             )
         if key is not None and (path := self._find_intact(key)) is not None:
             return path
@@ -156,7 +158,7 @@ class PromptStore:
         return None
 
     def _find_intact(self, key: str) -> Path | None:
-        """Returns the intact file of this key, if there is one; removes damaged ones."""
+        """Returns the intact file with this key, if there is one. Removes damaged files."""
         for path in self._folder.glob(f"{key}-*{ENDING}"):
             with suppress(OSError):  # the file system may be read-only
                 if is_intact(path):
@@ -167,7 +169,7 @@ class PromptStore:
         return None
 
     def _write(self, reading: Reading, folder: Path, key: str | None) -> Path:
-        """Tokenizes prompts into a file of this folder and returns its path.
+        """Tokenizes prompts into a file in this folder and returns the path.
 
         Raises:
             OSError: The folder cannot be written.
@@ -203,7 +205,7 @@ class PromptStore:
 
 
 class _SourceError(Exception):
-    """A source cannot be read; the cause is not the folder."""
+    """Raised if reading a source fails, to distinguish it from an error in the cache folder."""
 
     def __init__(self, fault: OSError) -> None:
         super().__init__(str(fault))
@@ -211,7 +213,7 @@ class _SourceError(Exception):
 
 
 def _has_names(reading: Reading) -> bool:
-    """Whether the source is files and data sets, not rows from Python."""
+    """Whether the source consists of file and data set names, not of rows from Python."""
     source = reading.config.prompts if reading.source is None else reading.source
     return isinstance(source, Sequence) and all(isinstance(name, str) for name in source)
 
@@ -220,7 +222,7 @@ def remove_old(folder: Path) -> None:
     """Removes files that no run has used for KEPT_DAYS."""
     oldest = time.time() - KEPT_DAYS * 86400
     for path in folder.iterdir():
-        with suppress(OSError):  # another run may remove it too
+        with suppress(OSError):  # another run may remove the same file
             if path.stat().st_mtime < oldest:
                 path.unlink()
 
@@ -231,14 +233,13 @@ def unless_checked(
     criteria: Sequence[object],
     check: Callable[[], list[UserError]],
 ) -> list[UserError]:
-    """Returns the errors that `check` finds, or none if an earlier start ran it without errors.
+    """Returns the errors that `check` finds, or none if `check` found none in an earlier run.
     Errors are never cached.
 
     Args:
-        config: Keys of the columns.
-        names: Sources, as in `data.prompts`.
-        criteria: Other inputs of `check`, for JSON.
-        check: Function that reads the rows and returns errors.
+        config: Section with the column keys. names: Sources, as in `data.prompts`. criteria: Other
+            inputs that `check` depends on, as JSON values.
+        check: Function that reads the rows and returns the errors in them.
     """
     folder, key = prompts_folder(), _checked_key(config, names, criteria)
     if key is not None and (folder / f"{key}{CHECKED}").exists():
@@ -248,7 +249,7 @@ def unless_checked(
     found = check()
     # If a source changed during reading, the key does not describe the rows.
     if not found and key is not None and _checked_key(config, names, criteria) == key:
-        with suppress(OSError):  # then the next start checks the rows again
+        with suppress(OSError):  # in that case the next run checks the rows again
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             remove_old(folder)
             (folder / f"{key}{CHECKED}").touch()
@@ -281,8 +282,8 @@ def _key(decides: object) -> str:
 
 
 def _reading_inputs(config: DataConfig, names: Sequence[str]) -> list[object] | None:
-    """Returns, for JSON, everything that determines the rows of these sources and how they are
-    read; None if part of it is unknown.
+    """Returns everything that determines the rows of these sources and how they are read, as JSON
+    values. Returns None if part of it is unknown.
     """
     sources = list(map(source_identity, names))
     if None in sources:
@@ -293,9 +294,9 @@ def _reading_inputs(config: DataConfig, names: Sequence[str]) -> list[object] | 
 
 
 def tokenizer_identity(tokenizer: Any) -> str | None:
-    """Returns a digest of everything that determines the tokens of a text and the text of messages;
-    None for tokenizers that are not transformers' own fast classes, and for templates that write
-    the date.
+    """Returns a digest of everything that determines how texts are tokenized and messages are
+    rendered. Returns None if the tokenizer is not one of transformers' own fast classes, or if the
+    template inserts the date.
     """
     kind = type(tokenizer)
     is_known = kind.__module__.startswith("transformers.") and hasattr(tokenizer, "_tokenizer")
@@ -305,7 +306,7 @@ def tokenizer_identity(tokenizer: Any) -> str | None:
     import transformers
 
     content = json.loads(tokenizer.backend_tokenizer.to_str())
-    for name in ("truncation", "padding"):  # every call sets these
+    for name in ("truncation", "padding"):  # set again by every call
         content.pop(name, None)
     decides = [
         kind.__qualname__,
@@ -326,12 +327,12 @@ def load_rows(
     needs: Needs,
     rows: Rows | None = None,
 ) -> LoadedPrompts:
-    """Loads prompts, or `rows` instead, with the responses that an algorithm needs."""
+    """Loads the configured prompts, or `rows`, with the responses that an algorithm needs."""
     return store.load(replace(reading_of(data, rollout, needs), source=rows))
 
 
 def reading_of(data: DataConfig, rollout: RolloutConfig, needs: Needs) -> Reading:
-    """Returns the reading of the rows that an algorithm trains on."""
+    """Returns the Reading for the rows that an algorithm trains on."""
     if needs.rollouts:
         return Reading(data)
     longest = data.longest_response(rollout.max_new_tokens)

@@ -1,8 +1,9 @@
-"""Prompts for the trainer: tokenized, shuffled differently in each epoch, resumable. No torch.
+"""Supplies tokenized prompts to the trainer, in a new order each epoch, and can resume. Does not
+import torch.
 
-Owns the order of prompts. It depends only on the seed and the prompts, so every rank takes the same
-ones without communication. rows.py reads the files. Invariant: after `load_state(state)` a source
-gives the same prompts as the source that returned `state` would have given.
+Owns the order of prompts. The order depends only on the seed and the prompts, so all ranks take the
+same prompts without communication. rows.py reads the files. Invariant: after `load_state(state)`, a
+source returns the prompts that the saved source would have returned next.
 """
 
 from __future__ import annotations
@@ -31,22 +32,20 @@ from hybridrl.errors import DataError
 
 __all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts"]
 
-MAX_PLACES = 100  # kept places of rows that are too long
-_NEW = "2:"  # prefix of fingerprints computed from digests of prompts
+MAX_PLACES = 100  # number of rows that are too long whose places are recorded
+_NEW = "2:"  # prefix of fingerprints that are computed from prompt digests
 
 
 @dataclass
 class LeftOut:
-    """Counts and examples of rows that were not used as they are.
+    """Counts and examples of rows that were left out or changed.
 
     Attributes:
-        limits: The limits, for messages.
-        num: Number of rows that were too long.
-        num_cut: Number of rows that were kept with a shortened response.
-        places: Place and number of tokens of the first MAX_PLACES rows that were too long.
-        in_part: Those places at which only the first part of the text was tokenized.
-        chats: Counts about chats.
-        num_bad: Number of unusable rows.
+        limits: Length limits, as shown in messages.
+        num: Number of rows left out because they are too long. num_cut: Number of rows kept with a
+            truncated response. places: Place and number of tokens of the first MAX_PLACES rows that
+            are too long. in_part: Places of rows of which only the first part was tokenized.
+        chats: Counts for chats. num_bad: Number of unusable rows.
         first_bad: Description of the first unusable row.
     """
 
@@ -67,11 +66,11 @@ class LeftOut:
             self.in_part |= {place} if is_in_part else set()
 
     def is_anything(self) -> bool:
-        """Whether any row was not used as it is."""
+        """Whether any row was left out or changed."""
         return bool(self.num or self.num_cut or self.num_bad or self.chats.report())
 
     def first(self) -> tuple[str, str]:
-        """Returns the place of the first row that was too long, and its length in words."""
+        """Returns the place of the first row that was too long, and its length as text."""
         place, tokens = self.places[0]
         return place, f"{tokens} tokens" + (" or more" if place in self.in_part else "")
 
@@ -92,8 +91,8 @@ class LoadedPrompts:
 
     Attributes:
         prompts: The prompts.
-        sources: Number of each prompt's source, ascending.
-        left_out: Rows that were not used.
+        sources: Number of each prompt's source, in ascending order.
+        left_out: Rows that were left out or changed.
     """
 
     prompts: Sequence[Prompt]
@@ -101,7 +100,7 @@ class LoadedPrompts:
     left_out: LeftOut
 
     def report(self) -> str:
-        """Returns a line for the user."""
+        """Returns a one-line summary for the user."""
         line = f"{len(self.prompts)} prompts"
         if self.left_out.num_cut:
             line += f", {self.left_out.num_cut} with responses cut (data.long_responses=cut)"
@@ -125,13 +124,12 @@ class Reading:
     """Sources, limits and options for reading prompts.
 
     Args:
-        config: Keys of the columns, and `max_prompt_tokens`.
-        source: Names as in `data.prompts`, or rows in memory; the default is `config.prompts`.
+        config: Data section with the column keys and `max_prompt_tokens`.
+        source: Names as in `data.prompts`, or rows in memory. Default: `config.prompts`.
         required: Further columns that every row must have.
-        max_response_tokens: Most tokens of a response, for data with responses: their tokens and
-            the end token become `response_tokens`, and rows with longer ones are left out too. None
-            for data without.
-        feedback: Kind of feedback on responses; None for demonstrations.
+        max_response_tokens: Maximum number of response tokens, including the end token. Rows with
+            longer responses are left out or truncated. None for data without responses.
+        feedback: Kind of feedback on the responses; None for demonstrations.
         limit: Number of prompts to read; None for all.
     """
 
@@ -143,7 +141,7 @@ class Reading:
     limit: int | None = None
 
     def left_out(self) -> LeftOut:
-        """Returns a new, empty LeftOut with the limits of this reading."""
+        """Returns an empty LeftOut with the limits of this reading."""
         limits = f"data.max_prompt_tokens={self.config.max_prompt_tokens}"
         most = self.max_response_tokens
         return LeftOut(limits + ("" if most is None else f" or a response of {most}"))
@@ -159,17 +157,18 @@ class Reading:
         Args:
             tokenizer: Tokenizer, called with lists of texts.
             left_out: Counts to add to.
-            end_tokens: End tokens of responses; the default is those of the tokenizer and its
+            end_tokens: End tokens of responses. Default: the end tokens of the tokenizer and its
                 template.
 
         Yields:
-            Each prompt with the number of its source. `prompt_id` is the row's number over all
-            files, so leaving out rows does not change the others. `columns` has the row's other
-            columns, and as "answer" and "label" those that `config.answer_key` and
-            `config.label_key` name.
+            Each prompt with the number of its source. `prompt_id` is the number of the row across
+            all files, so that leaving out a row does not change the ids of other rows. `columns`
+            contains the other columns of the row; the values of `config.answer_key` and
+            `config.label_key` are also stored as "answer" and "label".
 
         Raises:
-            DataError: Names the file and line of the fault, or says that every prompt is too long.
+            DataError: A row is faulty (the error names its file and line), or every prompt is too
+                long.
         """
         bad, good = BadRows(self.config.on_bad_row), set[int]()
         config, num, labels = self.config, 0, set[bool]()
@@ -211,7 +210,7 @@ class Reading:
 
     @property
     def kind(self) -> Kind:
-        """Kind of the rows."""
+        """Kind of rows that are read."""
         return kind_of(self.feedback, self.max_response_tokens is not None)
 
     def _rows(
@@ -237,7 +236,7 @@ def load_prompts(
     limit: int | None = None,
     end_tokens: Collection[int] | None = None,
 ) -> LoadedPrompts:
-    """Reads and tokenizes prompts into memory; see `Reading` for arguments and errors."""
+    """Reads and tokenizes prompts into memory. See `Reading` for arguments and errors."""
     reading = Reading(config, source, required, max_response_tokens, feedback, limit)
     return in_memory(reading, tokenizer, end_tokens)
 
@@ -245,7 +244,7 @@ def load_prompts(
 def in_memory(
     reading: Reading, tokenizer: TextEncoder, end_tokens: Collection[int] | None = None
 ) -> LoadedPrompts:
-    """Returns the prompts of a reading as a tuple."""
+    """Reads and tokenizes all prompts of a reading into memory."""
     left_out, prompts, sources = reading.left_out(), list[Prompt](), list[int]()
     for prompt, source in reading.prompts(tokenizer, left_out, end_tokens):
         prompts.append(prompt)
@@ -281,19 +280,19 @@ def _prompt(config: DataConfig, encoded: Encoded) -> Prompt:
 
 
 def _fingerprint(prompts: Sequence[Prompt], seed: int | None) -> str:
-    """Returns a digest of the prompts and of the seed that shuffles them."""
+    """Returns a digest of the prompts and of the shuffling seed."""
     digest = hashlib.sha256(f"{seed}".encode())
     digest.update(digests(prompts).astype("<u8").tobytes())
     return f"{_NEW}{digest.hexdigest()[:16]}"
 
 
 class PromptSource:
-    """Gives prompts without end, in a new order each epoch.
+    """Endless supply of prompts, in a new order each epoch.
 
     Args:
-        prompts: Prompts, 1 or more.
-        seed: Seed of the order, together with the number of the epoch.
-        shuffle: Whether to shuffle; otherwise every epoch has the order of `prompts`.
+        prompts: Prompts, at least 1.
+        seed: Seed that determines the order, together with the epoch number.
+        shuffle: Whether to shuffle. If not, every epoch follows the order of `prompts`.
     """
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool) -> None:
@@ -310,11 +309,11 @@ class PromptSource:
 
     @property
     def epoch(self) -> float:
-        """Number of passes over the prompts, with the fraction of the current one."""
+        """Number of passes over the prompts, including the fraction of the current pass."""
         return self._epoch + self._index / len(self._prompts)
 
     def take(self, num: int) -> list[Prompt]:
-        """Returns the next `num` prompts, across the end of an epoch if needed."""
+        """Returns the next `num` prompts, starting new epochs as needed."""
         taken: list[Prompt] = []
         while len(taken) < num:
             if self._index == len(self._prompts):
@@ -326,14 +325,14 @@ class PromptSource:
         return taken
 
     def state(self) -> dict[str, int | str]:
-        """Returns the state for `load_state`, as plain JSON values."""
+        """Returns the state for `load_state`, as JSON values."""
         return {"epoch": self._epoch, "index": self._index, "fingerprint": self._fingerprint}
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continues where the source that returned `state` stopped.
+        """Continues at the position at which `state` was saved.
 
         Raises:
-            DataError: That source had other prompts, or another seed.
+            DataError: The state was saved with different prompts or another seed.
         """
         self._check(state)
         self._epoch = saved_count(state, "epoch")
@@ -341,14 +340,14 @@ class PromptSource:
         self._order = self._epoch_order()
 
     def older_fingerprint(self) -> str:
-        """Returns the fingerprint of older releases; reads all prompts."""
+        """Returns the fingerprint in the format of older releases. Reads all prompts."""
         digest = hashlib.sha256(f"{self._order_seed}".encode())
         for prompt in self._prompts:
             digest.update(identity(prompt))
         return digest.hexdigest()[:16]
 
     def _check(self, state: Mapping[str, int | str]) -> None:
-        """Raises DataError if the state is from a source with other prompts."""
+        """Raises DataError if the state was saved with different prompts."""
         saved = str(state.get("fingerprint"))
         if saved == self._fingerprint:
             return
@@ -357,21 +356,21 @@ class PromptSource:
         raise DataError(
             "data.prompts",
             "prompts, an order or a seed that differ from the checkpoint's",
-            "those of the run's start",
-            "Restore the prompt files and run.seed, or start a new run.name. If the run is older "
-            "than data.add_special_tokens, set data.add_special_tokens=false.",
+            "the prompts, order and seed with which the run started",
+            "Restore the prompt files and run.seed, or start a new run.name. If the run predates "
+            "the key data.add_special_tokens, set data.add_special_tokens=false.",
         )
 
     def _epoch_order(self) -> array[int]:
-        order = array("q", range(len(self._prompts)))  # a fifth of a list's memory
+        order = array("q", range(len(self._prompts)))  # needs a fifth of the memory of a list
         if self._shuffle:
-            # Seeded with a text, random.Random gives the same order on every platform.
+            # If seeded with a string, random.Random shuffles identically on every platform.
             random.Random(f"{self._seed}/{self._epoch}").shuffle(order)
         return order
 
 
 def saved_count(state: Mapping[str, int | str], key: str, most: int | None = None) -> int:
-    """Returns a count of a saved cursor.
+    """Returns a count from the saved position in the prompts.
 
     Raises:
         DataError: The value is not a count, or exceeds `most`.

@@ -1,10 +1,11 @@
-"""Reads raw rows of JSONL files and other sources. No torch, no tokenizer.
+"""Reads raw rows from JSONL files and other sources. Uses neither torch nor a tokenizer.
 
-Owns the checks of files; forms.py owns those of rows. A line that is not a JSON object, or a data
-set that cannot be decoded, is a damaged source and always stops the run. A row that was read but
-cannot be used is a bad row (`RowError`, `BadRows`). The command line reads every file through
-`forms.validate_file` before any rank starts, once for each content. One rank of each node reads the
-rows again unless they are already tokenized (prompt_store.py).
+Owns the checks of files; forms.py owns the checks of rows. A line that is not a JSON object, or a
+data set that cannot be decoded, means that the source is damaged, and always stops the run. A row
+that can be read but not used is a bad row (`RowError`, `BadRows`). Before any rank starts, the
+command line reads every file through `forms.validate_file`, unless it has checked the same content
+before. One rank of each node then reads the rows again, unless they are already tokenized
+(prompt_store.py).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from hybridrl.config.files import MAX_DEPTH, parse_json
 from hybridrl.data.sets import data_set_rows, is_data_set
 from hybridrl.errors import DataError, RowError, said, short
 
-MAX_NAMED = 10  # bad rows in a message
-MAX_LEADING_BAD = 10_000  # bad rows at the start of a source after which reading stops
+MAX_NAMED = 10  # maximum number of bad rows listed in a message
+MAX_LEADING_BAD = 10_000  # reading stops after this many bad rows at the start of a source
 _MEDIA = ("images", "image", "videos", "video")
 _MEDIA_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".mp4", ".webm")
 
@@ -32,15 +33,12 @@ class Row:
     """One row of a source.
 
     Args:
-        place: Place for messages: "train.jsonl:17", or "prompts[16]" in memory.
-        columns: Columns of the source.
-        source: Number of its source.
-        is_arrow: Whether Arrow stored it. Arrow fills in null for keys that only other rows'
-            objects have.
-        number: Number among all rows, usable or not.
-        is_rendered: Whether a chat template rendered its prompt.
-        given: Prompt before rendering; None if it was not rendered or the row became several
-            samples.
+        place: Place shown in messages: "train.jsonl:17", or "prompts[16]" for a row in memory.
+        columns: Values by column name. source: Number of the row's source. is_arrow: Whether the
+            row comes from Arrow, which adds null for keys that occur only in other rows. number:
+            Number of the row among all rows, usable or not. is_rendered: Whether a chat template
+            rendered the prompt. given: Prompt before rendering. None if it was not rendered, or if
+            the row was split into several samples.
     """
 
     place: str
@@ -53,7 +51,7 @@ class Row:
 
 
 class BadRows:
-    """Collects unusable rows, counted by source.
+    """Collects unusable rows and counts them by source.
 
     Args:
         on_bad_row: Value of `data.on_bad_row`.
@@ -75,7 +73,7 @@ class BadRows:
         return self.num > 0 and self._on_bad_row == "stop"
 
     def first(self) -> str:
-        """Returns the place and the fault of the first bad row."""
+        """Returns the place of the first bad row and what is wrong with it."""
         error = next(iter(self._first.values()))[0]
         return f"{error.name}: {error.parts()[1]}"
 
@@ -91,8 +89,8 @@ class BadRows:
         rows.
 
         Args:
-            good: Sources with a good row.
-            min_rows: Number of bad rows from which a source without good rows is an error.
+            good: Numbers of the sources with at least one good row.
+            min_rows: Number of bad rows at which a source without good rows raises the error.
         """
         for source, num in self._nums.items():
             if source not in good and num >= min_rows:
@@ -101,7 +99,7 @@ class BadRows:
             raise self._error(list(self._nums), is_intact=False)
 
     def _error(self, sources: Sequence[int], is_intact: bool) -> DataError:
-        """Returns an error with the first bad row and the places of others."""
+        """Returns an error that describes the first bad row and lists others."""
         num = sum(self._nums[source] for source in sources)
         named = [error for source in sources for error in self._first[source]][:MAX_NAMED]
         (name, got, allowed, remedy), others = named[0].parts(), named[1:]
@@ -117,14 +115,14 @@ class BadRows:
 
 
 def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator[Row]:
-    """Reads rows from sources, or from memory, in order.
+    """Reads rows from sources or from memory, in order.
 
     Args:
         source: Names as in `data.prompts`, or an iterable of mappings (a list, a
             `datasets.Dataset`).
 
     Raises:
-        DataError: Names the file and line of the first fault.
+        DataError: A source is damaged or missing; the error names the file and line.
     """
     number = -1
     is_arrow = type(source).__module__.split(".")[0] == "datasets"
@@ -138,7 +136,7 @@ def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator
             yield Row(place, _mapping(item, place), is_arrow=is_arrow)
     if number < 0:
         raise DataError(
-            "data.prompts", "an empty list", "1 file or row or more", "Set data.prompts."
+            "data.prompts", "an empty list", "at least 1 file or row", "Set data.prompts."
         )
 
 
@@ -186,12 +184,12 @@ def _mapping(value: object, place: str) -> Mapping[str, object]:
 
 
 def refuse_images(row: Row) -> None:
-    """Raises DataError if a row has images or videos, which no model gets here. Training on its
-    text alone would be a different task.
+    """Raises DataError if a row has images or videos, because they are never passed to the model.
+    Training on the text alone would be a different task.
     """
     for name in _MEDIA:
         value = row.columns.get(name)
-        if isinstance(value, str):  # a path or data URL; other texts have another meaning
+        if isinstance(value, str):  # only a path or a data URL refers to media
             has_media = value.lower().endswith(_MEDIA_ENDINGS) or value.startswith("data:")
         elif isinstance(value, Sized):
             has_media = len(value) > 0

@@ -1,5 +1,5 @@
-"""Reads parquet files, folders of `datasets`, and data sets of the hub. No torch; datasets is
-imported only for such a source.
+"""Reads parquet files, folders saved by `datasets`, and data sets on the hub. Does not import
+torch, and imports datasets only if a source needs it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ _BATCH_ROWS = 1024
 
 
 def is_data_set(name: str) -> bool:
-    """Whether a name in `data.prompts` is one of these, and not a JSONL file."""
+    """Whether a name in `data.prompts` is a data set of one of these kinds, not a JSONL file."""
     is_folder = any(os.path.isfile(Path(name) / file) for file in _FOLDER_FILES)
     is_parquet = name.endswith(".parquet") and os.path.isfile(name)
     return is_parquet or name.startswith(DATASETS) or is_folder
 
 
 def source_identity(name: str) -> str | None:
-    """Returns a text that is equal for sources with equal rows: a digest of the bytes of a file, or
-    of all files of a data set's folder, or a data set's commit; None if there is none.
+    """Returns a text that changes whenever the rows of a source change: a digest of a file or of
+    all files in a folder, or the name and commit of a data set. Returns None if there is no such
+    text.
     """
     found = dataset_name(name)
     if found is not None:
         return str(found) if found.is_commit else None
     path = Path(name.removeprefix(DATASETS).split(":")[0] if name.startswith(DATASETS) else name)
     if os.path.isdir(path) and not is_data_set(name):
-        return None  # a mistake; the folder may have any number of files
+        return None  # a user mistake; do not read a folder of unknown size
     digest = hashlib.sha256()
     try:
         files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
@@ -41,7 +42,7 @@ def source_identity(name: str) -> str | None:
             with file.open("rb") as content:
                 part = hashlib.file_digest(content, "sha256").hexdigest()
             digest.update(f"{file.relative_to(path)}\0{part}\0".encode("utf-8", "surrogateescape"))
-    except (OSError, ValueError):  # reading the rows raises the error for the user
+    except (OSError, ValueError):  # the user sees the error when the rows are read
         return None
     return digest.hexdigest() if files else None
 
@@ -90,8 +91,8 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
         loaded = _hub_set(name, datasets) if is_hub else datasets.load_from_disk(name)
     except DataError:
         raise
-    except Exception as error:  # the hub, the network and files raise various classes
-        allowed = f"a folder of save_to_disk, or {DATASET_FORM}"
+    except Exception as error:  # the hub, the network and files raise many classes of exceptions
+        allowed = f"a folder written by save_to_disk, or {DATASET_FORM}"
         raise DataError(name, said(error, 160), allowed, "Check the name.") from error
     if isinstance(loaded, dict):
         allowed = ", ".join(f"{name}/{split}" for split in loaded)
@@ -101,7 +102,7 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
         for row in loaded:
             num += 1
             yield row
-    except Exception as error:  # a column's decoder may raise anything
+    except Exception as error:  # decoding a column may raise any exception
         got = f"{type(error).__name__}: {said(error, 160)}"
         allowed = "rows that datasets can decode"
         raise DataError(f"{name}:{num + 1}", got, allowed, "Write the set again.") from error
@@ -114,7 +115,7 @@ def _hub_set(name: str, datasets: Any) -> Any:
         example = f"{DATASETS}openai/gsm8k:main:train"
         raise DataError("data.prompts", name, DATASET_FORM, f"Example: {example}.")
     first, *config, split = parts
-    if found is None:  # a folder of files in any format of datasets
+    if found is None:  # a folder with files in any format that datasets reads
         return datasets.load_dataset(first, *config, split=split)
     commit = commit_of("data.prompts", found)
     builder = datasets.load_dataset_builder(found.repository, *config, revision=commit)
@@ -125,24 +126,23 @@ def _hub_set(name: str, datasets: Any) -> Any:
 
 
 def _cached(name: HubName, commit: str, other: Any) -> Any:
-    """Returns the builder of this commit of a data set, which was prepared earlier.
+    """Returns the builder for this commit of a data set from the local cache.
 
-    datasets (5.2) uses the newest commit that it has prepared if it cannot reach the hub, or on any
-    other fault there.
+    If datasets (5.2) cannot reach the hub, or fails there for another reason, it uses the newest
+    commit that it has prepared.
 
     Args:
         name: Name on the hub.
-        commit: Commit of the rows.
-        other: Builder of the commit that datasets chose.
+        commit: Commit that the run must use. other: Builder for the commit that datasets chose.
 
     Raises:
-        DataError: This commit was never prepared here.
+        DataError: This commit is not in the cache.
     """
-    prepared = Path(other.cache_dir).parents[1]  # has VERSION/COMMIT folders
+    prepared = Path(other.cache_dir).parents[1]  # contains the folders VERSION/COMMIT
     folder = next(iter(sorted(prepared.glob(f"*/{commit}"))), None)
     if folder is None:
         remedy = "Run where the hub can be reached."
-        found = f"a hub that cannot be reached, and a cache ({prepared}) without commit {commit}"
+        found = f"no connection to the hub, and a cache ({prepared}) without commit {commit}"
         raise DataError(str(name), found, "the data set at that commit", remedy)
     return type(other)(
         repo_id=name.repository,

@@ -1,7 +1,7 @@
-"""Builds the batch of a step without rollouts, from the data's responses and feedback.
+"""Builds the training batch of a step without rollouts from the responses and feedback in the data.
 
 Owns how feedback is encoded in a batch: `reward_B` is 1 for the better response of a pair and for a
-response that is labelled good, otherwise 0. The two of a pair share `group_B`.
+response labelled good, and 0 otherwise. The two responses of a pair share `group_B`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from hybridrl.contracts.batch import UNRELATED, Producer, Prompt, TrainBatch
 
 
 def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> TrainBatch:
-    """Builds the batch of the prompts' responses.
+    """Builds the batch from the responses of the prompts.
 
     Args:
         prompts: Prompts with the responses and labels that `feedback` needs.
-        feedback: Kind of feedback. None gives demonstrations, 'pairs' both sides of each pair.
-            'labels' adds, for each prompt, the response to the next different prompt, with reward
-            part `unrelated` 1; KTO uses these only to estimate the KL divergence.
+        feedback: Kind of feedback. With None, the batch contains the demonstrations; with 'pairs',
+            both sides of each pair. With 'labels', it also contains, for each prompt, the response
+            to the next different prompt, with reward part `unrelated` 1. KTO uses these responses
+            only to estimate the KL divergence.
     """
     num, producer = len(prompts), Producer.here("the data's responses")
     if feedback is None:
@@ -50,7 +51,7 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
 
 
 def _next_other(prompts: Sequence[Prompt], number: int) -> Prompt:
-    """Returns the next different prompt, or the next one if all prompts are equal."""
+    """Returns the next prompt with different tokens, or the next prompt if all are equal."""
     after = [*prompts[number + 1 :], *prompts[:number]]
     own = prompts[number].tokens
     return next((prompt for prompt in after if prompt.tokens != own), [*after, prompts[number]][0])

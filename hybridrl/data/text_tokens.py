@@ -1,9 +1,10 @@
-"""Tokenizes texts that no template rendered: prompts, and the texts that continue them. No torch.
+"""Tokenizes texts that no template rendered: prompts and their continuations. Does not import
+torch.
 
-A prompt begins a sequence, so it gets the special tokens that the tokenizer puts before a text
-(usually BOS). A response or an observation continues a sequence. Some tokenizers begin every text
-with a space (Llama 2, older Mistral); without the correction made here, the sequence would read
-"2+3= 5" for a row with "2+3=5".
+A prompt begins a sequence, so it receives the special tokens that the tokenizer puts before a text
+(usually BOS). A response or an observation continues a sequence. Some tokenizers insert a space
+before every text (Llama 2, older Mistral). This module removes that space from continuations;
+otherwise "2+3=" and "5" would be joined to "2+3= 5".
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 Encode = Callable[[list[str]], list[list[int]]]
 """Returns the tokens of each text."""
 Offsets = Sequence[Sequence[int]]
-"""The first character and the end of each token."""
+"""First character and end of each token."""
 _PROBES = ("a", "1", "the", "0 1")
 
 
@@ -24,11 +25,12 @@ class TextTokens:
     """Tokenizes texts.
 
     Attributes:
-        name: Class name of the tokenizer, for messages.
+        name: Class name of the tokenizer, shown in messages.
 
     Args:
-        tokenizer: Tokenizer of transformers, or one with the same interface. Only fast tokenizers
-            reveal whether they begin texts with a space; others are used unchanged.
+        tokenizer: Transformers tokenizer, or one with the same interface. The inserted space is
+            removed only for fast tokenizers, because other tokenizers do not show whether they
+            insert one.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -40,7 +42,7 @@ class TextTokens:
 
     @cached_property
     def front(self) -> tuple[int, ...]:
-        """Special tokens that a transformers tokenizer puts before a text; not those after it."""
+        """Special tokens that a transformers tokenizer puts before a text, not those after it."""
         tokenizer = self._tokenizer
         if not getattr(
             tokenizer, "num_special_tokens_to_add", int
@@ -60,25 +62,25 @@ class TextTokens:
         return tuple(whole[:1]) if begins else ()
 
     def plain(self, texts: list[str]) -> list[list[int]]:
-        """Returns the tokens of texts that begin a sequence, without special tokens."""
+        """Tokenizes texts that begin a sequence, without special tokens."""
         return list(self._tokenizer(texts, add_special_tokens=False)["input_ids"])
 
     def continued(self, texts: list[str]) -> list[list[int]]:
-        """Returns the tokens of texts that continue a sequence: without special tokens, and without
-        the space that the tokenizer begins texts with.
+        """Tokenizes texts that continue a sequence, without special tokens and without the space
+        that the tokenizer inserts before a text.
         """
         if self._without_space is None:
             return self.plain(texts)
         return [tokens for tokens, _ in self._tokens_and_offsets(texts, is_continued=True)]
 
     def with_offsets(self, text: str, is_continued: bool = False) -> tuple[list[int], Offsets]:
-        """Returns the tokens of a text with the characters of each, without special tokens.
+        """Returns the tokens of a text, without special tokens, and their character offsets.
 
         Args:
             is_continued: Whether the text continues a sequence.
 
         Raises:
-            NotImplementedError: The tokenizer is not a fast one.
+            NotImplementedError: The tokenizer is not a fast tokenizer.
         """
         return self._tokens_and_offsets([text], is_continued)[0]
 
@@ -90,7 +92,8 @@ class TextTokens:
         whole = list(zip(found["input_ids"], found["offset_mapping"], strict=True))
         if not is_continued or self._without_space is None:
             return [(list(tokens), offsets) for tokens, offsets in whole]
-        # The tokenizer adds no space after the first added token, so those tokens are right.
+        # The tokenizer inserts no space after the first added token, so the tokens from there on
+        # are correct.
         starts, rest = [], []
         for text, (tokens, offsets) in zip(texts, whole, strict=True):
             first = next((i for i, token in enumerate(tokens) if token in self._added), len(tokens))
@@ -104,8 +107,8 @@ class TextTokens:
 
 
 def _without_first_space(tokenizer: Any) -> Any:
-    """Returns the backend of a fast tokenizer, changed so that it begins no text with a space; None
-    if it never does, or has no known backend.
+    """Returns the backend of a fast tokenizer, changed so that it inserts no space before a text.
+    Returns None if it never inserts one, or if the backend is unknown.
     """
     backend: Any = getattr(tokenizer, "_tokenizer", None)  # only fast tokenizers have it
     if not hasattr(backend, "to_str"):
@@ -121,8 +124,8 @@ def _without_first_space(tokenizer: Any) -> Any:
 
 
 def _drop_first_space(content: dict[str, Any]) -> bool:
-    """Changes a tokenizer.json so that it adds no space before a text; returns whether it did
-    before.
+    """Changes the content of a tokenizer.json so that no space is inserted before a text. Returns
+    whether anything changed.
     """
     changed = False
     for key, parts in (("normalizer", "normalizers"), ("pre_tokenizer", "pretokenizers")):

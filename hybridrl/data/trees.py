@@ -1,13 +1,13 @@
-"""Turns trees of messages, as OpenAssistant published them, into conversations, pairs or prompts.
-No torch.
+"""Converts trees of messages, as published by OpenAssistant, into conversations, pairs or prompts.
+Does not import torch.
 
-A tree is one row (`prompt`, a message whose `replies` are messages) or one row for each message
-(`message_id`, `parent_id`, `message_tree_id`), with the rows of a tree adjacent. The resulting rows
-have the columns `messages`, or `chosen` and `rejected`, which forms.py knows. Only one tree at a
-time is in memory.
+A tree is either one row (`prompt`, a message whose `replies` are messages) or one row per message
+(`message_id`, `parent_id`, `message_tree_id`); the rows of a tree must be adjacent. The resulting
+rows have the column `messages`, or the columns `chosen` and `rejected`, which forms.py reads. Only
+one tree is in memory at a time.
 
-Raters ranked the replies to a message, 0 the best; replies without a rank come last. Deleted
-messages and the replies to them are left out.
+Human raters ranked the replies to a message, where 0 is the best. Replies without a rank are sorted
+last. Deleted messages and the replies to them are left out.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hybridrl.errors import DataError, RowError, short
 DESCRIPTION = "prompt with replies, or message_id and parent_id (OpenAssistant's trees)"
 _ID, _PARENT, _TREE = "message_id", "parent_id", "message_tree_id"
 _FLAT = frozenset({_ID, _TREE, "text", "role"})
-_KEPT = (_TREE, "lang")  # columns of a tree that its rows keep
+_KEPT = (_TREE, "lang")  # columns that are copied from a tree to its rows
 _REMEDY = "Fix that row, or remove the tree."
 
 
 @dataclass
 class _Node:
-    """A message with its replies, the best first."""
+    """A message with its replies, best reply first."""
 
     message: Message
     rank: float
@@ -39,18 +39,18 @@ class _Node:
 
 
 def expand_trees(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
-    """Yields rows, with each tree replaced by the rows that it gives.
+    """Yields all rows, with each tree replaced by the rows made from it.
 
     Args:
         rows: Rows in the order of their sources.
-        kind: Kind of rows (forms.py). A demonstration is the conversation of the best replies, up
-            to the assistant's last. A prompt is the first message. Pairs are the best and the worst
-            reply of the assistant to each message whose replies have different ranks. Trees have no
-            labels, so for `labels` they are not changed.
-        bad: Collects unusable trees, each as one row.
+        kind: Kind of rows (forms.py). A demonstration is the conversation that follows the best
+            replies. A prompt is the first message. Pairs are the best and the worst reply of the
+            assistant to each message whose replies have different ranks. Trees have no labels, so
+            `labels` leaves them unchanged.
+        bad: Collects unusable trees, each counted as one row.
 
     Raises:
-        DataError: After the last row, if the trees give no row.
+        DataError: Raised after the last row if no rows could be made from the trees.
     """
     if kind == "labels":
         yield from rows
@@ -77,11 +77,11 @@ def expand_trees(rows: Iterable[Row], kind: str, bad: BadRows) -> Iterator[Row]:
         remedy = "Use other rows, or algorithm.name=sft."
         if kind != "pairs":
             allowed, remedy = "a first message that is not deleted", "Use other rows."
-        raise DataError(tree.place, f"trees that give no {kind}", allowed, remedy)
+        raise DataError(tree.place, f"trees from which no {kind} can be made", allowed, remedy)
 
 
 def _grouped(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    """Yields the rows of one tree together, and other rows alone."""
+    """Yields the rows of one tree as a group, and every other row by itself."""
     group: list[Row] = []
     for row in rows:
         if group and not (_is_flat(row) and _same_tree(row, group[0])):
@@ -118,7 +118,7 @@ def _node(place: str, given: Mapping[str, Any]) -> _Node:
 
 
 def _tree_of_row(row: Row) -> _Node:
-    """Returns the first message of a tree that is one row."""
+    """Returns the first message of a tree that is stored in one row."""
     root = _node(row.place, row.columns["prompt"])  # type: ignore[arg-type]  # _is_nested
     waiting = [(root, row.columns["prompt"])]
     while waiting:
@@ -133,7 +133,7 @@ def _tree_of_row(row: Row) -> _Node:
 
 
 def _tree_of_rows(rows: Sequence[Row]) -> _Node:
-    """Returns the first message of a tree that has one row for each message."""
+    """Returns the first message of a tree that is stored in one row per message."""
     nodes: dict[object, _Node] = {}
     for row in rows:
         name = row.columns[_ID]
@@ -176,7 +176,7 @@ def _walk(root: _Node) -> Iterator[_Node]:
 
 
 def _tree_columns(first: Row, root: _Node, kind: str) -> Iterator[dict[str, object]]:
-    """Yields the columns of each row that a tree gives."""
+    """Yields the columns of each row made from a tree."""
     if root.is_deleted:
         return
     for node in _walk(root):
@@ -198,7 +198,9 @@ def _tree_columns(first: Row, root: _Node, kind: str) -> Iterator[dict[str, obje
 
 
 def _pairs(root: _Node) -> Iterator[tuple[list[Message], list[Message]]]:
-    """Yields the best and the worst reply to each message, each after all earlier messages."""
+    """Yields, for each message, two conversations: one ends in its best reply, the other in its
+    worst.
+    """
     waiting = [(root, [root.message])]
     while waiting:
         node, earlier = waiting.pop()

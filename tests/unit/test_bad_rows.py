@@ -97,7 +97,7 @@ ROWS: dict[str, tuple[str, Any, str]] = {
     "pairs of other prompts": (
         "dpo",
         pair([U, A], [{**U, "content": "z"}, A]),
-        "two responses that do not first differ in a message of the assistant",
+        "two responses whose first difference is not in a message of the assistant",
     ),
     "pairs that are not the prompt's": (
         "dpo",

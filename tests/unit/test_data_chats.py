@@ -228,7 +228,7 @@ def test_turns_that_the_template_keeps_stay_in_one_sample() -> None:
 def test_a_call_that_the_template_leaves_out_is_refused() -> None:
     """As DeepSeek-R1-Distill's does, where a message has content too."""
     row = {"messages": [ONE, call()]}
-    with pytest.raises(DataError, match="a call of 'get_weather', which the chat template leaves"):
+    with pytest.raises(DataError, match="a call to 'get_weather', which the chat template leaves"):
         load(tokenizer_of("deepseek_r1_distill"), row)
 
 
