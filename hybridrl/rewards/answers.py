@@ -1,8 +1,9 @@
-"""Rewards that compare a response with the row's "answer" column. No torch.
+"""Rewards that compare a response with the row's "answer" column. Does not import torch.
 
-Their options are keyword arguments of the constructor; functions.py describes the call. An answer
-is a text or a number; if it is a list, each element is right. `check_row` raises for an answer that
-the reward cannot read, so that it is found before ranks start.
+The options of a reward are its constructor's keyword arguments; functions.py describes how it is
+called. An answer is a text or a number; if it is a list, each element counts as correct.
+`check_row` raises an error for an answer that the reward cannot read, so that the fault is found
+before ranks start.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hybridrl.errors import DataError, UserError, short
 
 MAX_BOXES, MAX_BOX_CHARS = 5, 2_000
 _NUMBER = r"-?(?:\\?\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-# A dollar sign for money, which does not delimit a formula; not one after a line break (\\\\).
+# An escaped dollar sign, which means money and does not delimit a formula.
 _MONEY = re.compile(r"(?<!\\)\\\$")
 _NO_VALUE = re.compile(r"\\?\$|\\[()\[\]]|[\s{}]")
 _COUNTED = re.compile(r"(?<=\d)\s+\([A-Za-z][A-Za-z .,'-]{2,}\)$")
@@ -30,9 +31,9 @@ class ExactMatch:
     """1 if the answer in the response equals the row's "answer" column, otherwise 0.
 
     Args:
-        extract: Regular expression; group 1 of its last non-empty match is the answer, and no match
-            scores 0. Without it, the whole response is the answer. White space at both ends does
-            not count.
+        extract: Regular expression. Group 1 of its last non-empty match is the answer; a response
+            without a match scores 0. If None, the whole response is the answer. Leading and
+            trailing white space is ignored.
 
     Raises:
         UserError: `extract` is not a regular expression with a group.
@@ -54,11 +55,11 @@ class ExactMatch:
         return float(answer in [text.strip() for text in answers_of(prompt, columns)])
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for a row without an answer."""
+        """Raises DataError if the row has no answer."""
         answers_of(prompt, columns)
 
     def answer(self, response: str) -> str | None:
-        """Returns the answer in a response, if there is one."""
+        """Returns the answer in a response, or None if there is none."""
         if self._pattern is None:
             return response.strip()
         # `([^,]*)$` matches "15,08,85" twice; the last, empty match is not an answer.
@@ -67,14 +68,14 @@ class ExactMatch:
 
 
 class Gsm8k:
-    """1 if the response's number equals that of the "answer" column in GSM8K's published form,
-    otherwise 0.
+    """1 if the number in the response equals the number in the "answer" column (in GSM8K's
+    published form), otherwise 0.
 
     Args:
-        method: 'strict' takes the number after the last `####`, 'flexible' the last number.
+        method: 'strict' reads the number after the last `####`; 'flexible' reads the last number.
 
     Raises:
-        UserError: There is no such method.
+        UserError: The method is unknown.
     """
 
     def __init__(self, method: str = "strict") -> None:
@@ -90,7 +91,7 @@ class Gsm8k:
         return float(self._response_number(response) in self._expected(prompt, columns))
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for an answer that is not a number."""
+        """Raises DataError if the row's answer is not a number."""
         self._expected(prompt, columns)
 
     def _expected(self, prompt: str, columns: Mapping[str, object]) -> list[Decimal]:
@@ -108,16 +109,16 @@ class Gsm8k:
         return _number(found[-1]) if found else None
 
     def answer(self, response: str) -> str | None:
-        """Returns the number in a response, if there is one."""
+        """Returns the number in a response, or None if there is none."""
         found = self._response_number(response)
         return None if found is None else f"{found.normalize():f}"
 
 
 class Math:
-    """1 if the response's answer is mathematically equal to the "answer" column, otherwise 0.
+    """1 if the answer in the response is mathematically equal to the "answer" column, otherwise 0.
 
-    Uses math-verify, which reads LaTeX, numbers and the last `\\boxed{}`. It may run forever on
-    terms such as 9^9^9, so it runs in processes that can be killed.
+    Uses math-verify, which reads LaTeX, numbers and the last `\\boxed{}`. math-verify may never
+    finish on terms such as 9^9^9, so it runs in processes that can be killed.
     """
 
     runs = "process"
@@ -131,7 +132,7 @@ class Math:
             raise UserError(
                 "reward.function", "math", allowed, f"Run: pip install 'hybridrl[math]' ({error})"
             ) from error
-        # Its warning that it has no time limit does not apply: the process has one.
+        # math-verify warns that it runs without a time limit, but the process has one.
         logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
         self._library = math_verify
         self._whole = [math_verify.LatexExtractionConfig()]
@@ -140,8 +141,8 @@ class Math:
         """Returns 1.0 or 0.0."""
         answers, boxed = self._expected(prompt, columns), last_box(response)
         if boxed is not None and plain_math(boxed) in map(plain_math, answers):
-            return 1.0  # equal texts, whether or not they are formulas
-        # Its own time limits use signals; the process's limit is enough.
+            return 1.0  # equal texts are equal answers, even if they are not formulas
+        # Disable math-verify's own time limits, which use signals; the process has a limit.
         found = self._library.parse(_MONEY.sub("", response), parsing_timeout=None)
         return float(
             any(
@@ -151,7 +152,7 @@ class Math:
         )
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for an answer without a value; quick, because it parses no formulas."""
+        """Raises DataError if the row's answer has no value. Fast: it parses no formulas."""
         self._expected(prompt, columns)
 
     def _expected(self, prompt: str, columns: Mapping[str, object]) -> list[str]:
@@ -162,8 +163,8 @@ class Math:
         return found
 
     def _parsed(self, answer: str) -> list[Any]:
-        """Returns the value of an answer. The whole text is the answer, not a formula somewhere in
-        it, unless it is a solution with a box.
+        """Parses an answer. The whole text is the answer, not just a formula inside it, unless the
+        text is a solution with a box.
         """
         is_solution = "\\boxed" in answer or "\\fbox" in answer
         text = answer if is_solution else f"\\boxed{{{_COUNTED.sub('', answer)}}}"
@@ -173,9 +174,9 @@ class Math:
         return found
 
     def answer(self, response: str) -> str | None:
-        """Returns the content of the last box of a response, or its last number, as text. Different
-        spellings of a value (1/2 and 0.5) count as different answers, except those that
-        `plain_math` unifies.
+        """Returns the content of the last box in a response, or else its last number, as text.
+        Different notations of one value (1/2 and 0.5) count as different answers, unless
+        `plain_math` unifies them.
         """
         boxed = last_box(response)
         if boxed is not None:
@@ -187,10 +188,11 @@ class Math:
 class Choice:
     """1 if the response chooses the letter in the "answer" column, otherwise 0.
 
-    The choice is found by the first of these rules that applies: the letter in the last
-    `\\boxed{}`; the letter after the last "answer" ("Answer: B", "the answer is (B)"); the letter
-    that begins the response, alone or before one of . ) : and a space. Letters are capitals A to Z;
-    small letters count after "answer" and alone in a response.
+    The first rule that applies determines the choice: the letter in the last `\\boxed{}`; the
+    letter after the last "answer" ("Answer: B", "the answer is (B)"); the letter at the start of
+    the response, if it stands alone or is followed by punctuation such as . ) or :. Letters are
+    capitals A to Z. Lower-case letters count only in a box, after "answer", or as the whole
+    response.
     """
 
     _AFTER = re.compile(
@@ -204,7 +206,7 @@ class Choice:
         return float(self.answer(response) in self._expected(prompt, columns))
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for an answer that is not a letter."""
+        """Raises DataError if the row's answer is not a letter."""
         self._expected(prompt, columns)
 
     def _expected(self, prompt: str, columns: Mapping[str, object]) -> list[str]:
@@ -215,11 +217,11 @@ class Choice:
         return found
 
     def answer(self, response: str) -> str | None:
-        """Returns the letter that a response chooses, if it chooses one."""
+        """Returns the letter that a response chooses, or None if it chooses none."""
         boxed = _without_text_commands(last_box(response) or "").strip("(). ")
         if len(boxed) == 1 and "A" <= boxed.upper() <= "Z":
             return boxed.upper()
-        # "The answer is a fruit": a small letter is a choice only if no word follows it.
+        # A lower-case letter is a choice only if no word follows it ("The answer is a fruit").
         for found in reversed(list(self._AFTER.finditer(response))):
             rest = response[found.end() : found.end() + 2].strip("*_)]\"' ")
             if found[1].isupper() or not rest or rest[0] in ".,;\n":
@@ -232,8 +234,8 @@ class Choice:
 
 
 def last_box(text: str) -> str | None:
-    """Returns the content of the last `\\boxed{...}` that is closed within MAX_BOX_CHARS, with
-    balanced braces; only the last MAX_BOXES boxes of a text are tried.
+    """Returns the content of the last `\\boxed{...}` whose braces are balanced within
+    MAX_BOX_CHARS. Only the last MAX_BOXES boxes in a text are tried.
     """
     at = len(text)
     for _ in range(MAX_BOXES):
@@ -248,9 +250,9 @@ def last_box(text: str) -> str | None:
 
 
 def plain_math(text: str) -> str:
-    """Returns an answer without notation that does not change its value: spaces, dollar signs,
-    `\\left` and `\\right`, `\\text{}`, `\\dfrac` for `\\frac`, thousands separators, a final
-    period, zeros after the decimal point.
+    """Normalizes notation that does not change the value of an answer: spaces, dollar signs,
+    `\\left` and `\\right`, `\\text{}`, `\\dfrac` instead of `\\frac`, thousands separators, a final
+    period, trailing zeros.
     """
     found = _without_text_commands(text)
     found = re.sub(r"\\(?:(?:left|right|quad)(?![a-z])|[,!;: $])|[\s$]", "", found)
@@ -260,10 +262,10 @@ def plain_math(text: str) -> str:
 
 
 def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
-    """Returns the row's answers as texts: one, or all of a list, each of which is right.
+    """Returns all correct answers of the row as texts.
 
     Raises:
-        DataError: The row has none, or something else than texts and numbers.
+        DataError: The row has no answer, or its answer is neither text nor number.
     """
     given: Any = columns.get("answer")
     if given is None:
@@ -285,8 +287,8 @@ def answers_of(prompt: str, columns: Mapping[str, object]) -> list[str]:
 
 
 def _as_text(value: object) -> str | None:
-    """Returns a text or number as text; None for anything else. A float with an integral value, as
-    in a column with nulls, is written as an integer.
+    """Converts a text or number to text; returns None for anything else. A float with an integral
+    value, which occurs in columns with nulls, is written as an integer.
     """
     if isinstance(value, str | bool | Rational):
         return str(value)
@@ -311,7 +313,7 @@ def _without_text_commands(text: str) -> str:
 
 
 def compile_pattern(key: str, text: object) -> re.Pattern[str]:
-    """Returns the compiled expression, or raises UserError naming `key`."""
+    """Compiles a regular expression. Raises UserError with `key` if it is invalid."""
     try:
         return re.compile(text)  # type: ignore[call-overload, no-any-return]
     except (re.error, TypeError) as error:

@@ -1,11 +1,11 @@
-"""Scores sampled responses: decodes them, calls the scorers, handles failures.
+"""Scores sampled responses: decodes them, calls the scorers and handles failures.
 
 A reward is the weighted sum of its scorers. A scorer runs in place, in threads or in processes
-(functions.py decides). In the latter two, `begin` submits a sample as soon as it is generated, and
-`score` waits for those still running. A scorer's fault becomes a BatchError that names the
-function, its file and line, and the sample, or is counted if `reward.on_error` says so; it never
-becomes a silent zero. Every rank scores the samples that it is given. The caller shares one rank's
-error with the others.
+(functions.py decides). For threads and processes, `begin` submits a sample as soon as it is
+generated, and `score` waits for the scorers that are still running. If a scorer fails, a BatchError
+names the function, its file and line, and the sample; depending on `reward.on_error`, the failure
+is only counted. A failure never silently becomes a zero. Each rank scores its own samples. The
+caller must share an error on one rank with the others.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from hybridrl.rewards.traits import traits_of
 
 logger = logging.getLogger(__name__)
 Key = tuple[int, tuple[int, ...]]
-"""Key of a sample: its number and its response's tokens."""
+"""Key of a sample: its number and the tokens of its response."""
 
 
 class TextDecoder(Protocol):
-    """The part of a tokenizer that is used here; any transformers tokenizer fits."""
+    """The tokenizer interface used here. Any transformers tokenizer implements it."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         """Returns the text of the tokens."""
@@ -59,17 +59,15 @@ class TextDecoder(Protocol):
 
 
 class Part:
-    """One scorer of the sum.
+    """One scorer in the weighted sum.
 
     Args:
-        name: Name in metrics.
-        function: Function that scores.
-        config: Section that says how to run it; without it the function runs in place, with weight
-            1.
+        name: Name in metrics. function: Reward function. config: Config section that says how to
+            run it. If None, the function runs in place with weight 1.
 
     Attributes:
-        is_in_place: Whether the calling thread scores.
-        can_begin: Whether single samples can be scored while others are generated.
+        is_in_place: Whether the reward function runs in the calling thread.
+        can_begin: Whether one sample can be scored while others are being generated.
     """
 
     def __init__(
@@ -92,16 +90,17 @@ class Part:
         self.can_begin = not self.is_in_place and not self.is_batched
 
     def begin(self, sample: int, tokens: tuple[int, ...], job: Job) -> None:
-        """Submits one sample."""
+        """Submits one sample for scoring."""
         assert self._pool is not None
         self._pending[sample, tokens] = self._pool.submit(job)
 
     def start(self, keys: Sequence[Key], job: Job) -> list[Future[list[Outcome]]]:
-        """Submits these samples, unless they already were, and cancels all other submitted ones.
+        """Submits these samples unless they are already submitted, and cancels all other submitted
+        samples.
 
         Returns:
-            A future for each sample, or one for all if the function is batched; nothing if it runs
-            in place.
+            One future per sample, or a single future if the function is batched. An empty list if
+            the function runs in place.
         """
         pending, self._pending = self._pending, {}
         if self._pool is None:
@@ -123,18 +122,18 @@ class Part:
             future.cancel()
 
     def close(self) -> None:
-        """Ends its processes and threads."""
+        """Ends the processes and threads of this scorer."""
         if self._pool is not None:
             self._pool.close()
 
 
 class TurnPart(Part):
-    """The environment's rewards for the turns of each response.
+    """Rewards from the environment for the turns of each response.
 
     Args:
         name: Name in metrics.
-        weight: Weight of the rewards; None ignores the rewards but not the failures.
-        environment: Name of the environment in messages.
+        weight: Weight of the rewards. If None, the rewards are ignored, but failures are not.
+        environment: Name of the environment, shown in messages.
     """
 
     def __init__(self, name: str, weight: float | None, environment: str) -> None:
@@ -145,7 +144,7 @@ class TurnPart(Part):
         self.is_in_place = False
 
     def start(self, keys: Sequence[Key], job: Job) -> list[Future[list[Outcome]]]:
-        """Returns the outcomes of these samples, and removes them."""
+        """Returns and removes the stored outcomes of these samples."""
         future: Future[list[Outcome]] = Future()
         future.set_result([self.ended.pop(sample) for sample, _ in keys])
         return [future]
@@ -155,15 +154,15 @@ class Scorer:
     """Scores batches.
 
     Args:
-        config: Section that names the functions.
-        tokenizer: Decodes responses; special tokens are left out of the text.
-        function: Function to use instead, called as functions.py describes, or several whose scores
-            are added; their names become names of metrics.
-        min_samples: Smallest number of samples of a group that can be compared.
-        environment: Environment of the responses, if it has a name.
+        config: Config section that names the functions.
+        tokenizer: Tokenizer that decodes responses to text without special tokens.
+        function: Function to use instead of the configured ones, or several whose scores are added
+            (interface: see functions.py). Metrics use their names.
+        min_samples: Minimum number of samples in a group for a comparison.
+        environment: Config section of the environment that took part in the responses, if any.
 
     Raises:
-        UserError: `config` names no function.
+        UserError: `config` names an unknown function, or its settings are wrong.
     """
 
     def __init__(
@@ -196,15 +195,15 @@ class Scorer:
 
     @property
     def drops(self) -> bool:
-        """Whether samples without a score are left out."""
+        """Whether samples without a score are dropped."""
         return self._config.on_error == "drop"
 
     def responses(self, batch: RolloutBatch) -> list[str]:
-        """Returns the text of each response, with observations, without special tokens."""
+        """Returns the text of each response, including observations but no special tokens."""
         return [self._text(tokens) for tokens, _ in _responses(batch)]
 
     def pieces(self, batch: RolloutBatch) -> list[list[str]]:
-        """Returns the text of each token of each response; empty for special tokens."""
+        """Returns the text of each token in each response; the text is empty for special tokens."""
         return [[self._piece(token) for token in tokens] for tokens, _ in _responses(batch)]
 
     def begin(
@@ -214,7 +213,7 @@ class Scorer:
         tokens: Sequence[int],
         observed: Sequence[bool] | None = None,
     ) -> None:
-        """Submits a finished sample to scorers that can run while others are generated."""
+        """Submits a finished sample to the scorers that can run during generation."""
         parts = [part for part in self.parts if part.can_begin]
         if parts:
             tokens = self._seen(tokens, observed)
@@ -223,25 +222,24 @@ class Scorer:
                 part.begin(sample, tuple(tokens), job)
 
     def end_episode(self, sample: int, outcome: Outcome) -> None:
-        """Stores the environment's outcome for all turns of a sample."""
+        """Stores the environment's outcome for a sample, which covers all turns."""
         if self._turns is not None:
             self._turns.ended[sample] = outcome
 
     def score(self, batch: RolloutBatch) -> ScoredBatch | None:
-        """Returns the batch with its rewards; its reward parts are the unweighted scores of the
-        scorers.
+        """Adds rewards to a batch. The reward parts are the unweighted scores of each scorer.
 
         Args:
-            batch: Samples of whole groups, because batched scorers may compare them.
+            batch: Samples of complete groups, because batched scorers may compare samples.
 
         Returns:
-            The samples, except those that `reward.on_error` drops and the rest of their group if
-            too few are left to compare; None if no sample is left.
+            The scored samples. With `reward.on_error=drop`, failed samples are removed, and the
+            rest of their group too if too few remain for a comparison. None if no sample remains.
 
         Raises:
-            BatchError: A scorer failed and `reward.on_error` is 'stop'; raised at the first
-                failure, without waiting for the other samples.
-            DataError: The same, if the row caused the failure.
+            BatchError: A scorer failed and `reward.on_error` is 'stop'. Raised at the first
+                failure, without waiting for other samples. DataError: As BatchError, but the row
+                caused the failure.
         """
         tokens = [self._seen(*response) for response in _responses(batch)]
         keys = list(zip(batch.sample_ids_B.tolist(), map(tuple, tokens), strict=True))
@@ -257,7 +255,7 @@ class Scorer:
                 continue
             scores[part.name] = torch.tensor([self._number(x) for x in found], dtype=torch.float64)
             total_B += part.weight * scores[part.name]
-        # Other scorers' rewards mean nothing for a response whose environment failed.
+        # If the environment failed, rewards from other scorers are meaningless for that response.
         total_B[without_turns] = self._config.error_value
         floats = {name: score_B.float() for name, score_B in scores.items()}
         scored = batch.scored(total_B.float(), floats, self._producer)
@@ -267,14 +265,12 @@ class Scorer:
         return scored.select(rest) if rest else None
 
     def take_counts(self) -> dict[str, int]:
-        """Returns the numbers of samples with an error or a note since the last call, by metric
-        name.
-        """
+        """Returns, by metric name, how many samples had an error or a note since the last call."""
         counts, self._counts = self._counts, dict.fromkeys(self._count_names(), 0)
         return counts
 
     def forget(self) -> None:
-        """Cancels the submitted samples."""
+        """Cancels all submitted samples."""
         for part in self.parts:
             part.forget()
 
@@ -284,7 +280,7 @@ class Scorer:
             part.close()
 
     def nothing_left(self) -> UserError:
-        """Returns the error for a step in which every response was dropped."""
+        """Returns the error to raise if every response of a step was dropped."""
         return UserError(
             f"reward {self.name!r}",
             "no score for any response of a step",
@@ -293,11 +289,12 @@ class Scorer:
         )
 
     def _outcomes(self, keys: Sequence[Key], job: Job) -> list[list[Outcome]]:
-        """Returns each scorer's outcomes of the samples. If a failure stops the run, returns at the
-        first one, with a number in place of missing outcomes.
+        """Returns the outcomes of all samples for each scorer. If failures stop the run, returns at
+        the first failure and replaces missing outcomes by a number.
 
-        A function gets the row's prompt, the response's text and the row's other columns, once per
-        sample, or once with lists of all if it is batched. It returns one float per sample.
+        A function receives the row's prompt, the text of the response and the row's other columns.
+        It is called once per sample or, if it is batched, once with lists for all samples. It
+        returns one float per sample.
         """
         stops = self._config.on_error == "stop"
         started = [part.start(keys, job) for part in self.parts]
@@ -320,7 +317,7 @@ class Scorer:
         ]
 
     def _settle(self, part: Part, batch: RolloutBatch, found: Sequence[Outcome]) -> set[int]:
-        """Counts failures and notes; returns the failed samples, or raises the first failure."""
+        """Counts failures and notes. Returns the failed samples, or raises the first failure."""
         failed = {i for i, outcome in enumerate(found) if isinstance(outcome, ScorerFailure)}
         if failed:
             first = min(failed)
@@ -329,7 +326,7 @@ class Scorer:
             got = failure.got.replace(WHERE, f"sample {int(batch.sample_ids_B[first])}")
             if self._config.on_error == "stop" and isinstance(failure.cause, DataError):
                 raise failure.cause
-            # Only the first failure's traceback is logged.
+            # Only the traceback of the first failure is logged.
             error = BatchError(part.producer, "reward_B", got, failure.expected, failure.log())
             if self._config.on_error == "stop":
                 raise error from failure.cause
@@ -349,7 +346,7 @@ class Scorer:
         return [f"reward/{p.name}/{what}" for p in self.parts for what in ("errors", *p.notes)]
 
     def _seen(self, tokens: Sequence[int], observed: Sequence[bool] | None) -> Sequence[int]:
-        """Returns the part of a response that reward functions get."""
+        """Returns the part of a response that reward functions receive."""
         if self._sees_all or observed is None or True not in observed:
             return tokens
         return tokens[len(observed) - list(reversed(observed)).index(True) :]
@@ -368,7 +365,7 @@ def _result_if_done(future: Future[list[Outcome]]) -> list[Outcome]:
 
 
 def _comparable(groups: Sequence[int], failed: set[int], min_samples: int) -> list[int]:
-    """Returns the samples that did not fail and whose group still has `min_samples`."""
+    """Returns the indices of samples that did not fail and whose group still has enough samples."""
     before = Counter(groups)
     left = Counter(group for i, group in enumerate(groups) if i not in failed)
     return [
@@ -379,7 +376,7 @@ def _comparable(groups: Sequence[int], failed: set[int], min_samples: int) -> li
 
 
 def _responses(batch: RolloutBatch) -> list[tuple[list[int], list[bool] | None]]:
-    """Returns each response on this rank, and whether its tokens were observed."""
+    """Returns each response on this rank, with flags for its observed tokens."""
     prompt_lengths_H, ends = batch.of_held(batch.prompt_lengths_B), batch.offsets[1:]
     starts = (batch.offsets[:-1] + prompt_lengths_H).tolist()
     bounds = [slice(*bound) for bound in zip(starts, ends.tolist(), strict=True)]
@@ -389,7 +386,7 @@ def _responses(batch: RolloutBatch) -> list[tuple[list[int], list[bool] | None]]
 
 
 def _script_parts(functions: Sequence[RewardFunction]) -> list[Part]:
-    """Returns a part for each function of a user's script.
+    """Creates one Part per function that a user's script passed.
 
     Raises:
         UserError: The list is empty, an entry is not a function, or two have the same name.

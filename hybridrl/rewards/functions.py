@@ -1,11 +1,11 @@
-"""Reward functions by name, and the lookup of a user's own. No torch, so that a run can be checked
-early.
+"""Finds reward functions by name, or by the dotted path of a user's function. Does not import
+torch, so that a run can be checked early.
 
 A reward function takes `(prompt, response: str, columns: Mapping)` and returns a float. `prompt` is
-the row's prompt, a text or the messages of a chat. `columns` has the other columns of the row, and
-as `rendered_prompt` the text that the model got. A function with the attribute `batched = True`
-takes lists of the three, for all samples, and returns one float per sample. traits.py lists all
-attributes.
+the row's prompt: a text or the messages of a chat. `columns` contains the other columns of the row,
+and under `rendered_prompt` the text that the model received. A function with the attribute `batched
+= True` receives lists for all samples as the three arguments, and returns one float per sample.
+traits.py lists all attributes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ NOT_CALLED = (SERVED, TURNS)
 
 
 class TurnRewards:
-    """The sum of an environment's rewards, which come with responses (generation/episodes.py)."""
+    """Sum of the rewards from an environment, which are computed during generation
+    (generation/episodes.py).
+    """
 
     runs = "world"
 
@@ -46,14 +48,14 @@ class TurnRewards:
 
 
 class ServedModel:
-    """A reward model, which the trainer runs on its own ranks (roles/reward_models.py).
+    """Reward model that the trainer runs on its own ranks (roles/reward_models.py).
 
     Args:
-        path: HF directory with a value head, such as `hybridrl convert` writes for a reward_model
-            run.
+        path: HF directory of a model with a value head, for example written by `hybridrl convert`
+            from a reward_model run.
 
     Raises:
-        UserError: The directory has no model.
+        UserError: The directory contains no model.
     """
 
     runs = "world"
@@ -68,12 +70,12 @@ class ServedModel:
             )
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Never called: the model scores tokens."""
+        """Never called, because the model scores tokens, not texts."""
         raise NotImplementedError
 
 
 def no_reward(prompt: str, response: str, columns: Mapping[str, object]) -> float:
-    """Returns 0, for training that learns from no reward and has none configured."""
+    """Returns 0. Used if no reward is configured because the algorithm needs none."""
     return 0.0
 
 
@@ -95,17 +97,17 @@ NEEDS_ANSWER = ("exact_match", "gsm8k", "math", "choice")
 
 
 def _reward_class(name: str) -> Callable[..., RewardFunction]:
-    """Returns the class for a name of the table, imported if needed."""
+    """Returns the class for a name in REWARDS, after importing it if needed."""
     entry = REWARDS[name]
     return imported(entry) if isinstance(entry, str) else entry
 
 
 def find_reward(config: ScorerConfig) -> RewardFunction:
-    """Returns the section's function, from the table or a dotted path `module:function`, with its
-    options.
+    """Returns the configured function with its options, from the table or a dotted path
+    `module:function`.
 
     Raises:
-        UserError: There is no such function, or its settings are wrong.
+        UserError: The function does not exist, or its settings are wrong.
     """
     name = config.function
     if name in REWARDS:
@@ -134,10 +136,10 @@ def find_reward(config: ScorerConfig) -> RewardFunction:
 
 
 class RowCheck:
-    """Checks whether rewards can score responses to a row, before there are responses.
+    """Checks whether rewards will be able to score responses to a row, before responses exist.
 
     Args:
-        config: Section that names the rewards.
+        config: Config section that names the rewards.
     """
 
     def __init__(self, config: RewardConfig) -> None:
@@ -149,7 +151,7 @@ class RowCheck:
         ]
 
     def identity(self) -> list[object]:
-        """Returns, for JSON, everything that determines which rows pass."""
+        """Returns everything that determines which rows pass, as JSON values."""
         return [
             [scorer.function, scorer.options, hashlib.sha256(file.read_bytes()).hexdigest()]
             for scorer in self._scorers
@@ -157,7 +159,9 @@ class RowCheck:
         ]
 
     def __call__(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for the first reward that fails, UserError for wrong options."""
+        """Raises DataError if a reward cannot score responses to the row, and UserError for wrong
+        options.
+        """
         for check in self._checks:
             check(prompt, columns)
 
@@ -168,13 +172,13 @@ class RowCheck:
 
 
 def check_rewards(config: RewardConfig) -> list[UserError]:
-    """Returns an error for each wrong scorer of the section."""
+    """Returns one error for each faulty scorer in the config section."""
     found = []
     for name, scorer in config.scorers().items():
         try:
             find_reward(scorer)
         except UserError as error:
-            if config.functions:  # then the key is there
+            if config.functions:  # only then the key contains the name
                 key = error.name.replace("reward.", f"reward.functions.{name}.", 1)
                 error = UserError(key, error.value, error.allowed, error.remedy)
             found.append(error)
@@ -182,7 +186,7 @@ def check_rewards(config: RewardConfig) -> list[UserError]:
 
 
 def where(config: ScorerConfig, function: RewardFunction) -> str:
-    """Returns the place of a section's function: "here", "thread", "process" or "world"."""
+    """Returns where a configured function runs: "here", "thread", "process" or "world"."""
     traits = traits_of(function)
     is_own = ":" in config.function and not traits.batched
     usual = traits.runs or ("process" if is_own else "here")
@@ -192,7 +196,7 @@ def where(config: ScorerConfig, function: RewardFunction) -> str:
 
 
 def _check_run(config: ScorerConfig, function: RewardFunction) -> None:
-    """Raises UserError if the section sets an option that has no effect on this function."""
+    """Raises UserError if the config section sets an option that has no effect on this function."""
     place = where(config, function)
     remedies = {
         "here": "Remove it, or set isolated=true to run the function in processes.",
@@ -209,7 +213,7 @@ def _check_run(config: ScorerConfig, function: RewardFunction) -> None:
             raise UserError(
                 f"reward.{knob}",
                 value,
-                f"nothing with function {config.function}"
+                f"not set with function {config.function}"
                 + ("" if knob == "extract" else f", which is called {places[place]}"),
                 "Remove it." if knob == "extract" else remedies.get(place, "Remove it."),
             )
@@ -231,7 +235,7 @@ def _check_options(name: str, reward: Callable[..., Any], options: dict[str, Any
             raise UserError(
                 f"reward.options.{option}",
                 "nothing",
-                f"a value, with function {name}",
+                f"a value, which function {name} requires",
                 f"Set reward.options.{option}.",
             )
 

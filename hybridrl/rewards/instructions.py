@@ -1,12 +1,12 @@
-"""Checks whether a response follows the verifiable instructions of IFEval (Zhou et al. 2023, arXiv
-2311.07911, appendix). No torch.
+"""Checks whether a response follows verifiable instructions from IFEval (Zhou et al. 2023, arXiv
+2311.07911, appendix). Does not import torch.
 
-A row has `instruction_id_list`, names from the table CHECKS, and `kwargs`, their arguments in the
-same order; null arguments are ignored. The reward also works alone on other prompts.
+A row contains `instruction_id_list` (names from the table CHECKS) and `kwargs` (their arguments in
+the same order); null arguments are ignored. The reward also works for rows outside IFEval.
 
-Differences from the published checks: sentences end at . ! or ? before a space or the end, where
-those use a trained splitter; `change_case` looks only at the letters, not at the language; and
-`language:response_language` needs the package langdetect.
+Differences from the published checks: a sentence ends at . ! or ? before white space or the end of
+the text, whereas the published checks use a trained splitter; `change_case` checks only the
+letters, not the language; and `language:response_language` needs the package langdetect.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 class Instructions:
-    """The share of a row's instructions that a response follows, or 1 only if it follows all.
+    """Scores how many of a row's instructions a response follows, or whether it follows all.
 
     Args:
-        partial: Whether to return the share; otherwise all or nothing, IFEval's strict prompt
-            accuracy.
+        partial: Whether to return the share of followed instructions. If not, the score is 1 only
+            if all are followed, as in IFEval's strict prompt accuracy.
     """
 
-    runs = "process"  # regular expressions may take exponential time on some response
+    runs = "process"  # regular expressions may take exponential time on some responses
 
     def __init__(self, partial: bool = False) -> None:
         self._partial = partial
@@ -42,19 +42,19 @@ class Instructions:
         """Returns a score from 0 to 1.
 
         Raises:
-            DataError: The row has unknown instructions, or wrong arguments of one.
+            DataError: The row has an unknown instruction, or wrong arguments for one.
         """
         asked = instructions_of(columns)
         followed = [response.strip() != "" and follows(*one, prompt, response) for one in asked]
         return sum(followed) / len(asked) if self._partial else float(all(followed))
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for unknown instructions."""
+        """Raises DataError if the row has unknown instructions."""
         instructions_of(columns)
 
 
 def instructions_of(columns: Mapping[str, object]) -> list[tuple[str, dict[str, Any]]]:
-    """Returns a row's instructions and their arguments; raises DataError if they are invalid."""
+    """Returns a row's instructions with their arguments. Raises DataError if they are invalid."""
     names, given = columns.get("instruction_id_list"), columns.get("kwargs")
     if given is None and isinstance(names, list):
         given = [{} for _ in names]
@@ -62,7 +62,7 @@ def instructions_of(columns: Mapping[str, object]) -> list[tuple[str, dict[str, 
     has_arguments = isinstance(given, list) and all(isinstance(one, dict) for one in given)
     if not is_whole or not names or not has_arguments:
         got = short({"instruction_id_list": names, "kwargs": given}, 200)
-        allowed = "lists of equal length, of names and of their arguments"
+        allowed = "two lists of equal length, one with names and one with their arguments"
         raise DataError("instruction_id_list", got, allowed, "Fix that row.")
     assert isinstance(names, list) and isinstance(given, list)
     found = []
@@ -74,7 +74,7 @@ def instructions_of(columns: Mapping[str, object]) -> list[tuple[str, dict[str, 
 
 
 def follows(name: str, arguments: Mapping[str, Any], prompt: Asked, response: str) -> bool:
-    """Whether a response follows one instruction; raises DataError for wrong arguments."""
+    """Whether a response follows one instruction. Raises DataError for wrong arguments."""
     given = dict(arguments)
     if name == "combination:repeat_prompt":
         given.setdefault("prompt_to_repeat", _prompt_text(prompt))
@@ -103,16 +103,16 @@ def _language(text: str, language: str) -> bool:
     try:
         import langdetect
     except ImportError as error:
-        raise UserError(  # not a fault of the row, so reward.on_error must not apply
+        raise UserError(  # the row is not at fault, so reward.on_error must not apply
             "instruction_id_list",
             "language:response_language",
-            "this instruction only with the package langdetect",
+            "this instruction only if the package langdetect is installed",
             "Run: pip install langdetect, or remove such rows.",
         ) from error
     langdetect.DetectorFactory.seed = 0
     try:
         return str(langdetect.detect(text)) == language
-    except langdetect.LangDetectException:  # no words; the published check passes these
+    except langdetect.LangDetectException:  # no words in the text; the published check passes it
         return True
 
 
@@ -173,7 +173,7 @@ def _two_responses(text: str) -> bool:
 
 
 def _prompt_text(prompt: Asked) -> str:
-    """Returns the text of a prompt, or the last message of the user in a chat."""
+    """Returns the text of a prompt; for a chat, the text of the last user message."""
     if isinstance(prompt, str):
         return prompt
     texts = [str(message["content"]) for message in prompt if message["role"] == "user"]

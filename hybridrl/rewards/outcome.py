@@ -1,8 +1,8 @@
-"""The outcome of scoring one sample: a number, or a failure. No torch.
+"""Represents the outcome of scoring one sample: a number or a failure. Does not import torch.
 
-Owns the border with users' code: any fault of a reward function becomes a ScorerFailure, and any
-number that it returns a float that fits into float32. A DataError from a reward, about its row, is
-also a failure, so `reward.on_error` applies; other UserErrors propagate.
+Owns the boundary with users' code: any fault in a reward function becomes a ScorerFailure, and any
+returned number becomes a float within the range of float32. A DataError from a reward concerns its
+row and also counts as a failure, so `reward.on_error` applies; other UserErrors propagate.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from hybridrl.rewards.traits import traits_of
 
 LARGEST = float(np.finfo(np.float32).max)
 WHERE = "\0"
-MAX_WAITING = 64  # concurrent calls of an async function in a process
-MAX_LOGGED = 1000  # tracebacks to keep for comparison
+MAX_WAITING = 64  # maximum number of concurrent calls to an async function in one process
+MAX_LOGGED = 1000  # maximum number of logged tracebacks that are remembered
 _LOGGED: set[str] = set()
 
 
 class Noted(float):
-    """A reward with a word to count, such as a limit that a program reached."""
+    """A reward with a note that is counted, such as the limit that a program reached."""
 
     note: str
 
     def __new__(cls, value: float, note: str) -> Noted:
-        """Creates the reward `value`; `note` is one word, and part of a metric's name."""
+        """Creates a reward. `note` is one word, used in the name of a metric."""
         noted = super().__new__(cls, value)
         noted.note = note
         return noted
@@ -48,10 +48,11 @@ class ScorerFailure:
     """The reason why a sample has no score.
 
     Args:
-        got: The scorer's fault, as a verb phrase; WHERE is a placeholder for the sample's name.
-        expected: The allowed result.
+        got: What the scorer did, as a verb phrase; WHERE is a placeholder for the name of the
+            sample.
+        expected: Description of a valid result.
         cause: Exception that the scorer raised in this process, or the error about the row.
-        trace: Traceback; empty if nothing was raised.
+        trace: Traceback; empty if no exception was raised.
     """
 
     got: str
@@ -60,8 +61,8 @@ class ScorerFailure:
     trace: str = ""
 
     def log(self) -> str:
-        """Writes the traceback to this rank's log, each traceback once. Returns a sentence that
-        names the log, for a message; empty if there is no traceback.
+        """Writes the traceback to this rank's log, unless it was written before. Returns a sentence
+        for the message that names the log, or an empty text if there is no traceback.
         """
         if not self.trace or not (self.trace in _LOGGED or failure.log(self.trace)):
             return ""
@@ -70,13 +71,15 @@ class ScorerFailure:
         return f"The traceback is in {rank_file('.log')}."
 
     def as_json(self) -> dict[str, object]:
-        """Returns the fields as JSON for `failed`, because processes exchange no objects."""
+        """Returns the fields as JSON, which `failed` reads, because processes must not exchange
+        Python objects.
+        """
         row = {"row": self.cause.parts()} if isinstance(self.cause, DataError) else {}
         return {"got": self.got, "expected": self.expected, "trace": self.trace, **row}
 
 
 def failed(entry: Mapping[str, Any]) -> ScorerFailure:
-    """Returns the failure that a process sent, which may have fields of any type."""
+    """Restores a failure from JSON that a process sent. Its fields may have any type."""
     name, value, allowed, remedy = map(str, entry.get("row", [""] * 4))
     cause = DataError(name, value, allowed, remedy) if "row" in entry else None
     trace = str(entry.get("trace", ""))
@@ -91,18 +94,16 @@ Job = tuple[Sequence[Asked], Sequence[str], Sequence[Mapping[str, object]]]
 def call_reward(
     function: Callable[..., Any], job: Job, stops: bool = False, limit_s: float | None = None
 ) -> list[Outcome]:
-    """Calls a reward function on samples: once for each, or once for all if it is batched. Calls of
+    """Calls a reward function once per sample, or once for all samples if it is batched. Calls to
     an async function run concurrently.
 
     Args:
-        function: Function that scores.
-        job: The samples.
-        stops: Whether to make no further calls after the first failure; samples without an outcome
-            get 0, or are missing at the end.
-        limit_s: Time limit of one call of an async function.
+        function: Reward function. job: Samples to score. stops: Whether to stop calling after the
+            first failure. Samples that were not scored then have outcome 0, or are missing at the
+            end of the list. limit_s: Time limit for one call to an async function, in seconds.
 
     Raises:
-        UserError: The function found a fault in the configuration.
+        UserError: The function reported a fault in the configuration.
     """
     if traits_of(function).batched:
         return _batched(function, job)
@@ -193,7 +194,7 @@ def _batched(function: Callable[..., Any], job: Job) -> list[Outcome]:
 
 
 def _array(value: Any) -> np.ndarray | str:
-    """Returns a batch's rewards as an array of numbers, or a description of the wrong value."""
+    """Returns the rewards of a batch as an array, or a description of the invalid value."""
     if hasattr(value, "detach"):  # a torch tensor
         value = value.detach().cpu().double().numpy()
     if not isinstance(value, Sequence | np.ndarray) or isinstance(value, str):
@@ -210,13 +211,13 @@ def _array(value: Any) -> np.ndarray | str:
 def raised(
     error: BaseException, where: str, expected: str = "a finite float per sample"
 ) -> ScorerFailure:
-    """Returns the failure of code that raised `error`, with the user's lines.
+    """Converts an exception from users' code to a failure that shows the user's lines.
 
     Raises:
-        UserError: The code was interrupted, for example from the keyboard; the run has to end.
+        UserError: The code was interrupted, for example from the keyboard, so the run must end.
     """
     lines = own_lines(error)
-    if not lines:  # a reward of hybridrl: its last line, unless the call itself failed
+    if not lines:  # a reward of hybridrl itself: show its last line, unless the call itself failed
         frames = traceback.extract_tb(error.__traceback__)[1:]
         lines = "".join(f"{f.filename}:{f.lineno}" for f in frames[-1:] if f.filename != __file__)
     at = f" at {lines}" if lines else ""
@@ -231,7 +232,9 @@ def raised(
 
 
 def _failure(error: BaseException, where: str) -> ScorerFailure:
-    """Returns the failure of a reward function; raises UserErrors that are not about the row."""
+    """Converts an exception from a reward function to a failure. Raises UserErrors unrelated to the
+    row.
+    """
     if isinstance(error, DataError):
         return ScorerFailure(f"raised DataError on {where}: {said(error)}", cause=error)
     if isinstance(error, UserError):

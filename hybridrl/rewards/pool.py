@@ -1,10 +1,10 @@
-"""Scores outside the calling thread: in processes that can be killed, or in threads that wait. No
-torch.
+"""Scores outside the calling thread: in processes that can be killed, or in threads that wait for
+I/O. Does not import torch.
 
-Each thread of a pool takes one job after the other; the caller gets futures and waits for those
-that it needs. A thread with a process gives each job a wall-clock limit. If the process exceeds it
-or dies, it is killed with everything that it started in its session, its sample gets a failure, and
-the next job a new process.
+Each thread of a pool runs one job after another. The caller receives futures and waits for those
+that it needs. A thread that uses a process enforces a wall-clock limit on each job. If the process
+exceeds the limit or dies, it is killed together with all processes in its session. Its sample
+receives a failure, and the next job starts a new process.
 """
 
 from __future__ import annotations
@@ -33,39 +33,40 @@ from hybridrl.parallel import progress
 from hybridrl.rewards.outcome import WHERE, Noted, Outcome, ScorerFailure, failed
 
 START_S = 120.0
-GRACE_S = 2.0  # time for a process to end late calls
+GRACE_S = 2.0  # additional time in which a process can end late calls
 SEPARATE_OUTPUT = "code that writes only to file descriptors that it opened"
 LENGTH = struct.Struct("<Q")
-MAX_BYTES = 64 << 20  # size of the answer to one job
+MAX_BYTES = 64 << 20  # maximum size of the answer to one job
 
 
 class Timed(Protocol):
-    """A section of the configuration with a time limit of one call."""
+    """A config section with a time limit per call."""
 
     @property
     def timeout_s(self) -> float:
-        """Seconds of one call."""
+        """Time limit of one call, in seconds."""
         ...
 
 
 class NoAnswerError(Exception):
-    """A process wrote something else than an answer."""
+    """Raised if a process wrote something other than an answer."""
 
 
 C = TypeVar("C", bound=Timed)
 R = TypeVar("R")
 Run = Callable[[Any], list[R]]
-"""Takes a job, whose first part is a list, and returns one result for each entry of that list."""
+"""Function that takes a job, whose first part is a list, and returns one result per list entry."""
 
 
 class Pool(Generic[R]):
-    """Threads that score.
+    """A pool of threads that score.
 
     Args:
-        make: Function that builds a thread's scoring function, in that thread.
+        make: Function that creates the scoring function of a thread; called in that thread.
         num: Number of threads.
-        name: Name of the scorer.
-        max_jobs: Most waiting jobs that a thread merges into one; their calls run concurrently.
+        name: Name of the scorer, used in thread names.
+        max_jobs: Maximum number of jobs that a thread merges into one. The calls of merged jobs run
+            concurrently.
     """
 
     def __init__(self, make: Callable[[], Run[R]], num: int, name: str, max_jobs: int = 1) -> None:
@@ -75,9 +76,10 @@ class Pool(Generic[R]):
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Any) -> Future[list[R]]:
-        """Returns a future for the results; a UserError of the users' code is raised from it."""
+        """Returns a future for the results. It raises any UserError from users' code."""
         if len(self._threads) < self._num:
-            # Threads live on: a process ends with the thread that started it (PR_SET_PDEATHSIG).
+            # Threads are never ended early, because a process dies with the thread that started it
+            # (PR_SET_PDEATHSIG).
             name = f"reward {self._name}"
             self._threads.append(threading.Thread(target=self._work, name=name, daemon=True))
             self._threads[-1].start()
@@ -86,9 +88,7 @@ class Pool(Generic[R]):
         return future
 
     def close(self) -> None:
-        """Ends the threads after their current jobs, and their processes with them; waits at most a
-        second.
-        """
+        """Ends the threads and their processes after the current jobs. Waits at most one second."""
         for _ in self._threads:
             self._jobs.put(None)
         until = time.monotonic() + 1.0
@@ -111,7 +111,7 @@ class Pool(Generic[R]):
                 run = run or self._make()
                 found = iter(run(jobs[0] if len(jobs) == 1 else _merge_jobs(jobs)))
                 results = [list(islice(found, len(job[0]))) for job in jobs]
-            except BaseException as error:  # raised from the future
+            except BaseException as error:  # the future raises it in the caller
                 for future in futures:
                     future.set_exception(error)
             else:
@@ -122,43 +122,43 @@ class Pool(Generic[R]):
             run.kill()
 
     def _waiting_jobs(self) -> Iterator[tuple[Any, Future[list[R]]]]:
-        """Yields jobs that already wait, at most `max_jobs` - 1."""
+        """Yields at most `max_jobs` - 1 jobs that are already waiting."""
         for _ in range(self._max_jobs - 1):
             try:
                 item = self._jobs.get_nowait()
             except queue.Empty:
                 return
-            if item is None:  # the end marker, which this thread has to read again
+            if item is None:  # the end marker, which this thread must read again later
                 self._jobs.put(None)
                 return
             yield item
 
 
 class Worker(Generic[C, R]):
-    """A process that runs users' code and starts when first needed; a subclass says which code.
+    """A process that runs users' code, started when first needed. A subclass defines which code.
 
     Args:
-        config: Section that names the code.
+        config: Config section that names the code.
     """
 
     module: str  # module that the process runs
-    key: str  # configuration key that an error at the start names
+    key: str  # configuration key shown if the process fails to start
 
     def __init__(self, config: C) -> None:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
-        self._num_jobs = 0  # jobs of this process; each answer has the number of its job
+        self._num_jobs = 0  # jobs sent to this process; each answer contains its job's number
 
     def decoded(self, entry: dict[str, Any]) -> R:
-        """Returns the result in one entry of the process's answer."""
+        """Decodes one entry of an answer from the process."""
         raise NotImplementedError
 
     def allowed_s(self, job: Any) -> float:
-        """Returns the time limit of a job."""
+        """Returns the time limit for a job, in seconds."""
         return self._config.timeout_s
 
     def __call__(self, job: Any) -> list[R | ScorerFailure]:
-        """Returns the results of the entries, or failures if the process was killed or died."""
+        """Returns one result per entry, or failures if the process was killed or died."""
         if self._process is None:
             self._start()
         try:
@@ -166,19 +166,19 @@ class Worker(Generic[C, R]):
         except TimeoutError:
             failure = ScorerFailure(f"took longer than {self._config.timeout_s:g} s for {WHERE}")
         except NoAnswerError:
-            failure = ScorerFailure(f"wrote to the pipe of its answers on {WHERE}", SEPARATE_OUTPUT)
+            failure = ScorerFailure(f"wrote to the pipe for answers on {WHERE}", SEPARATE_OUTPUT)
         except (OSError, EOFError):
             failure = ScorerFailure(f"{self.kill()} on {WHERE}")
         self.kill()
         return [failure] * len(job[0])
 
     def kill(self) -> str:
-        """Ends the process and its session; returns how it ended."""
+        """Kills the process and its session. Returns how the process ended."""
         process, self._process = self._process, None
         if process is None:
             return "it had ended"
         try:
-            process.wait(timeout=0.2)  # a process that died has an exit code
+            process.wait(timeout=0.2)  # if the process died by itself, read its exit code first
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -231,7 +231,9 @@ class Worker(Generic[C, R]):
             data = data[os.write(file, data) :]
 
     def _receive(self, num: int, deadline: float) -> list[R | ScorerFailure]:
-        """Returns an answer with `num` results. Users' code can write anything to the same pipe."""
+        """Reads an answer with `num` results. Checks it, because users' code can write to the same
+        pipe.
+        """
         (size,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
         if size > MAX_BYTES:
             raise NoAnswerError
@@ -249,7 +251,7 @@ class Worker(Generic[C, R]):
                 mistake = None
         except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
             raise NoAnswerError from error
-        if number != self._num_jobs:  # otherwise later answers would go to the wrong samples
+        if number != self._num_jobs:  # otherwise later answers would reach the wrong samples
             raise NoAnswerError
         if mistake is not None:
             raise mistake
@@ -275,20 +277,20 @@ class Scoring(Worker[ScorerConfig, Outcome]):
     module, key = "hybridrl.rewards.worker", "reward.function"
 
     def allowed_s(self, job: Any) -> float:
-        """Returns the limit of a call. The process itself ends concurrent calls of an async
-        function that are late; if one blocks the others, the process is killed.
+        """Returns the time limit for a job. The process itself ends concurrent async calls that are
+        late. If one call blocks the others, the process is killed.
         """
         return self._config.timeout_s + GRACE_S * (len(job[0]) > 1)
 
     def decoded(self, entry: dict[str, Any]) -> Outcome:
-        """Returns a score with its note."""
+        """Decodes a score, with its note if it has one."""
         if not math.isfinite(value := float(entry["value"])):
             raise ValueError(value)
         return Noted(value, str(entry["note"])) if "note" in entry else value
 
 
 def _merge_jobs(jobs: Sequence[Any]) -> Any:
-    """Returns one job with the entries of several."""
+    """Merges several jobs into one."""
     return tuple([*chain.from_iterable(parts)] for parts in zip(*jobs, strict=True))
 
 
@@ -298,7 +300,7 @@ def framed(data: bytes) -> bytes:
 
 
 def encoded(outcome: Outcome) -> dict[str, object]:
-    """Returns an outcome as JSON for `Scoring`, because processes exchange no objects."""
+    """Encodes an outcome as JSON for `Scoring`; processes must not exchange Python objects."""
     if isinstance(outcome, ScorerFailure):
         return outcome.as_json()
     note = {"note": outcome.note} if isinstance(outcome, Noted) else {}

@@ -1,9 +1,9 @@
-"""A scorer behind HTTP: another process or host computes the score. No torch.
+"""Requests scores over HTTP from another process or host. Does not import torch.
 
-Sends one POST per sample, `{"prompt", "response", "columns"}` as JSON, with the prompt of a chat as
-messages. The answer is a JSON object whose "reward" is a finite number. Invariant: no attempt
-exceeds its wall-clock limit, whether name resolution, connecting, a TLS handshake or a slow server
-takes the time.
+Sends one POST request per sample with `{"prompt", "response", "columns"}` as JSON; the prompt of a
+chat is a list of messages. The response body must be a JSON object with a finite number as
+"reward". Invariant: no attempt exceeds its wall-clock limit, regardless of what takes the time
+(name resolution, connecting, the TLS handshake or a slow server).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ RETRIED = (408, 425, 429, 500, 502, 503, 504)
 
 
 class RemoteError(Exception):
-    """The server gave no score."""
+    """Raised if the server returned no score."""
 
 
 class Remote:
-    """Gets the score of each response from a server.
+    """Requests the score of each response from a server.
 
     Args:
-        url: Address of the scorer, http or https.
-        attempt_s: Wall-clock limit of one attempt.
-        retries: Further attempts after an error that may pass.
-        wait_s: Seconds before the first further attempt; doubled for each next one.
-        headers: Headers to send, such as a key.
-        reward_key: Field of the answer that has the score.
+        url: URL of the scorer (http or https).
+        attempt_s: Wall-clock limit for one attempt, in seconds.
+        retries: Number of further attempts after a transient error.
+        wait_s: Delay before the second attempt, in seconds; doubled before each later attempt.
+        headers: Headers to send, for example an API key.
+        reward_key: Field of the response body that contains the score.
 
     Raises:
-        UserError: The options are wrong.
+        UserError: An option is invalid.
     """
 
     runs = "thread"
@@ -78,7 +78,7 @@ class Remote:
         """Returns the score.
 
         Raises:
-            RemoteError: No attempt gave a score, or an answer does not have the required form.
+            RemoteError: All attempts failed, or a response body does not have the required form.
         """
         body = {"prompt": prompt, "response": response, "columns": dict(columns)}
         data = json.dumps(body, default=str).encode()
@@ -98,11 +98,11 @@ class Remote:
         raise RemoteError(f"no score in {self._retries + 1} attempts, the last: {last}")
 
     def _post(self, data: bytes) -> tuple[int, bytes]:
-        """Returns status and body, within the limit.
+        """Sends one request within the time limit. Returns the status and the body.
 
-        The attempt runs in another thread, because neither the resolver nor a TLS handshake has a
-        wall-clock limit. A late attempt is abandoned with its socket shut down; its thread ends, at
-        the latest when the resolver gives up.
+        The attempt runs in another thread, because neither name resolution nor the TLS handshake
+        has a wall-clock limit. A late attempt is abandoned and its socket is shut down. Its thread
+        ends at the latest when the resolver gives up.
         """
         url, host = self._url, str(self._url.hostname)
         connection = (
@@ -120,7 +120,7 @@ class Remote:
                 connection.request("POST", path, data, self._headers)
                 answer = connection.getresponse()
                 result.set_result((answer.status, answer.read(MAX_BYTES + 1)))
-            except Exception as error:  # raised by the waiting thread
+            except Exception as error:  # the waiting thread raises it
                 result.set_exception(error)
             finally:
                 connection.close()

@@ -1,4 +1,4 @@
-"""Rewards for the form of a response: regular expressions, ordered sections, length. No torch."""
+"""Rewards for the form of a response: patterns, tags and length. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from hybridrl.rewards.answers import compile_pattern
 
 
 class Regex:
-    """Rewards responses that a regular expression matches; `.` matches line ends only with (?s).
+    """Rewards responses that match a regular expression. `.` matches line breaks only with (?s).
 
     Args:
         pattern: Regular expression.
-        whole: Whether it must match the whole response, except white space at both ends, and not a
-            part.
-        match, no_match: Scores with and without a match.
+        whole: Whether the pattern must match the whole response, ignoring white space at both ends.
+        match, no_match: Scores for responses with and without a match.
     """
 
-    runs = "process"  # a pattern may take exponential time on some response
+    runs = "process"  # a pattern may take exponential time on some responses
 
     def __init__(
         self, pattern: str, whole: bool = False, match: float = 1.0, no_match: float = 0.0
@@ -34,11 +33,12 @@ class Regex:
 
 
 class Format:
-    """The share of tags that occur exactly once as <tag>...</tag>; 0 if they are out of order.
+    """Share of tags that occur exactly once as <tag>...</tag>; 0 if the tags are out of order.
 
     Args:
-        tags: Names of the tags, in order.
-        outside: Whether text outside of the tags is allowed; otherwise such a response scores 0.
+        tags: Tag names, in the required order.
+        outside: Whether text outside the tags is allowed. If not, a response with such text scores
+            0.
     """
 
     def __init__(self, tags: Sequence[str] = ("think", "answer"), outside: bool = False) -> None:
@@ -68,13 +68,15 @@ class Format:
 
 
 class Length:
-    """0 up to a length, then falling linearly to -1 at another: DAPO's overlong shaping (Yu et al.
-    2025, arXiv 2503.14476, eq. 13), in characters. Responses below `min_chars` get -1 too.
+    """Penalty for long responses: 0 up to one length, then falling linearly to -1 at `max_chars`.
+    This is DAPO's overlong shaping (Yu et al. 2025, arXiv 2503.14476, eq. 13), measured in
+    characters. Responses shorter than `min_chars` also score -1.
 
     Args:
-        max_chars: Length at which the score reaches -1.
-        buffer_chars: Number of characters before `max_chars` over which it falls; 0 for a step.
-        min_chars: Smallest length without a penalty.
+        max_chars: Length at which the score reaches -1, in characters.
+        buffer_chars: Number of characters before `max_chars` over which the score falls; 0 for a
+            step.
+        min_chars: Minimum length without a penalty.
     """
 
     def __init__(self, max_chars: int, buffer_chars: int = 0, min_chars: int = 0) -> None:
@@ -83,8 +85,8 @@ class Length:
                 raise UserError(
                     f"reward.options.{name}",
                     value,
-                    f"0 to max_chars = {max_chars}",
-                    f"Lower {name}.",
+                    f"a number from 0 to max_chars ({max_chars})",
+                    f"Change {name} or max_chars.",
                 )
         self._most, self._buffer, self._min_samples = max_chars, buffer_chars, min_chars
 

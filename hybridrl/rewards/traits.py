@@ -1,7 +1,7 @@
-"""Attributes of reward functions. No torch.
+"""Reads the attributes of reward functions. Does not import torch.
 
-A user's function may be a plain callable without them, so this module looks them up, with defaults;
-no other module does.
+A user's function may be a plain callable without these attributes. Only this module looks them up,
+and supplies defaults.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FunctionTraits:
-    """The attributes of a reward function.
+    """Attributes of a reward function.
 
     Args:
-        batched: Whether it takes lists of prompts, responses and columns, and returns one float per
-            sample.
-        is_async: Whether it is a coroutine function, so that many calls may wait concurrently.
-        runs: Place to call it: "here" (in place), "process" (it may hang), "thread" (it waits for
-            others) or "world" (the trainer calls it); None for the default.
-        notes: Words that its rewards may carry (`Noted`); each becomes a metric.
-        memory_bytes: Limit of its process's address space; None for no limit.
-        answer: Function that returns the answer in a response, quickly and in a form in which equal
-            answers are equal texts; None for a response without an answer. Not set if there is no
-            such form.
-        check_row: Function that takes a prompt's text and columns, and quickly raises DataError if
-            no response to it can be scored.
+        batched: Whether the function takes lists of prompts, responses and columns, and returns one
+            float per sample.
+        is_async: Whether the function is a coroutine function, so that many calls can wait
+            concurrently.
+        runs: Where to call the function: "here" (in place), "process" (it may hang), "thread" (it
+            waits for I/O) or "world" (the trainer computes it). None for the default.
+        notes: Notes that rewards may carry (`Noted`); each one becomes a metric.
+        memory_bytes: Limit on the address space of the function's process; None for no limit.
+        answer: Fast function that extracts the answer from a response, such that equal answers are
+            equal texts. It returns None if there is no answer. None if the reward has no such
+            function.
+        check_row: Fast function that takes a prompt's text and columns, and raises DataError if
+            responses to it cannot be scored.
     """
 
     batched: bool = False
@@ -41,7 +42,7 @@ class FunctionTraits:
 
 
 def traits_of(function: Callable[..., Any]) -> FunctionTraits:
-    """Returns the traits of a reward function, with defaults for missing attributes."""
+    """Returns the attributes of a reward function, with defaults for missing ones."""
     names = [field.name for field in fields(FunctionTraits) if field.name != "is_async"]
     found = {name: getattr(function, name) for name in names if hasattr(function, name)}
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))

@@ -1,7 +1,9 @@
-"""The process of a scorer: reads jobs, calls the function, writes the outcomes. No torch.
+"""Runs a scorer in its own process: reads jobs, calls the function and writes the outcomes. Does
+not import torch.
 
-`serve` also serves other code of users. The process runs only that code. The code's output goes to
-the error stream, and the process ends with the thread that started it, whatever the code does.
+`serve` also runs other users' code, such as environments. The process runs only this code. The
+output of the code is redirected to stderr. The process ends with the thread that started it,
+whatever the code does.
 """
 
 from __future__ import annotations
@@ -30,24 +32,24 @@ PR_SET_PDEATHSIG = 1
 def serve(
     make: Callable[[Any], Callable[[Any], Iterable[Any]]], encode: Callable[[Any], dict[str, Any]]
 ) -> None:
-    """Answers jobs until the input ends.
+    """Processes jobs until the input ends.
 
     Args:
-        make: Function that takes the configuration, which is the first input, and returns the
-            function that computes the results of a job.
-        encode: Function that returns one result as JSON.
+        make: Function that takes the config section (the first input) and returns the function that
+            computes the results of a job.
+        encode: Function that encodes one result as JSON.
     """
     for number in (
         signal.SIGINT,
         signal.SIGTERM,
-    ):  # sent to all processes; the trainer ends this one
+    ):  # these signals reach all processes; the trainer ends this one
         signal.signal(number, lambda number, frame: None)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(2, 1)  # the function's output must not mix with answers
+    os.dup2(2, 1)  # the function's output must not be mixed with answers
     config = _read(jobs)
     try:
         run = make(config)
@@ -87,7 +89,7 @@ def _write(file: BinaryIO, number: int, answer: dict[str, Any]) -> None:
     try:
         file.write(data)
         file.flush()
-    except BrokenPipeError:  # the caller has ended; skip exit handlers, which would write too
+    except BrokenPipeError:  # the caller has ended; exit handlers would write to the pipe again
         os._exit(0)
 
 

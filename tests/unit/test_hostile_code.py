@@ -38,7 +38,7 @@ HERE = {
     "unshown": "raised TypeError on sample 1: ",
     "no float": r"called sys.exit\(0\) at .*hostile_code.py:\d+ on sample 1,",
 }
-NO_ANSWER = "wrote to the pipe of its answers on "
+NO_ANSWER = "wrote to the pipe for answers on "
 WORKER = {
     "digits": "returned an integer of 16610 bits for ",
     "exit": "called sys.exit(0) at ",
@@ -120,7 +120,7 @@ ENVIRONMENT = {
     "wordy": "returned the observation a Unshown whose repr raises SystemExit for",
     "token": "returned the observation [an integer of 16610 bits] for",
     "reward": "raised OverflowError",
-    "rubbish": "wrote to the pipe of its answers",
+    "rubbish": "wrote to the pipe for answers",
 }
 
 

@@ -145,5 +145,5 @@ def test_length_falls_linearly_over_the_buffer():
     scored = reward("length", max_chars=10, buffer_chars=4, min_chars=2)
     found = [scored("", "x" * n, {}) for n in (1, 2, 6, 7, 8, 10, 11)]
     assert found == [-1, 0, 0, -0.25, -0.5, -1, -1]
-    with pytest.raises(UserError, match="0 to max_chars = 3"):
+    with pytest.raises(UserError, match=r"0 to max_chars \(3\)"):
         reward("length", max_chars=3, buffer_chars=4)
