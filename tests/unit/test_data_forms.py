@@ -287,7 +287,7 @@ def test_trees_without_a_pair_are_told_once(tokenizers: dict[str, Any]) -> None:
     )
     assert len(found.prompts) == 3
     deleted = [{"prompt": {**unranked[0]["prompt"], "deleted": True}}]
-    with pytest.raises(DataError, match="give no prompts; allowed: a first message that is not"):
+    with pytest.raises(DataError, match="which no prompts can be made; allowed: a first message"):
         load_prompts(DataConfig(), tokenizers["plain"], deleted)
 
 

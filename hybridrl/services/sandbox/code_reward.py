@@ -1,10 +1,10 @@
-"""The reward for responses that are programs: runs them against tests, isolated from everything
-else. No torch.
+"""Reward for responses that are programs: runs each program against tests in a sandbox. Does not
+import torch.
 
-Owns the inputs of a program and the conversion of its outcome to a score. contain.py isolates it:
-separate process, limits on time, memory, files and processes, no network. A program that fails,
-hangs or reaches a limit scores 0, and the latter is counted as `limits`. A failure of the sandbox
-itself is a failure of the scorer.
+Owns the inputs to a program and the conversion of its result to a score. contain.py isolates the
+program: it runs in a separate process without network access, with limits on time, memory, files
+and processes. A program that fails, hangs or reaches a limit scores 0; a reached limit is counted
+as `limits`. A failure of the sandbox itself counts as a failure of the scorer.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import os, sys
 sys.path.insert(0, {folder!r})
 try:
     from hybridrl.services.sandbox.contain import main
-except BaseException as error:  # a folder of the sandbox or of Python is missing
+except BaseException as error:  # a folder that the sandbox or Python needs is missing
     os.write(2, f"not contained: {{error}}\\n".encode())
     os._exit({code})
 del sys.path[0]
@@ -55,18 +55,18 @@ _SETUP_LOCK = threading.Lock()
 
 
 class SandboxError(Exception):
-    """The sandbox could not be created; the program did not run."""
+    """Raised if the sandbox could not be created, so that the program did not run."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """The result of a program's run.
+    """Result of running a program.
 
     Args:
-        code: Exit code, or 128 plus the signal that ended it.
+        code: Exit code, or 128 plus the number of the signal that ended the program.
         output: Standard output.
         error: Standard error.
-        is_limited: Whether a limit stopped it.
+        is_limited: Whether the program was stopped by a limit.
     """
 
     code: int
@@ -76,24 +76,25 @@ class RunResult:
 
 
 class Code:
-    """The share of a row's tests that the response's program passes.
+    """Scores a program by the share of the row's tests that it passes.
 
-    The program is the last ``` block of the response, or the whole response. The row's tests are a
-    text of asserts, a list of such texts, or a list of `{"input", "output"}` for standard input and
-    output (compared without white space at line ends and at the end). Asserts run in a separate
-    process (judge.py). A program that ends before its asserts have run does not pass them.
+    The program is the last ``` block of the response, or the whole response if there is none. The
+    row's tests are a text with assert statements, a list of such texts, or a list of `{"input",
+    "output"}` for standard input and output (compared without trailing white space). Asserts run in
+    a separate process (judge.py). A program that exits before its asserts have run fails them.
 
     Args:
-        tests_key: Column of the tests.
-        partial: Whether to score the share of tests that passed; otherwise 1 if all passed, 0 if
-            not.
-        time_s: Wall-clock limit of one run, in whole seconds.
-        memory_mib, disk_mib, processes: Further limits; the memory limit is per process.
+        tests_key: Column that contains the tests.
+        partial: Whether the score is the share of passed tests. If not, the score is 1 if all tests
+            passed and 0 otherwise.
+        time_s: Wall-clock limit for one run, in whole seconds.
+        memory_mib, disk_mib, processes: Limits on memory per process (MiB), files (MiB) and the
+            number of processes.
         readable: Absolute paths of files and folders that programs and tests may read, in addition
             to Python, its packages and the system's libraries.
 
     Raises:
-        UserError: This host cannot contain programs, or an option is wrong.
+        UserError: This host cannot isolate programs, or an option is invalid.
     """
 
     runs = "thread"
@@ -134,8 +135,8 @@ class Code:
         _check_host()
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns a share from 0 to 1, with a note if a run reached a limit (`limits`), or if
-        failed tests use something that the judge does not support (`unjudged`).
+        """Returns a score from 0 to 1. It carries the note `limits` if a run reached a limit, or
+        `unjudged` if failed tests use something that the judge does not support.
 
         Raises:
             DataError: The row has no tests.
@@ -156,7 +157,7 @@ class Code:
         return score if note is None else Noted(score, note)
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError for a row without tests."""
+        """Raises DataError if the row has no tests."""
         _tests(columns.get(self._key), self._key, prompt)
 
     def _passes(self, program: str, test: str | Mapping[str, Any]) -> tuple[bool, str | None]:
@@ -183,17 +184,16 @@ def run_program(
     """Runs a Python program in the sandbox, alone or against tests.
 
     Args:
-        program: Text of the program.
-        given: Standard input.
-        limits: `time_s`, `memory_mib`, `disk_mib`, `processes`.
-        tests: Text of asserts that use the program's names; the result's code is then their
-            verdict.
+        program: Source code of the program.
+        given: Text for standard input. limits: `time_s`, `memory_mib`, `disk_mib`, `processes`.
+        tests: Assert statements that use names of the program. If set, `code` in the result is the
+            verdict of the tests.
         readable: Further readable paths (see `Code`).
 
     Raises:
-        SandboxError: The program could not be contained, and did not run.
+        SandboxError: The program could not be isolated, and did not run.
     """
-    with _SETUP_LOCK:  # threads share the folder
+    with _SETUP_LOCK:  # all threads share the folder
         if not os.path.isdir(_code_folder().name):  # the host may remove old temporary folders
             _code_folder.cache_clear()
         folder = os.path.realpath(_code_folder().name)
@@ -222,7 +222,8 @@ def run_program(
             start_new_session=True,
         )
         try:
-            # The sandbox enforces time_s; this later limit applies if the sandbox itself hangs.
+            # The sandbox enforces time_s. This later deadline applies only if the sandbox itself
+            # hangs.
             output, error, is_cut = _read(process, time.monotonic() + limits["time_s"] + 5)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -245,12 +246,12 @@ def _is_limited(code: int, error: str) -> bool:
 
 @functools.cache
 def _code_folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns a temporary folder with the modules that run in the sandbox. They are compiled,
-    because the sandbox cannot write compiled files, and copied, because the package may not be
-    readable there.
+    """Returns a temporary folder with compiled copies of the modules that run in the sandbox. They
+    are compiled because the sandbox cannot write compiled files, and copied because the package may
+    not be readable inside.
     """
     folder = tempfile.TemporaryDirectory(prefix="hybridrl-")
-    os.chmod(folder.name, 0o755)  # if the trainer is root, the program is another user
+    os.chmod(folder.name, 0o755)  # if the trainer is root, the program runs as another user
     package = Path(folder.name, "hybridrl")
     sandbox = package / "services" / "sandbox"
     sandbox.mkdir(parents=True)
@@ -268,7 +269,7 @@ def _code_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
-    """Returns an immutable file in memory, open until the stack is closed."""
+    """Creates an immutable file in memory that stays open until the stack is closed."""
     number = os.memfd_create("hybridrl", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     stack.callback(os.close, number)
     with os.fdopen(os.dup(number), "wb") as file:
@@ -280,7 +281,9 @@ def _sealed(content: bytes, stack: contextlib.ExitStack) -> int:
 
 
 def _read(process: subprocess.Popen[bytes], deadline: float) -> tuple[str, str, bool]:
-    """Returns a process's output until it ends, and whether it was too long or took too long."""
+    """Reads a process's output until it ends. Also returns whether a size or time limit was
+    exceeded.
+    """
     assert process.stdout is not None and process.stderr is not None
     found = {process.stdout.fileno(): b"", process.stderr.fileno(): b""}
     out, err = found
@@ -325,7 +328,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _check_host() -> None:
-    """Raises UserError unless this host can contain programs."""
+    """Raises UserError if this host cannot isolate programs."""
     limits = {"time_s": 10, "memory_mib": 256, "disk_mib": 1, "processes": 4}
     try:
         if not sys.platform.startswith("linux"):
@@ -337,6 +340,6 @@ def _check_host() -> None:
         raise UserError(
             "reward.function",
             "code",
-            "code only if the kernel lets this user create namespaces (user, mount, network)",
+            "code, on a host where this user may create namespaces (user, mount, network)",
             f"Allow them (docker: --cap-add SYS_ADMIN), or score on another host: remote. {error}.",
         ) from None

@@ -1,24 +1,22 @@
-"""Runs one untrusted program, of which nothing remains afterwards; code_reward.py starts this
-process.
+"""Runs one untrusted program and removes all traces of it; code_reward.py starts this process.
 
 The outer process enters new namespaces (mounts, network, IPC, host name; without root also a user
-namespace). It builds a new root: the interpreter, the system's libraries and a few devices, all
-read-only, and FOLDER, a small file system in memory. In that root run one or two roles, each in a
-new process namespace, with limits, without privileges, and with only the system calls of
-syscalls.py:
+namespace). It builds a new root directory with the interpreter, the system's libraries and a few
+devices (all read-only), and FOLDER, a small file system in memory. One or two roles run in this
+root. Each has its own process namespace, resource limits, no privileges, and only the system calls
+listed in syscalls.py. The roles are the program, and its tests if it has any (judge.py); the tests
+call the program through two pipes (program.py).
 
-- the program, - its tests, if it has some (judge.py), which call the program through two pipes
-(program.py).
+When process 1 of a namespace ends, the kernel kills all its processes. Process 1 dies with the
+outer process, and the outer process dies with its parent. Therefore neither daemons nor fork bombs
+survive.
 
-A process namespace ends with its process 1, which ends with the outer process, which ends with the
-process that started it. So neither daemons nor fork bombs survive.
-
-Why not bubblewrap, which does much of this: it is a system package that GPU images and clusters
-rarely have. With a trainer that is root, it leaves the program with root's user id outside, or
-needs user namespaces, which docker's root with SYS_ADMIN may not be allowed to create; here such a
-program gets a separate user that owns no file. The limits, the filter of calls, the two roles, and
-the distinction of its failures from the program's would still be our code. It would replace only
-`_build_root` and `_enter_namespaces`, some 90 lines. Linux only: 5.12, without root 5.14.
+bubblewrap offers similar isolation, but it is a system package that GPU images and clusters rarely
+have. If the trainer is root, bubblewrap either runs the program under root's user id, or needs user
+namespaces, which docker's root with SYS_ADMIN may not be allowed to create. Here such a program
+runs as a separate user that owns no files. We would still need our own limits, system call filter,
+two roles, and a way to tell sandbox failures from program failures. bubblewrap would replace only
+`_build_root` and `_enter_namespaces`, about 90 lines. Requires Linux 5.12, or 5.14 without root.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from importlib import import_module
 
 from hybridrl.services.sandbox.verdict import ENDED, FAILED, NOT_CONTAINED
 
-TYPE_CHECKING = False  # importing typing takes long
+TYPE_CHECKING = False  # importing `typing` is slow
 if TYPE_CHECKING:
     from typing import Any
 
@@ -55,13 +53,13 @@ SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100,
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 CAPABILITIES = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
-RLIMIT_MSGQUEUE = 12  # bytes of POSIX message queues; not in the module resource
-FIRST_UID = 0x20000000  # user ids that nobody else has, for programs of root
-USER = 1000  # user id inside, if the trainer is not root
-OWN_PROCESSES = 5  # processes of the sandbox that count against the user's limit
+RLIMIT_MSGQUEUE = 12  # limit on POSIX message queues; missing in the module `resource`
+FIRST_UID = 0x20000000  # first of the unused user ids for programs if the trainer is root
+USER = 1000  # user id inside the sandbox, if the trainer is not root
+OWN_PROCESSES = 5  # processes of the sandbox itself that count towards the user's limit
 
 FOLDER = "/program"  # the program may write here
-CODE = "/hybridrl"  # code of the two roles
+CODE = "/hybridrl"  # folder with the code of the two roles
 START_PROGRAM = (
     f"import sys; sys.path.insert(0, {CODE!r})\n"
     "from hybridrl.services.sandbox.program import main\n"
@@ -74,15 +72,16 @@ LINKS = {
     "stdin": "/proc/self/fd/0",
     "stdout": "/proc/self/fd/1",
     "stderr": "/proc/self/fd/2",
-    "shm": FOLDER,  # semaphores of multiprocessing
+    "shm": FOLDER,  # for semaphores of multiprocessing
 }
 
 libc = ctypes.CDLL(None, use_errno=True)
 
 
 def main() -> None:
-    """Runs the plan of the file descriptor argv[1], with the tests of argv[2] (-1 for none). Exits
-    with the program's code (128 + the signal that ended it), or with a code of judge.py.
+    """Runs the plan from file descriptor argv[1] with the tests from descriptor argv[2] (-1 for
+    none). Exits with the code of the program (128 + the signal number if a signal ended it), or
+    with a verdict from verdict.py.
     """
     tests = int(sys.argv[2])
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -90,7 +89,7 @@ def main() -> None:
         plan = marshal.load(file)
     try:
         own_user = _enter_namespaces()
-        # Protects this process from others with the same user id: they cannot read its /proc files.
+        # Prevents other processes with the same user id from reading this process's /proc files.
         libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
         _build_root(plan)
         until = time.monotonic() + plan["limits"]["time_s"]
@@ -106,10 +105,10 @@ def main() -> None:
         )
         for file_no in judges + programs:
             os.close(file_no)
-    except Exception as error:  # no role has started
+    except Exception as error:  # raised before any role has started
         _give_up(error)
     code = _wait(judging, until)
-    if code == ENDED:  # the program's own exit code tells the reason
+    if code == ENDED:  # the exit code of the program shows why
         ended = _wait(program, until)
         code = ended if ended == NOT_CONTAINED or ended > 128 else FAILED
     os._exit(code)
@@ -118,13 +117,15 @@ def main() -> None:
 def _start(
     role: Callable[[], None], own: list[int], others: list[int], with_proc: bool = False
 ) -> int:
-    """Starts a role as process 1 of a namespace, and returns the process that waits for it.
+    """Starts a role as process 1 of a new namespace. Returns the id of the process that waits for
+    it.
 
     Args:
-        role: Function that the process runs.
-        own, others: File descriptors of this role, and of the other one, which sees no end of file
-            while they are open here.
-        with_proc: Whether /proc shows the namespace.
+        role: Function that the new process runs.
+        own, others: File descriptors that belong to this role and to the other role. Descriptors of
+            the other role are closed, because that role sees no end of file while they are open
+            here.
+        with_proc: Whether to mount /proc for the namespace.
     """
     waiting = os.fork()
     if waiting:
@@ -141,13 +142,13 @@ def _start(
                 _mount_proc()
             _close_root()
             role()
-    except Exception as error:  # a role handles its own errors, so it has not started
+    except Exception as error:  # roles handle their own errors, so this role has not started
         _give_up(error)
     os._exit(_code(os.waitpid(first, 0)[1]))
 
 
 def _enter_namespaces() -> bool:
-    """Enters the namespaces; returns whether the program can get a separate user."""
+    """Enters new namespaces. Returns whether the program can run as a separate user."""
     spaces = NEWNS | NEWNET | NEWIPC | NEWUTS
     uid, gid = os.geteuid(), os.getegid()
     own_user = uid == 0 and _has_users()
@@ -164,20 +165,20 @@ def _enter_namespaces() -> bool:
 
 
 def _has_users() -> bool:
-    """Whether this root may become any user; root of a container with few user ids may not."""
+    """Whether this root may switch to any user id. Root in a container often may not."""
     lines = _text("/proc/self/uid_map").splitlines()
     ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
     return any(first <= FIRST_UID and first + count >= FIRST_UID << 2 for first, count in ranges)
 
 
 def _build_root(plan: dict[str, Any]) -> None:
-    """Gives this process an empty root, and places the visible files in it.
+    """Switches this process to an empty root directory, and mounts the visible files in it.
 
-    The host's root stays this process's current folder until _close_root, so that files can be
-    found from there.
+    The host's root remains the current folder of this process until _close_root, so that host files
+    can be mounted from it.
     """
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
-    somewhere = os.path.dirname(__file__)  # any folder that exists; hidden for a moment
+    somewhere = os.path.dirname(__file__)  # any existing folder; the mount hides it briefly
     host = os.open("/", os.O_PATH | os.O_DIRECTORY)
     _mount("tmpfs", somewhere, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     os.chdir(somewhere)
@@ -205,7 +206,7 @@ def _build_root(plan: dict[str, Any]) -> None:
 
 
 def _place(real: list[str], links: dict[str, str]) -> None:
-    """Places files and folders of the host at the same paths, and the links to them."""
+    """Mounts files and folders of the host at the same paths, and creates the links to them."""
     for path in real:
         _bind(path)
     for link, target in links.items():
@@ -225,16 +226,16 @@ def _bind(path: str, place: str | None = None) -> None:
 
 
 def _mount_proc() -> None:
-    """Shows the processes of this namespace, except process 1."""
+    """Mounts a /proc that shows the processes of this namespace, except process 1."""
     flags = MS_NOSUID | MS_NODEV
     try:
         _mount("proc", "/proc", "proc", flags, "hidepid=2")
-    except OSError:  # parts of /proc are mounted over, as in containers
+    except OSError:  # forbidden if parts of /proc are hidden by other mounts, as in containers
         _mount("tmpfs", "/proc", "tmpfs", flags, "size=4k")
 
 
 def _close_root() -> None:
-    """Removes the host's root, and makes everything but the program's folder read-only."""
+    """Unmounts the host's root, and makes everything read-only except the program's folder."""
     _check(libc.umount2(b".", MNT_DETACH), "umount")
     os.chdir("/")
     _set_attributes("/", AT_RECURSIVE, ATTR_RDONLY | ATTR_NOSUID, 0)
@@ -252,10 +253,10 @@ def _set_attributes(path: str, flags: int, those: int, not_those: int) -> None:
 
 
 def _first_process(plan: dict[str, Any], own_user: bool, pipes: list[int]) -> None:
-    """Starts the program and exits with its code. As process 1 it also reaps orphans, and ignores
-    them.
+    """Starts the program and exits with the program's exit code. As process 1, it also reaps
+    orphaned processes.
     """
-    failed, failing = os.pipe()  # closed when the program starts
+    failed, failing = os.pipe()  # closed when the program starts (exec)
     running = os.fork()
     if not running:
         try:
@@ -264,7 +265,7 @@ def _first_process(plan: dict[str, Any], own_user: bool, pipes: list[int]) -> No
                 os.set_inheritable(pipe, True)
             script = ["-c", START_PROGRAM, *map(str, pipes)] if pipes else ["main.py"]
             os.execve(sys.executable, [sys.executable, "-I", *script], _environment())
-        except Exception as error:  # the program has not started
+        except Exception as error:  # raised before the program has started
             os.write(failing, b"failed")
             _give_up(error)
     for file_no in [*pipes, failing]:
@@ -274,7 +275,7 @@ def _first_process(plan: dict[str, Any], own_user: bool, pipes: list[int]) -> No
         if pid == running:
             code = _code(status)
             if code == NOT_CONTAINED and not os.read(failed, 1):
-                code = 1  # the program must not use this code
+                code = 1  # this code is reserved for the sandbox
             os._exit(code)
 
 
@@ -287,7 +288,7 @@ def _judge(
     os.environ.clear()
     os.environ.update(_environment())
     for name in [name for name in sys.modules if name.partition(".")[0] == "hybridrl"]:
-        del sys.modules[name]  # they come from a folder of the host, which is gone
+        del sys.modules[name]  # they were loaded from a host folder that is no longer mounted
     sys.path[:] = [CODE, *plan["visible"]["path"]]
     judge = import_module("hybridrl.services.sandbox.judge")
     del sys.path[0]
@@ -306,10 +307,10 @@ def _environment() -> dict[str, str]:
 
 
 def _restrict(plan: dict[str, Any], own_user: bool, role: int) -> None:
-    """Removes privileges from this process and sets its limits."""
+    """Drops the privileges of this process and sets its resource limits."""
     limits, num_processes = plan["limits"], plan["limits"]["processes"]
     if own_user:
-        # Separate users, so that the limit on processes counts only this program's processes.
+        # Use a separate user, so that only this program's processes count towards the limit.
         uid = FIRST_UID + 2 * limits["number"] + role
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -318,7 +319,7 @@ def _restrict(plan: dict[str, Any], own_user: bool, role: int) -> None:
         num_processes += OWN_PROCESSES
     header = struct.pack("=Ii", CAPABILITIES, 0)
     _check(libc.capset(header, bytes(24)), "capset")
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # changing the user cleared it
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # set again, because changing the user clears it
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     mib = 1 << 20
@@ -342,7 +343,9 @@ def _restrict(plan: dict[str, Any], own_user: bool, role: int) -> None:
 
 
 def _wait(pid: int, until: float) -> int:
-    """Returns a role's exit code; that of SIGALRM if it has not ended by `until`."""
+    """Returns the exit code of a role, or the code for SIGALRM if the role has not ended by
+    `until`.
+    """
     watched = select.poll()
     watched.register(os.pidfd_open(pid), select.POLLIN)
     if not watched.poll(max(0.0, until - time.monotonic()) * 1000):
@@ -351,7 +354,7 @@ def _wait(pid: int, until: float) -> int:
 
 
 def _text(path: str, new: str | None = None) -> str:
-    """Returns the text of a file, or writes a new text."""
+    """Reads a file, or writes `new` to it."""
     with open(path, "r" if new is None else "w", encoding="utf-8") as file:
         return file.read() if new is None else str(file.write(new))
 

@@ -1,15 +1,15 @@
-"""The tests' process: runs a row's text of asserts; no code of the program runs in it.
+"""Runs the assert statements of a row in their own process; no code of the program runs here.
 
-Names that the text does not define are the program's. Their values arrive as plain copies
+Names that the tests do not define refer to the program. Their values arrive as plain copies
 (values.py), or as stand-ins whose calls, attributes and special methods run in the program's
 process (rpc.py). This process evaluates asserts, compares plain values and decides the verdict.
 
-Running an operator with a plain operand in the program would reveal the expected value, and the
-program could claim equality. Therefore such an operator runs here, on the plain value of the
-program's object if its class derives from one (list, int ...). Otherwise it fails, and `==` is
-False. Objects that the tests construct by a capitalized name (`Stack()`) are an exception: their
-operators run in the program, because they are what such tests check. Imports only the standard
-library, rpc.py and values.py.
+If the program ran an operator on a plain operand, it would see the expected value and could claim
+equality. Therefore the operator runs here: on the plain value of the program's object if its class
+derives from a plain class (list, int ...); otherwise it fails, and `==` returns False. Exception:
+for objects that the tests construct through a capitalized name (`Stack()`), operators run in the
+program, because the tests check these operators. Imports only the standard library, rpc.py,
+values.py and verdict.py.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ TYPE_CHECKING = False  # importing typing takes long
 if TYPE_CHECKING:
     from typing import Any, ClassVar, NoReturn
 
-TESTS = "__main__"  # module name of the tests' functions and classes
+TESTS = "__main__"  # module name of functions and classes that the tests define
 PROGRAM = Yours(0)  # the program's module
 MODULES = {**{name: name for name in sys.stdlib_module_names}, "np": "numpy", "pd": "pandas"}
-# Mutable classes, and the function that makes a plain copy.
+# Maps mutable classes to the function that makes a plain copy.
 MUTABLE: dict[type, Name] = {
     **{kind: Name("builtins", kind.__name__) for kind in (list, dict, set, bytearray)},
     deque: Name("collections", "deque"),
 }
-# Immutable values and errors run all special methods in this process, except these.
+# The only special methods of immutable values and errors that run in the program.
 FORWARDED_SPECIALS = ("__str__", "__repr__", "__format__", "__copy__", "__deepcopy__", *METHODS)
-# Readable names with two underscores; others may expose memory to libraries (__array_struct__).
+# Names with two underscores that may be read; others may expose memory to libraries
+# (__array_struct__).
 READABLE = (
     *("__name__", "__qualname__", "__module__", "__doc__", "__dict__", "__wrapped__"),
     *("__annotations__", "__defaults__", "__members__", "__cause__", "__context__", "__notes__"),
@@ -59,17 +60,17 @@ READABLE = (
 
 
 class Mirror(type):
-    """Metaclass of the classes that represent the program's classes."""
+    """Metaclass of the stand-ins for the program's classes."""
 
     side: ClassVar[Judge]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Mirror:
-        """Rejects a class that the tests derive from one of the program."""
+        """Rejects any class that the tests derive from a class of the program."""
         cls.side.is_unjudged = True
-        raise TypeError("a class of the tests cannot derive from one of the program")
+        raise TypeError("a class in the tests cannot derive from a class of the program")
 
     def __call__(cls, /, *args: Any, **kwargs: Any) -> Any:
-        """Constructs an object of the program."""
+        """Constructs an object in the program."""
         return cls.side.construct(cls, args, kwargs)
 
     def __getattr__(cls, name: str) -> Any:
@@ -96,41 +97,41 @@ class Mirror(type):
 
 
 class Judge(Peer):
-    """The tests' side of the pipes. Each object of the program has one stand-in, so that `is`
-    works.
+    """The tests' end of the pipes. Each object of the program has exactly one stand-in, so that
+    `is` works.
     """
 
     def __init__(self, source: int, target: int) -> None:
         super().__init__(source, target)
         self.is_unjudged = False
-        self._stand_ins: dict[int, Any] = {}  # by the program's number
+        self._stand_ins: dict[int, Any] = {}  # by the number that the program assigned
         self._numbers: dict[int, int] = {}  # numbers of stand-ins, by id
-        self._mutable: dict[int, Name] = {}  # functions of MUTABLE, by id of the class
+        self._mutable: dict[int, Name] = {}  # values of MUTABLE, by id of the derived class
         self._direct: set[int] = (
             set()
-        )  # objects that the tests constructed and the program never sent
-        self._constructors: dict[int, bool] = {}  # whether a class has only capitalized names
-        self._lent: dict[int, str] = {}  # kinds of lent objects, by id
+        )  # numbers of objects that the tests constructed and the program never sent itself
+        self._constructors: dict[int, bool] = {}  # by class: only capitalized names so far
+        self._lent: dict[int, str] = {}  # kinds of objects lent to the program, by id
         Mirror.side = self
 
     def fail(self, error: Exception) -> NoReturn:
-        """Ends this process, so that tests cannot expect the program's death as an error."""
+        """Ends this process, so that tests cannot catch the program's death as an error."""
         if not isinstance(error, BrokenError):
             _print(error)
         os._exit(ENDED)
 
     def ask(self, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function on the program's side."""
+        """Calls a function in the program's process."""
         try:
             return self.call(function, *args, **kwargs)
         except (StopIteration, StopAsyncIteration) as error:
             if function == Name("builtins", "next"):
                 raise
-            # StopIteration would silently end a loop over the tests' cases.
+            # StopIteration would silently end a loop over test cases.
             raise RuntimeError("the program raised StopIteration") from error
 
     def name(self, name: str) -> Any:
-        """Returns the value of the program's name.
+        """Returns the value of a name in the program.
 
         Raises:
             AttributeError: The program has no such name.
@@ -142,7 +143,7 @@ class Judge(Peer):
         return found
 
     def construct(self, kind: Mirror, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Returns a new object of a class of the program."""
+        """Constructs an object of one of the program's classes."""
         new = self._call_and_track(
             len(self._stand_ins), Yours(self._numbers[id(kind)]), *args, **kwargs
         )
@@ -157,7 +158,7 @@ class Judge(Peer):
         return self.ask(Name("builtins", "getattr"), of, name)
 
     def special(self, name: str, of: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Returns the result of a stand-in's special method."""
+        """Runs a special method of a stand-in."""
         number = self._numbers[id(of)]
         if name == "__call__":
             return self.ask(Yours(number), *args, **kwargs)
@@ -179,7 +180,9 @@ class Judge(Peer):
     def _call_and_track(
         self, before: int | None, function: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Calls, and marks a new object (number >= `before`) as constructed by the tests."""
+        """Calls a function, and marks the result as constructed by the tests if it is new (number
+        >= `before`).
+        """
         were = set(self._direct)
         new = self.ask(function, *args, **kwargs)
         number = self._numbers.get(id(new))
@@ -189,7 +192,7 @@ class Judge(Peer):
         return new
 
     def _local_operator(self, name: str, of: Any, other: Any) -> Any:
-        """Computes an operator with a plain operand in this process."""
+        """Evaluates an operator with a plain operand in this process."""
         function = next(
             (self._mutable[id(kind)] for kind in type(of).__mro__ if id(kind) in self._mutable),
             None,
@@ -204,7 +207,7 @@ class Judge(Peer):
         return NotImplemented
 
     def encoded(self, value: Any, to: Encoder) -> list[Any]:
-        """Returns JSON for a stand-in, or lends the program an object of the tests."""
+        """Encodes a stand-in as JSON, or lends an object of the tests to the program."""
         if id(value) in self._numbers:
             return ["yours", self._numbers[id(value)]]
         if isinstance(value, BaseException):
@@ -212,7 +215,7 @@ class Judge(Peer):
             return ["error", to.value(kind), *to.values(value.args)]
         if isinstance(value, types.ModuleType):
             return ["name", value.__name__, ""]
-        if isinstance(value, types.TracebackType):  # an argument of __exit__
+        if isinstance(value, types.TracebackType):  # passed to __exit__
             return to.value(None)
         if (named := _importable(value)) is not None:
             return ["name", *named]
@@ -232,13 +235,13 @@ class Judge(Peer):
         return [lent, self.export(value), str(getattr(value, "__name__", kind.__name__))]
 
     def decoded(self, kind: str, parts: list[Any], of: Decoder) -> Any:
-        """Returns a stand-in, or an object that was lent."""
+        """Decodes JSON to a stand-in or to an object that was lent to the program."""
         if kind == "yours":
             return self.exported(parts[0])
         if kind not in ("mine", "class", "error"):
             raise BrokenError
         number = parts[0]
-        self._direct.discard(number)  # the program sent it, so it may be any object
+        self._direct.discard(number)  # the program itself sent it, so it may be any object
         if number in self._stand_ins:
             return self._stand_ins[number]
         new: Any
@@ -255,7 +258,7 @@ class Judge(Peer):
     def _object(self, number: int, kind: type, plain: list[Any]) -> Any:
         if kind.__module__ == "builtins" and kind.__name__ == "coroutine":
             return self._coroutine(number)
-        if not isinstance(kind, Mirror):  # a class that both sides have
+        if not isinstance(kind, Mirror):  # a class that exists on both sides
             kind = self._mirror(kind.__module__, kind.__name__, [], list(vars(kind)))
         base: Any = next((base for base in IMMUTABLE if issubclass(kind, base)), object)
         if base is not object and [type(value) for value in plain] != [base]:
@@ -272,7 +275,7 @@ class Judge(Peer):
             new = kind.__new__(kind, *args)
             if not isinstance(kind, Mirror):
                 new.__init__(*args)  # type: ignore[misc]
-        except TypeError:  # its constructor takes other arguments
+        except TypeError:  # the constructor expects other arguments
             new = BaseException.__new__(kind)
         new.args = tuple(args)
         return new
@@ -283,7 +286,7 @@ class Judge(Peer):
         found = of.values(bases)
         real = getattr(sys.modules.get(module), name, None) if module != TESTS else None
         if isinstance(real, type) and issubclass(real, BaseException):
-            return real  # a library's error class, which the tests may name
+            return real  # an error class from a library, which the tests may refer to
         return self._mirror(module, name, found, specials)
 
     def _mirror(self, module: str, name: str, bases: list[type], specials: list[str]) -> Mirror:
@@ -314,20 +317,23 @@ class Judge(Peer):
         return new
 
     def _set(self, of: Any, name: str, value: Any) -> None:
-        if name.startswith("__"):  # raising an error sets such attributes
+        if name.startswith("__"):  # Python sets such attributes when it raises an error
             object.__setattr__(of, name, value)
         else:
             self.ask(Name("builtins", "setattr"), of, name, value)
 
     def target(self, json_value: Any, decoder: Decoder) -> Any:
-        """Returns the function that the program calls; only here may it use a name."""
+        """Returns the function that the program calls. Only here may the program refer to a
+        function by name.
+        """
         if json_value[0] == "name":
             return Name(*json_value[1:])
         return super().target(json_value, decoder)
 
     def perform(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs a call of the program on a lent object. It may call functions, advance iterators,
-        and use public attributes and special methods of objects of the tests' classes.
+        """Runs a call by the program on a lent object. The program may call functions, advance
+        iterators, and use public attributes and special methods of objects whose classes the tests
+        define.
         """
         if not isinstance(target, Name):
             if self._lent.get(id(target)) not in ("function", "object"):
@@ -354,7 +360,7 @@ def _check_public(of: Any, name: str, *value: Any) -> None:
 
 
 def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that works as a method."""
+    """Wraps a callable so that it binds as a method but ignores binding."""
 
     def method(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -363,7 +369,9 @@ def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _importable(value: Any) -> tuple[str, str] | None:
-    """Returns the module and name that import a function or class; None if the tests define it."""
+    """Returns the module and name of a function or class that can be imported, or None if the tests
+    define it.
+    """
     name = getattr(value, "__qualname__", None)
     module = getattr(value, "__module__", None) or "builtins"
     if not isinstance(name, str) or not isinstance(module, str) or module == TESTS:
@@ -375,11 +383,11 @@ def _importable(value: Any) -> tuple[str, str] | None:
 
 
 class Names(dict):
-    """Namespace of the tests; names that they do not define are the program's.
+    """Namespace of the tests. Names that the tests do not define are looked up in the program.
 
-    A builtin name is Python's even if the program defines it, unless the tests use no other name of
-    the program: only then can they test it. A name of the standard library (and np, pd) that is
-    used only as `name.something` is that module.
+    A builtin name refers to Python's builtin even if the program redefines it, unless the tests use
+    no other name of the program: in that case they test the redefinition. The name of a standard
+    library module (also np and pd) refers to the module if it is used only as `name.something`.
     """
 
     def __init__(self, side: Judge, tree: ast.Module) -> None:
@@ -422,7 +430,7 @@ class Names(dict):
 
 
 def main(text: str, source: int, target: int) -> NoReturn:
-    """Runs the tests against the program at the other ends of the pipes; the exit code is the
+    """Runs the tests against the program at the other ends of the pipes. The exit code is the
     verdict.
     """
     side = Judge(source, target)
@@ -435,12 +443,12 @@ def main(text: str, source: int, target: int) -> NoReturn:
         os._exit(UNJUDGED)
     try:
         exec(code, Names(side, tree))
-    except BaseException as error:  # tests that raise anything have failed
+    except BaseException as error:  # any exception means that the tests failed
         _print(error)
         os._exit(UNJUDGED if side.is_unjudged else FAILED)
     os._exit(PASSED)
 
 
 def _print(error: BaseException) -> None:
-    import_module("traceback").print_exception(error)  # imported only if needed
+    import_module("traceback").print_exception(error)  # imported only when needed
     sys.stderr.flush()

@@ -1,5 +1,5 @@
-"""The program's process: runs main.py, then the calls of its tests; contain.py starts it. Imports
-only rpc.py and values.py of hybridrl, which are copied next to it.
+"""Runs main.py in the program's process, then serves calls from the tests; contain.py starts this
+process. Of hybridrl, it imports only rpc.py and values.py, which are copied next to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridrl.services.sandbox.values import (
     Yours,
 )
 
-TYPE_CHECKING = False  # importing typing takes long
+TYPE_CHECKING = False  # importing `typing` is slow
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
@@ -31,21 +31,21 @@ MAX_PRINTED = 1 << 20
 
 
 class PrintBuffer(io.BytesIO):
-    """Output of a call."""
+    """Buffer for the output of one call."""
 
     def write(self, data: Any) -> int:
-        """Stores the data, up to MAX_PRINTED bytes in all."""
+        """Stores the data. Raises MemoryError beyond MAX_PRINTED bytes in total."""
         if self.tell() + len(data) > MAX_PRINTED:
             raise MemoryError("too much output")
         return super().write(data)
 
     def fileno(self) -> int:
-        """Returns standard output, whose content is ignored."""
+        """Returns the descriptor of standard output, whose content is ignored."""
         return 1
 
 
 class Program(Peer):
-    """The program's side: runs calls of the tests, and sends references to objects."""
+    """The program's end of the pipes: runs calls from the tests and sends references."""
 
     def __init__(self, source: int, target: int) -> None:
         super().__init__(source, target)
@@ -55,13 +55,13 @@ class Program(Peer):
 
     def fail(self, error: Exception) -> NoReturn:
         """Ends the program."""
-        if isinstance(error, BrokenError):  # the tests have ended
+        if isinstance(error, BrokenError):  # raised because the tests have ended
             os._exit(0)
         os.write(2, f"{type(error).__name__}: {error}\n".encode("utf-8", "replace"))
         os._exit(1)
 
     def perform(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs a call of the tests, and stores its output for them."""
+        """Runs a call from the tests, and keeps its output to send it back."""
         buffer, before = PrintBuffer(), sys.stdout
         sys.stdout = text = io.TextIOWrapper(buffer, "utf-8", "replace", write_through=True)
         try:
@@ -69,10 +69,10 @@ class Program(Peer):
         finally:
             sys.stdout = before
             self._printed = buffer.getvalue().decode("utf-8", "replace")
-            text.detach()  # otherwise it closes the buffer, which code may still use
+            text.detach()  # otherwise it would close the buffer, which other code may still use
 
     def encoded(self, value: Any, to: Encoder) -> list[Any]:
-        """Returns a reference to an object, with the object's class."""
+        """Encodes a reference to an object together with its class."""
         if id(value) in self._test_numbers:
             return ["yours", self._test_numbers[id(value)]]
         own = type(value)  # `__class__` may lie
@@ -87,7 +87,9 @@ class Program(Peer):
         return found
 
     def _class(self, kind: type) -> list[Any]:
-        """Returns a reference to a class; the first one has its name, bases and special methods."""
+        """Encodes a reference to a class. The first reference also contains its name, bases and
+        special methods.
+        """
         if TYPES.get(kind.__name__) is kind:
             return ["type", kind.__name__]
         number = self.export(kind)
@@ -100,7 +102,7 @@ class Program(Peer):
         return ["class", number, kind.__module__, kind.__qualname__, bases, specials]
 
     def decoded(self, kind: str, parts: list[Any], of: Decoder) -> Any:
-        """Returns the object to which the tests refer."""
+        """Decodes a reference from the tests to an object."""
         if kind == "yours":
             return self.exported(parts[0])
         if kind == "name":
@@ -136,7 +138,7 @@ class Program(Peer):
                 return
 
     def _object(self, number: int, name: str) -> Any:
-        """Returns an object that forwards all operations to an object of the tests."""
+        """Creates an object that forwards all operations to an object of the tests."""
 
         def attribute(_: Any, key: str, *value: Any) -> Any:
             called = Name("builtins", "setattr" if value else "getattr")
@@ -156,7 +158,7 @@ class Program(Peer):
 
 
 def _sendable(values: tuple[Any, ...], to: Encoder) -> list[Any]:
-    """Returns an error's arguments, as text if they cannot be sent."""
+    """Returns the arguments of an error, converted to text if they cannot be sent."""
     found = []
     for value in values:
         try:
@@ -168,7 +170,7 @@ def _sendable(values: tuple[Any, ...], to: Encoder) -> list[Any]:
 
 
 def main() -> None:
-    """Runs main.py, then the calls of the tests, through the pipes of argv."""
+    """Runs main.py, then serves calls from the tests through the pipes given in argv."""
     pipes = [int(pipe) for pipe in sys.argv[1:3]]
     for pipe in pipes:
         os.set_inheritable(pipe, False)

@@ -1,8 +1,8 @@
-"""Calls between two processes, neither of which runs code of the other: the tests' (judge.py) and
-the program's (program.py).
+"""Remote calls between the process of the tests (judge.py) and the process of the program
+(program.py). Neither process runs code from the other.
 
-A message is JSON (values.py). If a call changes a list, dict or other container among its
-arguments, the caller's container changes too. Imports only values.py of hybridrl.
+Messages are JSON (values.py). If a call changes a list, dict or other container that it received as
+an argument, the caller's container changes too. Of hybridrl, it imports only values.py.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 import struct
-from _thread import RLock  # importing threading takes longer
+from _thread import RLock  # importing `threading` is slower
 
 from hybridrl.services.sandbox.values import BrokenError, CannotCrossError, Decoder, Encoder
 
-TYPE_CHECKING = False  # importing typing takes long
+TYPE_CHECKING = False  # importing `typing` is slow
 if TYPE_CHECKING:
     from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ def _specials(module: str, names: str) -> dict[str, tuple[str, str]]:
     return {f"__{name.rstrip('_')}__": (module, name) for name in names.split()}
 
 
-# Module and name of the function that runs a special method on the other side.
+# For each special method, module and name of the function that runs it on the other side.
 SPECIALS = {
     **_specials("builtins", "len iter next bool str repr format int float complex abs hash"),
     **_specials("builtins", "reversed round dir bytes"),
@@ -52,10 +52,11 @@ METHODS = ("__call__", "__enter__", "__exit__")
 
 
 class Peer:
-    """One side: sends calls, and answers the other side's calls while it waits for results.
+    """One end of the connection: sends calls, and answers calls from the other end while it waits
+    for a result.
 
     Args:
-        source, target: File descriptors of pipes from and to the other side.
+        source, target: File descriptors of the pipes from and to the other end.
     """
 
     def __init__(self, source: int, target: int) -> None:
@@ -63,14 +64,14 @@ class Peer:
         self._exported: list[Any] = []
         self._export_numbers: dict[int, int] = {}
         self._lock = RLock()
-        self._printed = ""  # output of the last call that ran here
+        self._printed = ""  # output of the last call that ran in this process
 
     def encoded(self, value: Any, to: Encoder) -> list[Any]:
-        """Returns JSON of a value that is not plain."""
+        """Encodes a value that is not plain as JSON."""
         raise NotImplementedError
 
     def decoded(self, kind: str, parts: list[Any], of: Decoder) -> Any:
-        """Returns the value of JSON from the other side's `encoded`."""
+        """Decodes JSON from the other end's `encoded`."""
         raise NotImplementedError
 
     def target(self, json_value: Any, decoder: Decoder) -> Any:
@@ -78,7 +79,7 @@ class Peer:
         return decoder.value(json_value)
 
     def perform(self, target: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs a call of the other side."""
+        """Runs a call that the other side requested."""
         raise NotImplementedError
 
     def export(self, value: Any) -> int:
@@ -89,15 +90,15 @@ class Peer:
         return self._export_numbers[id(value)]
 
     def exported(self, number: int) -> Any:
-        """Returns the value of a number."""
+        """Returns the exported value with this number."""
         return self._exported[number]
 
     def fail(self, error: Exception) -> NoReturn:
-        """Ends this process, because the other side ended or violates the protocol."""
+        """Ends this process, because the other side has ended or violated the protocol."""
         raise NotImplementedError
 
     def call(self, target: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function of the other side, and raises its exceptions.
+        """Calls a function on the other side. Raises the exception that the function raises.
 
         Raises:
             CannotCrossError: An argument cannot be sent.
@@ -144,7 +145,7 @@ class Peer:
             result = self.perform(target, args, kwargs)
         except BrokenError:
             raise
-        except BaseException as error:  # sent to the caller
+        except BaseException as error:  # the caller receives it
             raised = error
         printed, encoder = self._printed, Encoder(self, decoder.objects)
         try:

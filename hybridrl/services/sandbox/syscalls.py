@@ -1,13 +1,13 @@
-"""The system calls that a contained program may make, as a filter for the kernel (seccomp).
+"""Defines which system calls a sandboxed program may make, as a seccomp filter for the kernel.
 
-The filter is an allow list. The kernel has some 380 calls and gets new ones every year. A deny list
-would have to know each call that allocates memory without a limit (keys, asynchronous I/O contexts,
-file locks, inotify watches, BPF maps), reaches into other processes, or opens a rarely used part of
-the kernel. The list of calls that CPython, numpy, threads, subprocesses and `multiprocessing` need
-is short, and stays right on later kernels.
+The filter is an allow list. The kernel has about 380 system calls, and new ones are added every
+year. A deny list would have to contain every call that allocates memory without a limit (keys,
+asynchronous I/O contexts, file locks, inotify watches, BPF maps), accesses other processes, or
+exposes a rarely used part of the kernel. The list of calls that CPython, numpy, threads,
+subprocesses and `multiprocessing` need is short, and remains valid on later kernels.
 
 A call that is not in the list fails with ENOSYS, as on an older kernel, so that libraries use their
-fallback. No torch; imports nothing of hybridrl.
+fallback. Imports neither torch nor other modules of hybridrl.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ pselect6 270 72, epoll_create 213 -, epoll_create1 291 20, epoll_ctl 233 21, epo
 epoll_pwait 281 22, epoll_pwait2 441 441, sendto 44 206, recvfrom 45 207, sendmsg 46 211,
 recvmsg 47 212, shutdown 48 210, getsockopt 55 209, getsockname 51 204, getpeername 52 205
 """
-# The same for calls that depend on an argument, or that fail with another error.
+# The same columns for calls that are allowed only with certain arguments, or that fail with another
+# error.
 OTHERS = """
 clone 56 220, fcntl 72 25, ioctl 16 29, prctl 157 167, socketpair 53 199, prlimit64 302 261,
 setpriority 141 140, sched_setaffinity 203 122,
 socket 41 198, setsockopt 54 208, setxattr 188 5, lsetxattr 189 6, fsetxattr 190 7
 """
-# Buffers of many sockets use kernel memory, and there is no network. Values of extended attributes
-# use kernel memory too; copying functions expect this error from a file system without them.
+# Socket buffers use kernel memory, and there is no network anyway. Values of extended attributes
+# also use kernel memory; copy functions expect ENOTSUP from file systems that do not support them.
 FAILING = {
     "socket": errno.EPERM,
     "setsockopt": errno.EPERM,
@@ -72,13 +73,13 @@ FAILING = {
 
 
 class Rule(NamedTuple):
-    """A call that is allowed only with some values of arguments.
+    """A system call that is allowed only with certain argument values.
 
     Args:
         call: Name of the call.
-        values: Allowed values by argument number; only the lower 32 bits count.
-        otherwise: Error for all other values.
-        no_op: Values of the single argument for which the call does nothing and succeeds.
+        values: Allowed values by argument index; only the lower 32 bits are compared.
+        otherwise: Error returned for all other values.
+        no_op: Values of the argument for which the call does nothing and reports success.
     """
 
     call: str
@@ -89,48 +90,50 @@ class Rule(NamedTuple):
 
 RULES = (
     # linux/fcntl.h: F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_GETLK, F_DUPFD_CLOEXEC,
-    # F_GETPIPE_SZ. Not allowed: sizes of pipes, leases, notifications. The record locks F_SETLK and
-    # F_SETLKW use kernel memory without a limit, so they do nothing. They matter only between
-    # processes, and SQLite needs them to succeed.
+    # F_GETPIPE_SZ. Not allowed: changing pipe sizes, leases, notifications. The record locks
+    # F_SETLK and F_SETLKW could use unlimited kernel memory, so they are no-ops. Such locks matter
+    # only between processes, but SQLite needs the calls to succeed.
     Rule("fcntl", {1: (0, 1, 2, 3, 4, 5, 1030, 1032)}, errno.EPERM, no_op=(6, 7)),
     # asm-generic/ioctls.h: TCGETS, TIOCGPGRP, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX.
     Rule("ioctl", {1: (0x5401, 0x540F, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)}, errno.ENOTTY),
     # linux/prctl.h: parent death signal, dumpable, name, capability bounds, seccomp state, timer
     # slack, subreaper, no new privileges.
     Rule("prctl", {0: (1, 2, 3, 4, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39)}, errno.EINVAL),
-    # Only on the calling process, not on process 1, which may belong to the same user.
+    # Allowed only for the calling process, because process 1 may belong to the same user.
     Rule("prlimit64", {0: (0,)}, errno.EPERM),
     Rule("setpriority", {0: (0,), 1: (0,)}, errno.EPERM),
     Rule("sched_setaffinity", {0: (0,)}, errno.EPERM),
 )
-# CLONE_NEW*: new namespaces. A tmpfs in one could take half of the host's memory.
+# CLONE_NEW* flags, which create namespaces. A tmpfs in a new namespace could use half of the host's
+# memory.
 NAMESPACES = 0x7E020000
-AF_UNIX, NOT_STREAM = 1, 0xE  # SOCK_STREAM is 1; flags are higher bits
+AF_UNIX, NOT_STREAM = 1, 0xE  # SOCK_STREAM is 1; higher bits are flags
 
 AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-X32_CALLS = 0x40000000  # x86-64 has a second table of calls from here
+X32_CALLS = 0x40000000  # on x86-64, a second table of system calls starts here
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
-ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000  # linux/seccomp.h; the latter with an errno
+ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000  # linux/seccomp.h; FAIL_WITH is combined with an errno
 Line = tuple[int, int, int, int]  # code, jump if true, jump if false, operand: linux/filter.h
 
 
 def numbers(text: str, machine: str) -> dict[str, int]:
-    """Returns the numbers of a table's calls on this kind of machine, by name."""
+    """Returns the system call numbers in a table for one machine type, by name."""
     column = 1 + list(AUDIT).index(machine)
     entries = [entry.split() for entry in text.split(",")]
     return {entry[0]: int(entry[column]) for entry in entries if entry[column] != "-"}
 
 
 def system_call_filter(machine: str) -> bytes:
-    """Returns the filter in the kernel's form (an array of struct sock_filter); empty for a machine
-    that is not in AUDIT.
+    """Returns the filter as the kernel expects it (an array of struct sock_filter). Returns empty
+    bytes for a machine type that is not in AUDIT.
     """
     if machine not in AUDIT:
         return b""
     other = numbers(OTHERS, machine)
-    # The offsets are those of struct seccomp_data: the call, the machine, its arguments.
+    # Offsets into struct seccomp_data: 0 is the call number, 4 the machine type, 16 the first
+    # argument.
     lines: list[Line] = [
-        (LOAD, 0, 0, 4),  # another machine has other numbers
+        (LOAD, 0, 0, 4),  # other machine types number the calls differently
         (EQUAL, 1, 0, AUDIT[machine]),
         (RETURN, 0, 0, FAIL_WITH | errno.EPERM),
         (LOAD, 0, 0, 0),
@@ -168,14 +171,14 @@ def _by_argument(rule: Rule) -> list[Line]:
         lines.append(_load(argument))
         for value in rule.no_op:
             lines += [(EQUAL, 0, 1, value), (RETURN, 0, 0, FAIL_WITH)]  # error 0 means success
-        for number, value in enumerate(values):  # jumps behind the refusal
+        for number, value in enumerate(values):  # jump past the line that refuses
             lines.append((EQUAL, len(values) - number, 0, value))
         lines.append((RETURN, 0, 0, FAIL_WITH | rule.otherwise))
     return [*lines, (RETURN, 0, 0, ALLOW)]
 
 
 def _for_call(number: int, lines: list[Line]) -> list[Line]:
-    """Returns lines that run for only one call; the last of them returns."""
+    """Makes lines apply to one system call only. The last line must return."""
     return [(EQUAL, 0, len(lines), number), *lines]
 
 

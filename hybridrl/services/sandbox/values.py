@@ -1,8 +1,8 @@
-"""Encodes values as JSON, between two processes that do not trust each other.
+"""Encodes values as JSON for two processes that do not trust each other.
 
-Plain values are copied. Classes and functions are never looked up by a name from the other side; a
-Peer (rpc.py) handles all values that are not plain. The containers of one message are numbered, so
-that both sides can refer to the same one. Imports only the standard library.
+Plain values are copied. A Peer (rpc.py) handles all other values; this module never looks up a
+class or function by a name that the other side sent. The containers in one message are numbered, so
+that both sides can refer to the same container. Imports only the standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from importlib import import_module
 
-TYPE_CHECKING = False  # importing typing takes long
+TYPE_CHECKING = False  # importing `typing` is slow
 if TYPE_CHECKING:
     from typing import Any, Protocol
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
         """Encodes and decodes values that are not plain."""
 
         def encoded(self, value: Any, to: Encoder) -> list[Any]:
-            """Returns JSON of such a value."""
+            """Encodes a value that is not plain as JSON."""
 
         def decoded(self, kind: str, parts: list[Any], of: Decoder) -> Any:
-            """Returns the value of JSON that `encoded` made on the other side."""
+            """Decodes JSON that `encoded` produced on the other side."""
 
 
-# Classes that are the same on both sides: those of values, and errors.
+# Classes that are identical on both sides: builtin classes of values and errors.
 TYPES = {
     **{n: t for n, t in vars(builtins).items() if isinstance(t, type) and n[0] != "_"},
     "NoneType": type(None),
@@ -38,18 +38,19 @@ TYPES = {
 
 
 class CannotCrossError(TypeError):
-    """A value that is neither plain nor can be referenced by the other side."""
+    """Raised for a value that is not plain and cannot be referenced by the other side."""
 
 
 class BrokenError(Exception):
-    """The other side ended, or violates the protocol."""
+    """Raised if the other side has ended or violated the protocol."""
 
 
-# A function, class or module of the other side; an object that it exported under a number.
+# Name: a function, class or module on the other side. Yours: an object that the other side exported
+# under a number.
 Name = namedtuple("Name", ("module", "name"))
 Yours = namedtuple("Yours", ("number",))
 
-# Immutable classes, and the function that returns the plain value of a derived object.
+# Maps immutable classes to the function that returns the plain value of a derived object.
 IMMUTABLE: dict[type, Callable[[Any], Any]] = {
     int: int.__int__,
     float: float.__float__,
@@ -59,18 +60,18 @@ IMMUTABLE: dict[type, Callable[[Any], Any]] = {
     frozenset: frozenset,
     complex: lambda value: complex(value.real, value.imag),
 }
-ARRAYS = "biufcSUmM"  # kinds of numpy dtypes that are plain bytes
+ARRAYS = "biufcSUmM"  # kinds of numpy dtypes whose values are plain bytes
 
 
 class Encoder:
-    """Encodes values as JSON; mutable containers are numbered in `objects`."""
+    """Encodes values as JSON. `objects` lists the mutable containers by number."""
 
     def __init__(self, others: References, known: list[Any]) -> None:
         self.objects, self._others, self._num_known = known, others, len(known)
         self._numbers = {id(value): number for number, value in enumerate(known)}
 
     def value(self, value: Any) -> Any:
-        """Returns JSON of one value."""
+        """Encodes one value as JSON."""
         kind = type(value)
         if value is None or kind in (bool, str, float):
             return value
@@ -94,27 +95,27 @@ class Encoder:
         return self._others.encoded(value, self)
 
     def values(self, values: Any) -> list[Any]:
-        """Returns JSON of several values."""
+        """Encodes several values as JSON."""
         return [self.value(value) for value in values]
 
     def contents(self, value: Any) -> list[Any]:
-        """Returns JSON of a container's contents."""
+        """Encodes the contents of a container as JSON."""
         if _is_array(value):
             data = b2a_base64(value.tobytes(), newline=False).decode()
             return ["array", value.dtype.str, list(value.shape), data]
         return [type(value).__name__, *CONTAINERS[type(value)](self, value)]
 
     def added(self) -> list[Any]:
-        """Returns the contents of all containers that were not known at the start."""
+        """Encodes the contents of all containers that were added since the encoder was created."""
         found, number = [], self._num_known
-        while number < len(self.objects):  # the list grows in the loop
+        while number < len(self.objects):  # the loop may append to the list
             found.append(self.contents(self.objects[number]))
             number += 1
         return found
 
 
-# Functions by module and name of a type; they return the JSON after the name. Subclasses of these
-# types are the program's classes and not encoded here.
+# For each plain type, by module and name, the function that returns the JSON entries after the type
+# name. Subclasses of these types belong to the program and are not encoded here.
 PLAIN: dict[str, Callable[[Encoder, Any], list[Any]]] = {
     "builtins.tuple": lambda to, v: to.values(v),
     "builtins.frozenset": lambda to, v: to.values(v),
@@ -172,7 +173,7 @@ EMPTY: dict[str, Callable[[list[Any]], Any]] = {
 
 
 class Decoder:
-    """Decodes the JSON of an Encoder, using the containers that both sides know."""
+    """Decodes JSON from an Encoder, using the containers that both sides know."""
 
     def __init__(self, others: References, known: list[Any], added: list[Any]) -> None:
         self.objects, self._others = known, others
@@ -182,7 +183,7 @@ class Decoder:
             self.fill(number, kind, parts)
 
     def value(self, json_value: Any) -> Any:
-        """Returns one value."""
+        """Decodes one value."""
         if not isinstance(json_value, list):
             return json_value
         kind, *parts = json_value
@@ -193,11 +194,11 @@ class Decoder:
         return self._others.decoded(kind, parts, self)
 
     def values(self, json_values: list[Any]) -> list[Any]:
-        """Returns several values."""
+        """Decodes several values."""
         return list(map(self.value, json_values))
 
     def fill(self, number: int, kind: str, parts: list[Any]) -> None:
-        """Replaces a container's contents."""
+        """Replaces the contents of a container."""
         into = self.objects[number]
         if kind == "array":
             into[...] = _array(parts[0], parts[1], a2b_base64(parts[2]))
@@ -224,7 +225,7 @@ class Decoder:
 
 
 def _library(name: str) -> Any:
-    """Imports a module that few programs need and that takes long to import."""
+    """Imports a module that few programs need and that is slow to import."""
     return import_module(name)
 
 

@@ -1,6 +1,6 @@
-"""Exit codes of a contained run, in addition to the program's. Imports nothing."""
+"""Exit codes of a sandboxed run, in addition to the program's own. Imports nothing."""
 
-NOT_CONTAINED = 97  # the sandbox failed, and nothing ran
-# Results of a program's tests. UNJUDGED: they failed, and use something that the judge does not
-# support. ENDED: the program ended before them.
+NOT_CONTAINED = 97  # the sandbox could not be created, and nothing ran
+# Verdicts on a program's tests. UNJUDGED: the tests failed, and use something that the judge does
+# not support. ENDED: the program ended before the tests did.
 PASSED, FAILED, UNJUDGED, ENDED = 0, 1, 3, 4

@@ -1,5 +1,6 @@
-"""Lists the host's files that a contained program can read: the interpreter, its packages, the
-system's libraries and programs, and paths that a user adds. No torch; imports nothing of hybridrl.
+"""Lists the host files that a sandboxed program can read: the interpreter, its packages, system
+libraries and programs, and paths that the user adds. Imports neither torch nor other modules of
+hybridrl.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# System paths: libraries of the interpreter and its packages, programs of a shell, time zones, and
-# the number of processors.
+# System paths: libraries for the interpreter and its packages, shell programs, time zones, and the
+# number of processors.
 SYSTEM = (
     *("/bin", "/lib", "/lib32", "/lib64", "/usr/bin", "/usr/lib", "/usr/lib32", "/usr/lib64"),
     *("/usr/local/lib", "/usr/share/zoneinfo", "/nix/store", "/sys/devices/system/cpu"),
@@ -30,14 +31,14 @@ print(json.dumps([sys.path, prefixes, [sys.executable, sys._base_executable], so
 
 @functools.cache
 def visible_files(more: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the paths that a contained program can read.
+    """Returns the paths that a sandboxed program can read.
 
     Args:
-        more: Further files and folders.
+        more: Additional files and folders.
 
     Returns:
-        `real`, paths without symbolic links, none inside another; `links`, the targets of symbolic
-        links on the way to them; `path`, the interpreter's sys.path.
+        `real` lists paths without symbolic links, none inside another. `links` maps symbolic links
+        on these paths to their targets. `path` is the interpreter's sys.path.
     """
     command = [sys.executable, "-I", "-c", QUERY]
     answer = subprocess.run(command, stdout=subprocess.PIPE, env={}, cwd="/", check=True).stdout
@@ -46,7 +47,8 @@ def visible_files(more: tuple[str, ...]) -> dict[str, Any]:
     for prefix in prefixes:
         parts = ("lib", "lib64", "pyvenv.cfg", "share/zoneinfo")
         found += [os.path.join(prefix, part) for part in parts]
-    # Other folders of sys.path come from editable installs: whole projects, which stay hidden.
+    # Other folders in sys.path come from editable installs. They are whole projects and remain
+    # hidden.
     found += [p for p in path if p.endswith(("site-packages", "dist-packages"))]
     found += [os.path.dirname(file) for file in mapped if ".so" in os.path.basename(file)]
     links: dict[str, str] = {}
@@ -59,7 +61,7 @@ def visible_files(more: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _library_folders() -> list[str]:
-    """Returns the folders in which the system's loader searches libraries."""
+    """Returns the folders in which the system's dynamic loader searches for libraries."""
     found = []
     for file in [Path("/etc/ld.so.conf"), *Path("/etc/ld.so.conf.d").glob("*.conf")]:
         if file.is_file() and os.access(file, os.R_OK):
@@ -69,7 +71,7 @@ def _library_folders() -> list[str]:
 
 
 def _resolve(path: str, links: dict[str, str]) -> str:
-    """Returns the path without symbolic links, and adds the links on the way to `links`."""
+    """Resolves all symbolic links in a path, and adds them to `links`."""
     left, at = path.split("/")[::-1], "/"
     while left:
         step = left.pop()
