@@ -1,1 +1,1 @@
-"""The stages of a step's data: frozen types that check their values."""
+"""Types for the stages of a step's data. Instances are frozen and check their values."""

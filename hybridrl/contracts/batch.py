@@ -1,21 +1,21 @@
-"""The data contract: the stages of a step's data, as frozen types that check their values.
+"""Defines the data contract: the stages of a step's data as frozen types that check their values.
 
     Prompt -> Rollout -> RolloutBatch -> ScoredBatch -> TrainBatch -> MicroBatch
 
-Owns the layout of a batch; knows nothing about engines, models or algorithms. A batch of B samples
-is ragged and flat: `tokens_T` holds the prompt and response tokens of one sample after the other,
-and `lengths_B` and `prompt_lengths_B` give their lengths. Entry t of a per-token column describes
-token t given its predecessors in the same sample. It is zero on tokens that were not sampled: those
-of the prompt, and those that an environment put into the response. Blobs are ragged arrays that
-only some models understand (blobs.py). Batches live on the CPU, so that no check waits for a
-device. A `MicroBatch` packs some samples and is moved to the device; in its columns, with suffix
-_S, the entry for token t is at the position of token t - 1, which predicts it.
+Owns the layout of a batch; independent of engines, models and algorithms. A batch of B samples is
+ragged and flat: `tokens_T` concatenates the prompt and response tokens of all samples, and
+`lengths_B` and `prompt_lengths_B` contain their lengths. Entry t of a per-token column describes
+token t, given the earlier tokens of the same sample. It is zero on tokens that were not sampled:
+prompt tokens, and tokens that an environment inserted into the response. Blobs are ragged arrays
+that only some models understand (blobs.py). Batches are on the CPU, so that no check waits for a
+device. A `MicroBatch` packs several samples and is moved to the device. In its columns, which have
+the suffix _S, the entry for token t is at the position of token t - 1, which predicts it.
 
-Invariant: an object of these types has passed every check and never changes.
+Invariant: every instance of these types has passed all checks and never changes.
 
-Every rank has the per-sample columns (B,) of all samples of a step. Per-token columns (T,) and
-blobs cover the H samples whose tokens are on this rank, which are all B if `holders` is None. R is
-the number of sampled tokens among the T.
+Every rank has the per-sample columns (B,) for all samples of a step. Per-token columns (T,) and
+blobs cover only the H samples whose tokens are on this rank; if `holders` is None, H = B. R of the
+T tokens were sampled.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ __all__ = [
 ]
 
 UNRELATED = "unrelated"
-"""Reward part that is 1 for responses to another prompt; training ignores these."""
+"""Reward part that is 1 for responses that belong to another prompt; training ignores them."""
 GREEDY = "greedy"
-"""Reward part that holds the reward of the greedy response to the same prompt; not a term."""
+"""Reward part with the reward of the greedy response to the same prompt; not a term of the sum."""
 LENGTHS = ("lengths_B", "prompt_lengths_B")
-"""Fields that give the extent of samples in the columns, and are not columns themselves."""
+"""Fields that define where samples are in the columns; not columns themselves."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,21 +93,24 @@ class RolloutBatch:
     """B sampled responses with their prompts.
 
     Attributes:
-        prompts: The prompt of each sample.
-        sample_ids_B: Number of each sample in the run.
-        group_B: Index of the prompt within the step; samples of one prompt share it.
+        prompts: Prompt of each sample.
+        sample_ids_B: Number of each sample, unique in the run.
+        group_B: Index of the prompt within the step; samples for the same prompt share it.
         tokens_T: Token ids, (T,) int64.
-        lengths_B: Tokens of prompt and response together.
-        prompt_lengths_B: Tokens of the prompt.
-        behaviour_logp_T: Log-probabilities at sampling, (T,) float32.
-        versions_B: Version of the weights; the oldest one if several sampled the response.
-        finished_B: Whether the response ended with a stop token and not at a limit.
-        producer: Who made the batch.
-        observed_T: Whether an environment gave the token, (T,) bool; None without environments.
-        versions_T: Version that sampled each token, (T,) int64; None if each sample has one
+        lengths_B: Number of prompt and response tokens.
+        prompt_lengths_B: Number of prompt tokens.
+        behaviour_logp_T: Log-probabilities during sampling, (T,) float32.
+        versions_B: Version of the weights that sampled the response; the oldest if there were
+            several.
+        finished_B: Whether the response ended with a stop token, not at a limit.
+        producer: Code that created the batch, for errors.
+        observed_T: Whether the token came from an environment, (T,) bool; None without
+            environments.
+        versions_T: Version that sampled each token, (T,) int64; None if each sample has only one
             version.
-        num_observed_B: Tokens of each response that an environment gave; only with `holders`.
-        holders: Ranks that have the tokens of each sample; None if every rank has all.
+        num_observed_B: Number of observed tokens in each response; set only together with
+            `holders`.
+        holders: Ranks that have the tokens of each sample; None if every rank has all tokens.
         blobs: Blobs by name.
     """
 
@@ -143,7 +146,7 @@ class RolloutBatch:
         if not self.prompts:
             raise BatchError(self.producer, "prompts", "returned no sample", "1 sample or more")
         if [len(p.tokens) for p in self.prompts] != self.prompt_lengths_B.tolist():
-            got = "returned lengths that differ from those of its prompts"
+            got = "returned lengths that differ from the lengths of its prompts"
             raise BatchError(
                 self.producer, "prompt_lengths_B", got, "the number of tokens of each prompt"
             )
@@ -164,7 +167,7 @@ class RolloutBatch:
             return
         check(counts_B, "num_observed_B", INTEGER, self.num_samples, self.producer, NO_MASK)
         if self.holders is None:
-            got = "returned it without holders, where observed_T has these numbers"
+            got = "returned it without holders, although observed_T already contains these numbers"
             raise BatchError(self.producer, "num_observed_B", got, "None")
         most_B = self.lengths_B - self.prompt_lengths_B
         if bool(((counts_B < 0) | (counts_B >= most_B)).any()):
@@ -183,7 +186,7 @@ class RolloutBatch:
         check(value, name, column, size, producer, mask_T)
 
     def columns(self) -> dict[str, Tensor]:
-        """Returns the columns that are not None, by name."""
+        """Returns all columns that are set, by name."""
         found = ((name, getattr(self, name)) for name in columns_of(type(self)))
         return {name: value for name, value in found if value is not None}
 
@@ -191,7 +194,7 @@ class RolloutBatch:
     def from_rollouts(
         cls, rollouts: Sequence[Rollout], groups: Sequence[int], producer: Producer
     ) -> RolloutBatch:
-        """Builds a batch of rollouts; `groups[i]` is the index of rollout i's prompt."""
+        """Builds a batch from rollouts. `groups[i]` is the prompt index of rollout i."""
         check_rollouts(rollouts, groups, producer)
         logps = ([0.0] * len(r.prompt.tokens) + list(r.logps) for r in rollouts)
         finished, observed_T = [r.finish_reason == "stop" for r in rollouts], None
@@ -219,32 +222,32 @@ class RolloutBatch:
 
     @property
     def num_samples(self) -> int:
-        """B."""
+        """Number of samples in the batch, B."""
         return len(self.prompts)
 
     @cached_property
     def rows_H(self) -> Tensor:
-        """Indices of the samples whose tokens are on this rank, ascending: (H,) int64."""
+        """Indices of the samples whose tokens are on this rank, in ascending order: (H,) int64."""
         return torch.arange(self.num_samples) if self.holders is None else self.holders.rows_H
 
     @property
     def lengths_H(self) -> Tensor:
-        """Number of tokens of the samples on this rank: (H,) int64."""
+        """Number of tokens in each sample on this rank: (H,) int64."""
         return self.of_held(self.lengths_B)
 
     @property
     def response_lengths_H(self) -> Tensor:
-        """Number of sampled tokens of the samples on this rank: (H,) int64; they add up to R."""
+        """Number of sampled tokens in each sample on this rank: (H,) int64; the sum is R."""
         return self.of_held(self.response_lengths_B)
 
     @cached_property
     def num_tokens(self) -> int:
-        """T: prompt and response tokens of the samples on this rank."""
+        """Number of prompt and response tokens on this rank, T."""
         return int(self.lengths_H.sum())
 
     @cached_property
     def response_lengths_B(self) -> Tensor:
-        """Number of sampled tokens of each sample, without observations: (B,) int64."""
+        """Number of sampled tokens in each sample, without observations: (B,) int64."""
         lengths_B = self.lengths_B - self.prompt_lengths_B
         if self.num_observed_B is not None:
             return lengths_B - self.num_observed_B
@@ -255,39 +258,39 @@ class RolloutBatch:
 
     @property
     def observed_lengths_B(self) -> Tensor:
-        """Number of tokens of each response that an environment gave: (B,) int64."""
+        """Number of observed tokens (from an environment) in each response: (B,) int64."""
         return self.lengths_B - self.prompt_lengths_B - self.response_lengths_B
 
     @cached_property
     def offsets(self) -> Tensor:
-        """Start of each sample on this rank in `tokens_T`, then T: (H + 1,) int64."""
+        """Start in `tokens_T` of each sample on this rank, followed by T: (H + 1,) int64."""
         return starts_of(self.lengths_H)
 
     @cached_property
     def sample_index_T(self) -> Tensor:
-        """Index in the batch of each token's sample: (T,) int64."""
+        """Batch index of the sample that each token belongs to: (T,) int64."""
         return torch.repeat_interleave(self.rows_H, self.lengths_H)
 
     @cached_property
     def response_mask_T(self) -> Tensor:
-        """Whether each token was sampled or demonstrated, and so has a loss: (T,) bool."""
+        """Whether each token has a loss, because it was sampled or demonstrated: (T,) bool."""
         starts_H = self.offsets[:-1] + self.of_held(self.prompt_lengths_B)
         starts_T = torch.repeat_interleave(starts_H, self.lengths_H)
         mask_T = torch.arange(self.num_tokens) >= starts_T
         return mask_T if self.observed_T is None else mask_T & ~self.observed_T
 
     def of_held(self, value_B: Tensor) -> Tensor:
-        """Returns the entries of a per-sample column for the samples on this rank: (H,)."""
+        """Selects the samples on this rank from a per-sample column: (H,)."""
         return value_B if self.holders is None else value_B[self.rows_H]
 
     def completed(self, value_H: Tensor) -> Tensor:
-        """Returns the values of all samples, (B,) or (B, K), given those of the samples on this
-        rank, (H,) or (H, K). Collective if `holders` is set.
+        """Returns the values for all samples, (B,) or (B, K), from the values for the samples on
+        this rank, (H,) or (H, K). Collective if `holders` is set.
         """
         return value_H if self.holders is None else self.holders.completed(value_H)
 
     def places_of(self, index_N: Tensor) -> Tensor:
-        """Returns the positions of samples among those on this rank, (N,); -1 if not here."""
+        """Returns the index of each sample among the samples on this rank, (N,); -1 if absent."""
         if self.holders is None:
             return index_N
         places_B = torch.full((self.num_samples,), -1)
@@ -295,13 +298,13 @@ class RolloutBatch:
         return places_B[index_N]
 
     def token_places(self, places_N: Tensor) -> Tensor:
-        """Returns the indices in `tokens_T` of the tokens of some samples on this rank, sample
-        after sample; `places_N` are their positions among the samples on this rank.
+        """Returns the indices in `tokens_T` of all tokens of the given samples, one sample after
+        another. `places_N` contains the indices of these samples among the samples on this rank.
         """
         return row_places(self.lengths_H, places_N)
 
     def join_columns(self, producer: Producer, **columns: Tensor) -> Self:
-        """Returns the batch with columns added or replaced; errors name `producer`."""
+        """Returns a batch with columns added or replaced. Errors name `producer`."""
         allowed = columns_of(type(self))
         for name, value in columns.items():
             if name not in allowed:
@@ -316,32 +319,32 @@ class RolloutBatch:
         return self._with(**columns)
 
     def with_blobs(self, names: Collection[str] = ()) -> Self:
-        """Returns the batch without the blobs that are not in `names`."""
+        """Returns a batch that keeps only the blobs in `names`."""
         if self.blobs.keys() <= set(names):
             return self
         return self._with(blobs={n: blob for n, blob in self.blobs.items() if n in names})
 
     def join_blob(self, producer: Producer, name: str, blob: Blob) -> Self:
-        """Returns the batch with a blob added or replaced; errors name `producer`."""
+        """Returns a batch with a blob added or replaced. Errors name `producer`."""
         check_blob(name, blob, self.lengths_B, self.rows_H, producer)
         return self._with(blobs={**self.blobs, name: blob})
 
     def require_blob(self, name: str, needed_by: str) -> Blob:
-        """Returns the blob `name`; raises BatchError, naming `needed_by`, if it is missing."""
+        """Returns the blob `name`. If it is missing, raises BatchError that names `needed_by`."""
         if name not in self.blobs:
             got = f"returned a batch without {name}"
             raise BatchError(self.producer, name, got, f"the blob that {needed_by} needs")
         return self.blobs[name]
 
     def _with(self, **checked: Any) -> Self:
-        # The other fields have passed their checks, and cached properties depend only on lengths
-        # and observations, which do not change here.
+        # The other fields were checked before. Cached properties depend only on lengths and
+        # observations, which this method does not change.
         batch = copy(self)
         batch.__dict__.update(checked)
         return batch
 
     def select(self, indices: Sequence[int] | Tensor) -> Self:
-        """Returns the samples at `indices`, in that order."""
+        """Returns a batch with the samples at `indices`, in this order."""
         index_B = torch.as_tensor(indices, dtype=torch.int64)
         if index_B.ndim != 1 or bool(((index_B < 0) | (index_B >= self.num_samples)).any()):
             got = f"was asked for the samples {index_B.tolist()}"
@@ -371,7 +374,9 @@ class RolloutBatch:
         return replace(self, **chosen)
 
     def split(self, parts: int | Sequence[int]) -> list[Self]:
-        """Returns consecutive parts of the batch: `parts` equal ones, or parts of given sizes."""
+        """Splits the batch into consecutive parts: `parts` equal parts, or parts with the given
+        sizes.
+        """
         num = self.num_samples
         sizes = [num // max(parts, 1)] * parts if isinstance(parts, int) else list(parts)
         if sum(sizes) != num or min(sizes, default=0) < 1:
@@ -383,7 +388,7 @@ class RolloutBatch:
 
     @classmethod
     def concat(cls, batches: Sequence[Self]) -> Self:
-        """Returns one batch with the samples of all `batches`, which have the same columns."""
+        """Concatenates batches, which must have the same columns."""
         if not batches:
             raise BatchError(
                 Producer.here("concat"), "batches", "was given no batch", "1 batch or more"
@@ -425,7 +430,7 @@ class RolloutBatch:
     def scored(
         self, reward_B: Tensor, reward_parts: Mapping[str, Tensor], producer: Producer
     ) -> ScoredBatch:
-        """Returns the batch with rewards and their named parts, each (B,) float32."""
+        """Adds rewards and their named parts, each (B,) float32."""
         for name, value in {"reward_B": reward_B, **reward_parts}.items():
             check(value, name, NUMBER, self.num_samples, producer, NO_MASK)
         return ScoredBatch(**self._fields(), reward_B=reward_B, reward_parts=dict(reward_parts))
@@ -433,7 +438,7 @@ class RolloutBatch:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ScoredBatch(RolloutBatch):
-    """A RolloutBatch with `reward_B`, (B,) float32, and its terms `reward_parts`."""
+    """A RolloutBatch with rewards `reward_B`, (B,) float32, and their terms `reward_parts`."""
 
     reward_B: Tensor = field(metadata=holds(NUMBER))
     reward_parts: dict[str, Tensor]
@@ -457,35 +462,37 @@ class ScoredBatch(RolloutBatch):
         }
 
     def with_parts(self, parts: Mapping[str, Tensor]) -> Self:
-        """Returns the batch with reward parts, each (B,) float32, added or replaced."""
+        """Returns a batch with reward parts, each (B,) float32, added or replaced."""
         for name, value in parts.items():
             check(value, name, NUMBER, self.num_samples, self.producer, NO_MASK)
         return self._with(reward_parts={**self.reward_parts, **parts})
 
     def to_train(self, producer: Producer, **columns: Tensor) -> TrainBatch:
-        """Returns a TrainBatch with these columns; `join_columns` adds the others."""
+        """Returns a TrainBatch with these columns. `join_columns` can add further columns later."""
         return TrainBatch(**ScoredBatch._fields(self)).join_columns(producer, **columns)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainBatch(ScoredBatch):
-    """A ScoredBatch with the columns that losses read. Those not described are (T,) float32.
+    """A ScoredBatch with the columns that losses read. Columns are (T,) float32 unless stated
+    otherwise.
 
     Attributes:
-        old_logp_T: Log-probabilities of the policy at the start of the step.
-        reference_logp_T: Log-probabilities of the frozen reference.
-        values_T: Value of the state that token t was sampled from; for a reward model, the score
-            that is read at token t.
+        old_logp_T: Log-probabilities from the policy at the start of the step.
+        reference_logp_T: Log-probabilities from the frozen reference model.
+        values_T: Value of the state in which token t was sampled; for a reward model, the score
+            read at token t.
         advantages_T: Advantage of each token.
-        returns_T: Targets of `values_T`.
-        term_weights_T: Weights of an additional loss term that the algorithm defines.
-        teacher_logp_T: Log-probabilities of the teacher.
-        teacher_tokens_TK: Tokens that the teacher finds likeliest in token t's place, (T, K) int32.
-        teacher_logp_TK: Log-probabilities of those tokens, (T, K).
+        returns_T: Training targets for `values_T`.
+        term_weights_T: Weights for an additional loss term that the algorithm defines.
+        teacher_logp_T: Log-probabilities from the teacher.
+        teacher_tokens_TK: Tokens that the teacher finds most likely at the place of token t, (T, K)
+            int32.
+        teacher_logp_TK: Log-probabilities of `teacher_tokens_TK`, (T, K).
 
-    Roles set `old_logp_T`, `reference_logp_T`, `values_T` and the teacher's columns; the
-    algorithm's `advantages` sets the others. To add a column, add a field here; if a loss reads it,
-    also add it to MicroBatch.
+    Roles set `old_logp_T`, `reference_logp_T`, `values_T` and the teacher columns; the `advantages`
+    method of the algorithm sets the others. To add a column, add a field here. If a loss reads the
+    column, also add it to MicroBatch.
     """
 
     old_logp_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))
@@ -500,7 +507,7 @@ class TrainBatch(ScoredBatch):
 
     @classmethod
     def supervised(cls, prompts: Sequence[Prompt], producer: Producer) -> TrainBatch:
-        """Builds the batch of the prompts' demonstrations, with rewards of zero."""
+        """Builds a batch from the demonstrations of the prompts, with all rewards 0."""
         for prompt in prompts:
             if not prompt.response_tokens:
                 got = f"returned prompt {prompt.prompt_id} without a response"
@@ -527,7 +534,7 @@ class TrainBatch(ScoredBatch):
         )
 
     def require(self, name: str, needed_by: str) -> Tensor:
-        """Returns the column `name`; raises BatchError, naming `needed_by`, if it is None."""
+        """Returns the column `name`. If it is None, raises BatchError that names `needed_by`."""
         value: Tensor | None = getattr(self, name)
         if value is None:
             got = f"returned a batch without {name}"

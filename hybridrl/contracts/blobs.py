@@ -1,8 +1,8 @@
-"""Blobs: named arrays of a sample that only some models understand, such as routed experts.
+"""Defines blobs: named arrays in a sample that only some models understand, such as routed experts.
 
-Imports no torch. The module that knows a kind of blob declares it once, with `declare`. Engines or
-environments attach arrays of that kind to samples; exchange, gathering, saved rollouts, replay
-files and micro-batches carry them unread.
+Does not import torch. The module that understands a kind of blob declares it once with `declare`.
+Engines or environments attach arrays of that kind to samples. Exchange, gathering, saved rollouts,
+replay files and micro-batches pass them on without reading them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 Blobs = Mapping[str, Array]
-"""The blobs of one sample, by name."""
+"""Blobs of one sample, by name."""
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,9 @@ class BlobKind:
 
     Args:
         name: Name of the blob.
-        dtypes: Names of the dtypes that its values may have.
-        rows: Number of rows of a sample: `token`, one for each token of prompt and response;
-            `input`, one for each token except the last, which is never an input of the engine;
-            `any`.
+        dtypes: Names of the allowed dtypes.
+        rows: Number of rows per sample. `token`: one per token of prompt and response. `input`: one
+            per token except the last, which the engine never reads as input. `any`: any number.
         row_dims: Number of dimensions of a row.
     """
 
@@ -39,7 +38,7 @@ class BlobKind:
     row_dims: int = 1
 
     def num_rows(self, num_tokens: int) -> int | None:
-        """Returns the rows of a sample with `num_tokens` tokens; None if any number is allowed."""
+        """Returns the number of rows for `num_tokens` tokens; None if any number is allowed."""
         if self.rows == "any":
             return None
         return num_tokens - (self.rows == "input")
@@ -49,20 +48,20 @@ KINDS: dict[str, BlobKind] = {}
 
 
 def declare(kind: BlobKind) -> BlobKind:
-    """Declares a kind; raises ValueError if another kind has its name."""
+    """Declares a kind of blob. Raises ValueError if another kind has the same name."""
     if KINDS.setdefault(kind.name, kind) != kind:
         raise ValueError(f"blob {kind.name} is already declared as {KINDS[kind.name]}")
     return kind
 
 
 def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
-    """Returns a description of a wrong type of a blob's values and the allowed ones; None if the
-    type is right.
+    """Checks the type of a blob's values. Returns a description of the type and of the allowed
+    types if it is wrong, otherwise None.
 
     Args:
         name: Name of the blob.
-        dtype: Name of the values' dtype.
-        num_dims: Number of dimensions, including that of rows.
+        dtype: Name of the dtype.
+        num_dims: Number of dimensions, including the row dimension.
     """
     kind = KINDS.get(name)
     if kind is None:
@@ -74,7 +73,7 @@ def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
 
 
 def blobs_to_json(blobs: Blobs) -> dict[str, Any]:
-    """Returns the blobs of a sample as JSON-compatible values."""
+    """Converts the blobs of a sample to JSON-compatible values."""
     return {
         name: {
             "shape": list(array.shape),
@@ -86,9 +85,9 @@ def blobs_to_json(blobs: Blobs) -> dict[str, Any]:
 
 
 def blobs_from_json(fields: Mapping[str, Any]) -> dict[str, Array]:
-    """Returns the blobs of a saved sample, whose field `blobs` is the output of `blobs_to_json`.
+    """Restores the blobs of a saved sample from its field `blobs` (see `blobs_to_json`).
 
-    Old checkpoints have only routed experts, in a field `experts`.
+    Old checkpoints store only routed experts, in the field `experts`.
     """
     experts = fields.get("experts")
     saved = fields.get("blobs", {} if experts is None else {"routed_experts": experts})

@@ -1,6 +1,6 @@
-"""Checks of the values that enter a batch: column types, producers, and the error for a misfit.
+"""Checks the values that enter a batch: column types, producers, and the error for invalid values.
 
-batch.py owns the batch, declares its columns, and re-exports `Producer` and `BatchError`.
+batch.py owns the batch, declares the columns, and re-exports `Producer` and `BatchError`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridrl.errors import UserError
 
 @dataclass(frozen=True)
 class Producer:
-    """Code that made a value: its name, and the file and line of its source."""
+    """Code that produced a value: name, source file and line."""
 
     what: str
     file: str
@@ -34,37 +34,37 @@ class Producer:
 
     @staticmethod
     def of(source: object, what: str) -> Producer:
-        """Returns the producer for a function, class or object, called `what`."""
+        """Returns a Producer named `what` for a function, class or object."""
         target: Any = inspect.unwrap(source) if callable(source) else source
         target = target if inspect.isroutine(target) or inspect.isclass(target) else type(target)
         return Producer(what, *_source(target))
 
     @staticmethod
     def here(what: str) -> Producer:
-        """Returns the producer for the line of code that calls this function."""
+        """Returns a Producer for the line of code that calls this function."""
         frame = sys._getframe(1)
         return Producer(what, frame.f_code.co_filename, frame.f_lineno)
 
 
 @lru_cache
 def _source(target: Callable[..., object]) -> tuple[str, int]:
-    """Returns file and line. Cached, because finding a class's line parses its whole file."""
+    """Returns file and line. Cached, because finding the line of a class parses the whole file."""
     try:
         file = inspect.getsourcefile(target) or inspect.getfile(target)
         return file, inspect.getsourcelines(target)[1]
-    except (TypeError, OSError):  # written in C, or in a session without a source file
+    except (TypeError, OSError):  # written in C, or defined in an interactive session
         return f"<{target.__module__}>", 0
 
 
 class BatchError(UserError):
-    """A value that does not fit the data contract.
+    """Raised for a value that violates the data contract.
 
     Args:
-        producer: Code that made the value.
-        field: Field or column of the value.
+        producer: Code that produced the value.
+        field: Field or column that contains the value.
         got: Description of the value, as a verb phrase: "returned shape (4, 12)".
-        expected: Values that fit: "(4,) floats".
-        remedy: What to do about it, unless that is plain from the rest.
+        expected: Description of valid values: "(4,) floats".
+        remedy: What to do about the error; empty if this is obvious.
     """
 
     def __init__(
@@ -82,12 +82,13 @@ class BatchError(UserError):
 
 @dataclass(frozen=True)
 class Column:
-    """The type of a column's values. A field of a stage type is a column if its metadata is
-    `holds(column)`; checks, selection, joining, sending and saving then include it.
+    """Type of the values in a column. A field of a stage type is a column if its metadata is
+    `holds(column)`. Columns are then included in checks, selection, joining, sending and saving.
 
     Args:
         dtype: Type of the values.
-        per_token: Whether the column has one value per token, (T,), and not one per sample, (B,).
+        per_token: Whether the column has one value per token, (T,), instead of one per sample,
+            (B,).
         response_only: Whether values must be zero on tokens that were not sampled.
         is_wide: Whether the column has several values per token, (T, K).
     """
@@ -102,18 +103,18 @@ INTEGER, NUMBER, FLAG = Column(torch.int64), Column(torch.float32), Column(torch
 TOKEN, TOKEN_FLAG = (Column(dtype, per_token=True) for dtype in (torch.int64, torch.bool))
 RESPONSE = Column(torch.float32, per_token=True, response_only=True)
 WIDE_RESPONSE = Column(torch.float32, per_token=True, response_only=True, is_wide=True)
-# int32, because this column has more values than all others together.
+# int32, because this column has more values than all other columns combined.
 WIDE_TOKENS = Column(torch.int32, per_token=True, response_only=True, is_wide=True)
 _KEY = "column"
 
 
 def holds(column: Column) -> dict[str, Column]:
-    """Returns the metadata of a field that is a column."""
+    """Returns metadata that marks a field as a column."""
     return {_KEY: column}
 
 
 def columns_of(stage: type) -> dict[str, Column]:
-    """Returns the columns that a stage type declares or inherits, by name."""
+    """Returns all columns of a stage type by name, including inherited ones."""
     return {f.name: f.metadata[_KEY] for f in fields(stage) if _KEY in f.metadata}
 
 
@@ -124,7 +125,7 @@ NO_MASK = torch.zeros(0, dtype=torch.bool)
 def check(
     value: object, name: str, column: Column, size: int, producer: Producer, response_mask_T: Tensor
 ) -> None:
-    """Raises BatchError unless `value` is a finite CPU tensor that fits the column, with shape
+    """Raises BatchError unless `value` is a finite CPU tensor that fits the column and has shape
     (size,), or (size, K) for a wide column.
     """
     shape = f"({size}, K)" if column.is_wide else f"({size},)"
@@ -138,14 +139,15 @@ def check(
     if value.dtype != column.dtype or value.device.type != "cpu" or value.requires_grad:
         got = f"returned {value.dtype} on {value.device}{' with a gradient' * value.requires_grad}"
         raise BatchError(producer, name, got, f"{column.dtype} on cpu without a gradient")
-    # A finite sum proves that all values are finite. The reverse does not hold: it may overflow.
+    # A finite sum proves that all values are finite. An infinite sum proves nothing, because the
+    # sum may overflow.
     is_doubtful = column.dtype.is_floating_point and not bool(value.sum().isfinite())
     if is_doubtful and not bool((finite := value.isfinite()).all()):
         got = _first(value, ~finite)
         raise BatchError(producer, name, got, f"finite {expected}")
     if not column.response_only:
         return
-    # numpy's indexing takes a tenth of torch's time.
+    # Indexing is ten times as fast with numpy as with torch.
     if value.numpy()[~response_mask_T.numpy()].any():
         mask = response_mask_T[:, None] if column.is_wide else response_mask_T
         got = f"{_first(value, value.ne(0) & ~mask)}, a token that was not sampled"
@@ -153,13 +155,15 @@ def check(
 
 
 def _first(value: Tensor, is_wrong: Tensor) -> str:
-    """Returns the first wrong value and its index, for a message."""
+    """Describes the first wrong value and its index for a message."""
     where = tuple(is_wrong.nonzero()[0].tolist())
     return f"returned {value[where].item()} at index {where[0]}"
 
 
 def check_rollouts(rollouts: Sequence[Rollout], groups: Sequence[int], who: Producer) -> None:
-    """Raises BatchError unless a rollout's fields have one length and each group has one prompt."""
+    """Raises BatchError unless the fields of each rollout have equal lengths and each group has one
+    prompt.
+    """
     if len(groups) != len(rollouts):
         got = f"returned {len(groups)} groups for {len(rollouts)} rollouts"
         raise BatchError(who, "group_B", got, "one group per rollout")
@@ -180,7 +184,7 @@ def check_rollouts(rollouts: Sequence[Rollout], groups: Sequence[int], who: Prod
 
 
 def check_blob_type(name: str, dtype: str, num_dims: int, who: Producer) -> None:
-    """Raises BatchError unless a blob is declared and its values have an allowed type."""
+    """Raises BatchError unless the blob is declared and its values have an allowed type."""
     if (wrong := misfit(name, dtype, num_dims)) is not None:
         raise BatchError(who, name, f"returned {wrong[0]}", wrong[1])
 
@@ -188,11 +192,11 @@ def check_blob_type(name: str, dtype: str, num_dims: int, who: Producer) -> None
 def check_observed(
     observed_T: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor, who: Producer
 ) -> None:
-    """Raises BatchError unless observations are in responses, each before a sampled token.
+    """Raises BatchError unless all observations are inside responses and none ends a response.
 
     Args:
-        observed_T: Whether an environment gave the token, for each token.
-        lengths_B, prompt_lengths_B: Tokens of each sample and of its prompt.
+        observed_T: Whether each token came from an environment.
+        lengths_B, prompt_lengths_B: Number of tokens in each sample and in its prompt.
         who: Producer that errors name.
     """
     name, size = "observed_T", int(lengths_B.sum())

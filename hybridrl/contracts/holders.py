@@ -1,9 +1,9 @@
-"""Assignment of samples' tokens to ranks, and the collective that completes per-sample values.
+"""Records which ranks have the tokens of each sample, and completes per-sample values collectively.
 
-Every rank knows the per-sample columns of a whole step: numbers, groups, lengths, rewards. Each
-rank has the token columns of some samples (parallel/exchange.py moves them). A value that depends
-on tokens is computed for each sample by a rank that has its tokens, then sent to all ranks. The
-result is the same, bit for bit, for every assignment of samples to ranks.
+Every rank has the per-sample columns (numbers, groups, lengths, rewards) for a whole step, but the
+token columns of only some samples (parallel/exchange.py moves them). A value that depends on tokens
+is computed on a rank that has the tokens of the sample, and then sent to all ranks. The result is
+bitwise identical for every assignment of samples to ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 
 
 class Ranks(Protocol):
-    """All ranks of the job (implemented by `parallel.groups.World`). Calls are collective, on the
-    host, and wait for the slowest rank.
+    """Interface to all ranks of the job (implemented by `parallel.groups.World`). Calls are
+    collective, run on the host, and wait for the slowest rank.
     """
 
     rank: int
@@ -32,7 +32,7 @@ class Ranks(Protocol):
     def all_to_all(
         self, received: Tensor, sent: Tensor, received_W: Sequence[int], sent_W: Sequence[int]
     ) -> None:
-        """Fills `received` with the values that each rank sends to this one, rank after rank."""
+        """Fills `received` with the values that the ranks send to this rank, in rank order."""
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -42,14 +42,14 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Holders:
-    """The ranks that have the tokens of each of B samples.
+    """Ranks that have the tokens of each of B samples.
 
     Args:
-        by_rank_BW: Whether each of the W ranks has the tokens of each sample, (B, W) bool; at least
-            one rank has them.
-        ranks: The job's ranks.
-        num_parts: Number of optimizer steps that train on the samples. The replica that trains on a
-            sample in its optimizer step has its tokens.
+        by_rank_BW: Whether each of the W ranks has the tokens of each sample, (B, W) bool. At least
+            one rank must have them.
+        ranks: All ranks of the job.
+        num_parts: Number of optimizer steps into which the samples are divided. The replica that
+            trains on a sample has its tokens.
     """
 
     by_rank_BW: Tensor
@@ -58,34 +58,33 @@ class Holders:
 
     @cached_property
     def rows_H(self) -> Tensor:
-        """Indices of the samples whose tokens are on this rank, ascending: (H,) int64."""
+        """Indices of the samples whose tokens are on this rank, in ascending order: (H,) int64."""
         return self.by_rank_BW[:, self.ranks.rank].nonzero()[:, 0]
 
     @cached_property
     def speaks_H(self) -> Tensor:
-        """Whether this rank is the first that has the tokens of the sample: (H,) bool."""
+        """Whether this rank is the first rank that has the tokens of each sample: (H,) bool."""
         return self.by_rank_BW[self.rows_H].int().argmax(1) == self.ranks.rank
 
     def select(self, index_B: Tensor) -> Self:
-        """Returns the holders of the samples at these indices, in that order."""
+        """Returns the holders for the samples at these indices, in this order."""
         return replace(self, by_rank_BW=self.by_rank_BW[index_B], num_parts=1)
 
     @staticmethod
     def concat(parts: Sequence[Holders]) -> Holders:
-        """Returns the holders of the samples of all parts, one after the other."""
+        """Concatenates the holders of all parts."""
         by_rank_BW = torch.cat([part.by_rank_BW for part in parts])
         return replace(parts[0], by_rank_BW=by_rank_BW, num_parts=1)
 
     def completed(self, value_H: Tensor) -> Tensor:
-        """Returns the values of all samples, given those of the samples on this rank; collective.
+        """Returns the values for all samples from the values for the samples on this rank.
+        Collective.
 
         Args:
-            value_H: Values of the samples on this rank, (H,) or (H, K) floats.
+            value_H: Values for the samples on this rank, (H,) or (H, K) floats.
         """
         if self.ranks.size == 1:
             return value_H
         value_B = torch.zeros(len(self.by_rank_BW), *value_H.shape[1:], dtype=value_H.dtype)
         value_B[self.rows_H[self.speaks_H]] = value_H[self.speaks_H]
-        return self.ranks.sum_on_host(
-            value_B
-        )  # zero on all ranks but the first that has the sample
+        return self.ranks.sum_on_host(value_B)  # nonzero only on the first rank that has the sample

@@ -1,7 +1,7 @@
-"""The last stage of the data contract: the input of one forward pass.
+"""Defines the last stage of the data contract: the input to one forward pass.
 
-Owns the meaning of a `MicroBatch`'s fields; `collation.py` builds them from a `TrainBatch`.
-Invariant: all per-position columns have the same length and the same alignment.
+Owns the meaning of the fields in `MicroBatch`; `collation.py` fills them from a `TrainBatch`.
+Invariant: all per-position columns have the same length and alignment.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hybridrl.contracts.checks import BatchError, Producer
 
 @dataclass(frozen=True, eq=False)
 class ModelTensor:
-    """A tensor that only the model's forward call reads.
+    """A tensor that is read only by the model's forward call.
 
     Args:
         value: The tensor.
-        is_per_position: Whether its first dimension is the micro-batch's positions, so that a
-            context-parallel rank takes its share; otherwise every rank has the whole tensor.
+        is_per_position: Whether the first dimension is the positions of the micro-batch, so that
+            each context-parallel rank takes its slice. If not, every rank has the whole tensor.
     """
 
     value: Tensor
@@ -32,48 +32,53 @@ class ModelTensor:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MicroBatch:
-    """Input of one forward pass: samples packed one after the other into S positions.
+    """Input to one forward pass: samples packed one after another into S positions.
 
     Per-position columns are aligned to the predictor: the entry for token t of a sample is at the
-    position of token t - 1, whose output predicts it. Each sample is padded to a multiple that
-    context parallelism can cut, and the whole to a multiple that sequence parallelism can cut, by
-    one trailing sequence of padding. A context-parallel rank takes its share with `take_positions`.
-    In micro-batches of a reward model, whose score is read at the token itself, the entry for token
-    t is at its own position, and `loss_mask_S` marks the response tokens.
+    position of token t - 1, whose output predicts it. Each sample is padded to a length that
+    context parallelism can split evenly. One trailing sequence of padding makes the total length
+    divisible for sequence parallelism. A context-parallel rank takes its slice with
+    `take_positions`. The score of a reward model is read at the token itself; in its micro-batches,
+    the entry for token t is therefore at token t's own position, and `loss_mask_S` marks the
+    response tokens.
 
     Attributes:
         tokens_S: Token ids, (S,) int64.
-        positions_S: Position of the token in its own sequence, (S,) int64.
-        targets_S: Next token of the same sample, or 0 if there is none, (S,) int64.
+        positions_S: Position of the token within its sequence, (S,) int64.
+        targets_S: Next token in the same sample, or 0 if there is none, (S,) int64.
         loss_mask_S: Whether the position predicts a response token, (S,) bool.
-        sequence_index_S: Index into `sample_indices`, -1 on padding, (S,) int64.
-        cu_seqlens: Start of each padded sequence, trailing padding included, then S; int32.
+        sequence_index_S: Index into `sample_indices`, or -1 on padding, (S,) int64.
+        cu_seqlens: Start of each padded sequence, including the trailing padding, followed by S;
+            int32.
         max_seqlen: Length of the longest padded sequence (see below).
-        sample_indices: Indices in the batch of the packed samples, in order; empty if there is only
+        sample_indices: Batch indices of the packed samples, in order; empty if there is only
             padding.
-        prefix_sequences: Where samples share their prompt, the index of the sequence that each
-            sequence continues, or -1; None if nothing is shared. The prompt without its last token
-            is a sequence, and each of its samples begins with that last token. Positions count from
-            the prompt's start, and `max_seqlen` is the longest prompt and response together.
-        position_rows_SR: Positions of each token in R dimensions, (S, R) int64, for models that
-            have several; None if `positions_S` is enough. A context-parallel rank has all of them:
-            Megatron's rotary embedding takes its share when it rotates a packed sequence.
+        prefix_sequences: For each sequence, the index of the sequence that it continues, or -1.
+            None if samples share no prompts. A shared prompt without its last token forms a
+            sequence of its own, and each of its samples begins with the last prompt token.
+            Positions are counted from the start of the prompt, and `max_seqlen` is the maximum
+            length of a prompt plus its response.
+        position_rows_SR: Positions of each token in R dimensions, (S, R) int64, for models with
+            multi-dimensional positions; otherwise None. Every context-parallel rank has all rows,
+            because Megatron's rotary embedding takes the rank's slice when it rotates a packed
+            sequence.
         model_inputs: Inputs that only the model understands, by name. A blob with one row per token
-            gives NAME, (S, ...), with each row at its token's own position, and NAME.is_there, (S,)
-            bool, which marks positions that have a row. Other blobs give NAME, the rows of all
-            samples in order of packing, and NAME.num_rows, the number of rows of each sample. A
-            model may transform them (models/inputs.py).
+            becomes NAME, (S, ...), with each row at its token's own position, and NAME.is_there,
+            (S,) bool, which marks the positions that have a row. Any other blob becomes NAME, the
+            rows of all samples in packing order, and NAME.num_rows, the number of rows per sample.
+            A model may transform these inputs (models/inputs.py).
 
-    The other columns are (S,) float32, zero outside `loss_mask_S`, or None; those that end in `_SK`
-    are (S, K), and `teacher_tokens_SK` is int32. They are the columns of a TrainBatch that losses
-    read, with `_S` in place of `_T`.
+    The other columns are (S,) float32 and zero outside `loss_mask_S`, or None. Columns with the
+    suffix `_SK` are (S, K), and `teacher_tokens_SK` is int32. These are the columns of a TrainBatch
+    that losses read, with `_S` instead of `_T`.
 
-    `max_seqlen` is the longest of the padded sequences, never the token budget: Megatron's rotary
-    embedding for packed sequences (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`, megatron-core
-    0.16.1) counts positions over the whole pack instead of per sequence when `max_seqlen` equals
-    `cu_seqlens[-1]`, also under context parallelism. Sequences are never empty, so the longest
-    equals the total only when it is the only one, and then both ways of counting agree. One sample
-    and its trailing padding are two sequences, whose total is longer than either.
+    `max_seqlen` is the length of the longest padded sequence, never the token budget. Reason: if
+    `max_seqlen` equals `cu_seqlens[-1]`, Megatron's rotary embedding for packed sequences
+    (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`, megatron-core 0.16.1) counts positions over
+    the whole pack instead of per sequence, also under context parallelism. Because sequences are
+    never empty, the longest sequence equals the total only if it is the only sequence, and then
+    both ways of counting agree. One sample and its trailing padding are two sequences, whose total
+    is longer than either.
     """
 
     tokens_S: Tensor
@@ -99,25 +104,25 @@ class MicroBatch:
 
     @property
     def num_positions(self) -> int:
-        """S, or this rank's share of it after `take_positions`."""
+        """Number of positions: S, or the size of this rank's slice after `take_positions`."""
         return len(self.tokens_S)
 
     @property
     def num_tokens(self) -> int:
-        """Number of positions that hold a token."""
+        """Number of positions that contain a token, not padding."""
         return int((self.sequence_index_S >= 0).sum())
 
     @property
     def labels(self) -> Tensor:
-        """Tokens whose log-probabilities the model returns at each position: the targets, (S,), or
-        the targets followed by the teacher's tokens, (S, 1 + K).
+        """Tokens for which the model returns log-probabilities at each position: the targets, (S,),
+        or the targets followed by the teacher's tokens, (S, 1 + K).
         """
         if self.teacher_tokens_SK is None:
             return self.targets_S
         return torch.cat((self.targets_S[:, None], self.teacher_tokens_SK), 1)
 
     def require(self, name: str, needed_by: str) -> Tensor:
-        """Returns the column `name`; raises BatchError, naming `needed_by`, if it is None."""
+        """Returns the column `name`. If it is None, raises BatchError that names `needed_by`."""
         value: Tensor | None = getattr(self, name)
         if value is None:
             here = Producer.here("the micro-batch")
@@ -125,11 +130,11 @@ class MicroBatch:
         return value
 
     def take_positions(self, index_S: Tensor) -> MicroBatch:
-        """Returns a context-parallel rank's share: every column at these positions."""
+        """Returns the slice for a context-parallel rank: every column at these positions."""
         return self._map(lambda column_S: column_S[index_S])
 
     def to(self, device: torch.device | str) -> MicroBatch:
-        """Returns the micro-batch with every tensor on `device`, including `cu_seqlens`."""
+        """Returns the micro-batch with all tensors on `device`, including `cu_seqlens`."""
         moved = self._map(lambda value: value.to(device, non_blocking=True), all_inputs=True)
         rows_SR, cu_seqlens = self.position_rows_SR, self.cu_seqlens
         return replace(
@@ -139,8 +144,8 @@ class MicroBatch:
         )
 
     def _map(self, change: Callable[[Tensor], Tensor], all_inputs: bool = False) -> MicroBatch:
-        """Returns the micro-batch with `change` applied to its per-position tensors, and to all
-        model inputs if `all_inputs`.
+        """Applies `change` to all per-position tensors, and to all model inputs if `all_inputs` is
+        true.
         """
         named = ((name, getattr(self, name)) for name in PER_POSITION)
         changed: dict[str, Any] = {n: change(value) for n, value in named if value is not None}
@@ -154,8 +159,8 @@ class MicroBatch:
 
 
 PER_POSITION = tuple(f.name for f in fields(MicroBatch) if f.name.endswith(("_S", "_SK")))
-"""Names of the fields that have a value, or a row, for each position."""
+"""Names of the fields that have one value or one row per position."""
 LOSS_COLUMNS = tuple(
     f.name for f in fields(MicroBatch) if f.default is None and f.name.endswith(("_S", "_SK"))
 )
-"""Names in a MicroBatch of the columns that losses read."""
+"""Names of the MicroBatch columns that losses read."""

@@ -1,9 +1,9 @@
-"""Prompts and their parts. No torch.
+"""Defines prompts and their parts. Does not import torch.
 
-A prompt is a list of parts, in order: runs of token ids, and contents of other kinds, such as
-images. A content occupies some tokens of the prompt, its placeholders. The flat `tokens` that
-training reads have all of them; an engine gets one placeholder for the whole content. Only the code
-for a content's kind reads its arrays; all other code stores and moves them unread.
+A prompt is an ordered list of parts: runs of token ids, and contents of other kinds, such as
+images. In `tokens`, which training reads, a content is represented by placeholder tokens; an engine
+receives only one placeholder for the whole content. Only the code for a content's kind reads its
+arrays; all other code stores and moves them without reading them.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from numpy.typing import NDArray
 from safetensors.numpy import load, save
 
 Asked = str | list[dict[str, Any]]
-"""The prompt of a row: a text, or the messages of a chat."""
+"""Prompt of a row: a text, or the messages of a chat."""
 RENDERED_PROMPT = "rendered_prompt"
 _HEADER = "contents"
 
 
 @dataclass(frozen=True)
 class Content:
-    """One part of a prompt that is not text.
+    """A part of a prompt that is not text.
 
     Args:
         kind: Name of the kind, such as `image`.
-        start: Index of its first placeholder among the prompt's tokens.
-        num_tokens: Number of its placeholders, 1 or more.
-        key: Text that is equal only for equal contents, such as a digest of the arrays.
-        arrays: The content itself, such as the bytes of a file.
+        start: Index of the first placeholder among the prompt's tokens.
+        num_tokens: Number of placeholders, at least 1.
+        key: Text that identifies the content, such as a digest of the arrays. Different contents
+            must have different keys.
+        arrays: Data of the content, such as the bytes of a file.
     """
 
     kind: str
@@ -43,7 +44,7 @@ class Content:
 
     @property
     def end(self) -> int:
-        """Index of the first token after its placeholders."""
+        """Index of the first token after the placeholders."""
         return self.start + self.num_tokens
 
 
@@ -52,20 +53,21 @@ Part = tuple[int, ...] | Content
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt, with the other columns of its row.
+    """A prompt, with the other columns of its row.
 
     Args:
-        prompt_id: Number of the prompt in its source.
-        text: Text that the model gets.
-        tokens: Token ids of the text, with the placeholders of contents.
+        prompt_id: Number of the prompt among all rows of the run's data.
+        text: Text that the model receives.
+        tokens: Token ids of the text, including the placeholders for contents.
         columns: Other columns of the row.
-        response_tokens: Demonstration with its end token; in preference pairs, the better response.
-            None in data without responses.
-        rejected_tokens: The worse response of a preference pair.
-        response_gaps, rejected_gaps: Runs of response tokens that are not the assistant's, in
-            responses of several turns, and so are not learned: begin and end of each run, flat and
-            ascending. No run is at the end.
-        given: The row's prompt, a text or messages, if a chat template rendered `text` from it.
+        response_tokens: Demonstration including its end token; in preference pairs, the better
+            response. None in data without responses.
+        rejected_tokens: Worse response of a preference pair.
+        response_gaps, rejected_gaps: Start and end of each run of response tokens that are not
+            learned, in one flat ascending tuple. Such runs separate the assistant's turns; no run
+            is at the end of a response.
+        given: The row's original prompt (a text or messages), if a chat template rendered `text`
+            from it.
         contents: Parts that are not text, in order.
     """
 
@@ -92,7 +94,7 @@ class Prompt:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        """The prompt's parts in order."""
+        """All parts of the prompt, in order."""
         found: list[Part] = []
         start = 0
         for content in self.contents:
@@ -102,17 +104,17 @@ class Prompt:
 
     @property
     def asked(self) -> Asked:
-        """The row's prompt, in the form that rewards and environments get."""
+        """The row's prompt as rewards and environments receive it."""
         return self.text if self.given is None else self.given
 
     @property
     def columns_with_text(self) -> dict[str, object]:
-        """The other columns, and as `rendered_prompt` the text that the model got."""
+        """The other columns, plus `rendered_prompt`, the text that the model received."""
         return {**self.columns, RENDERED_PROMPT: self.text}
 
 
 def contents_to_bytes(contents: Sequence[Content]) -> bytes:
-    """Returns contents for one cell of a file; empty bytes if there are none."""
+    """Serializes contents for one cell of a file. Returns empty bytes if there are none."""
     if not contents:
         return b""
     fields = [[c.kind, c.start, c.num_tokens, c.key] for c in contents]
@@ -126,7 +128,7 @@ def contents_to_bytes(contents: Sequence[Content]) -> bytes:
 
 
 def contents_from_bytes(saved: bytes) -> tuple[Content, ...]:
-    """Returns the contents that `contents_to_bytes` wrote."""
+    """Restores contents from the output of `contents_to_bytes`."""
     if not saved:
         return ()
     tensors = load(saved)

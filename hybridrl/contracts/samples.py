@@ -1,4 +1,4 @@
-"""A finished response, the result of generation. No torch."""
+"""Defines a finished response, the result of generation. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridrl.contracts.blobs import Blobs
 from hybridrl.contracts.prompts import Prompt
 
 UNKNOWN_LOGP = 1.0
-"""Placeholder in displays for a log-probability that is not finite; real ones are at most 0."""
+"""Placeholder shown for a non-finite log-probability; real log-probabilities are at most 0."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,16 @@ class Rollout:
 
     Args:
         sample_id: Number of the sample in the run.
-        prompt: Its prompt.
+        prompt: Prompt of the sample.
         tokens: Token ids, with the end token if it was sampled.
         logps: Log-probability of each token; 0 on observations.
-        finish_reason: `stop` at an end token or stop text, `length` at a limit.
-        version: Version of the weights that sampled it.
-        observed: Whether an environment gave the token, for each token; None if all were sampled.
+        finish_reason: `stop` if the response ended with an end token or stop text; `length` if it
+            reached a limit.
+        version: Version of the weights that sampled the response.
+        observed: For each token, whether it came from an environment; None if all tokens were
+            sampled.
         blobs: Blobs of prompt and response, by name.
-        versions: Runs of (version, number of tokens) if several versions sampled the tokens;
+        versions: Pairs (version, number of tokens) if several versions sampled the response;
             otherwise empty.
     """
 
@@ -42,7 +44,7 @@ class Rollout:
 
 
 def in_gaps(num: int, gaps: Sequence[int]) -> tuple[bool, ...]:
-    """Returns for each of `num` response tokens whether it is in one of the prompt's `gaps`."""
+    """Returns for each of `num` response tokens whether it is inside one of the `gaps`."""
     found = [False] * num
     for begin, end in zip(gaps[::2], gaps[1::2], strict=True):
         found[begin:end] = [True] * (end - begin)
