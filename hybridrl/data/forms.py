@@ -72,8 +72,9 @@ def formed_rows(
 
     Args:
         source: Sources or rows, as for `raw_rows`.
-        config: Section with the column keys. kind: Kind of rows. required: Further columns that
-            must not be missing or null in any row.
+        config: Section with the column keys.
+        kind: Kind of rows.
+        required: Further columns that must not be missing or null in any row.
         bad: Collects unusable rows, which are not yielded. The caller must call `bad.check` after
             the last row. If None, every row must be usable.
 

@@ -47,7 +47,8 @@ def chat(place: str, name: str, value: object) -> list[Message]:
 
     Args:
         place: Place of the row, shown in errors.
-        name: Column name, shown in errors. value: Value of the column.
+        name: Column name, shown in errors.
+        value: Value of the column.
 
     Raises:
         RowError: The value is not a list of messages.

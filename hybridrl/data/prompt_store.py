@@ -73,8 +73,9 @@ class PromptStore:
     """Loads prompts on one rank.
 
     Args:
-        tokenizer: Tokenizer of the run. folder: Folder for the files. Default: `prompts_folder()`.
-            end_tokens: End tokens of responses. Default: the end tokens of the tokenizer and its
+        tokenizer: Tokenizer of the run.
+        folder: Folder for the files. Default: `prompts_folder()`.
+        end_tokens: End tokens of responses. Default: the end tokens of the tokenizer and its
             template.
 
     Attributes:
@@ -237,8 +238,9 @@ def unless_checked(
     Errors are never cached.
 
     Args:
-        config: Section with the column keys. names: Sources, as in `data.prompts`. criteria: Other
-            inputs that `check` depends on, as JSON values.
+        config: Section with the column keys.
+        names: Sources, as in `data.prompts`.
+        criteria: Other inputs that `check` depends on, as JSON values.
         check: Function that reads the rows and returns the errors in them.
     """
     folder, key = prompts_folder(), _checked_key(config, names, criteria)

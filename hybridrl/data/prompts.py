@@ -42,10 +42,12 @@ class LeftOut:
 
     Attributes:
         limits: Length limits, as shown in messages.
-        num: Number of rows left out because they are too long. num_cut: Number of rows kept with a
-            truncated response. places: Place and number of tokens of the first MAX_PLACES rows that
-            are too long. in_part: Places of rows of which only the first part was tokenized.
-        chats: Counts for chats. num_bad: Number of unusable rows.
+        num: Number of rows left out because they are too long.
+        num_cut: Number of rows kept with a truncated response.
+        places: Place and number of tokens of the first MAX_PLACES rows that are too long.
+        in_part: Places of rows of which only the first part was tokenized.
+        chats: Counts for chats.
+        num_bad: Number of unusable rows.
         first_bad: Description of the first unusable row.
     """
 

@@ -34,11 +34,14 @@ class Row:
 
     Args:
         place: Place shown in messages: "train.jsonl:17", or "prompts[16]" for a row in memory.
-        columns: Values by column name. source: Number of the row's source. is_arrow: Whether the
-            row comes from Arrow, which adds null for keys that occur only in other rows. number:
-            Number of the row among all rows, usable or not. is_rendered: Whether a chat template
-            rendered the prompt. given: Prompt before rendering. None if it was not rendered, or if
-            the row was split into several samples.
+        columns: Values by column name.
+        source: Number of the row's source.
+        is_arrow: Whether the row comes from Arrow, which adds null for keys that occur only in
+            other rows.
+        number: Number of the row among all rows, usable or not.
+        is_rendered: Whether a chat template rendered the prompt.
+        given: Prompt before rendering. None if it was not rendered, or if the row was split into
+            several samples.
     """
 
     place: str

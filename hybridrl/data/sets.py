@@ -133,7 +133,8 @@ def _cached(name: HubName, commit: str, other: Any) -> Any:
 
     Args:
         name: Name on the hub.
-        commit: Commit that the run must use. other: Builder for the commit that datasets chose.
+        commit: Commit that the run must use.
+        other: Builder for the commit that datasets chose.
 
     Raises:
         DataError: This commit is not in the cache.

@@ -62,8 +62,10 @@ class Part:
     """One scorer in the weighted sum.
 
     Args:
-        name: Name in metrics. function: Reward function. config: Config section that says how to
-            run it. If None, the function runs in place with weight 1.
+        name: Name in metrics.
+        function: Reward function.
+        config: Config section that says how to run it. If None, the function runs in place with
+            weight 1.
 
     Attributes:
         is_in_place: Whether the reward function runs in the calling thread.
@@ -238,8 +240,8 @@ class Scorer:
 
         Raises:
             BatchError: A scorer failed and `reward.on_error` is 'stop'. Raised at the first
-                failure, without waiting for other samples. DataError: As BatchError, but the row
-                caused the failure.
+                failure, without waiting for other samples.
+            DataError: As BatchError, but the row caused the failure.
         """
         tokens = [self._seen(*response) for response in _responses(batch)]
         keys = list(zip(batch.sample_ids_B.tolist(), map(tuple, tokens), strict=True))

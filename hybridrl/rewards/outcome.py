@@ -98,9 +98,11 @@ def call_reward(
     an async function run concurrently.
 
     Args:
-        function: Reward function. job: Samples to score. stops: Whether to stop calling after the
-            first failure. Samples that were not scored then have outcome 0, or are missing at the
-            end of the list. limit_s: Time limit for one call to an async function, in seconds.
+        function: Reward function.
+        job: Samples to score.
+        stops: Whether to stop calling after the first failure. Samples that were not scored then
+            have outcome 0, or are missing at the end of the list.
+        limit_s: Time limit for one call to an async function, in seconds.
 
     Raises:
         UserError: The function reported a fault in the configuration.
