@@ -1,7 +1,7 @@
 """hybridrl: a Megatron-first engine that post-trains large language models with reinforcement
 learning.
 
-Importing this package does not import torch; the first access to `Trainer` does.
+Importing this package does not import torch; torch is imported on the first access to `Trainer`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def __getattr__(name: str) -> object:
 
         # Megatron-Core warns about each missing optional package; `hybridrl check` lists them.
         warnings.filterwarnings("ignore", module=r"megatron\.")
-        # Megatron-Core calls deprecated names of torch's collectives in every step.
+        # Megatron-Core calls deprecated functions of torch.distributed in every step.
         warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.")
         from hybridrl.loop.trainer import Trainer
         from hybridrl.parallel.watch import observe_hangs

@@ -1,13 +1,14 @@
-"""Protects stdout and stderr, so that a run does not depend on its console. Imports nothing of
-hybridrl.
+"""Protects stdout and stderr, so that a run does not depend on its console. Imports no other module
+of hybridrl.
 
 A console may fail while a run trains: the reader of a pipe exits, a terminal closes, the disk of
 `2> file` is full, or nobody scrolls `| less`. Invariant: after `protect`, no write to these streams
-raises, blocks longer than STALL_S, or ends a program that the process starts later. Output that the
-console does not accept is dropped; the run's own files have everything important.
+raises an error or blocks longer than STALL_S, and a broken console does not kill programs that the
+process starts later. Output that the console does not accept is dropped; everything important is
+also in the run's own files.
 
-All code writes to `sys.stdout` and `sys.stderr`, by `say`, `print` or a library. The protection is
-in the files below these streams, so that it includes users' code.
+All code writes to `sys.stdout` and `sys.stderr`, through `say`, `print` or a library. The files
+below these streams are replaced, so that users' code is protected too.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any, TextIO
 
 STDOUT, STDERR = 1, 2
 NAMES = {STDOUT: "stdout", STDERR: "stderr"}
-# Longest wait for a console that accepts nothing: far longer than a busy reader pauses, far shorter
-# than other ranks wait for this one.
+# Longest wait for a console that accepts no data. It is much longer than a busy reader pauses, and
+# much shorter than other ranks wait for this one.
 STALL_S = 10.0
-# A ready pipe accepts this many bytes without blocking (PIPE_BUF on Linux).
+# Number of bytes that a ready pipe accepts without blocking (PIPE_BUF on Linux).
 READY_BYTES = 4096
 RETRY_S = 0.01
 
@@ -46,12 +47,12 @@ class ConsoleFile(io.FileIO):
         self._is_stalled, self._num_dropped = False, 0
 
     def close(self) -> None:
-        """Does nothing. All streams of the descriptor share this file, and a garbage-collected
-        stream closes its file.
+        """Does nothing, because all streams of the descriptor share this file, and a stream closes
+        its file when it is garbage-collected.
         """
 
     def write(self, data: Any, /) -> int:
-        """Writes what the console accepts; returns the size of the whole block."""
+        """Writes as much as the console accepts; returns the size of the whole block."""
         block = memoryview(data).cast("B")
         if self._num_dropped and self._is_ready():
             missing = (
@@ -77,31 +78,34 @@ class ConsoleFile(io.FileIO):
                 return 0
             if written is not None:
                 return written
-            time.sleep(RETRY_S)  # non-blocking descriptor that another program filled first
+            # The descriptor is non-blocking, and another program filled the pipe.
+            time.sleep(RETRY_S)
         return 0
 
     def _is_ready(self) -> bool:
-        """Whether the console accepts data. Waits for it, but not again until it was ready."""
+        """Whether the console accepts data. Waits up to STALL_S; after a failed wait, does not wait
+        again until the console is ready.
+        """
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)
         self._is_stalled = not poll.poll(0.0 if self._is_stalled else STALL_S * 1000)
         return not self._is_stalled
 
     def _give_up(self, error: OSError) -> None:
-        """Replaces a console that will never work again by /dev/null, so that it does not end
-        programs that this process starts.
+        """Replaces a permanently broken console with /dev/null, so that it does not kill programs
+        that this process starts.
         """
         if error.errno not in (errno.EPIPE, errno.EIO):
             return
-        with contextlib.suppress(OSError):  # without a free descriptor the next write tries again
-            # EIO of a disk may be temporary.
+        with contextlib.suppress(OSError):  # if no descriptor is free, the next write tries again
+            # EIO from a disk may be temporary.
             if error.errno == errno.EPIPE or stat.S_ISCHR(os.fstat(self.fileno()).st_mode):
                 nothing = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(nothing, self.fileno())
                 os.close(nothing)
 
 
-_FILES: dict[int, ConsoleFile] = {}  # one per descriptor, which remembers stalls
+_FILES: dict[int, ConsoleFile] = {}  # one per descriptor, because it remembers stalls
 
 
 def _file(descriptor: int) -> ConsoleFile:
@@ -117,23 +121,23 @@ def say(text: str, to: TextIO | None = None) -> None:
     """Prints a line for the user.
 
     Args:
-        to: A stream of the console; None for stderr.
+        to: A console stream; None for stderr.
     """
     stream = sys.stderr if to is None else to
     if stream is not None:  # Python has no stream for a closed descriptor
-        # In users' own programs and notebooks the stream may be unprotected.
+        # The stream may be unprotected in users' own programs and notebooks.
         with contextlib.suppress(OSError, ValueError):
             print(text, file=stream, flush=True)
 
 
 def protect(*descriptors: int) -> None:
-    """Replaces this process's stdout, stderr or both by streams that never fail.
+    """Replaces this process's stdout, stderr or both with streams that never fail.
 
-    Streams that are not the console's, as in notebooks and tests, are kept.
+    Streams that do not write to the console, as in notebooks and tests, are kept.
 
     Args:
-        descriptors: STDOUT, STDERR or both. Leave STDOUT out if it carries a command's result,
-            because a lost result must be an error.
+        descriptors: STDOUT, STDERR or both. Omit STDOUT if a command prints its result there,
+            because losing the result must be an error.
     """
     _open_closed()
     for descriptor in descriptors:
@@ -161,8 +165,8 @@ def protected() -> Iterator[None]:
 
 
 def _is_of_console(stream: Any, descriptor: int) -> bool:
-    """Whether a stream writes to the descriptor, or is missing because the descriptor was closed,
-    and is not protected yet.
+    """Whether a stream is not yet protected and writes to the descriptor, or is None because the
+    descriptor was closed.
     """
     if stream is None:
         return True
@@ -175,7 +179,9 @@ def _is_of_console(stream: Any, descriptor: int) -> bool:
 
 
 def _protected(descriptor: int, before: Any) -> io.TextIOWrapper:
-    """Returns a protected stream with the settings of the stream before, which is flushed."""
+    """Returns a protected stream with the settings of the previous stream, after flushing that
+    stream.
+    """
     is_text = isinstance(before, io.TextIOWrapper)
     is_unbuffered = is_text and before.write_through
     if is_text:
@@ -183,18 +189,18 @@ def _protected(descriptor: int, before: Any) -> io.TextIOWrapper:
             before.flush()
     file = _file(descriptor)
     return io.TextIOWrapper(
-        # Like Python's own streams, unbuffered with PYTHONUNBUFFERED.
+        # Like Python's own streams, unbuffered if PYTHONUNBUFFERED is set.
         file if is_unbuffered else io.BufferedWriter(file),  # type: ignore[arg-type]
         encoding=before.encoding if is_text else "utf-8",
-        errors="backslashreplace",  # never fails on a character that the console lacks
+        errors="backslashreplace",  # never fails on a character that the encoding lacks
         line_buffering=descriptor == STDERR or (is_text and before.line_buffering),
         write_through=is_unbuffered,
     )
 
 
 def _open_closed() -> None:
-    """Opens descriptors 0 to 2 if they were closed. Otherwise files of the run would get these
-    numbers, and output of libraries would be written to them.
+    """Opens descriptors 0 to 2 if they were closed. Otherwise the run's files would receive these
+    numbers, and output of libraries would be written into the files.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(number, True)

@@ -1,19 +1,21 @@
-"""Errors that a user can fix.
+"""Error classes for mistakes that a user can fix.
 
-Owns the base class that the command line turns into exit code 2 and one message without a
-traceback. Every such error names a key, file, field or tensor, the value found, the allowed values
-and the remedy.
+For these errors the command line prints one message without a traceback and exits with code 2.
+Every error states the key, file, field or tensor that is wrong, its value, the allowed values and
+the remedy.
 """
 
 from __future__ import annotations
 
 import reprlib
 
-MAX_PART_CHARACTERS = 2000  # of one part of a message; no list of allowed values is as long
+MAX_PART_CHARACTERS = (
+    2000  # limit for each part of a message; longer than any list of allowed values
+)
 
 
 def short(value: object, max_characters: int = 80) -> str:
-    """Returns any value's repr for a message: one line, shortened. Never raises."""
+    """Returns the repr of any value for a message, shortened and on one line. Never raises."""
     try:
         text = _Short(max_characters).repr(value)
     except BaseException as error:  # users' own types may raise anything
@@ -31,14 +33,14 @@ def said(error: BaseException, max_characters: int = 300) -> str:
 
 
 def did(error: BaseException) -> str:
-    """Returns what failing code did: "raised ValueError" or "called sys.exit(0)"."""
+    """Describes what failing code did: "raised ValueError" or "called sys.exit(0)"."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({short(error.code)})"
     return f"raised {_cut(type(error).__name__, 80)}"
 
 
 class _Short(reprlib.Repr):
-    """Formats only as much of a value as a message shows."""
+    """Formats only as much of a value as a message will show."""
 
     def __init__(self, max_characters: int) -> None:
         super().__init__()
@@ -56,15 +58,15 @@ def _cut(text: str, max_characters: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Returns text with halves of surrogate pairs escaped, which UTF-8 cannot encode."""
+    """Returns the text with unpaired surrogates escaped, because UTF-8 cannot encode them."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _part(value: object) -> str:
-    """Returns a part of a message from a value of any length and type."""
+    """Converts a value of any type and length into one part of a message."""
     try:
         text = str(value)
-    except BaseException:  # a number of thousands of digits, or users' own types
+    except BaseException:  # a number with thousands of digits, or a user's own type
         return short(value)
     return _cut(_printable(text), MAX_PART_CHARACTERS)
 
@@ -102,7 +104,7 @@ def _rebuild(
 
 
 class ConfigError(UserError):
-    """One or several violations found in a configuration, reported all at once."""
+    """One or more violations in a configuration, all reported at once."""
 
     def __init__(self, violations: list[UserError]) -> None:
         self.violations = violations
@@ -123,16 +125,20 @@ class DataError(UserError):
 
 
 class RowError(DataError):
-    """A row that cannot be used although others of its source can; see `data.on_bad_row`."""
+    """A row that cannot be used, although other rows of the source can; see `data.on_bad_row`."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint or HF directory that is incomplete, damaged, or of another model or run."""
+    """A checkpoint or HF directory that is incomplete, is damaged, or belongs to another model or
+    run.
+    """
 
 
 class ModelError(UserError):
-    """A model configuration or weight that no known family describes."""
+    """A model configuration or weight that no known model family supports."""
 
 
 class DeviceMemoryError(RuntimeError):
-    """The device is out of memory; the message says what uses it and what could be smaller."""
+    """The device is out of memory; the message says what uses the memory and which sizes could be
+    reduced.
+    """

@@ -1,6 +1,6 @@
-"""Binds kernels: each operation is CUDA, Triton or the PyTorch reference, chosen by device.
+"""Selects the implementation of each operation by device: CUDA, Triton or the PyTorch reference.
 
-No other module chooses. The reference is plain PyTorch, the same on CPU and GPU.
+No other module makes this choice. The reference is plain PyTorch and is the same on CPU and GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def vocab_stats(
     temperature: float,
     cap: float = 0.0,
 ) -> VocabStats:
-    """Computes the softmax statistics of one vocabulary shard without storing its logits.
+    """Computes softmax statistics over one vocabulary shard without storing the logits.
 
     Arguments as in `reference.vocab_stats`.
     """
@@ -77,7 +77,7 @@ def vocab_backward(
     cap: float = 0.0,
     is_trained: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes this shard's part of the gradients of log-probability and entropy.
+    """Computes this vocabulary shard's part of the gradients of log-probability and entropy.
 
     Arguments and results as in `reference.vocab_backward`.
     """
@@ -97,7 +97,7 @@ def draw_rows(
     seed_B: torch.Tensor,
     count_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token of each row from the softmax of its logits.
+    """Samples one token per row from the softmax of the row's logits.
 
     Arguments and results as in `reference.draw_rows`.
     """
@@ -111,7 +111,7 @@ def draw_rows(
 
 
 class Copies(Protocol):
-    """A fixed list of copies between tensors, whose addresses must not change."""
+    """A fixed list of copies between tensors. The tensors' addresses must not change."""
 
     @property
     def num_launches(self) -> int:
@@ -120,11 +120,11 @@ class Copies(Protocol):
 
     @property
     def table_bytes(self) -> int:
-        """Device memory of its tables."""
+        """Size in bytes of its tables in device memory."""
         ...
 
     def run(self) -> None:
-        """Copies everything on the device's current stream."""
+        """Enqueues all copies on the device's current stream."""
         ...
 
 
@@ -137,12 +137,13 @@ class Blocks(Protocol):
         ...
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
-        """Queues all copies.
+        """Enqueues all copies without waiting for them.
 
         Args:
             stream: A stream of the current device that is not the default one; None on CPU.
-            first, then: Pairs (waiting, awaited) of streams. The waiting stream's later work waits
-                for the awaited stream's queued work: `first` before the copies, `then` after them.
+            first, then: Pairs (waiting, awaited) of streams: everything enqueued later on the
+                waiting stream waits for what is now enqueued on the awaited stream. `first` is
+                applied before the copies, `then` after them.
         """
         ...
 
@@ -153,14 +154,15 @@ def rectangle_copies(
     lanes: Sequence[int] | None = None,
     programs: int | None = None,
 ) -> Copies:
-    """Returns repeatable copies of (source, destination) views.
+    """Prepares copies between (source, destination) views that can be run repeatedly.
 
     Args:
         pairs: Views of equal shapes with a contiguous last dim; destinations do not overlap.
         device: Device of the destinations.
-        lanes: Lane through which each source is read; lanes are kept equally busy.
-        programs: Number of programs that the copies may use, to leave room for other work; None for
-            the whole device.
+        lanes: For each source, the link through which it is read; the work is balanced over the
+            links.
+        programs: Maximum number of Triton programs, to leave multiprocessors free for other
+            kernels; None for the whole device.
     """
     copies: Copies
     if device.type == "cuda":
@@ -180,7 +182,8 @@ def has_copy_engine(device: torch.device) -> bool:
 def block_copies(
     pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], device: torch.device
 ) -> Blocks:
-    """Returns copies of contiguous (source, destination) views by the GPU's copy engines.
+    """Prepares copies between contiguous (source, destination) views, made by the GPU's copy
+    engines.
 
     Args:
         pairs: Contiguous views of equal sizes and types; destinations do not overlap.
@@ -195,8 +198,9 @@ def block_copies(
 
 
 def storage_placer(device: torch.device) -> Callable[[torch.Tensor, int, int], object] | None:
-    """Returns the operation that places a tensor's storage at an address with the given number of
-    mapped bytes; 0 and 0 remove it. None without compiled operations, and on CPU.
+    """Returns the operation `place(tensor, address, num_mapped_bytes)`, which moves a tensor's
+    storage to an address; with 0 and 0 it removes the storage. None on CPU and without compiled
+    operations.
     """
     compiled = compiled_operations() if device.type == "cuda" else None
     return None if compiled is None else compiled.place_storage
@@ -207,16 +211,16 @@ COMPILED = "queue_blocks", "place_storage", "engine_pieces", "set_engine_piece" 
 
 @cache
 def compiled_operations() -> Any | None:
-    """Returns the operations of csrc/; None if the installation did not compile them."""
+    """Returns the operations in csrc/; None if they were not compiled during installation."""
     try:
         import hybridrl._C  # noqa: F401  # registers them
     except ModuleNotFoundError:
         return None
-    except ImportError as error:  # compiled for another torch
+    except ImportError as error:  # compiled for another version of torch
         _warn_of_compiled(f"cannot be loaded ({error})")
         return None
     missing = [name for name in COMPILED if not hasattr(torch.ops.hybridrl, name)]
-    if missing:  # compiled from an older state of csrc/
+    if missing:  # compiled from an older version of csrc/
         _warn_of_compiled(f"lack {missing[0]}")
         return None
     return torch.ops.hybridrl
@@ -224,14 +228,14 @@ def compiled_operations() -> Any | None:
 
 def _warn_of_compiled(what: str) -> None:
     warnings.warn(
-        f"hybridrl's compiled operations {what}; slower ones are used. "
-        "Reinstall hybridrl to compile them for this torch.",
+        f"hybridrl's compiled operations {what}; slower operations are used instead. "
+        "Reinstall hybridrl to compile them for this version of torch.",
         stacklevel=3,
     )
 
 
 def compiled_library() -> str:
-    """Returns the path of csrc/'s library, which holds the allocator of torch's pools. Requires
-    `compiled_operations`.
+    """Returns the path of the library compiled from csrc/, which contains the allocator for torch's
+    memory pools. Requires `compiled_operations`.
     """
     return str(importlib.import_module("hybridrl._C").__file__)

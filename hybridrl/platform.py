@@ -1,7 +1,7 @@
-"""Platform of a job: CUDA as Megatron expects it, or CPU with gloo.
+"""Platform of a job: CUDA with NCCL, or CPU with gloo.
 
-Owns the choice of device and backend, and all code that lets megatron-core 0.16 run without CUDA.
-On a CUDA host Megatron is unchanged. On a CPU host `Platform.activate` adapts it:
+Owns the choice of device and backend, and all code that makes megatron-core 0.16 run without CUDA.
+On a CUDA host Megatron is not modified. On a CPU host `Platform.activate` adapts it:
 
 * device: `torch.cuda.current_device` and similar functions return the CPU. Modules with CUDA
 literals in every micro-batch get a `torch` whose factories ignore `device="cuda"`. Other literals
@@ -12,7 +12,7 @@ arrays, and unequal parts are gathered and scattered with padding. * gathers: ea
 parameter buffer is a separate, synchronous collective. * without transformer-engine and apex: two
 fixes that GPU hosts without them need too.
 
-`torch.cuda.Stream` stays a class, because vLLM subclasses it.
+`torch.cuda.Stream` is replaced by a class, because vLLM subclasses it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Required by the metadata of megatron-core 0.16.1; 0.19.2 requires no version.
+# Versions that the metadata of megatron-core 0.16.1 requires; 0.19.2 requires no particular
+# version.
 TRANSFORMER_ENGINE_VERSIONS = SpecifierSet(">=2.9.0a0,<2.12.0")
-# GPUs where cuDNN has attention over packed sequences with grouped queries. Without it and
-# flash-attn, transformer-engine stores the whole matrix of scores.
+# Compute capabilities for which cuDNN supports grouped-query attention over packed sequences.
+# Without cuDNN and flash-attn, transformer-engine stores the whole matrix of attention scores.
 PACKED_ATTENTION_MAJORS = (9, 10)
 
 
@@ -64,8 +65,8 @@ class Platform:
         return self.device.type == "cpu"
 
     def default_dtype(self) -> torch.dtype:
-        """Returns the training dtype of `model.dtype: auto`: bf16 on GPUs; fp32 on CPU, where bf16
-        is not faster.
+        """Returns the training dtype that `model.dtype: auto` means: bf16 on GPUs; fp32 on CPU,
+        where bf16 is not faster.
         """
         return torch.float32 if self.is_cpu else torch.bfloat16
 
@@ -82,8 +83,8 @@ class Platform:
         return transformer_engine_import_fault()
 
     def activate(self) -> None:
-        """Selects the device and, on CPU, adapts Megatron. Must run before any Megatron object is
-        built.
+        """Selects the device and, on CPU, adapts Megatron. Must be called before any Megatron
+        object is created.
         """
         if self.is_cpu:
             torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -95,7 +96,7 @@ class Platform:
 
     @contextlib.contextmanager
     def megatron_phase(self) -> Iterator[None]:
-        """Surrounds Megatron calls with CUDA literals; does nothing on CUDA."""
+        """Context for Megatron calls that contain CUDA literals; does nothing on CUDA."""
         if not self.is_cpu:
             yield
             return
@@ -105,7 +106,7 @@ class Platform:
     def seed(self, seed: int) -> None:
         """Seeds torch and Megatron's model-parallel generators.
 
-        A rank without a part of the policy uses the seeds of the first tensor-parallel rank.
+        A rank that holds no part of the policy uses the seeds of the first tensor-parallel rank.
         """
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -121,7 +122,7 @@ class Platform:
             torch.cuda.synchronize()
 
     def peak_memory_bytes(self) -> int:
-        """Returns the peak memory so far: of the device on CUDA, of the process on CPU."""
+        """Returns the peak memory so far: device memory on CUDA, the process's memory on CPU."""
         if not self.is_cpu:
             return torch.cuda.max_memory_allocated()
         import resource
@@ -130,13 +131,13 @@ class Platform:
 
 
 def keep_compiled_kernels() -> None:
-    """Lets this process share compiled Triton kernels with earlier and later ones.
+    """Makes this process share compiled Triton kernels with earlier and later processes.
 
-    Triton's folder is common to all processes unless TRITON_CACHE_DIR names another. Inductor sets
-    this variable when it compiles, but not when its cache is complete. The second start of an
-    engine, for example after a failed rank, therefore compiled all other kernels again, for 15 s.
-    TORCHINDUCTOR_CACHE_DIR moves Triton's folder too. If the folder cannot be written, Inductor
-    chooses one.
+    All processes share Triton's default cache folder unless TRITON_CACHE_DIR is set. Inductor sets
+    this variable when it compiles, but not when it finds everything in its cache. Without this
+    function, the second start of an engine, for example after a failed rank, therefore looks for
+    other kernels in another folder and spends 15 s compiling them again. If TORCHINDUCTOR_CACHE_DIR
+    is set, Triton's folder is inside it. If the folder is not writable, Inductor chooses one.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
@@ -150,22 +151,26 @@ def keep_compiled_kernels() -> None:
 
 
 def start_kernels_in_order(tp: int, cp: int) -> None:
-    """Gives CUDA one hardware queue if training is tensor or context parallel.
+    """Makes CUDA use a single hardware queue if training is tensor or context parallel.
 
-    Megatron then starts a collective on one stream and, directly after it on another, the matrix
-    product that hides it (tensor_parallel/layers.py of megatron-core 0.16.1: "we rely on
-    CUDA_DEVICE_MAX_CONNECTIONS=1"). With several queues the GPU may start the product first; it
-    occupies all multiprocessors, and the collective waits. A value that the user has set is kept.
+    Megatron then launches a collective on one stream and, immediately after it, the overlapping
+    matrix product on another stream (tensor_parallel/layers.py of megatron-core 0.16.1: "we rely on
+    CUDA_DEVICE_MAX_CONNECTIONS=1"). With several queues the GPU may start the product first; the
+    product then occupies all multiprocessors, and the collective must wait. A value set by the user
+    is kept.
 
-    Must run before CUDA starts and reads the variable; `Platform.detect` starts it. The launcher
-    does not do this, because torchrun's ranks need it too.
+    Must be called before CUDA is initialised and reads the variable, which happens in
+    `Platform.detect`. The launcher does not set the variable, because ranks started by torchrun
+    need it too.
     """
     if max(tp, cp) > 1:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def transformer_engine_import_fault() -> str | None:
-    """Returns why transformer-engine cannot be imported or has the wrong version; else None."""
+    """Returns why transformer-engine cannot be used (not importable, or wrong version); None if it
+    can.
+    """
     try:
         found = version("transformer_engine")
     except PackageNotFoundError:
@@ -174,7 +179,11 @@ def transformer_engine_import_fault() -> str | None:
         return f"transformer-engine is {found}; megatron-core needs {TRANSFORMER_ENGINE_VERSIONS}"
     try:
         import transformer_engine.pytorch  # noqa: F401
-    except (ImportError, OSError, RuntimeError) as error:  # a library of another CUDA or cuDNN
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # a library built for another CUDA or cuDNN
         return f"transformer-engine {found} cannot be imported: {str(error).splitlines()[0]}"
     return None
 
@@ -211,7 +220,9 @@ class _CudaLiteralsOnCpu(TorchFunctionMode):
 
 
 class _TorchOnCpu(ModuleType):
-    """Replacement for `torch` in one Megatron module; factories ignore CUDA and pinned memory."""
+    """Replacement for `torch` in a Megatron module; its factory functions ignore CUDA and pinned
+    memory.
+    """
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -232,7 +243,7 @@ class _TorchOnCpu(ModuleType):
 
 
 class _NullStream:
-    """A CUDA stream on a host without CUDA, where everything runs in order."""
+    """Replacement for CUDA streams on a host without CUDA, where all operations run in order."""
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -243,7 +254,7 @@ class _NullStream:
     def synchronize(self) -> None: ...
 
     def record_event(self, event: object = None) -> object:
-        return self if event is None else event  # both can be waited for
+        return self if event is None else event  # events and streams can both be waited for
 
 
 def _adapt_megatron_to_cpu() -> None:
@@ -259,8 +270,8 @@ def _adapt_megatron_to_cpu() -> None:
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.pipeline_parallel import schedules
 
-    schedules.torch = _TorchOnCpu()  # token counter of every schedule
-    rope_utils.torch = _TorchOnCpu()  # pinned index of context-parallel RoPE
+    schedules.torch = _TorchOnCpu()  # because of the token counter in all schedules
+    rope_utils.torch = _TorchOnCpu()  # because of the pinned index in context-parallel RoPE
     _put_rng_tracker_on_cpu()
     _gather_parameters_without_coalescing()
     _give_token_counts_to_numpy()
@@ -268,10 +279,10 @@ def _adapt_megatron_to_cpu() -> None:
 
 
 def _give_token_counts_to_numpy() -> None:
-    """Makes the token dispatcher's counts numpy arrays, as its all-to-all requires.
+    """Converts the token dispatcher's counts to numpy arrays, as its all-to-all requires.
 
-    Megatron converts them only while it copies them to the host; tensors already on the host stay
-    tensors (0.16.1).
+    Megatron converts the counts only when it copies them to the host; it leaves tensors that are
+    already on the host unchanged (0.16.1).
     """
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -282,9 +293,10 @@ def _give_token_counts_to_numpy() -> None:
 
 
 def _exchange_unequal_parts_on_gloo() -> None:
-    """Gathers and scatters parts of unequal sizes with padding, because gloo needs equal sizes.
+    """Pads parts of unequal sizes in gathers and scatters, because gloo requires equal sizes.
 
-    The token counts of an expert that is cut over ranks differ by rank.
+    The parts are unequal if an expert is split over ranks, because each rank has another number of
+    tokens for it.
     """
     from megatron.core.tensor_parallel import mappings
 
@@ -316,13 +328,14 @@ def _exchange_unequal_parts_on_gloo() -> None:
 
 
 def _gather_parameters_without_coalescing() -> None:
-    """Replaces coalesced gathers, which may crash torch's gloo, by plain ones.
+    """Replaces coalesced all-gathers, which can crash torch's gloo, with plain ones.
 
-    gloo records the name of a completed operation without a lock, in two threads per group. The
-    name of a coalesced gather is too long for a string without heap memory and may be freed twice;
-    the process then ends by SIGSEGV (torch 2.13, ProcessGroupGloo::runLoop; once in some 10,000
-    gathers). Other collectives have short names. This costs nothing: Megatron coalesces one gather
-    per bucket, and CPU ranks have no cores left to overlap it with other work.
+    Two threads per gloo group record the name of a completed operation without a lock. The name of
+    a coalesced gather is so long that the string is allocated on the heap, so it can be freed
+    twice; the process then crashes with SIGSEGV (torch 2.13, ProcessGroupGloo::runLoop; about once
+    in 10,000 gathers). Other collectives have short names. Plain gathers are not slower here:
+    Megatron coalesces one gather per bucket, and CPU ranks have no idle cores with which to overlap
+    it.
     """
     from megatron.core.distributed import param_and_grad_buffer
 
@@ -335,12 +348,12 @@ def _gather_parameters_without_coalescing() -> None:
 def _put_rng_tracker_on_cpu() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
-    # Megatron creates its CUDA tracker on demand; the CPU tracker replaces it once.
+    # Megatron creates its CUDA tracker on demand; replace it with the CPU tracker only once.
     if hasattr(megatron_random._CUDA_RNG_STATE_TRACKER, "is_on_cpu"):
         return
 
     class CpuRngStatesTracker(megatron_random.CudaRNGStatesTracker):
-        """Megatron's tracker over the CPU generator."""
+        """Megatron's random-state tracker, based on the CPU generator."""
 
         is_on_cpu = True
 
@@ -365,13 +378,13 @@ def _put_rng_tracker_on_cpu() -> None:
 
     megatron_random._CUDA_RNG_STATE_TRACKER = CpuRngStatesTracker()
     megatron_random._CUDA_RNG_STATE_TRACKER_INITIALIZED = True
-    # Activation recompute saves and restores "the CUDA state", which is the CPU state here.
+    # Activation recomputation saves and restores "the CUDA state", which here is the CPU state.
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
 
 def _fix_missing_transformer_engine() -> None:
-    """Defines names that megatron-core 0.16 uses without transformer-engine installed."""
+    """Defines names that megatron-core 0.16 uses even if transformer-engine is not installed."""
     from megatron.core.transformer.moe import moe_utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
@@ -380,11 +393,12 @@ def _fix_missing_transformer_engine() -> None:
 
 
 def _let_torch_adam_load_distributed_checkpoints() -> None:
-    """Fixes loading of the distributed optimizer's state without apex and transformer-engine
+    """Makes the distributed optimizer's state loadable without apex and transformer-engine
     (0.16.1).
 
-    `_set_main_param_and_optimizer_states` expects a per-parameter `step`, which the checkpoint
-    stores in the parameter group, and writes into leaf tensors under autograd.
+    `_set_main_param_and_optimizer_states` has two faults: it expects a `step` for each parameter,
+    although the checkpoint stores it in the parameter group, and it writes into leaf tensors while
+    autograd is on.
     """
     from megatron.core.optimizer import distrib_optimizer
 

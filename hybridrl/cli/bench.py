@@ -1,7 +1,7 @@
 """`hybridrl bench rollout`: measures how fast each installed engine generates for a run. No torch.
 
-Who waits for whom: the parent starts the ranks of one engine after another and waits for each, as
-in check.py. Owns the choice of engines and the output.
+Who waits for whom: for one engine after another, the parent starts ranks and waits until they end.
+Owns the choice of engines and the output.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from hybridrl.services.launch.rank_reports import leave_for_parent, report_of_ra
 from hybridrl.services.planner.text import memory_size
 
 Load = Callable[[Sequence[str]], tuple[Config, int]]
-"""Returns the configuration with these overrides, and the number of ranks."""
+"""Function that returns the configuration with some overrides applied, and the number of ranks."""
 
 
 def measured_engines(asked: str | None) -> list[str]:
-    """Returns the engines to measure: the requested ones, or all that are installed and compute.
+    """Returns the engines to measure: the requested ones, or all installed engines that can
+    generate.
 
     Args:
-        asked: Comma-separated names; None for all.
+        asked: Comma-separated names; None for all installed engines.
 
     Raises:
-        UserError: A name is unknown, or its engine computes nothing.
+        UserError: A name is unknown, or its engine cannot generate.
     """
     computing = offered_engines()
     if asked is None:
@@ -52,7 +53,7 @@ def measured_engines(asked: str | None) -> list[str]:
     names = list(dict.fromkeys(name.strip() for name in asked.split(",")))
     for name in names:
         if name not in computing:
-            allowed = f"{', '.join(computing)}, or several of them, separated by commas"
+            allowed = f"one or more of {', '.join(computing)}, separated by commas"
             raise UserError("--engines", name, allowed, "Choose from the allowed engines.")
     return names
 
@@ -64,22 +65,22 @@ def measure(
     load: Load,
     arguments: Sequence[str],
 ) -> tuple[dict[str, Any], int]:
-    """Measures engines one after another and prints each result on stdout immediately; progress
-    goes to stderr.
+    """Measures one engine after another and prints each result immediately on stdout; progress is
+    printed on stderr.
 
     Args:
-        all_must: Whether an engine that cannot generate for this run is an error; otherwise it is
-            reported.
-        arguments: Arguments of the ranks' command: the file and the options.
+        all_must: Whether to raise an error if an engine cannot generate for this run; otherwise the
+            reason is reported.
+        arguments: Arguments of the command that the ranks run: the file and the options.
 
     Returns:
-        The report with one entry per engine in `engines`, and the exit code. A failure of an
-        engine's ranks ends the measurement with their code.
+        The report, with one entry per engine in `engines`, and the exit code. If an engine's ranks
+        fail, the measurement ends with their exit code.
 
     Raises:
-        UserError: No engine can generate for this run, or one cannot and all must.
+        UserError: No engine can generate for this run, or one cannot and `all_must` is set.
     """
-    # An empty folder, because the run's own folder would refuse another engine.
+    # Use an empty folder, because the run's own folder may refuse a changed engine.
     with tempfile.TemporaryDirectory(prefix="hybridrl-bench-") as folder:
         changes = {name: (f"rollout.engine={name}", f"run.dir={folder}") for name in names}
         checked: dict[str, tuple[Config, int] | UserError] = {}
@@ -111,20 +112,20 @@ def measure(
 
 
 def measure_on_rank(load: Callable[[], Config], num_rounds: int) -> None:
-    """Measures on one rank; rank 0 leaves the report for the parent.
+    """Measures on one rank; rank 0 writes the report for the parent.
 
     Args:
         num_rounds: Number of timed rounds.
 
     Raises:
-        UserError: No parent started this rank.
+        UserError: This rank was not started by the parent command.
     """
     log = rank_file(".log")
     if log is None or not is_launched():
         raise UserError(
             "hybridrl bench rollout",
             "ranks of torchrun",
-            "one process, which starts the ranks of one engine after another",
+            "one process, which starts the ranks for each engine itself",
             "Run it without torchrun.",
         )
     started = time.monotonic()
@@ -136,7 +137,7 @@ def measure_on_rank(load: Callable[[], Config], num_rounds: int) -> None:
         if is_first:
             say(f"{config.rollout.engine:8} {text}")
 
-    # Messages about the start of training go to the log.
+    # Messages about starting a trainer are written to the log.
     with log.open("a", encoding="utf-8") as output, redirect_stdout(output):
         report = measure_rank(config, num_rounds, started, tell)
     if is_first:
@@ -158,7 +159,7 @@ def _version(name: str) -> str:
 
 
 def _sizes(config: Config, world_size: int) -> dict[str, int]:
-    """Returns the sizes of the measurement, equal for all engines."""
+    """Returns the sizes of the measurement, which are the same for all engines."""
     return {
         "world_size": world_size,
         "tp": config.rollout.tp,
@@ -171,7 +172,7 @@ def _sizes(config: Config, world_size: int) -> dict[str, int]:
 
 
 def title(sizes: Mapping[str, Any]) -> str:
-    """Returns the sizes as a line for people."""
+    """Formats the sizes as a line of text."""
     engine = f"TP{sizes['tp']}" + (f" EP{sizes['ep']}" if sizes["ep"] > 1 else "")
     return (
         f"{sizes['prompts']} prompts x {sizes['samples_per_prompt']} responses, "
@@ -181,7 +182,7 @@ def title(sizes: Mapping[str, Any]) -> str:
 
 
 def line(entry: Mapping[str, Any]) -> str:
-    """Returns the result of one engine as a line for people."""
+    """Formats the result of one engine as a line of text."""
     if "refused" in entry:
         return f"{entry['engine']:8} not measured: {entry['refused']}"
     engine, rank = (memory_size(entry[key]) for key in ("engine_bytes", "rank_bytes"))
@@ -199,7 +200,8 @@ def bench_rollout(
         typer.Option(metavar="A,B", help="Engines to measure; default: all installed engines."),
     ] = None,
     rounds: Annotated[
-        int, typer.Option(min=1, help="Number of timed batches, each of one step.")
+        int,
+        typer.Option(min=1, help="Number of timed batches; each is as large as a step's batch."),
     ] = 3,
     world: World = None,
     as_json: Json = False,

@@ -1,4 +1,4 @@
-"""`hybridrl check`: tests the installation or a cluster, or compares a run's engine with its
+"""`hybridrl check`: checks the installation or a cluster, or compares a run's engine with its
 trainer.
 """
 
@@ -29,13 +29,13 @@ CHECKS = ("weights", "tokens", "sampling", "numerics", "routing", "engines")
 
 
 def refuse_without_rollouts(config: Config, command: str) -> None:
-    """Refuses runs in which no engine computes.
+    """Refuses configurations of runs that do not generate.
 
     Args:
         command: Command that needs an engine, for the message.
 
     Raises:
-        UserError: The engine or the algorithm does not generate.
+        UserError: The engine cannot generate, or the algorithm has no rollouts.
     """
     engine = config.rollout.engine
     if not ENGINES[engine].computes:
@@ -54,7 +54,7 @@ def refuse_without_rollouts(config: Config, command: str) -> None:
 
 
 def refuse_unlike(other: str, config: Config) -> None:
-    """Refuses to compare with the run's own engine, or with one that computes nothing."""
+    """Refuses to compare the run's engine with itself or with an engine that cannot generate."""
     names = offered_engines()
     names = [name for name in names if name != config.rollout.engine]
     if other not in names:
@@ -63,11 +63,11 @@ def refuse_unlike(other: str, config: Config) -> None:
 
 
 def judge_engines(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Compares the answers of two engines to the same prompts with the same weights.
+    """Compares the responses of two engines to the same prompts, generated with the same weights.
 
-    Greedy tokens are compared up to and including the first difference, since later tokens continue
-    different sequences. At the difference, each engine's log-probability is of its own choice; in a
-    tie they are equal.
+    Greedy tokens are compared up to and including the first that differs, because later tokens
+    continue different texts. For that token each engine reports the log-probability of its own
+    choice; in a tie both values are equal.
 
     Args:
         one, other: Reports of `check --mismatch`.
@@ -78,7 +78,7 @@ def judge_engines(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
     names = one["engine"], other["engine"]
     answers = [report["tokens"]["details"].get("greedy") for report in (one, other)]
     if None in answers:
-        found = "not compared: the ranks of a replica drew different tokens"
+        found = "not compared: the ranks of a replica sampled different tokens"
         return {"agrees": False, "found": found, "remedy": "", "details": {}}
     bound, gaps, num_others = one["numerics"]["details"]["bound"], [], 0
     for pair in zip(*answers, strict=True):
@@ -95,7 +95,7 @@ def judge_engines(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str,
         f"{len(gaps)} greedy tokens (allowed {bound:g}); {num_others} of {len(answers[0])} "
         "responses diverge"
     )
-    remedy = "" if agrees else "Run the check for each engine alone, and compare the verdicts."
+    remedy = "" if agrees else "Run the check for each engine separately, and compare the verdicts."
     details = {"diff_mean": mean, "bound": bound, "num_tokens": len(gaps), "num_others": num_others}
     return {"agrees": agrees, "found": found, "remedy": remedy, "details": details}
 
@@ -107,18 +107,19 @@ def diagnose(
     options: Sequence[str],
     other: str | None,
 ) -> dict[str, Any] | int:
-    """Starts ranks that compare engine and trainer of a run, and optionally a second engine.
+    """Starts ranks that compare a run's engine with its trainer and, optionally, with a second
+    engine.
 
     Args:
         load: Returns the checked configuration for some overrides, and the number of ranks.
-        options: Options of the ranks' command.
-        other: The second engine, which gets ranks of its own; None for no second engine.
+        options: Options of the command that the ranks run.
+        other: The second engine, for which separate ranks are started; None for no second engine.
 
     Returns:
-        The report, or the exit code of a failure.
+        The report, or the exit code if the ranks failed.
 
     Raises:
-        UserError: The configuration is wrong with either engine.
+        UserError: The configuration is invalid with one of the engines.
     """
     config, world_size = load(overrides)
     runs = [(overrides, world_size)]
@@ -140,7 +141,7 @@ def diagnose(
 
 
 def mismatch_text(report: dict[str, Any]) -> str:
-    """Returns the report as text for people."""
+    """Formats the report as text."""
     weights = report["checkpoint"] or "the initial weights"
     lines = [f"{report['engine']} engine and trainer in {report['dtype']}, {weights}"]
     for name in (name for name in CHECKS if name in report):
@@ -214,7 +215,7 @@ def _check_mismatch(
     against: str | None,
     as_json: bool,
 ) -> NoReturn:
-    """Runs `check --mismatch` in the parent or on a rank; ends the command."""
+    """Runs `check --mismatch` in the parent or on a rank, and exits."""
     refuse_other_job(world)
 
     def load(given: Sequence[str]) -> tuple[Config, int]:

@@ -20,7 +20,9 @@ def convert(
     to: Annotated[FileFormat, typer.Option(help="Format to write.")],
     tp: Annotated[int, typer.Option(min=1, help="Tensor parallel size of the conversion.")] = 1,
     pp: Annotated[int, typer.Option(min=1, help="Pipeline parallel size of the conversion.")] = 1,
-    family: Annotated[str | None, typer.Option(help="model.family, if it is your own.")] = None,
+    family: Annotated[
+        str | None, typer.Option(help="Value of model.family, if the family is your own.")
+    ] = None,
 ) -> None:
     """Convert weights between HF directories and Megatron checkpoints."""
     if is_rank():

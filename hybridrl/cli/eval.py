@@ -35,15 +35,16 @@ COLUMNS = ("", "prompts", "samples", "accuracy")
 
 
 def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Path | None]:
-    """Returns the configuration of an evaluation, and the checkpoint if `source` is one.
+    """Returns the configuration for an evaluation, and the checkpoint if `source` is a checkpoint.
 
     Args:
         source: A YAML configuration, a run folder, a checkpoint folder, or an HF directory, which
-            is evaluated without a run.
-        overrides: `key=value` texts; `rollout.temperature` applies to the evaluation.
+            needs no run.
+        overrides: `key=value` texts; a value for `rollout.temperature` is used as
+            `eval.temperature`.
 
     Raises:
-        UserError: The configuration cannot be read, or the folder is none of these.
+        UserError: The configuration cannot be read, or the folder is of none of these kinds.
     """
     checkpoint = None
     if not os.path.isdir(source):
@@ -63,9 +64,9 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
         if not os.path.isfile(run / RUN_CONFIG):
             raise UserError(
                 str(source),
-                f"a checkpoint without its run: there is no {run / RUN_CONFIG}",
-                "a checkpoint in the folder of its run",
-                "Pass the run's configuration, and the folder with --checkpoint.",
+                f"a checkpoint without its run: {run / RUN_CONFIG} does not exist",
+                "a checkpoint inside its run folder",
+                "Pass the run's configuration, and this folder with --checkpoint.",
             )
         config = _config_of_run(run, overrides)
     elif source.name == CHECKPOINTS and os.path.isfile(source.absolute().parent / RUN_CONFIG):
@@ -76,7 +77,7 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
             f"a folder without {RUN_CONFIG} or {CONFIG_FILE}",
             f"a YAML configuration; the folder of a run ({RUN_CONFIG}), or one of its checkpoints; "
             f"or an HF directory ({CONFIG_FILE})",
-            "For a run that has not been trained yet, pass its configuration.",
+            "To evaluate a run before training, pass its configuration.",
         )
     if any(override.startswith(TEMPERATURE) for override in overrides):
         section = config.eval.model_copy(update={"temperature": config.rollout.temperature})
@@ -85,21 +86,21 @@ def evaluated_config(source: Path, overrides: Sequence[str]) -> tuple[Config, Pa
 
 
 def _config_of_run(folder: Path, overrides: Sequence[str]) -> Config:
-    """Returns the configuration in a run folder, which may have been moved."""
+    """Returns the configuration in a run folder, even if the folder was moved."""
     whole, config = Path(os.path.abspath(folder)), load_config(folder / RUN_CONFIG, overrides)
     run = config.run.model_copy(update={"dir": str(_shown_path(whole.parent)), "name": whole.name})
     return config.model_copy(update={"run": run})
 
 
 def _shown_path(path: Path) -> Path:
-    """Returns a path relative to the working directory, if it is inside."""
+    """Returns a path, relative to the working directory if it is inside."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def untrained_warning(config: Config, source: Path) -> str | None:
-    """Returns the warning that a run has no checkpoint, so that its base model is evaluated; else
-    None.
+    """Returns a warning if a run has no checkpoint, so that its base model is evaluated;
+    else None.
     """
     folder = run_folder(config)
     if os.path.isfile(source / CONFIG_FILE) and str(source) == config.run.dir:
@@ -109,13 +110,13 @@ def untrained_warning(config: Config, source: Path) -> str | None:
     base = config.model.path
     model = f"the base model {base}" if base else f"{config.model.init} with initial weights"
     return (
-        f"WARNING: {folder} has no checkpoint, so {model} is evaluated without any training. "
+        f"WARNING: {folder} has no checkpoint, so {model} is evaluated, without any training. "
         "Train the run first, or pass a checkpoint with --checkpoint."
     )
 
 
 def template_warning(config: Config, source: Path) -> str | None:
-    """Returns the warning that texts are evaluated without the model's chat template, if the
+    """Returns a warning if text prompts are evaluated without the model's chat template because the
     configuration does not set `data.chat_template`; else None.
     """
     is_set = "chat_template" in config.data.model_fields_set
@@ -128,8 +129,8 @@ def template_warning(config: Config, source: Path) -> str | None:
 
 
 def evaluation_text(result: Mapping[str, Any]) -> str:
-    """Returns a result of `evaluate_rank` as text for people: held-out prompts, rows with
-    responses, and a table if there are sets or several samples.
+    """Formats a result of `evaluate_rank` as text: accuracy on held-out prompts, loss on held-out
+    responses, and a table if there are evaluation sets or several samples per prompt.
     """
     lines = list(_own_lines(result)) if result["num_prompts"] else []
     if result["validation"]:
@@ -151,7 +152,8 @@ def _own_lines(result: Mapping[str, Any]) -> Iterator[str]:
     else:
         yield f"no accuracy: {result['note']}"
     accuracy, reward = result["accuracy"], result["reward"]
-    if accuracy is None or not math.isclose(accuracy, reward, rel_tol=1e-6):  # means in float32
+    # The means are float32, so they may differ slightly.
+    if accuracy is None or not math.isclose(accuracy, reward, rel_tol=1e-6):
         parts = ", ".join(f"{name} {score:.4f}" for name, score in result["scores"].items())
         yield f"reward {result['reward']:.4f} ({parts})"
     num_responses = result["num_prompts"] * result["samples_per_prompt"]
@@ -160,7 +162,7 @@ def _own_lines(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _table(result: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a table with one row per set."""
+    """Yields the lines of a table with one row per evaluation set."""
     own = {OWN: result} if result["num_prompts"] else {}
     sets: dict[str, Mapping[str, Any]] = {**own, **result["sets"]}
     ks = sorted({int(k) for one in sets.values() for k in one["pass_at"]})
@@ -182,7 +184,7 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _shown(value: Any) -> str:
-    """Returns an estimate as text, given as a pair or a JSON object; - if there is none."""
+    """Formats an estimate, which is a pair or a JSON object; "-" if there is none."""
     pair = tuple(value.values()) if isinstance(value, Mapping) else value
     return "-" if pair is None or pair[0] is None else str(Estimate(*pair))
 
@@ -198,10 +200,10 @@ def evaluate(
     overrides: Overrides = None,
     world: World = None,
     checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder; default: the run's newest.")
+        Path | None, typer.Option(help="Checkpoint folder; default: the run's newest checkpoint.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL file in place of data.eval_prompts.")
+        Path | None, typer.Option(help="JSONL file to use in place of data.eval_prompts.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -212,7 +214,7 @@ def evaluate(
     given = overrides or []
     loaded, found = evaluated_config(config, given)
     if found is not None and checkpoint is not None:
-        remedy = f"Remove it: {config} is a checkpoint already."
+        remedy = f"Remove it, because {config} already is a checkpoint."
         raise UserError("--checkpoint", checkpoint, "one checkpoint", remedy)
     checkpoint = checkpoint or found
     if prompts is not None:

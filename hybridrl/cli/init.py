@@ -1,4 +1,5 @@
-"""The commands `init`, which writes a configuration, and `examples`, which copies the examples.
+"""Commands `hybridrl init`, which writes a configuration, and `hybridrl examples`, which copies the
+examples.
 
 Invariant: existing files are never overwritten.
 """
@@ -54,17 +55,17 @@ def init(
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Whether prompts become chats; default: if the model has a template.",
+            help="Whether to apply the chat template to prompts; default: if the model has one.",
         ),
     ] = None,
 ) -> None:
     """Write a commented starter configuration for a model and a task."""
     if Path(model).is_file():
-        remedy = "Pass its folder; for random weights set model.init to a config.json."
+        remedy = "Pass its folder; to start from random weights, set model.init."
         raise UserError("MODEL", model, "an HF directory or a hub name", remedy)
     used = engine or usual_engine(num_local_gpus() > 0)
     if used not in ENGINES:
-        remedy = "`hybridrl check` lists those that are installed."
+        remedy = "`hybridrl check` lists the installed engines."
         raise UserError("--engine", used, ", ".join(offered_engines()), remedy)
     is_chat = has_template(model) if chat is None else chat
     start = Start(
@@ -92,7 +93,9 @@ def examples(
         Path, typer.Argument(metavar="[DST]", help="Folder to write `examples` into.")
     ] = Path("."),
 ) -> None:
-    """Copy the examples into DST/examples; their paths are relative to DST."""
+    """Copy the examples into DST/examples; run them in DST, because their paths are
+    relative to it.
+    """
     folder = target / "examples"
     _refuse_existing(folder, "DST")
     shutil.copytree(
@@ -102,7 +105,9 @@ def examples(
 
 
 def examples_folder() -> Path:
-    """Returns the examples' folder: inside the package in a wheel, next to it in a checkout."""
+    """Returns the folder of examples: inside the package if installed from a wheel, next to it in a
+    checkout.
+    """
     package = Path(hybridrl.__file__).parent
     installed = package / "examples"
     return installed if installed.is_dir() else package.parent / "examples"

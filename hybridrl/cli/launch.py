@@ -18,29 +18,35 @@ from hybridrl.services.launch.schedulers import JobKind
 Hostfile = Annotated[
     Path | None,
     typer.Option(
-        metavar="FILE", help="Start by ssh on the hosts of a file; one `name slots=N` per line."
+        metavar="FILE",
+        help="Start over ssh on the hosts listed in a file, one `name slots=N` per line.",
     ),
 ]
 Slurm = Annotated[
     bool,
-    typer.Option("--slurm", help="Submit an sbatch file; inside an allocation, run there."),
+    typer.Option(
+        "--slurm", help="Submit an sbatch script; inside an allocation, run on its nodes."
+    ),
 ]
 Kubernetes = Annotated[
     JobKind | None, typer.Option("--k8s", help="Print a manifest of this kind for kubectl.")
 ]
 Ray = Annotated[
-    str | None, typer.Option("--ray", metavar="ADDRESS", help="Start as actors of a Ray cluster.")
+    str | None, typer.Option("--ray", metavar="ADDRESS", help="Start as actors on a Ray cluster.")
 ]
 Node = Annotated[
     int | None,
     typer.Option(
-        min=0, help="Start this node's ranks; for launchers that start one process per node."
+        min=0, help="Start only this node's ranks; for launchers that start one process per node."
     ),
 ]
 Nodes = Annotated[
-    int | None, typer.Option(min=1, help="Number of nodes; default in an allocation: all.")
+    int | None,
+    typer.Option(min=1, help="Number of nodes; default inside an allocation: all its nodes."),
 ]
-Slots = Annotated[int | None, typer.Option(min=1, help="Ranks per node; not for --hostfile.")]
+Slots = Annotated[
+    int | None, typer.Option(min=1, help="Number of ranks per node; not with --hostfile.")
+]
 Address = Annotated[
     str | None, typer.Option(help="Address of rank 0's host; default: the first host.")
 ]
@@ -48,16 +54,17 @@ Port = Annotated[
     int | None, typer.Option(min=1, max=65535, help="Port of the job's store on rank 0's host.")
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="With --slurm: print the file, submit nothing.")
+    bool, typer.Option("--dry-run", help="With --slurm: print the script without submitting it.")
 ]
 Sbatch = Annotated[
     list[str] | None, typer.Option(metavar="--NAME=VALUE", help="Additional option for sbatch.")
 ]
 HasGpus = Annotated[bool, typer.Option("--gpus/--no-gpus", help="Whether each rank has a GPU.")]
 StopSeconds = Annotated[
-    int, typer.Option(min=1, help="Seconds for saving before a scheduler ends the job.")
+    int,
+    typer.Option(min=1, help="Seconds that the scheduler gives the job to save before killing it."),
 ]
-Image = Annotated[str | None, typer.Option(help="With --k8s: image of the containers.")]
+Image = Annotated[str | None, typer.Option(help="With --k8s: container image.")]
 Volume = Annotated[
     list[str] | None,
     typer.Option(metavar="CLAIM:PATH", help="With --k8s: volume to mount in the containers."),
@@ -102,7 +109,7 @@ def launch_command(
     named = [name for name, value in launchers.items() if value is not None]
     if len(named) != 1:
         allowed = "one of " + ", ".join(launchers)
-        raise UserError("launch", " ".join(named) or "no launcher", allowed, "Choose one.")
+        raise UserError("launch", " ".join(named) or "no launcher", allowed, "Choose one of them.")
     given = overrides or []
     loaded = with_commits(load_config(config, given))
     run = several_nodes.Run(loaded, [str(config), *given, "--resume", resume], resume)

@@ -1,7 +1,9 @@
-"""The command line. The parent imports no torch; commands import heavy modules on the ranks.
+"""The command line. The parent process does not import torch; commands import heavy modules only on
+the ranks.
 
-Exit codes: 0 done; 2 wrong configuration or data (one message, no traceback); 130 and 143 stopped
-by SIGINT and SIGTERM; 1 any other failure. With --json stdout is one JSON object.
+Exit codes: 0 success; 2 invalid configuration or data (one message, no traceback); 130 and 143
+stopped by SIGINT and SIGTERM; 1 any other failure. With --json, stdout contains a single JSON
+object.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from hybridrl.services.liveness.hang_reports import HangReports
 
 
 class Commands(TyperGroup):
-    """Group of commands that turns sys.exit in users' code into an error."""
+    """Command group that turns a call of sys.exit in users' code into an error."""
 
     def invoke(self, ctx: Any) -> Any:
         """Runs the command."""
@@ -76,21 +78,23 @@ def main() -> None:
     console.protect(console.STDERR)
     die_with_launcher()
     if is_rank():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback before there is a state to save
+        # Exit without a traceback until there is a state to save.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         write_stacks_on_signal()
         observe_hangs(HangReports)
         failure.begin()
-        # `hybridrl check` reports missing packages; here warnings would hide a user's mistake.
+        # Megatron warns about missing packages, which `hybridrl check` reports; here the warnings
+        # would bury the message about a user's mistake.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         warnings.filterwarnings("ignore", category=FutureWarning)
     try:
         app()
-    except SystemExit as end:  # typer raises it when the command is done
+    except SystemExit as end:  # typer always exits this way
         failure.end()
         if is_rank() and end.code in STOP_CODES:
             _leave(int(end.code))
         raise
-    except Exception as error:  # the last frame of the process: report and exit
+    except Exception as error:  # the process ends here: report and exit
         failure.report(failure.Failure.of(error))
         _leave(2 if isinstance(error, UserError) else 1)
 
@@ -99,7 +103,7 @@ def _leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     if is_rank():
-        # A normal exit would wait for collectives that the other ranks never enter.
+        # A normal exit would wait for collectives that other ranks never enter.
         os._exit(code)
     sys.exit(code)
 

@@ -19,20 +19,26 @@ from hybridrl.services.launch.local_ranks import is_rank
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML configuration.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Knobs that override the file, e.g. train.tp=2."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Knobs that override the file, for example train.tp=2."
+    ),
 ]
 World = Annotated[
     int | None,
-    typer.Option(min=1, help="Number of ranks; default: one per GPU, on CPU as the layout needs."),
+    typer.Option(
+        min=1, help="Number of ranks; default: one per GPU, or on CPU as many as the layout needs."
+    ),
 ]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+Json = Annotated[bool, typer.Option("--json", help="Print only one JSON object on stdout.")]
 
 Ssh = Annotated[str, typer.Option(help="SSH program for --hostfile, with its options.")]
 
 # Options of `check --mismatch`.
 OfMismatch = Annotated[
     Path | None,
-    typer.Option(metavar="CONFIG", help="Explain instead why engine and trainer of a run differ."),
+    typer.Option(
+        metavar="CONFIG", help="Instead, find out why a run's engine and trainer disagree."
+    ),
 ]
 WithReference = Annotated[
     bool,
@@ -45,11 +51,11 @@ AgainstEngine = Annotated[
 
 # Options of `check --cluster`.
 OfCluster = Annotated[
-    bool, typer.Option("--cluster", help="Check nodes, their links and shared files.")
+    bool, typer.Option("--cluster", help="Instead, check nodes, their links and shared files.")
 ]
 NodesFile = Annotated[
     Path | None,
-    typer.Option("--hostfile", metavar="FILE", help="With --cluster: file with its hosts."),
+    typer.Option("--hostfile", metavar="FILE", help="With --cluster: file that lists the hosts."),
 ]
 InAllocation = Annotated[
     bool, typer.Option("--slurm", help="With --cluster: check the nodes of this allocation.")
@@ -61,13 +67,13 @@ OfRay = Annotated[
     ),
 ]
 RunsFolder = Annotated[
-    Path, typer.Option(metavar="DIR", help="With --cluster: folder of the runs.")
+    Path, typer.Option(metavar="DIR", help="With --cluster: folder that contains the run folders.")
 ]
 
 
 def refuse_other_job(asked: int | None) -> None:
-    """Refuses --world if the environment belongs to a rank of another job, whose ranks this process
-    would otherwise wait for.
+    """Refuses --world if environment variables say that this process is a rank of another job; it
+    would otherwise wait for that job's ranks.
     """
     if is_rank() and not is_launched():
         torchrun_world(asked)
@@ -77,12 +83,12 @@ def torchrun_world(asked: int | None) -> int:
     """Returns the number of ranks that torchrun started.
 
     Raises:
-        UserError: --world asks for another number, or RANK and WORLD_SIZE are not those of a rank.
+        UserError: --world is another number, or RANK and WORLD_SIZE are invalid.
     """
     rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
-    remedy = "Under torchrun, remove --world; in the shell of another job, `unset RANK WORLD_SIZE`."
+    remedy = "Under torchrun, remove --world; in another job's shell, run `unset RANK WORLD_SIZE`."
     if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
-        found, allowed = f"{rank!r} and {size!r}", "a rank below the number of ranks"
+        found, allowed = f"{rank!r} and {size!r}", "numbers, with RANK below WORLD_SIZE"
         raise UserError("RANK and WORLD_SIZE in the environment", found, allowed, remedy)
     if asked not in (None, int(size)):
         allowed = f"{size}, because the environment has RANK={rank} and WORLD_SIZE={size}"
@@ -92,10 +98,10 @@ def torchrun_world(asked: int | None) -> int:
 
 @contextmanager
 def json_only(is_wanted: bool) -> Iterator[Callable[[object], None]]:
-    """Yields a function that prints a JSON object; all other output to stdout goes to stderr.
+    """Yields a function that prints a JSON object; all other output to stdout is sent to stderr.
 
-    Redirects the file descriptor, so that C libraries are covered too. If JSON is not wanted,
-    nothing is redirected and the function does nothing.
+    Redirects the file descriptor, so that output of C libraries is redirected too. If JSON is not
+    wanted, nothing is redirected and the function does nothing.
     """
     if not is_wanted:
         yield lambda content: None

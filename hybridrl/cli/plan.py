@@ -1,4 +1,4 @@
-"""`hybridrl plan`: a report of one layout, or a search. No torch."""
+"""`hybridrl plan`: a report on one layout, or a search for the best layouts. No torch."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def run_plan(
     emit: Emit,
     is_full: bool,
 ) -> Outcome:
-    """Plans one layout, which is chosen first if the configuration asks for it.
+    """Plans one layout; chooses it first if the configuration has `layout: auto`.
 
     Args:
         file, overrides, world, cluster: Arguments of the command.
-        emit: Prints the report if JSON is wanted.
-        is_full: Whether every rank is listed.
+        emit: Function that prints the report if JSON is wanted.
+        is_full: Whether to list every rank.
 
     Returns:
-        Text of the report, and the violations.
+        The report as text, and the violations.
     """
     try:
         config, world_size, given, host = _inputs(file, overrides, world, cluster)
@@ -64,7 +64,9 @@ def run_search(
     emit: Emit,
     _: bool,
 ) -> Outcome:
-    """Compares all layouts that the set keys allow; arguments as in `run_plan`."""
+    """Compares all layouts that are compatible with the keys that are set; arguments as in
+    `run_plan`.
+    """
     try:
         config, world_size, given, host = _inputs(file, overrides, world, cluster)
         started = time.monotonic()
@@ -96,18 +98,24 @@ def plan(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="YAML or JSON file with the keys of `cluster`, or 8x8xH200.",
+            help="YAML or JSON file with the keys of the section `cluster`, or a text such as "
+            "8x8xH200.",
         ),
     ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Print the ten best layouts, and why others are worse.")
+        bool,
+        typer.Option(
+            "--search", help="Print the ten best layouts, and why other layouts are worse."
+        ),
     ] = False,
     all_ranks: Annotated[
         bool, typer.Option("--all", help="List every rank and all assumptions.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Report whether a run fits, with layouts, reshard and memory; needs no GPU and no weights."""
+    """Report whether a run fits into memory, and its layouts, weight transfer and memory; needs
+    neither a GPU nor weights.
+    """
     with json_only(as_json) as emit:
         run = run_search if search else run_plan
         text, violations = run(config, overrides or [], world, cluster, emit, all_ranks)

@@ -12,7 +12,7 @@ from hybridrl.errors import UserError
 from hybridrl.models.hf.directory import CONFIG_FILE, read_config
 from hybridrl.models.hf.headers import HfHeaders
 
-# Files of an HF directory; others (optimizer states, logs) are not uploaded.
+# Files of an HF directory; other files (optimizer states, logs) are not uploaded.
 UPLOADED = ("*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "README.md")
 
 
@@ -20,13 +20,13 @@ def upload(folder: Path, name: str, private: bool, revision: str | None) -> str:
     """Uploads an HF directory and returns the URL of the commit.
 
     Args:
-        folder: Folder with config.json and safetensors, whose headers are read first.
-        name: organisation/name on the hub; created if it does not exist.
+        folder: Folder with config.json and safetensors files; the files' headers are checked first.
+        name: Repository on the hub, 'organisation/name'; created if it does not exist.
         private: Whether a new repository is private.
         revision: Branch; None for main.
 
     Raises:
-        UserError: The folder is not a complete HF directory, or the hub refuses it.
+        UserError: The folder is not a complete HF directory, or the hub refuses the upload.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
@@ -50,7 +50,7 @@ def upload(folder: Path, name: str, private: bool, revision: str | None) -> str:
             commit_message=f"Upload {folder.name}",
         )
     except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
-        allowed = "a repository that this host's token may write to"
+        allowed = "a repository to which this host's token may write"
         said = " ".join(str(error).split())[:200]
         remedy = "Correct the name, or log in with `hf auth login`."
         raise UserError(f"hub repository {name}", said, allowed, remedy) from error
@@ -60,8 +60,10 @@ def upload(folder: Path, name: str, private: bool, revision: str | None) -> str:
 def push(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="HF directory.")],
     name: Annotated[str, typer.Argument(metavar="NAME", help="organisation/name on the hub.")],
-    private: Annotated[bool, typer.Option(help="Make a new repository private.")] = False,
+    private: Annotated[
+        bool, typer.Option(help="If the repository is new, make it private.")
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch; default: main.")] = None,
 ) -> None:
-    """Upload an HF directory to the hub. No other command uploads anything."""
+    """Upload an HF directory to the hub."""
     typer.echo(upload(folder, name, private, revision))

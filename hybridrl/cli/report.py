@@ -1,4 +1,4 @@
-"""`hybridrl report`: one page about runs."""
+"""`hybridrl report`: an HTML page about one or several runs."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def report_runs(folders: Sequence[Path], port: int | None, say: Say, warn: Say) 
 
     Args:
         folders: Run folders.
-        port: Loopback port to serve on, 0 for any free port; None writes the page.
-        say: Prints a line.
-        warn: Prints a line about something that is not shown.
+        port: Loopback port on which to serve the page, 0 for any free port; None to write the page
+            to a file.
+        say: Function that prints a line.
+        warn: Function that prints a warning about something that is not shown.
 
     Raises:
         UserError: There are too many runs, or the port cannot be used.
@@ -51,9 +52,11 @@ def report_runs(folders: Sequence[Path], port: int | None, say: Say, warn: Say) 
 
 
 def planned_gib(folder: Path, warn: Say) -> dict[str, float]:
-    """Returns the planned peak memory of the fullest rank in training and generation, in GiB.
+    """Returns the planned peak memory, in GiB, of the rank that needs most, in training and in
+    generation.
 
-    Empty if it is unknown, and for runs on CPU, whose processes hold much that no plan includes.
+    Empty if unknown. Also empty for runs on CPU, because a plan does not include most of the memory
+    of their processes.
     """
     try:
         start = parse_json((folder / RUN_FILE).read_bytes())["starts"][-1]
@@ -80,11 +83,14 @@ def report(
         list[Path] | None, typer.Argument(metavar="[OTHER_RUN]...", help="Runs to compare with.")
     ] = None,
     live: Annotated[
-        bool, typer.Option("--live", help="Serve the page on loopback and follow the run.")
+        bool,
+        typer.Option(
+            "--live", help="Serve the page on loopback and update it while the run continues."
+        ),
     ] = False,
-    port: Annotated[int, typer.Option(help="Port for --live; 0: any free port.")] = 0,
+    port: Annotated[int, typer.Option(help="Port for --live; 0 for any free port.")] = 0,
 ) -> None:
-    """Write one HTML page about one or several runs with curves, samples and evaluations, and print
+    """Write an HTML page with the curves, samples and evaluations of one or several runs, and print
     its path.
     """
     folders = [run_dir, *(other_runs or [])]

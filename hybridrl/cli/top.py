@@ -23,7 +23,7 @@ from hybridrl.parallel.watch import ranks_text
 from hybridrl.services.liveness.hang_reports import newest_report
 
 METRICS = "metrics.jsonl"
-# Formats of the last step's metrics, in order.
+# Formats for metrics of the last step, in the order of printing.
 LAST_STEP = {
     "time_s/step": "{:.2f} s per step",
     "throughput/tokens_per_s_per_gpu": "{:.0f} tokens/s per rank",
@@ -31,10 +31,10 @@ LAST_STEP = {
     "policy/loss": "loss {:.3f}",
     "memory/peak_gib": "at most {:.2f} GiB on a rank",
 }
-# Formats for runs with a lag, which generate samples for later steps.
+# Formats for metrics of runs with max_policy_lag above 0, which generate samples for later steps.
 QUEUE = {
     "lag/unfinished": "{:.0f} samples unfinished",
-    "lag/waiting": "{:.0f} finished samples wait for a step",
+    "lag/waiting": "{:.0f} finished samples waiting for a step",
     "lag/dropped": "{:.0f} dropped",
     "lag/mean": "weights {:.2f} steps old",
     "lag/max": "{:.0f} at most",
@@ -51,7 +51,9 @@ def run_text(folder: Path) -> str:
     """
     logs, file, config = folder / "logs", folder / METRICS, folder / "config.yaml"
     if not logs.is_dir():
-        raise UserError("RUN", folder, "a run folder", "Correct the path; runs are in run.dir.")
+        raise UserError(
+            "RUN", folder, "a run folder", "Correct the path; run folders are in run.dir."
+        )
     holds = holder(folder)
     is_running = holds is not None and not holds.is_stale(folder)
     state = f"held by {holds}" if is_running else _end_of(folder)
@@ -65,7 +67,7 @@ def run_text(folder: Path) -> str:
     for title, forms in (("last step", LAST_STEP), ("queue", QUEUE)):
         if values := _shown(last, forms):
             lines.append(f"{title}: " + ", ".join(values))
-    # Ranks in the same phase share a line, because a cluster's ranks do not fit on a screen.
+    # One line per phase, because a line per rank would not fit on the screen for large clusters.
     phases = _phases(logs)
     for phase, since_s in sorted(phases.items(), key=lambda item: len(item[1])):
         shortest, longest = min(since_s.values()), max(since_s.values())
@@ -83,7 +85,7 @@ def run_text(folder: Path) -> str:
 
 
 def watch(folder: Path, every_s: float) -> None:
-    """Prints the state of a run; on a terminal refreshes it in place until Ctrl-C."""
+    """Prints the state of a run; on a terminal, updates it in place until Ctrl-C."""
     text = run_text(folder)
     if not sys.stdout.isatty():
         print(text)
@@ -95,17 +97,17 @@ def watch(folder: Path, every_s: float) -> None:
 
 
 def _end_of(folder: Path) -> str:
-    """Returns how a run ended that no process holds."""
+    """Returns how a run ended; no process may be holding its folder."""
     starts = read_starts(folder)
     if not starts:
         return "no process holds the folder"
-    if "exit" not in starts[-1]:  # killed, or its host is gone
+    if "exit" not in starts[-1]:  # the process was killed, or its host failed
         return "ended without a record"
     return f"{starts[-1]['exit']}, {starts[-1].get('ended', 'time unknown')}"
 
 
 def _phases(logs: Path) -> dict[str, dict[int, float]]:
-    """Returns the ranks in each phase, with the seconds since it started."""
+    """Returns the ranks in each phase, and for each rank the seconds since the phase started."""
     found: dict[str, dict[int, float]] = {}
     for file in logs.glob("rank_*.phase"):
         with contextlib.suppress(OSError, ValueError):  # a new start removes these files
@@ -126,5 +128,5 @@ def top(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
     every_s: Annotated[float, typer.Option(min=0.1, help="Seconds between updates.")] = 2.0,
 ) -> None:
-    """Show the state of a run until Ctrl-C; once if the output is not a terminal."""
+    """Show the state of a run until Ctrl-C, or once if the output is not a terminal."""
     watch(run_dir, every_s)

@@ -1,4 +1,4 @@
-"""`hybridrl train`, and `train --replay` for a skipped step."""
+"""`hybridrl train`, and `hybridrl train --replay`, which explains a skipped step."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PROMPT_CHARACTERS = 60
 
 
 def replay_text(report: dict[str, Any]) -> str:
-    """Returns the report as text for people."""
+    """Formats the report as text."""
     weights = report["checkpoint"] or "the initial weights"
     counts = {"steps": report["num_steps_between"], "optimizer steps": report["update"]}
     ages = [f"{count} {what}" for what, count in counts.items() if count]
@@ -43,13 +43,16 @@ def replay_text(report: dict[str, Any]) -> str:
     if report["changed"]:
         lines.append(f"changed since the run: {', '.join(report['changed'])}")
     for name in report.get("terms_left_out", ()):
-        lines.append(f"left out: the term {name}, which the configuration no longer has")
+        lines.append(f"left out: the loss term {name}, which the configuration no longer has")
     if not report["has_random_states"]:
-        lines.append("random states: not the run's, which had another number of ranks or device")
+        lines.append(
+            "random states: not restored, because the run had another number of ranks or "
+            "another device"
+        )
     for name, model in report["models"].items():
         norm = f"gradient norm {model['grad_norm']:.6g}"
         if "loss_of" in model:
-            norm = f"a term of the loss of {model['loss_of']}, included in its gradient norm"
+            norm = f"a term of the {model['loss_of']}'s loss, included in its gradient norm"
         lines.append(f"{name}: loss {model['loss']:.6g}, {norm}")
         for micro in model["micro_batches"]:
             mark = "  <- not finite" if micro["is_bad"] else ""
@@ -58,7 +61,7 @@ def replay_text(report: dict[str, Any]) -> str:
                 f"{micro['loss']:.6g}, {len(micro['rows'])} rows{mark}"
             )
         if model["parameter"] and "loss_of" not in model:
-            lines.append(f"  first gradient that is not finite: {model['parameter']}")
+            lines.append(f"  first parameter with a non-finite gradient: {model['parameter']}")
         for row in model["rows"]:
             lines.append(
                 f"  row {row['row']} (sample {row['sample']}, {row['num_prompt_tokens']} + "
@@ -67,11 +70,11 @@ def replay_text(report: dict[str, Any]) -> str:
                 f"{row['prompt'][:PROMPT_CHARACTERS]!r}"
             )
     if report["is_finite"]:
-        lines.append("finite: this batch with these weights and knobs does not cause the skip")
+        lines.append("finite: with these weights and knobs this batch would not be skipped")
     else:
         lines.append(f"not finite again: {report['cause']}")
         if not any(model["rows"] for model in report["models"].values()):
-            lines.append("no single row causes it")
+            lines.append("no single row is the cause")
     return "\n".join(lines)
 
 
@@ -83,21 +86,24 @@ def train(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Explain why the step of this saved batch was skipped; do not train.",
+            help="Do not train; explain why the step with this saved batch was skipped.",
         ),
     ] = None,
     resume: Annotated[
         Literal["newest", "previous"],
-        typer.Option(help="Checkpoint to continue from; previous: the newest complete one before."),
+        typer.Option(
+            help="Checkpoint to continue from; previous: the newest complete one before the newest."
+        ),
     ] = "newest",
 ) -> None:
-    """Train; continue from the newest checkpoint in the run folder."""
+    """Train, continuing from the newest checkpoint if the run folder has one."""
     refuse_other_job(world)
     loaded = with_commits(load_config(config, overrides or []))
     if replay is not None:
         _replay(loaded, config, overrides or [], world, replay)
     if is_rank():
-        console.protect(console.STDOUT)  # a run's result is its folder, not its output
+        # A run's result is in its folder, so lost output is not an error.
+        console.protect(console.STDOUT)
         if not is_launched():
             validate_training(loaded, torchrun_world(world), resume)
             log_to(run_folder(loaded) / "logs")
@@ -112,7 +118,7 @@ def train(
 def _replay(
     config: Config, file: Path, overrides: list[str], world: int | None, saved: Path
 ) -> NoReturn:
-    """Runs `train --replay` in the parent or on a rank; ends the command."""
+    """Runs `train --replay` in the parent or on a rank, and exits."""
     if not os.path.isfile(saved):
         allowed = "an existing file in a run's replay folder"
         raise UserError("--replay", saved, allowed, "Correct the path.")

@@ -1,7 +1,7 @@
 """The section `algorithm`: one class of knobs per algorithm, chosen by `algorithm.name`. No torch.
 
-supervised.py has the algorithms without rollouts and online DPO; distillation.py has those that
-learn from a teacher.
+The sections of algorithms without rollouts and of online DPO are in supervised.py; the sections of
+algorithms that learn from a teacher are in distillation.py.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ ALGORITHM_NAMES = (
 
 
 class PolicyGradientConfig(Section):
-    """Knobs of every algorithm with rollouts: objective per token, mean over tokens, KL to a
-    reference, entropy, length penalty.
+    """Knobs shared by all algorithms with rollouts: per-token objective, loss averaging, KL to a
+    reference, entropy bonus, length penalty.
     """
 
     name: str
@@ -50,48 +50,48 @@ class PolicyGradientConfig(Section):
     objective: Literal[
         "clip", "ratio", "sequence_clip", "geometric_mean", "cispo", "sapo", "plain"
     ] = "clip"
-    """Objective that is maximised per token. The default 'clip' is the clipped surrogate of the PPO paper."""
+    """Objective that is maximised for each token. The default, 'clip', is the clipped surrogate from the PPO paper."""
     clip_low: float = Field(0.2, gt=0, le=1)
-    """The ratio may fall to 1 - clip_low (for geometric_mean, its logarithm to -clip_low). The default 0.2 is the PPO paper's."""
+    """Lower clipping bound: the ratio is clipped at 1 - clip_low (with geometric_mean, its logarithm at -clip_low). The default, 0.2, is the PPO paper's value."""
     clip_high: float = Field(0.2, gt=0)
-    """The ratio may rise to 1 + clip_high (for geometric_mean, its logarithm to clip_high). The default 0.2 is symmetric, as in the PPO paper."""
+    """Upper clipping bound: the ratio is clipped at 1 + clip_high (with geometric_mean, its logarithm at clip_high). The default, 0.2, equals clip_low, as in the PPO paper."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound on the ratio at negative advantages, only with objective clip. Off by default; the paper uses 3."""
+    """Upper bound on the ratio for tokens with a negative advantage; requires objective clip. Off by default; the dual-clip paper uses 3."""
     sapo_tau_positive: float = Field(1.0, gt=0)
-    """Temperature of SAPO's gate at positive advantages. The default 1 is the paper's."""
+    """Temperature of SAPO's gate for positive advantages. The default, 1, is the SAPO paper's value."""
     sapo_tau_negative: float = Field(1.05, gt=0)
-    """Temperature of SAPO's gate at negative advantages. The default 1.05 is the paper's; negative advantages need the stronger decay."""
+    """Temperature of SAPO's gate for negative advantages. The default, 1.05, is the SAPO paper's value; it exceeds 1 because tokens with negative advantages need a stronger decay."""
     aggregate: Literal["token_mean", "sequence_mean", "fixed"] = "token_mean"
-    """How token losses are averaged: 'token_mean' over all tokens, 'sequence_mean' over each response's tokens and then over responses, 'fixed' as each response's sum divided by fixed_length. The default 'token_mean' weighs every token alike."""
+    """How token losses are averaged. 'token_mean' averages over all tokens. 'sequence_mean' averages over the tokens of each response and then over the responses. 'fixed' divides each response's sum by fixed_length. The default, 'token_mean', gives every token the same weight."""
     fixed_length: float = Field(1.0, gt=0)
-    """Tokens that aggregate 'fixed' divides a response's sum by. The default 1 keeps the sum over tokens of the papers' formulas; rollout.max_new_tokens makes it a mean."""
+    """Divisor of each response's summed loss when aggregate is 'fixed'. The default, 1, keeps the sum over tokens, as in the papers; set it to rollout.max_new_tokens to normalise by the longest response."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference. The default 0 turns it off and saves the memory of the reference model."""
+    """Weight of the KL divergence to the reference model. The default, 0, turns the KL off and saves the memory that the reference model would need."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL is added: 'loss' or 'reward'. The default 'loss' is the GRPO paper's."""
+    """Term to which the KL is added: 'loss' or 'reward'. The default is 'loss', as in the GRPO paper."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of the KL. The default 'k3' is unbiased and never negative, as in the GRPO paper."""
+    """Estimator of the KL. The default, 'k3', is the GRPO paper's; it is unbiased and never negative."""
     kl_target: float | None = Field(None, gt=0)
-    """KL to the reference, in nats per response, towards which kl_coef is adapted after each step. By default kl_coef is fixed; the authors of the controller use 6."""
+    """Target KL to the reference, in nats per response; kl_coef is adjusted after each step to reach it. By default kl_coef is constant; the authors of the controller use 6."""
     kl_horizon: int = Field(10_000, ge=1)
-    """Responses over which the adaptive kl_coef changes by at most a factor of e^0.2. The default 10000 is the authors'."""
+    """Number of responses within which the adaptive kl_coef can change by at most a factor of e^0.2. The default, 10000, is the value used by the controller's authors."""
     kl_importance_weighted: bool = False
     """Whether the KL in the loss is multiplied by the ratio, which makes the gradient of k1 and k3 unbiased. Off by default, as in the GRPO paper."""
     entropy_coef: float = Field(0.0, ge=0)
-    """Weight of the entropy bonus. The default 0 turns it off, because sampling at temperature 1 explores enough."""
+    """Weight of the entropy bonus. The default, 0, turns the bonus off, because sampling at temperature 1 explores enough."""
     overlong_max_tokens: int | None = Field(None, ge=1)
-    """Response length, in sampled tokens without observations, from which the reward is lowered by 1. By default length is not penalised; DAPO uses 20480."""
+    """Response length at which the penalty on the reward reaches 1. Only sampled tokens count, not observations. By default length is not penalised; DAPO uses 20480."""
     overlong_buffer_tokens: int = Field(4096, ge=1)
-    """Tokens before overlong_max_tokens over which the penalty grows from 0 to 1. The default 4096 is the DAPO paper's."""
+    """Number of tokens before overlong_max_tokens over which the penalty increases linearly from 0 to 1. The default, 4096, is the DAPO paper's value."""
     correction: CorrectionConfig = CorrectionConfig()
-    """Off-policy correction between the engine and the trainer. All of it is off by default; see its knobs."""
+    """Correction for the difference between the engine's and the trainer's probabilities. Off by default; see the knobs of this subsection."""
     router_replay: Literal["off", "rollout"] = "off"
-    """For mixtures of experts: 'rollout' computes old log-probabilities and the update with the experts that the engine chose for each token. The default 'off' saves a byte per layer, expert and token."""
+    """Whether the trainer reuses the engine's choice of experts (mixture-of-experts models only). With 'rollout', old log-probabilities and updates use the experts that the engine chose for each token. The default, 'off', saves the memory of these choices: for each token, one or two bytes per chosen expert and layer."""
 
     @property
     def needs(self) -> Needs:
-        """Needs of the algorithm: the reference if the KL has a weight, and log-probabilities of
-        the policy before the update if the KL is part of the reward or adapts its weight.
+        """Needs of the algorithm: a reference model if kl_coef is above 0, and the policy's
+        log-probabilities before the update if the KL is part of the reward or kl_coef is adaptive.
         """
         is_measured = self.kl_target is not None or (self.kl_coef > 0 and self.kl_in == "reward")
         return Needs(reference=self.kl_coef > 0, old_logps=is_measured, allows_lag=True)
@@ -131,11 +131,11 @@ class PolicyGradientConfig(Section):
 
 
 def with_default_weight(section: PolicyGradientConfig) -> PolicyGradientConfig:
-    """Returns the section with token-level importance weights (TIS), unless it sets a weight or the
-    proximal policy.
+    """Returns the section with token-level importance weights (TIS) turned on, unless the section
+    sets `weight` or `proximal` itself.
 
-    The default applies to samples of older weights. It is per token because a product of ratios
-    over a response that several weight versions sampled has unbounded variance.
+    This default suits samples that older weights generated. The weights are per token, because the
+    product of ratios over a response that several weight versions generated has unbounded variance.
     """
     given = section.correction.model_fields_set
     if {"weight", "proximal"} & given:
@@ -145,8 +145,8 @@ def with_default_weight(section: PolicyGradientConfig) -> PolicyGradientConfig:
 
 
 class GrpoConfig(PolicyGradientConfig):
-    """Compares the samples of one prompt with each other, without a critic: GRPO and the variants
-    in PRESETS.
+    """GRPO and the variants in PRESETS: the samples of a prompt are compared with each other, so no
+    critic is needed.
     """
 
     name: GroupRelativeName = "grpo"
@@ -154,38 +154,38 @@ class GrpoConfig(PolicyGradientConfig):
     baseline: Literal["group_mean", "leave_one_out", "length_weighted", "pass_at_k", "greedy"] = (
         "group_mean"
     )
-    """Baseline that is subtracted from a reward. The default 'group_mean' is the GRPO paper's."""
+    """Baseline that is subtracted from each reward. The default, 'group_mean', is the GRPO paper's."""
     normalize_std: bool = True
     """Whether a group's advantages are divided by their standard deviation. On by default, as in the GRPO paper."""
     whiten_advantages: bool = False
     """Whether advantages are scaled to mean 0 and standard deviation 1 over the batch's tokens (with normalize_parts, over its samples). Off by default, as in the GRPO paper."""
     rescale_informative: bool = False
-    """Whether advantages are multiplied by the number of samples over the number of samples in groups whose advantages are not all 0. Off by default, as in the GRPO paper."""
+    """Whether advantages are scaled up to compensate for uninformative groups: the factor is the number of all samples divided by the number of samples in groups whose advantages are not all 0. Off by default, as in the GRPO paper."""
     pass_k: int = Field(4, ge=1)
-    """The k of baseline pass_at_k. The default 4 is the smallest of the paper's 4, 8 and 16."""
+    """Number of samples k in pass@k; requires baseline pass_at_k. The default, 4, is the smallest value in the paper, which uses 4, 8 and 16."""
     pass_reward: float = 0.5
-    """Reward from which a sample passes, only with baseline pass_at_k. The default 0.5 is between wrong (0) and right (1)."""
+    """Smallest reward of a sample that counts as passed; requires baseline pass_at_k. The default, 0.5, lies between wrong (0) and right (1)."""
     cov_clip_fraction: float = Field(0.0, ge=0, lt=1)
-    """Share of the tokens whose gradient is dropped because of a high covariance. The default 0 turns it off; the paper uses 2e-4."""
+    """Fraction of all tokens whose gradient is dropped because their covariance is high. The default, 0, turns this off; the paper uses 2e-4."""
     cov_clip_low: float = 1.0
-    """Smallest covariance that counts as high. The default 1 is the authors'."""
+    """Smallest covariance that counts as high. The default, 1, is the value used by the paper's authors."""
     cov_clip_high: float = 5.0
-    """Largest covariance that counts as high. The default 5 is the authors'."""
+    """Largest covariance that counts as high. The default, 5, is the value used by the paper's authors."""
     cov_kl_fraction: float = Field(0.0, ge=0, lt=1)
-    """Share of the tokens, taken by highest covariance, that are penalised for moving away from the old policy. The default 0 turns it off; the paper uses 2e-4 for 32B and 2e-3 for 7B."""
+    """Fraction of all tokens, those with the highest covariance, that are penalised for moving away from the old policy. The default, 0, turns this off; the paper uses 2e-4 for 32B models and 2e-3 for 7B models."""
     cov_kl_coef: float = Field(1.0, ge=0)
-    """Penalty per nat for the tokens of cov_kl_fraction. The default 1 is the authors'."""
+    """Penalty per nat for the tokens that cov_kl_fraction selects. The default, 1, is the value used by the paper's authors."""
     normalize_parts: bool = False
-    """Whether each part of the reward is compared within the group separately before the parts are added. Off by default: the sum is compared, as in the GRPO paper."""
+    """Whether each part of the reward is normalised within the group before the parts are added. Off by default: only the sum is normalised, as in the GRPO paper."""
     part_weights: dict[str, float] = Field(default_factory=dict)
-    """Weight of each part of the reward by name, only with normalize_parts. By default every part has weight 1."""
+    """Weight of each part of the reward, by the part's name; requires normalize_parts. By default every part has weight 1."""
     max_resampling: int = Field(0, ge=0)
-    """Rounds in which groups whose advantages are all 0, such as those of equal rewards, are replaced by further prompts. The default 0 turns it off; DAPO repeats until no such group is left."""
+    """Maximum number of rounds in which groups whose advantages are all 0, for example because all rewards are equal, are replaced by groups of new prompts. The default, 0, turns this off; DAPO repeats until no such group is left."""
 
     @property
     def needs(self) -> Needs:
-        """Needs of the algorithm: groups to compare or greedy responses, in addition to the shared
-        needs.
+        """Needs of the algorithm: several samples per prompt or a greedy response, in addition to
+        the shared needs.
         """
         needs = super().needs
         return replace(
@@ -197,7 +197,7 @@ class GrpoConfig(PolicyGradientConfig):
 
     @property
     def finds_covariance(self) -> bool:
-        """Whether tokens are chosen by the covariance of advantage and log-probability."""
+        """Whether tokens are selected by the covariance between advantage and log-probability."""
         return max(self.cov_clip_fraction, self.cov_kl_fraction) > 0
 
     @property
@@ -217,66 +217,69 @@ class GrpoConfig(PolicyGradientConfig):
     @model_validator(mode="after")
     def _check_comparison(self) -> Self:
         if self.cov_clip_fraction > 0 and self.cov_kl_fraction > 0:
-            raise ValueError("cov_kl_fraction: 0 with cov_clip_fraction above 0; choose one")
+            raise ValueError(
+                "cov_kl_fraction: 0, because cov_clip_fraction is above 0; set only one of them"
+            )
         if self.part_weights and not self.normalize_parts:
-            raise ValueError("part_weights: only with normalize_parts true")
+            raise ValueError("part_weights: no value unless normalize_parts is true")
         if self.normalize_parts:
             if self.baseline not in ("group_mean", "leave_one_out"):
-                raise ValueError(f"normalize_parts: not with baseline {self.baseline}")
+                raise ValueError(f"normalize_parts: false with baseline {self.baseline}")
             if self.overlong_max_tokens is not None or (self.kl_coef and self.kl_in == "reward"):
                 raise ValueError(
-                    "normalize_parts: only without overlong_max_tokens and with kl_in loss, "
-                    "because their penalties are not parts of the reward"
+                    "normalize_parts: false with overlong_max_tokens or kl_in=reward, because "
+                    "their penalties are not parts of the reward"
                 )
         if self.max_resampling and self.baseline == "greedy":
             raise ValueError(
-                "max_resampling: 0 with baseline greedy, which does not compare groups"
+                "max_resampling: 0 with baseline greedy, which does not compare the samples of a "
+                "group"
             )
         return self
 
 
 class ReinforceConfig(PolicyGradientConfig):
-    """REINFORCE++: one sample per prompt is enough; advantages are whitened over the whole batch."""
+    """REINFORCE++: whitens advantages over the whole batch, so one sample per prompt is enough."""
 
     name: Literal["reinforce_pp"] = "reinforce_pp"
     """Name of the algorithm."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Where the KL is added: 'loss' or 'reward'. The default 'reward' is a penalty per token, as in the paper."""
+    """Where the KL is added: 'loss' or 'reward'. The default, 'reward', subtracts a penalty from each token's reward, as in the paper."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL. The default 'k1' is the paper's."""
+    """Estimator of the KL. The default, 'k1', is the paper's."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token. The default 1 suits a reward that comes once, at the end."""
 
 
 class PpoConfig(PolicyGradientConfig):
-    """Proximal policy optimization with a critic and generalised advantage estimation, and the
-    variants in CRITIC_PRESETS.
+    """Proximal policy optimization (PPO) with a critic and generalised advantage estimation, and
+    the variants in CRITIC_PRESETS.
     """
 
     name: Literal["ppo", "vapo"] = "ppo"
     """Name of the algorithm, which also sets the defaults of this section."""
     kl_in: Literal["loss", "reward"] = "reward"
-    """Where the KL is added: 'loss' or 'reward'. The default 'reward' is a penalty per token that the critic learns too."""
+    """Where the KL is added: 'loss' or 'reward'. The default, 'reward', subtracts a penalty from each token's reward, so the critic learns to predict it too."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
-    """Estimator of the KL. The default 'k1' is the plain log-ratio, which is unbiased inside a reward."""
+    """Estimator of the KL. The default, 'k1', is the plain log-ratio, which is unbiased as part of a reward."""
     gamma: float = Field(1.0, ge=0, le=1)
     """Discount per token. The default 1 suits a reward that comes once, at the end."""
     gae_lambda: float = Field(0.95, ge=0, le=1)
-    """Lambda of generalised advantage estimation, which trades bias for variance. The default 0.95 is the PPO paper's."""
+    """Lambda of generalised advantage estimation: a smaller lambda means less variance but more bias. The default, 0.95, is the PPO paper's value."""
     gae_length_alpha: float | None = Field(None, gt=0)
-    """Alpha of a length-dependent lambda for the policy, 1 - 1 / (alpha length), in place of gae_lambda. Off by default; VAPO uses 0.05."""
+    """Alpha of the length-dependent lambda 1 - 1 / (alpha * length), which replaces gae_lambda in the policy's advantages. Off by default; VAPO uses 0.05."""
     critic_gae_lambda: float | None = Field(None, ge=0, le=1)
-    """Lambda of the critic's targets. By default it is the policy's, as in PPO; VAPO uses 1."""
+    """Lambda used to compute the critic's targets. The default is the policy's lambda, as in PPO; VAPO uses 1."""
     value_clip: float = Field(0.2, gt=0)
-    """Largest distance of a value from its old value in a step. The default 0.2 equals that of the ratio."""
+    """Clipping bound for the critic: how far a predicted value may move from its value at the start of the step. The default, 0.2, equals the default of clip_low and clip_high."""
     whiten_advantages: bool = True
-    """Whether advantages are scaled to mean 0 and standard deviation 1 over the batch. On by default, so that learning rates carry over between tasks."""
+    """Whether advantages are scaled to mean 0 and standard deviation 1 over the batch. On by default, so that one learning rate works for different tasks."""
     critic_warmup_steps: int = Field(0, ge=0)
-    """Number of first steps that train only the critic. The default is 0, because a critic that starts from the policy's weights learns fast."""
+    """Number of steps at the start of the run that train only the critic. The default is 0, because a critic initialised from the policy's weights learns quickly."""
     positive_lm_coef: float = Field(0.0, ge=0)
-    """Weight of the negative log-likelihood of samples that pass, which is added to the loss. The default 0 turns it off; VAPO uses 0.1."""
+    """Weight of an additional loss term: the negative log-likelihood of samples that pass (see pass_reward). The default, 0, turns the term off; VAPO uses 0.1."""
     pass_reward: float = 0.5
-    """Reward from which a sample passes, only with positive_lm_coef. The default 0.5 is between wrong (0) and right (1)."""
+    """Smallest reward of a sample that counts as passed; only used with positive_lm_coef. The default, 0.5, lies between wrong (0) and right (1)."""
 
     @property
     def needs(self) -> Needs:
@@ -307,7 +310,7 @@ class OnPolicyDistillationConfig(PolicyGradientConfig, SampledTokensConfig):
     @model_validator(mode="after")
     def _check_reward(self) -> Self:
         if self.overlong_max_tokens is not None and self.reward_coef == 0:
-            raise ValueError("overlong_max_tokens: only with reward_coef above 0")
+            raise ValueError("overlong_max_tokens: no value unless reward_coef is above 0")
         return self
 
 
@@ -315,13 +318,15 @@ class CustomAlgorithmConfig(Section):
     """An algorithm in your own package."""
 
     name: str = Field(pattern=DOTTED_PATH)
-    """Dotted path 'package.module:Class' of an Algorithm."""
+    """Dotted path 'package.module:Class' of a subclass of Algorithm."""
     options: dict[str, object] = Field(default_factory=dict)
-    """Keyword arguments of the class. By default the class's own defaults apply."""
+    """Keyword arguments for the class's constructor. By default the class's own defaults apply."""
 
     @property
     def needs(self) -> None:
-        """None, since only the class knows its needs; `algorithms/__init__.py:needs_of` imports it."""
+        """None, because only the class declares its needs; `algorithms/__init__.py:needs_of`
+        imports the class.
+        """
         return None
 
 
@@ -341,8 +346,8 @@ def _algorithm_tag(value: object) -> str | None:
 
 
 def nearest_algorithm(name: str) -> str | None:
-    """Returns the algorithm that a misspelt name most likely means; None if none is close. An
-    anagram comes first.
+    """Returns the algorithm name closest to a misspelt one, preferring anagrams; None if no name is
+    close.
     """
     given = name.lower()
     swapped = (known for known in ALGORITHM_NAMES if sorted(known) == sorted(given))

@@ -1,4 +1,4 @@
-"""Folder for files that later starts reuse."""
+"""Location of files that are cached between runs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The section `cluster`: GPUs, links and nodes that a plan assumes. No torch.
+"""The section `cluster`: the GPUs, links and nodes that `hybridrl plan` assumes. No torch.
 
-Owns its keys, which `--cluster FILE` shares, and the rates of known GPUs.
+Owns the section's keys, which a file given by `--cluster FILE` has too, and the data of known GPUs.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ GPUS_PER_NODE = 8  # of most training hosts
 
 
 class ClusterConfig(Section):
-    """The cluster that a plan assumes. A key that is null is taken from the named GPU, else from
-    this host. Rates are for one direction.
+    """The cluster that a plan assumes. If a key is null, its value comes from the GPU named by
+    `gpu`, or else from this host. Rates are for one direction.
     """
 
     gpu: str | None = None
     """Known GPU whose memory and rates are used: H200, H100, H800, H20, A100, A800, B200 or L40S. The default is this host's GPU, or H100 if it has none."""
     nodes: int | None = Field(None, ge=1)
-    """Number of nodes. By default it follows from the number of ranks."""
+    """Number of nodes. By default it is computed from the number of ranks."""
     gpus_per_node: int | None = Field(None, ge=1)
-    """GPUs per node, all linked to each other. By default it is this host's number, or at most 8."""
+    """Number of GPUs per node, all connected to each other. By default it is chosen to divide the number of ranks, up to this host's number of GPUs or 8, whichever is larger."""
     gpu_memory_gib: float | None = Field(None, gt=0)
-    """Memory of one GPU in GiB (2**30 bytes), as CUDA reports it. The default is the GPU's."""
+    """Memory of one GPU in GiB (2**30 bytes), as CUDA reports it. The default is the known value for the GPU."""
     matrix_tflops: float | None = Field(None, gt=0)
-    """Rate of large bf16 matrix products on one GPU, in 1e12 operations per second. The default is the GPU's."""
+    """Rate of large bf16 matrix products on one GPU, in 1e12 operations per second. The default is the known value for the GPU."""
     memory_gb_per_s: float | None = Field(None, gt=0)
-    """Rate at which one GPU copies its own memory, read and written bytes together, in 1e9 bytes per second. The default is the GPU's."""
+    """Rate at which one GPU copies its own memory, counting both read and written bytes, in 1e9 bytes per second. The default is the known value for the GPU."""
     link_gb_per_s: float | None = Field(None, gt=0)
-    """NVLink rate of one GPU, in 1e9 bytes per second. The default is the GPU's."""
+    """NVLink rate of one GPU, in 1e9 bytes per second. The default is the known value for the GPU."""
     host_gb_per_s: float | None = Field(None, gt=0)
-    """Rate of copies between one GPU and pinned host memory, in 1e9 bytes per second. The default is the GPU's."""
+    """Rate of copies between one GPU and pinned host memory, in 1e9 bytes per second. The default is the known value for the GPU."""
     nic_gb_per_s: float | None = Field(None, gt=0)
-    """Rate of one network card, in 1e9 bytes per second. The default is 45, which is 90% of a 400 Gbit/s card."""
+    """Rate of one network card, in 1e9 bytes per second. The default, 45, is 90% of the rate of a 400 Gbit/s card."""
     nics_per_node: int | None = Field(None, ge=1)
-    """Network cards per node. The default is one per GPU."""
+    """Number of network cards per node. The default is one per GPU."""
     latency_us: float | None = Field(None, ge=0)
-    """Fixed cost of one message, in microseconds. The default is 10."""
+    """Fixed time per message, in microseconds. The default is 10."""
 
     def world_size(self) -> int | None:
         """Returns the number of ranks on all nodes; None if `nodes` is not set."""
@@ -53,7 +53,7 @@ class KnownGpu:
     """Memory and rates of one kind of GPU.
 
     Args:
-        title: Name for people.
+        title: Name to print.
         memory_mib: Memory as CUDA reports it.
         matrix_tflops, memory_gb_per_s, link_gb_per_s, host_gb_per_s: Rates in the units of
             ClusterConfig.
@@ -84,7 +84,7 @@ KNOWN_GPUS = {
 
 
 def known_gpu(name: str) -> KnownGpu | None:
-    """Returns the known GPU in a name such as "NVIDIA H200"; None if it is not known."""
+    """Returns the known GPU that a name such as "NVIDIA H200" contains; None if it contains none."""
     words = name.upper().replace("-", " ").replace("_", " ").split()
     return next((gpu for key, gpu in KNOWN_GPUS.items() if key in words), None)
 

@@ -1,5 +1,5 @@
-"""The section `algorithm.correction`: off-policy correction for samples that another policy drew.
-No torch.
+"""The section `algorithm.correction`: off-policy correction for samples that another policy
+generated. No torch.
 """
 
 from __future__ import annotations
@@ -11,34 +11,33 @@ from pydantic import Field, model_validator
 from hybridrl.config.section import Section
 
 Level = Literal["none", "token", "sequence", "geometric"]
-"""Unit over which the ratio of two policies is taken: one token, the product over a response, or
-its geometric mean.
-"""
+"""How the ratio of two policies is computed: per token, as the product over a response, or as the geometric mean over a response."""
 
 REJECT_MAX = {"none": 2.0, "token": 2.0, "sequence": 2.0, "geometric": 1.001}
 
 
 class CorrectionConfig(Section):
-    """Importance weights and rejection by the ratio k = old / behaviour: the policy at the start of
-    the step over the policy that the engine sampled from.
+    """Importance weights and rejection, based on the ratio k = old / behaviour: the probability
+    under the policy at the start of the step, divided by the probability with which the engine
+    sampled.
     """
 
     weight: Level = "none"
-    """Level of k by which the objective is multiplied. The default 'none' keeps every algorithm as in its paper; with steps.max_policy_lag above 0 the default is 'token'. The mismatch is measured either way."""
+    """Level at which k is computed as a weight that multiplies the objective. The default is 'none', as in the papers of the algorithms, or 'token' if steps.max_policy_lag is above 0. The mismatch metrics are reported in either case."""
     bound: Literal["truncate", "mask"] = "truncate"
-    """How weights outside min and max are treated: 'truncate' clamps them, 'mask' sets them to 0. The default 'truncate' is TIS, which loses no sample."""
+    """Treatment of weights outside min and max: 'truncate' clamps them, 'mask' sets them to 0. The default, 'truncate', is TIS, which discards no sample."""
     max: float = Field(2.0, gt=0)
-    """Largest weight. The default 2 is usual for TIS; IcePop masks above 5."""
+    """Largest weight. The default, 2, is common for TIS; IcePop masks weights above 5."""
     min: float = Field(0.0, ge=0)
-    """Smallest weight. The default 0 is no bound, as in TIS; IcePop masks below 0.5."""
+    """Smallest weight. The default, 0, means no lower bound, as in TIS; IcePop masks weights below 0.5."""
     reject: Level = "none"
-    """Level of k at which samples are rejected if k is outside reject_min and reject_max. The default is 'none', because rejection loses samples."""
+    """Level at which k is computed for rejection: samples whose k is outside reject_min and reject_max are rejected. The default is 'none', because rejection discards samples."""
     reject_max: float | None = Field(None, gt=0)
-    """Largest k that is kept. The default is 2, and 1.001 for geometric; both are from verl's rollout correction."""
+    """Largest k that is not rejected. The default is 1.001 with reject 'geometric' and 2 otherwise; both values are from verl's rollout correction."""
     reject_min: float | None = Field(None, ge=0)
-    """Smallest k that is kept. The default is 1 / reject_max; 0 is no bound."""
+    """Smallest k that is not rejected. The default is 1 / reject_max; 0 means no lower bound."""
     proximal: Literal["old", "behaviour"] = "old"
-    """Policy in the denominator of the objective's ratio. The default 'old' is decoupled from the behaviour policy, so that clipping bounds only this step."""
+    """Policy in the denominator of the objective's ratio: 'old' or 'behaviour'. With the default, 'old', clipping limits only how far the policy moves within a step, whatever policy generated the samples."""
 
     @property
     def is_on(self) -> bool:
@@ -47,12 +46,12 @@ class CorrectionConfig(Section):
 
     @property
     def needs_whole_sequences(self) -> bool:
-        """Whether a ratio is taken over whole responses."""
+        """Whether a ratio is computed over whole responses."""
         return not {self.weight, self.reject} <= {"none", "token"}
 
     @property
     def reject_bounds(self) -> tuple[float, float]:
-        """Smallest and largest k that is kept."""
+        """Smallest and largest k that are not rejected."""
         high = REJECT_MAX[self.reject] if self.reject_max is None else self.reject_max
         return 1 / high if self.reject_min is None else self.reject_min, high
 
@@ -66,7 +65,7 @@ class CorrectionConfig(Section):
                 value, field = getattr(self, name), type(self).model_fields[name]
                 if getattr(self, level) == "none" and value != field.get_default():
                     raise ValueError(
-                        f"correction.{name}: no value while correction.{level} is none, not {value}"
+                        f"correction.{name}: no value if correction.{level} is none, not {value}"
                     )
         if self.min >= self.max:
             raise ValueError(f"correction.min: below correction.max = {self.max}, not {self.min}")

@@ -1,5 +1,5 @@
-"""The section `algorithm` of distillation from a teacher, a larger or better model with the same
-tokens. No torch.
+"""The section `algorithm` for distillation from a teacher: a larger or better model with the same
+vocabulary. No torch.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ class TaughtConfig(Section):
     """Knobs of every algorithm that learns from a teacher."""
 
     teacher: str
-    """HF directory or hub name[@revision] of the frozen teacher, which must have the policy's tokens. It has no default: every distillation has its own teacher."""
+    """HF directory or hub name[@revision] of the frozen teacher, which must have the same vocabulary as the policy. There is no default."""
 
 
 class TopTokensConfig(TaughtConfig):
     """Knobs of algorithms that learn the teacher's distribution over its likeliest tokens."""
 
     top_k: int = Field(64, ge=1)
-    """Number of the teacher's likeliest tokens per position that are learned one by one; all other tokens count as one more. The default 64 leaves little probability to the others and costs 512 bytes per position."""
+    """Number of most likely tokens at each position whose teacher probabilities are learned individually; all other tokens are merged into one class. With the default, 64, that class has little probability, and each position takes 512 bytes."""
 
 
 class DistillationConfig(TopTokensConfig, SupervisedConfig):
-    """Learns the teacher's distributions on the data's responses."""
+    """Learns the teacher's distributions on responses from the data."""
 
     name: Literal["distillation"] = "distillation"
     """Name of the algorithm."""
@@ -55,6 +55,6 @@ class SampledTokensConfig(TaughtConfig):
     """Knobs of algorithms that learn from the teacher's log-probabilities of sampled tokens."""
 
     gamma: float = Field(0.0, ge=0, le=1)
-    """Discount of the teacher's signal for later tokens. With the default 0 each token is taught by itself, which has far less variance; 1 gives the gradient of the responses' KL."""
+    """Discount of the teacher's signal for later tokens. With the default, 0, each token learns only from its own signal, which has far less variance; 1 gives the exact gradient of the KL over whole responses."""
     reward_coef: float = Field(0.0, ge=0)
-    """Weight of the reward's group-relative advantage, as in grpo, which is added to the teacher's signal. With the default 0 only the teacher counts, and no reward is needed."""
+    """Weight of the group-relative advantage of the reward (as in grpo) that is added to the teacher's signal. With the default, 0, the policy learns only from the teacher, and no reward is needed."""

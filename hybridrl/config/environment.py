@@ -1,4 +1,6 @@
-"""The section `environment`: the environment that answers the policy between its turns. No torch."""
+"""The section `environment`: the environment that responds to the policy between its turns. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,51 +18,54 @@ REWARD = "environment"
 
 
 class EnvironmentConfig(Section):
-    """Environment of multi-turn responses. reward.on_error decides what happens when it fails."""
+    """Environment for multi-turn responses. reward.on_error decides what happens when the
+    environment fails.
+    """
 
     name: str | None = None
-    """Name of an environment, or 'package.module:Class' for your own. By default there is none, and a response is one turn."""
+    """Name of an environment, or 'package.module:Class' for your own. By default there is no environment, and each response has a single turn."""
     options: dict[str, Any] = {}
     """Keyword arguments of the class. By default the class's own defaults apply."""
     max_turns: int = Field(8, ge=1)
-    """Most turns of the policy in one response. The default 8 allows several tool calls and the answer; longer responses rarely succeed."""
+    """Maximum number of the policy's turns in one response. The default, 8, allows several tool calls and the answer; longer responses rarely succeed."""
     max_turn_tokens: int | None = Field(None, ge=1)
-    """Most tokens in one turn. By default the limit is the rest of rollout.max_new_tokens, which holds all turns and observations together."""
+    """Maximum number of tokens in one turn. By default a turn may use everything left of rollout.max_new_tokens, which limits all turns and observations together."""
     reward_sees: Literal["last_turn", "response"] = "last_turn"
-    """Part of the response that reward functions receive: 'last_turn' is the text after the last observation; 'response' is all of it. The default is 'last_turn', so that no observation counts as an answer."""
+    """Part of the response that reward functions receive: 'last_turn' is the text after the last observation; 'response' is all of it. The default is 'last_turn', so that an observation is never mistaken for an answer."""
     isolated: bool | None = None
-    """Whether the environment runs in processes that can be killed. By default your own class and 'tools' do; 'calculator' does not, because it cannot hang."""
+    """Whether the environment runs in separate processes, which can be killed. By default 'tools' and your own classes do; 'calculator' does not, because it cannot hang."""
     timeout_s: float = Field(60.0, gt=0)
-    """Wall-clock limit of one step in a process, in seconds. The default 60 is far above any tool."""
+    """Wall-clock limit for one environment step in a separate process, in seconds. The default, 60, is far longer than tools usually take."""
     workers: int = Field(2, ge=1)
-    """Environment processes per rank. The default 2 keeps up with cheap tools while eight ranks share a host."""
+    """Number of environment processes per rank. The default, 2, is enough for cheap tools when eight ranks share a host."""
 
     @model_validator(mode="after")
     def _check_named(self) -> Self:
         if self.name is None:
             for name, field in EnvironmentConfig.model_fields.items():
                 if getattr(self, name) != field.get_default():
-                    raise ValueError(f"{name}: only with environment.name")
+                    raise ValueError(f"{name}: no value unless environment.name is set")
         return self
 
 
 def environment_rules(
     environment: EnvironmentConfig, reward: RewardConfig, max_new_tokens: int
 ) -> Iterator[UserError]:
-    """Yields the violations between the environment and other sections."""
+    """Yields the violations of rules between the section and other sections."""
     named = [name for name, scorer in reward.scorers().items() if scorer.function == REWARD]
     if len(named) > 1:
         yield UserError(
             "reward.functions",
             f"function {REWARD} in {', '.join(named)}",
-            "at most one scorer with it, because all would be the same sum",
-            "Keep one, with the sum of their weights.",
+            "at most one such scorer, because all of them would return the same sum",
+            "Keep one of them, and give it the sum of their weights.",
         )
     if environment.name is None and named:
         yield UserError(
             "reward.function",
             REWARD,
-            "another function without environment.name, which provides these rewards",
+            "another function, because environment.name is not set and no environment provides "
+            "rewards",
             "Set environment.name, or another reward.function.",
         )
     longest = environment.max_turn_tokens
@@ -68,6 +73,6 @@ def environment_rules(
         yield UserError(
             "environment.max_turn_tokens",
             longest,
-            f"at most rollout.max_new_tokens = {max_new_tokens}, which holds all turns",
+            f"at most rollout.max_new_tokens = {max_new_tokens}, which limits all turns together",
             "Lower it, or raise rollout.max_new_tokens.",
         )

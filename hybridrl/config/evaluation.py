@@ -27,43 +27,44 @@ FORM_SCORERS: Mapping[str, ScorerConfig] = {
 
 
 class EvalSetConfig(Section):
-    """A set of held-out rows, in addition to those of the section data."""
+    """An evaluation set, in addition to the held-out rows of the section `data`."""
 
     form: SetForm
-    """Published form of the rows, which decides how they are read and scored: gsm8k, math (MATH-500), aime, choices (MMLU, MMLU-Pro, ARC), ifeval, or prompts (a prompt and an answer). It has no default."""
+    """Format of the rows, which determines how they are read and scored: gsm8k, math (MATH-500), aime, choices (MMLU, MMLU-Pro, ARC), ifeval, or prompts (a prompt and an answer). Required."""
     path: Paths = None
-    """Source or list of sources, as in data.prompts. It must be set."""
+    """Source or list of sources, as in data.prompts. Required."""
     instruction: str | None = None
-    """Text after each question. The default is the form's own, such as a request for a boxed answer."""
+    """Text that is appended to each question. The default depends on the form, for example a request for a boxed answer."""
     scorer: ScorerConfig | None = None
-    """Scorer of responses, with scores from 0 to 1. The default is the form's own; for prompts it is exact_match."""
+    """Scorer of the responses, which must return scores from 0 to 1. The default depends on the form; for prompts it is exact_match."""
     limit: int | None = Field(None, ge=1)
-    """Number of first rows to evaluate. The default is all, so that figures are comparable."""
+    """If set, only this many rows are evaluated, starting from the first. By default all are evaluated, so that results are comparable."""
     samples_per_prompt: int | None = Field(None, ge=1)
     """Responses per prompt. The default is eval.samples_per_prompt."""
 
     @property
     def scored_by(self) -> RewardConfig:
-        """Reward section that scores its responses. A response whose scorer fails or is late scores
-        0 and is counted, because a set has thousands of rows of unchecked text.
+        """Reward section that scores the set's responses. If scoring a response fails or times out,
+        the response scores 0 and is counted, because a set contains thousands of rows of unchecked
+        text.
         """
         scorer = self.scorer or FORM_SCORERS[self.form]
         return RewardConfig(**scorer.model_dump(), on_error="value")
 
 
 class EvalConfig(Section):
-    """How a model is evaluated, by `hybridrl eval` and during training (steps.eval_every)."""
+    """Settings of evaluations, both in `hybridrl eval` and during training (steps.eval_every)."""
 
     samples_per_prompt: int = Field(1, ge=1)
-    """Responses per prompt; accuracy is their mean. The default 1 is enough for greedy sampling."""
+    """Number of responses per prompt; accuracy is averaged over them. The default, 1, is enough for greedy sampling."""
     temperature: float = Field(0.0, ge=0)
-    """Sampling temperature of evaluations. The default 0 is greedy, which is repeatable; several samples per prompt need more."""
+    """Sampling temperature in evaluations. The default, 0, is greedy and therefore repeatable; set it above 0 for several samples per prompt."""
     max_new_tokens: int | None = Field(None, ge=1)
-    """Longest response in evaluations, in tokens. The default is rollout.max_new_tokens, as in training."""
+    """Maximum length of a response in evaluations, in tokens. The default is rollout.max_new_tokens, as in training."""
     pass_k: Counts = ()
-    """Values of k for which pass@k is reported, each at most the number of samples per prompt. By default there are none, because accuracy is pass@1."""
+    """Values of k for which pass@k is reported; none may exceed the number of samples per prompt. The default is none, because accuracy already is pass@1."""
     sets: dict[str, EvalSetConfig] = Field(default_factory=dict)
-    """Further evaluation sets, by the name of their metrics. By default only data.eval_prompts is evaluated."""
+    """Additional evaluation sets, by the name used in their metrics. By default only data.eval_prompts is evaluated."""
 
     @model_validator(mode="after")
     def _check_names(self) -> Self:
@@ -75,7 +76,7 @@ class EvalConfig(Section):
         return self
 
     def most_new_tokens(self, in_training: int) -> int:
-        """Returns the longest response of an engine request, in training or evaluations."""
+        """Returns the maximum response length, in tokens, over training and evaluations."""
         return max(in_training, self.max_new_tokens or 0)
 
     def samples_of(self, one: EvalSetConfig) -> int:
@@ -84,13 +85,15 @@ class EvalConfig(Section):
 
 
 def evaluation_rules(section: EvalConfig, reward: RewardConfig) -> Iterator[UserError]:
-    """Yields the violations between knobs of the section, and between names of sets and scorers."""
+    """Yields the violations of rules between knobs of the section, and between the names of sets
+    and scorers.
+    """
     sizes = {"eval.samples_per_prompt": section.samples_per_prompt}
     for name, one in section.sets.items():
         sizes[f"eval.sets.{name}.samples_per_prompt"] = section.samples_of(one)
     key, most = max(sizes.items(), key=lambda item: item[1])
     if most > 1 and section.temperature == 0:
-        allowed = "1 with eval.temperature=0, which repeats one response"
+        allowed = "1 with eval.temperature=0, because all greedy responses to a prompt are equal"
         yield UserError(key, most, allowed, "Set eval.temperature, for example to 0.7.")
     if section.pass_k and max(section.pass_k) > most:
         allowed = f"at most the samples per prompt, {most}"
@@ -100,9 +103,11 @@ def evaluation_rules(section: EvalConfig, reward: RewardConfig) -> Iterator[User
     for name, one in section.sets.items():
         function = one.scored_by.function
         if function in IN_WORLD:
-            allowed = "a function; sets support neither environments nor reward models"
+            allowed = (
+                "a reward function; evaluation sets support neither environments nor reward models"
+            )
             remedy = "Choose another function, or use data.eval_prompts."
             yield UserError(f"eval.sets.{name}.scorer.function", function, allowed, remedy)
         if name in reward.scorers():
-            allowed = "a name that no scorer in reward has, because both are names of metrics"
+            allowed = "a name that no scorer in the section reward has, because both names are used for metrics"
             yield UserError("eval.sets", name, allowed, "Rename the set or the scorer.")

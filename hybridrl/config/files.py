@@ -1,8 +1,8 @@
 """Reads JSON that may be damaged or malicious, and replaces small files. No torch.
 
-Owns which texts are refused before they are used, and the errors for a model's small JSON files:
-missing, not a regular file, too large, or not a JSON object. Links are followed, because the hub's
-cache consists of links.
+Owns the checks that refuse dangerous JSON before it is used, and the errors for a model's small
+JSON files: missing, not a regular file, too large, or not a JSON object. Links are followed,
+because the hub's cache consists of links.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from typing import Any
 from hybridrl.errors import UserError, short
 
 RUN_FILE = "run.json"
-"""File in a run folder with the time, ranks and hardware of each start, and how it ended."""
+"""File in a run folder that records the time, ranks and hardware of each start, and how it ended.
+"""
 FETCH_AGAIN = "Fetch or export the file again."
-# Known models have at most 1.1 MB (tokenizer_config.json) and 20 MB (an index of weights).
+# The largest files of known models have 1.1 MB (tokenizer_config.json) and 20 MB (index of
+# weights).
 MAX_BYTES = 64 << 20
-# Nesting of lists and objects. Deeper values overflow the recursion of later readers; YAML's parser
-# in C then ends the process.
+# Maximum nesting of lists and objects. Deeper values overflow the stack of recursive readers;
+# PyYAML's C parser then crashes the process.
 MAX_DEPTH = 64
 HALF_PAIR = re.compile(r"\\u[dD][89a-fA-F]")
 
@@ -50,11 +52,11 @@ def parse_json(
     Args:
         text: Text, or bytes in UTF-8.
         pairs: `object_pairs_hook` of json.loads.
-        allows_half_pairs: Whether half surrogate pairs, which UTF-8 cannot encode, are allowed.
+        allows_half_pairs: Whether unpaired surrogates, which UTF-8 cannot encode, are allowed.
 
     Raises:
-        ValueError: The text is not JSON, is nested deeper than MAX_DEPTH, or has an integer that
-            Python cannot read or half of a surrogate pair.
+        ValueError: The text is not JSON, is nested deeper than MAX_DEPTH, contains an integer that
+            is too long for Python, or contains an unpaired surrogate.
     """
     if isinstance(text, bytes):
         text = text.decode("utf-8")
@@ -76,7 +78,7 @@ def parse_json(
 
 
 def has_utf8(text: str) -> bool:
-    """Whether UTF-8 can encode a text, which must have no half of a surrogate pair."""
+    """Whether UTF-8 can encode a text; it cannot encode unpaired surrogates."""
     try:
         return text.isascii() or bool(text.encode("utf-8"))
     except UnicodeEncodeError:
@@ -103,12 +105,12 @@ def read_json_object(
     """Returns the object in a JSON file.
 
     Args:
-        error: Class of the errors.
+        error: Class of the errors to raise.
         has_unique_keys: Whether a repeated key in an object is an error.
-        max_bytes: Size above which the file is refused unread.
+        max_bytes: Largest size; a larger file is refused without reading it.
 
     Raises:
-        UserError: The file cannot be used; of class `error`.
+        UserError: The file cannot be used; the error is of class `error`.
     """
     text = read_bytes(file, error, "a JSON object", max_bytes)
 
@@ -143,7 +145,7 @@ def read_bytes(
     """Returns the content of a regular file.
 
     Raises:
-        UserError: The file cannot be read or is too large; of class `error`.
+        UserError: The file cannot be read or is too large; the error is of class `error`.
     """
     num_bytes = regular_file_bytes(file, error, allowed)
     if num_bytes > max_bytes:
@@ -156,10 +158,10 @@ def read_bytes(
 
 
 def regular_file_bytes(file: Path, error: type[UserError], allowed: str) -> int:
-    """Returns the size of a regular file. A pipe or device, which could block, is never opened.
+    """Returns the size of a regular file. Never opens a pipe or a device, which could block.
 
     Raises:
-        UserError: The file is missing or not regular; of class `error`.
+        UserError: The file is missing or not regular; the error is of class `error`.
     """
     try:
         status = file.stat()
@@ -173,8 +175,8 @@ def regular_file_bytes(file: Path, error: type[UserError], allowed: str) -> int:
 
 
 def shown(value: object, max_characters: int = 80) -> str:
-    """Returns a value as JSON for a message: ASCII, one line, shortened. Other values are shown by
-    `short`.
+    """Returns a value as shortened one-line ASCII JSON for a message. Values that JSON cannot
+    represent are formatted by `short`.
     """
     try:
         text = json.dumps(value)
@@ -184,7 +186,7 @@ def shown(value: object, max_characters: int = 80) -> str:
 
 
 def plain(value: object, max_characters: int = 80) -> str:
-    """Returns a short printable text unchanged; other values as `shown`."""
+    """Returns a short printable text unchanged; formats other values with `shown`."""
     is_plain = isinstance(value, str) and value.isprintable() and len(value) <= max_characters
     return str(value) if is_plain else shown(value, max_characters)
 

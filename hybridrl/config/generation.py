@@ -1,11 +1,12 @@
-"""Sampling beyond temperature and truncation: what engines support, what a policy gradient allows,
-and the model's `generation_config.json`. No torch.
+"""Sampling options other than temperature and truncation: rules on what engines support and policy
+gradients allow, and values from the model's `generation_config.json`. No torch.
 
 On-policy training assumes that each token is drawn from the trainer's policy: softmax of the logits
-over the temperature. A stop string only ends a response, so the gradient stays right. Minimum
-lengths and penalties change the distribution by the earlier tokens: the behaviour log-probability
-then belongs to another distribution, its ratio to the policy is not 1 at equal weights, and the end
-token gets probability 0. Training refuses them.
+over the temperature. A stop string only ends a response, so the gradient stays correct. Minimum
+lengths and penalties modify the distribution depending on earlier tokens: the engine's
+log-probabilities then belong to another distribution, and the ratio to the policy is not 1 even if
+the weights are equal. A minimum length also sets the end token's probability to 0. Training
+therefore refuses these options.
 """
 
 from __future__ import annotations
@@ -24,22 +25,24 @@ from hybridrl.errors import ModelError, UserError, said
 from hybridrl.rollout.registry import ENGINES, offered_engines
 
 GENERATION_CONFIG = "generation_config.json"
-# Keys that are read from it; `rollout` has the same names.
+# Keys that are read from this file; the knobs of `rollout` have the same names.
 _TAKEN = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "repetition_penalty")
 _OFF: dict[str, float] = {
     "min_new_tokens": 0,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
 }
-"""Knobs that change the distribution by earlier tokens, with the values that turn them off."""
+"""Knobs that modify the distribution depending on earlier tokens, with the values that turn them
+off.
+"""
 
 
 def with_generation_config(config: Config) -> Config:
-    """Returns a configuration whose unset knobs of `rollout` come from the model's
+    """Returns the configuration with unset knobs of `rollout` filled in from the model's
     generation_config.json, if `rollout.generation_config` is on.
 
     Raises:
-        ModelError: The file is missing, or has a value that the knob does not allow.
+        ModelError: The file is missing, or contains a value that the knob does not allow.
     """
     rollout = config.rollout
     if not rollout.generation_config:
@@ -62,17 +65,18 @@ def with_generation_config(config: Config) -> Config:
 
 
 def declared_end_tokens(model: ModelConfig, hf_config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Returns the end tokens of the model's generation_config.json; empty without the file.
+    """Returns the end tokens from the model's generation_config.json; empty if there is no such
+    file.
 
-    `rollout.generation_config` has no effect on this: some chat models (Phi-3, some of Gemma) name
-    the token that ends a turn only there, and never stop without it.
+    They apply even if `rollout.generation_config` is off: some chat models (Phi-3, some Gemma
+    models) list the token that ends a turn only in this file, and never stop without it.
 
     Args:
         model: The section `model`.
         hf_config: Content of config.json.
 
     Raises:
-        ModelError: A number is not a token of the model.
+        ModelError: An end token is not in the model's vocabulary.
     """
     file = model_directory(model, weights=False) / GENERATION_CONFIG
     if not os.path.lexists(file):  # a broken link is damage, not absence
@@ -105,8 +109,8 @@ def generation_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "rollout.stop_strings",
             list(rollout.stop_strings),
-            "no value with an environment, which answers a turn after its end token",
-            "Remove them, and let the environment search the text of a turn.",
+            "no value with an environment, which responds only when a turn ends with an end token",
+            "Remove them, and let the environment search each turn's text.",
         )
     if rollout.min_new_tokens > rollout.max_new_tokens:
         allowed = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
@@ -115,8 +119,9 @@ def generation_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "rollout.gpu_memory_share",
             rollout.gpu_memory_share,
-            f"no value with rollout.engine={rollout.engine}, whose cache grows with its requests",
-            "Remove it, and limit requests by rollout.max_batch.",
+            f"no value with rollout.engine={rollout.engine}, whose KV cache grows with its "
+            f"requests",
+            "Remove it, and limit concurrent requests with rollout.max_batch.",
         )
 
 
@@ -124,14 +129,14 @@ def on_policy_rules(config: Config) -> Iterator[UserError]:
     """Yields the knobs that would make training samples off-policy."""
     needs = config.algorithm.needs
     if needs is not None and not needs.rollouts:
-        return  # samples are only evaluated
+        return  # samples are used only in evaluations
     for key, off in _OFF.items():
         if (value := getattr(config.rollout, key)) != off:
             yield UserError(
                 f"rollout.{key}",
                 value,
                 f"{off:g} in training with algorithm {config.algorithm.name}, whose gradient "
-                "assumes that tokens are drawn from the policy's own distribution",
+                f"assumes that tokens are sampled from the policy's own distribution",
                 f"Set rollout.{key}={off:g}; `hybridrl eval` accepts other values.",
             )
 

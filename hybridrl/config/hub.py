@@ -1,8 +1,8 @@
 """Names of models and data sets on the hub, and their commits. No torch.
 
 Owns the syntax of hub names, their places in a configuration, and the lookup of a revision's
-commit. Invariant: a run reads by commit, because branches move. identity.py decides which process
-asks the hub.
+commit. Invariant: a run downloads by commit hash, because branches move. identity.py decides which
+process contacts the hub.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DATASETS = "datasets:"
 DATASET_FORM = f"{DATASETS}NAME[@REVISION][:CONFIG]:SPLIT"
 MODEL_FORM = "an HF directory that exists or a hub name 'organisation/name[@revision]'"
 PLAIN_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-# Small files of a data set, which are enough to find its commit.
+# Small files of a data set; downloading them is enough to learn its commit.
 CARD_FILES = ["README.md", ".gitattributes"]
 _COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -41,7 +41,7 @@ class HubName:
     Args:
         repository: 'organisation/name', or one name.
         revision: A branch, tag or commit; None for the main branch.
-        rest: Remainder of a data set's name: '[:CONFIG]:SPLIT'.
+        rest: End of a data set's name: '[:CONFIG]:SPLIT'.
     """
 
     kind: Literal["model", "dataset"]
@@ -61,7 +61,7 @@ class HubName:
 
 
 def model_name(text: str, has_organisation: bool = True) -> HubName | None:
-    """Returns the hub name in a text; None for other texts, such as an existing path.
+    """Parses a hub name; returns None for other texts, such as an existing path.
 
     Args:
         has_organisation: Whether the name must include an organisation.
@@ -78,7 +78,7 @@ def model_name(text: str, has_organisation: bool = True) -> HubName | None:
 
 
 def dataset_name(text: str) -> HubName | None:
-    """Returns the hub name in a source of `data.prompts`; None for other sources."""
+    """Parses the hub name in a source of `data.prompts`; returns None for other sources."""
     parts = text.removeprefix(DATASETS).split(":")
     if not text.startswith(DATASETS) or not 2 <= len(parts) <= 3 or not all(parts):
         return None
@@ -87,7 +87,7 @@ def dataset_name(text: str) -> HubName | None:
 
 
 def hub_names(config: Config) -> dict[Place, HubName]:
-    """Returns every hub name of a configuration, by place."""
+    """Returns every hub name in a configuration, by its place."""
     found: dict[Place, HubName | None] = {}
     for key in ("path", "init", "tokenizer"):
         if (text := getattr(config.model, key)) is not None:
@@ -118,20 +118,20 @@ def _sources(config: Config) -> Iterator[tuple[Place, str]]:
 
 
 def names_to_json(names: Mapping[Place, HubName]) -> str:
-    """Returns hub names as text for `names_from_json`."""
+    """Serialises hub names for `names_from_json`."""
     return json.dumps([[place, asdict(name)] for place, name in names.items()])
 
 
 def names_from_json(text: str) -> dict[Place, HubName]:
-    """Returns the hub names in a text of `names_to_json`."""
+    """Returns the hub names in a text from `names_to_json`."""
     return {tuple(place): HubName(**name) for place, name in json.loads(text)}
 
 
 def adopted(config: Config, other: Config) -> dict[Place, HubName]:
-    """Returns the hub names of a configuration, with commits from the other one.
+    """Returns the hub names in a configuration, with commits taken from another configuration.
 
-    A name without a revision gets the commit at the same place in `other`, if the repository is the
-    same.
+    A name without a revision receives the commit at the same place in `other` if both name the same
+    repository.
     """
     others = hub_names(other)
     found = {}
@@ -145,7 +145,8 @@ def adopted(config: Config, other: Config) -> dict[Place, HubName]:
 def resolved(
     names: Mapping[Place, HubName], known: Mapping[HubName, str | None]
 ) -> dict[Place, HubName]:
-    """Returns hub names with their commits. The hub is asked once per repository and revision.
+    """Returns hub names with their commits. Contacts the hub at most once per repository and
+    revision.
 
     Args:
         names: Names by place; errors name the place.
@@ -166,7 +167,7 @@ def resolved(
 
 
 def commit_of(key: str, name: HubName) -> str:
-    """Returns the commit of a name; a name that has one needs no request.
+    """Returns the commit of a name; contacts the hub only if the name has none.
 
     Args:
         key: Key of the configuration, for errors.
@@ -176,12 +177,12 @@ def commit_of(key: str, name: HubName) -> str:
     """
     if name.is_commit and name.revision is not None:
         return name.revision
-    # Unlike HfApi, this stores the commit in the cache, for when the hub cannot be reached.
+    # Unlike HfApi, this caches the commit, so that it is known when the hub cannot be reached.
     return download(key, name, PLAIN_FILES if name.kind == "model" else CARD_FILES).name
 
 
 def download(key: str, name: HubName, patterns: Sequence[str]) -> Path:
-    """Returns the cache folder with a repository's matching files, downloaded if necessary.
+    """Downloads a repository's matching files unless they are cached; returns the cache folder.
 
     Args:
         key: Key of the configuration, for errors.
@@ -215,11 +216,11 @@ def download(key: str, name: HubName, patterns: Sequence[str]) -> Path:
 
 
 def with_names(config: Config, names: Mapping[Place, HubName]) -> Config:
-    """Returns a configuration with other hub names, none of them an interpolation."""
+    """Returns a configuration with other hub names, which replace any interpolations."""
     found: Config = config.model_copy(deep=True)
     for place, name in names.items():
         found = _with(found, place, str(name))
-        for end in range(1, len(place) + 1):  # the whole list may be one interpolation
+        for end in range(1, len(place) + 1):  # the interpolation may be the whole list
             found.written.pop(place[:end], None)
     return found
 

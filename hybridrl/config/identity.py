@@ -1,7 +1,8 @@
-"""The identity of a run: the knobs that must not change between starts in one run folder. No torch.
+"""The identity of a run: the knobs that must not change when a run is restarted in its folder. No
+torch.
 
-Owns the choice of these knobs, the comparison with the folder's `config.yaml`, and the hub commits
-that a run uses.
+Owns the list of these knobs, their comparison with the folder's `config.yaml`, and the choice of
+the hub commits that a run uses.
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ _HOW_FAST: Any = {
 }
 # Knobs that only affect evaluations.
 _EVALUATES = {"eval_prompts", "eval_limit", "validation"}
-# Knobs that only training reads. data.prompts is missing, because held-out rows depend on it.
+# Knobs that only training reads. data.prompts is not among them, because held-out rows depend on
+# it.
 _TRAINS = ("steps.", "mix.", "rollout.", "run.seed", "train.")
-# Checkpoints identify prompts by their tokens. A run that is older than this knob has no value for
-# it, and needs false to continue.
+# Not compared, because checkpoints identify prompts by their tokens. A run that was started before
+# this knob existed has no value for it, and can continue only with false.
 _IN_TOKENS = {"add_special_tokens"}
 
 
@@ -43,17 +45,18 @@ def run_folder(config: Config) -> Path:
 
 
 def check_run_folder(config: Config, trains: bool = True) -> None:
-    """Refuses to continue in the folder of a run with another identity.
+    """Raises an error if the run folder belongs to a run with another identity.
 
     Args:
         trains: Whether knobs that only training reads are compared too.
 
     Raises:
-        ConfigError: The folder's config.yaml differs in a knob of the identity, or cannot be read.
+        ConfigError: The folder's config.yaml has another value for a knob of the identity, or
+            cannot be read.
     """
     saved = saved_config(config)
     if saved is not None:
-        # Older runs stored no commits; their names get the present ones.
+        # Older runs stored no commits; use the current ones for their names.
         saved = with_names(saved, adopted(saved, config))
         violations = identity_violations(identity(saved), config)
         if not trains:
@@ -76,13 +79,13 @@ def saved_config(config: Config) -> Config | None:
 def pinned(config: Config, *, asks_hub: bool = True) -> Config:
     """Returns a configuration in which every hub name has a commit.
 
-    A name without a revision gets the commit of the run folder, or else the hub's current commit.
-    Only rank 0 or the process that starts the ranks may call this, because branches may move
-    between two requests.
+    A name without a revision receives the commit stored in the run folder, or else the hub's
+    current commit. Only one process may call this (rank 0, or the process that starts the ranks),
+    because a branch may move between two requests.
 
     Args:
-        asks_hub: Whether the hub is asked for commits that the run folder does not have; otherwise
-            such names stay as they are.
+        asks_hub: Whether to ask the hub for commits that are not stored in the run folder. If not,
+            such names stay unchanged.
 
     Raises:
         UserError: The hub has no such repository or revision, or it cannot be reached and its cache
@@ -104,7 +107,7 @@ def pinned(config: Config, *, asks_hub: bool = True) -> Config:
 
 
 def write_config(config: Config) -> None:
-    """Writes `config.yaml` and digests of the values of interpolations into the run folder."""
+    """Writes `config.yaml` and digests of interpolated values into the run folder."""
     folder = run_folder(config)
     replace_text(folder / "config.yaml", to_yaml(config))
     known = digests(identity(config), config.written)
@@ -113,8 +116,8 @@ def write_config(config: Config) -> None:
 
 
 def _environment_violations(config: Config) -> list[UserError]:
-    """Returns a violation for each value of the identity whose text is unchanged but whose value
-    from the environment differs.
+    """Returns a violation for each knob of the identity whose `${...}` text is unchanged but whose
+    value, from an environment variable, has changed.
     """
     file = run_folder(config) / DIGESTS_FILE
     try:
@@ -128,9 +131,9 @@ def _environment_violations(config: Config) -> list[UserError]:
     return [
         UserError(
             key,
-            f"another value of {texts[key]}",
+            f"a changed value of {texts[key]}",
             f"the value with which {run_folder(config)} was started",
-            "Set the environment variable back, or choose another run.name.",
+            "Restore the environment variable, or choose another run.name.",
         )
         for key, digest in now.items()
         if isinstance(saved, dict) and saved.get(key, digest) != digest
@@ -138,8 +141,8 @@ def _environment_violations(config: Config) -> list[UserError]:
 
 
 def changed_knobs(saved: Config, config: Config) -> dict[str, tuple[Any, Any]]:
-    """Returns the saved and the present value of each knob that differs, by dotted name, except the
-    section `run` and the number of steps.
+    """Returns the saved and the current value of each knob that has changed, by dotted name. Knobs
+    of the section `run` and steps.num_steps are ignored.
     """
     before, now = (_leaves(section.model_dump(mode="json")) for section in (saved, config))
     return {
@@ -165,7 +168,8 @@ def identity(config: Config) -> dict[str, Any]:
     """Returns the knobs that identify a run: model, algorithm, data, reward, environment, batch
     sizes, seed, frozen parts and further loss terms.
 
-    Headers of requests and options from the environment, which may be keys, are left out.
+    HTTP headers, and options taken from environment variables, are left out because they may
+    contain API keys.
     """
     steps = config.steps
     terms = {
@@ -192,7 +196,7 @@ def identity(config: Config) -> dict[str, Any]:
 
 
 def identity_violations(saved: Mapping[str, Any], config: Config) -> list[UserError]:
-    """Returns a violation for each knob that differs from a saved identity."""
+    """Returns a violation for each knob whose value differs from a saved identity."""
     found = []
     now = identity(config)
     for section in sorted(set(now) | set(saved)):
@@ -204,7 +208,7 @@ def identity_violations(saved: Mapping[str, Any], config: Config) -> list[UserEr
                         f"{section}.{key}",
                         repr(after.get(key)),
                         f"{before.get(key)!r}, with which {run_folder(config)} was started",
-                        "Set it back, or choose another run.name.",
+                        "Restore it, or choose another run.name.",
                     )
                 )
     return found

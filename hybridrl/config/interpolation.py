@@ -1,8 +1,8 @@
-"""Interpolations `${...}` of a configuration: their texts and their values. No torch.
+"""Interpolations `${...}` in a configuration: their texts and their values. No torch.
 
-A run uses the value of `${oc.env:KEY}` but writes the text, because environment variables hold keys
-and others read a run's files. A run may continue with another value, such as a renewed key, unless
-the value decides what is learned, such as a data file.
+A run uses the value of `${oc.env:KEY}` but writes the text to its files, because the variable may
+contain a secret and other people may read the files. A run may continue with a changed value, such
+as a renewed API key, unless the value affects what is learned, as the path of a data file does.
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ _OPTIONS, _HEADERS = "options", "headers"
 
 
 def has_interpolation(value: object) -> bool:
-    """Whether a value is text that OmegaConf interpolates, or an escaped `${`."""
+    """Whether a value is text that contains `${`, which OmegaConf interpolates unless it is
+    escaped.
+    """
     return isinstance(value, str) and "${" in value
 
 
 def interpolations(raw: object, at: Path = ()) -> dict[Path, str]:
-    """Returns the texts with an interpolation in nested mappings and lists, by place."""
+    """Returns all texts in nested mappings and lists that contain an interpolation, by place."""
     if isinstance(raw, str):
         return {at: raw} if has_interpolation(raw) else {}
     found: dict[Path, str] = {}
@@ -41,7 +43,7 @@ def interpolations(raw: object, at: Path = ()) -> dict[Path, str]:
 
 
 def places_within(paths: Mapping[Path, str], at: Path) -> list[Path]:
-    """Returns the places that equal `at` or are inside it."""
+    """Returns the places at or below `at`."""
     return [path for path in paths if path[: len(at)] == at]
 
 
@@ -62,12 +64,12 @@ def value_at(values: object, path: Path) -> Any:
 
 
 def as_written(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, Any]:
-    """Returns a configuration that may be stored: interpolations are texts, and headers of
-    requests, which may hold keys, are hidden.
+    """Returns a configuration that is safe to store: interpolations are kept as text, and HTTP
+    headers are hidden because they may contain API keys.
 
     Args:
         values: The configuration as nested mappings.
-        written: Texts of its interpolations, by place.
+        written: Text of each interpolation, by place.
     """
     kept: dict[str, Any] = _escaped(values)
     for path in _header_paths(values):
@@ -78,25 +80,27 @@ def as_written(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str,
 
 
 def without_secrets(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, Any]:
-    """Returns a configuration without headers of requests and options from the environment."""
+    """Returns a configuration without HTTP headers and without options taken from environment
+    variables.
+    """
     kept: dict[str, Any] = _copy(values)
     secret = [p for p, text in written.items() if _OPTIONS in p and "oc.env" in text]
     for path in (*_header_paths(values), *secret):
         try:
             del value_at(kept, path[:-1])[path[-1]]
-        except LookupError:  # it was within headers
+        except LookupError:  # already deleted with its headers
             continue
     return kept
 
 
 def shown_command(words: Sequence[str]) -> str:
-    """Returns a command for logs, without the headers that its overrides set."""
+    """Returns a command line for logs, with the HTTP headers in its overrides hidden."""
     return " ".join(map(_shown_word, words))
 
 
 def _shown_word(word: str) -> str:
     key, sign, value = word.partition("=")
-    if not sign or value.startswith("${"):  # an interpolation shows no value
+    if not sign or value.startswith("${"):  # an interpolation reveals no value
         return word
     parts = key.lstrip("+~").split(".")
     is_header = _HEADERS in parts and _OPTIONS in parts[: parts.index(_HEADERS)]
@@ -104,7 +108,7 @@ def _shown_word(word: str) -> str:
 
 
 def digests(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, str]:
-    """Returns digests of the values of interpolations, by dotted name; secrets are left out."""
+    """Returns a digest of each interpolation's value, by dotted name; secrets are left out."""
     known = without_secrets(values, written)
     found = {}
     for path in written:
@@ -122,7 +126,7 @@ def dotted(path: Path) -> str:
 
 
 def _header_paths(values: object, at: Path = ()) -> list[Path]:
-    """Returns the places of all headers of requests."""
+    """Returns the places of all HTTP headers."""
     found: list[Path] = []
     for key, value in values.items() if isinstance(values, Mapping) else ():
         path = (*at, key)
@@ -134,7 +138,7 @@ def _header_paths(values: object, at: Path = ()) -> list[Path]:
 
 
 def _escaped(value: Any) -> Any:
-    """Returns nested values with a backslash before each `${`, so that no text interpolates."""
+    """Returns nested values with a backslash before each `${`, so that no text is interpolated."""
     if isinstance(value, str):
         return re.sub(r"(\\*)\$\{", lambda match: 2 * match[1] + r"\${", value)
     if isinstance(value, Mapping):

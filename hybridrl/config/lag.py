@@ -1,4 +1,4 @@
-"""Consequences of `steps.max_policy_lag`: prompts in generation, rules, identity. No torch."""
+"""Settings that depend on `steps.max_policy_lag`: prompts in flight, rules, identity. No torch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     from hybridrl.config.schema import Config
 
 KEY = "steps.max_policy_lag"
-# Share of a step's samples that may be unfinished at an update, with a lag of 2 or more.
+# Fraction of a step's samples that may be unfinished at an update if the lag is 2 or more.
 UNFINISHED_AT_UPDATE = 0.2
 
 
 def num_in_flight(config: Config) -> int:
-    """Returns the number of prompts in generation during a step: `rollout.in_flight`, or 1.5 times
-    the prompts of a step, rounded up.
+    """Returns the number of prompts in flight during a step: `rollout.in_flight`, or else 1.5 times
+    the number of prompts per step, rounded up.
     """
     given, per_step = config.rollout.in_flight, config.steps.prompts_per_step
     return per_step + (per_step + 1) // 2 if given is None else given
 
 
 def requests_under_way(config: Config, num_replicas: int) -> int:
-    """Returns the largest number of samples in an engine replica at a time, if they are distributed
+    """Returns the largest number of concurrent samples per engine replica if they are distributed
     evenly.
     """
     steps = config.steps
@@ -36,15 +36,15 @@ def requests_under_way(config: Config, num_replicas: int) -> int:
 
 
 def generates_ahead(config: Config, placement: Placement) -> bool:
-    """Whether engines generate while the policy trains: there is a lag, and no rank has both an
-    engine and a model.
+    """Whether engines generate while the policy trains: max_policy_lag is above 0, and no rank
+    holds both an engine and a model.
     """
     return config.steps.max_policy_lag > 0 and not _models_beside_engines(placement)
 
 
 def max_unfinished(config: Config) -> int:
-    """Returns the number of samples that may be unfinished when engines that generate ahead pause
-    for the next weights.
+    """Returns how many samples may still be unfinished when engines that generate during training
+    pause to receive new weights.
     """
     share, steps = config.rollout.unfinished_at_update, config.steps
     if share is None:
@@ -60,7 +60,9 @@ def _models_beside_engines(placement: Placement) -> dict[str, Place]:
 
 
 def lag_identity(config: Config) -> dict[str, Any]:
-    """Returns the knobs of `rollout` that affect the samples of a run with a lag."""
+    """Returns the knobs of `rollout` that affect which samples are generated if max_policy_lag is
+    above 0.
+    """
     if not config.steps.max_policy_lag:
         return {}
     return {"in_flight": num_in_flight(config), "at_lag_bound": config.rollout.at_lag_bound}
@@ -69,18 +71,19 @@ def lag_identity(config: Config) -> dict[str, Any]:
 def no_lag(config: Config) -> UserError:
     """Returns the error for an algorithm that cannot learn from samples of older weights."""
     name, lag = config.algorithm.name, config.steps.max_policy_lag
-    reason = "whose loss has no ratio to the behaviour policy"
+    reason = "whose loss does not use the ratio to the behaviour policy"
     remedy = f"Set {KEY}=0, or use another algorithm, such as grpo."
     if isinstance(config.algorithm, CustomAlgorithmConfig):
-        reason = "whose needs do not set allows_lag"
+        reason = "whose class does not set allows_lag in its needs"
         remedy = (
-            f"Set {KEY}=0, or set allows_lag=True in its needs if its loss corrects for the lag."
+            f"Set {KEY}=0; or set allows_lag=True in the class's needs if its loss corrects for "
+            f"the lag."
         )
     return UserError(KEY, lag, f"0 with algorithm {name}, {reason}", remedy)
 
 
 def lag_rules(config: Config) -> Iterator[UserError]:
-    """Yields the violations of a run whose samples may come from older weights."""
+    """Yields the violations of rules on `steps.max_policy_lag`."""
     lag, rollout, needs = config.steps.max_policy_lag, config.rollout, config.algorithm.needs
     if not lag:
         for key, is_set in (
@@ -89,7 +92,7 @@ def lag_rules(config: Config) -> Iterator[UserError]:
             ("unfinished_at_update", rollout.unfinished_at_update is not None),
         ):
             if is_set:
-                allowed = f"no value with {KEY}=0, where all prompts finish within their step"
+                allowed = f"no value with {KEY}=0: every prompt then finishes in its step"
                 value = getattr(rollout, key)
                 yield UserError(
                     f"rollout.{key}", value, allowed, f"Remove it, or set {KEY} above 0."
@@ -108,7 +111,7 @@ def lag_rules(config: Config) -> Iterator[UserError]:
             "rollout.in_flight",
             num_in_flight(config),
             f"from steps.prompts_per_step = {per_step} to {most}, the prompts of {lag + 1} steps: "
-            f"with more, some would be too old to learn from ({KEY}={lag})",
+            f"with more, some samples would exceed {KEY}={lag}",
             "Change it, or remove it.",
         )
     yield from _combination_rules(config, lag)
@@ -123,16 +126,16 @@ def _combination_rules(config: Config, lag: int) -> Iterator[UserError]:
                 "algorithm.correction.weight",
                 "none",
                 f"token, sequence or geometric with {KEY}={lag}, or correction.proximal=behaviour: "
-                "without a weight, samples of older weights would count as on-policy",
-                "Remove it; the default is then token.",
+                "without either, samples from older weights would be treated as on-policy",
+                "Remove it; its default is token if there is a lag.",
             )
 
 
 def lag_placement_rules(config: Config, placement: Placement) -> Iterator[UserError]:
-    """Yields the violations between a lag and models on ranks of their own.
+    """Yields the violations of rules between `steps.max_policy_lag` and the placement of models.
 
     Args:
-        placement: The resolved placement, without errors of its own.
+        placement: The resolved placement, in which no error was found.
     """
     lag, given = config.steps.max_policy_lag, config.placement
     if not lag:
@@ -144,7 +147,8 @@ def lag_placement_rules(config: Config, placement: Placement) -> Iterator[UserEr
             "placement.rollout.ranks",
             "all ranks (the default)",
             f"with {KEY}={lag} and the policy on {given.policy.ranks}: ranks without the policy, "
-            "so that engines generate while it trains; or all, written out, to take turns",
+            f"so that engines generate while it trains; or an explicit `all`, so that both take "
+            f"turns",
             "Set placement.rollout.ranks.",
         )
     elif shared and "policy" not in shared:
@@ -153,14 +157,14 @@ def lag_placement_rules(config: Config, placement: Placement) -> Iterator[UserEr
         yield UserError(
             f"{key}.ranks",
             section.ranks,
-            f"ranks without an engine, with {KEY}={lag}: engines on {given.rollout.ranks} generate "
-            "all the time and never free their memory",
+            f"ranks without an engine, with {KEY}={lag}: engines on {given.rollout.ranks} "
+            f"generate continuously and never free their memory",
             f"Give {key} other ranks.",
         )
     elif shared and config.rollout.unfinished_at_update is not None:
         yield UserError(
             "rollout.unfinished_at_update",
             config.rollout.unfinished_at_update,
-            "no value if engines and training share ranks, because they take turns",
+            "no value if engines and training share ranks, because then they take turns",
             "Remove it, or give placement.policy and placement.rollout different ranks.",
         )

@@ -1,7 +1,7 @@
-"""The section `layout`: whether the layout is chosen automatically, and the usual lengths for that
-choice. No torch.
+"""The section `layout`: whether the layout is chosen automatically, and the typical lengths on
+which the choice is based. No torch.
 
-Owns the list of keys that `layout: auto` chooses. Keys that the configuration sets are kept.
+Owns the list of keys that `layout: auto` chooses. Keys that the user has set are not changed.
 """
 
 from __future__ import annotations
@@ -24,24 +24,22 @@ CHOSEN_KEYS = (
     "rollout.tp",
     "rollout.ep",
 )
-"""Keys that `layout: auto` chooses. `train.order=auto`, the default, is chosen at every start."""
+"""Keys that `layout: auto` chooses. `train.order` is not among them: its default, `auto`, is resolved at every start."""
 
 
 class LayoutConfig(Section):
-    """Whether the layout is chosen automatically. `layout: auto` is short for `layout.choose:
-    auto`.
-    """
+    """Automatic choice of the layout. `layout: auto` is short for `layout.choose: auto`."""
 
     choose: Literal["config", "auto"] = "config"
-    """'auto' chooses train.tp, pp, cp, ep, recompute, offload_optimizer, micro_batch_tokens and rollout.tp, ep for the shortest predicted step that fits, except for keys that are set. The default 'config' uses the configuration's values."""
+    """With 'auto', values are chosen for train.tp, pp, cp, ep, recompute, offload_optimizer, micro_batch_tokens and for rollout.tp, ep, so that the predicted step time is shortest and the run fits into memory; keys that are set explicitly are not changed. With the default, 'config', the configuration's values are used."""
     mean_prompt_tokens: int | None = Field(None, ge=1)
-    """Tokens of a usual prompt, for predicted times and usual memory. The default is data.max_prompt_tokens, because a plan does not read the data."""
+    """Typical length of a prompt in tokens, used to predict times and typical memory. The default is data.max_prompt_tokens, because a plan does not read the data."""
     mean_response_tokens: int | None = Field(None, ge=1)
-    """Tokens of a usual response, for predicted times and usual memory. The default is rollout.max_new_tokens, the longest; whether a run fits is judged for any lengths."""
+    """Typical length of a response in tokens, used to predict times and typical memory. The default is the maximum, rollout.max_new_tokens. Whether a run fits into memory is always decided for the maximum lengths."""
     chosen_for: int | None = Field(None, ge=1)
-    """Number of ranks for which the layout was chosen; runs write it into their config.yaml. It is null until a layout is chosen."""
+    """Number of ranks for which the layout was chosen. Runs write it into their config.yaml; it is null until a layout has been chosen."""
     chosen_keys: Texts = ()
-    """Keys that were chosen then; all others were set by the configuration. It is empty until a layout is chosen."""
+    """Keys that were chosen automatically; all other keys were set in the configuration. It is empty until a layout has been chosen."""
 
     def is_open(self, world_size: int) -> bool:
         """Whether a layout must still be chosen for this number of ranks."""

@@ -1,4 +1,4 @@
-"""Types of knobs that accept one value or a list in YAML and hold a tuple. No torch."""
+"""Types of knobs that accept one value or a list in YAML and store a tuple. No torch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def _as_steps(value: object) -> object:
     for part in value if isinstance(value, list | tuple) else (value,):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(part))
         if match is None:
-            raise PydanticCustomError("steps", "a step, a range of steps as 3-5, or a list of them")
+            raise PydanticCustomError(
+                "steps", "a step, a range of steps such as 3-5, or a list of these"
+            )
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise PydanticCustomError("steps", "a range of steps that ends after it begins")
@@ -61,7 +63,7 @@ def _as_counts(value: object) -> object:
         return ()
     counts = value if isinstance(value, list | tuple) else (value,)
     if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 1 for one in counts):
-        raise PydanticCustomError("counts", "a number from 1, or a list of them")
+        raise PydanticCustomError("counts", "a number of 1 or more, or a list of such numbers")
     return tuple(sorted(set(counts)))
 
 
@@ -74,7 +76,7 @@ def _as_texts(value: object) -> object:
     if not isinstance(texts, list | tuple) or not all(
         isinstance(one, str) and one for one in texts
     ):
-        raise PydanticCustomError("texts", "a text that is not empty, or a list of them")
+        raise PydanticCustomError("texts", "a non-empty text, or a list of non-empty texts")
     return tuple(texts)
 
 

@@ -1,7 +1,7 @@
 """Reads a configuration from YAML and `key=value` overrides. No torch.
 
-Owns the step from text to a `Config`. All violations are reported in one ConfigError: an unknown
-key names the nearest known key, and a wrong value names the allowed ones.
+Owns the conversion of text into a `Config`. All violations are reported in one ConfigError, which
+suggests the closest known key for an unknown one and lists the allowed values for a wrong one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hybridrl.errors import ConfigError, UserError, said, short
 
 NULLS = ("", "null", "~", "none", "None", "NULL", "Null")
 
-# A longer list of allowed keys is shortened to the likeliest.
+# Longer lists of allowed keys are shortened to the likeliest keys.
 MAX_ALLOWED_CHARACTERS = 300
 NUM_LIKELY = 8
 OTHER_NAMES = "docs/guides/coming_from.md"
@@ -42,7 +42,7 @@ OTHER_NAMES = "docs/guides/coming_from.md"
 def as_config(
     source: str | Path | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
 ) -> Config:
-    """Returns the configuration of a YAML file or a mapping; returns a Config as it is.
+    """Returns the configuration in a YAML file or a mapping; returns a Config unchanged.
 
     Args:
         overrides: `key=value` texts; not for a Config.
@@ -55,12 +55,12 @@ def as_config(
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), like: Config | None = None
 ) -> Config:
-    """Reads a YAML file, applies overrides, and validates each value alone.
+    """Reads a YAML file, applies overrides, and validates each value by itself.
 
     Args:
         overrides: `section.key=value` texts with YAML values; later ones win.
-        like: Another configuration, whose values are used for equal `${...}` texts. A run's file
-            can then be read after the environment has changed.
+        like: Configuration whose values are used for `${...}` texts that appear in both. A run's
+            file can then be read although environment variables have changed.
 
     Raises:
         ConfigError: All violations.
@@ -108,7 +108,7 @@ def load_config_dict(content: Mapping[str, Any], overrides: Sequence[str] = ()) 
 
 
 def _known(written: Mapping[Place, str], like: Config | None) -> dict[Place, Any]:
-    """Returns the other configuration's values of equal interpolations."""
+    """Returns the values in `like` of interpolations with the same text and place."""
     if like is None:
         return {}
     values = like.model_dump(mode="json")
@@ -137,9 +137,10 @@ def _validated(
 
 
 def to_yaml(config: Config) -> str:
-    """Returns the whole configuration, defaults included, as YAML that reads back equal.
+    """Returns the whole configuration as YAML, including defaults. Reading the text gives an equal
+    configuration, except for hidden headers.
 
-    `${...}` stays as it was written, and headers of requests are left out.
+    `${...}` is kept as it was written, and HTTP headers are hidden.
     """
     return yaml.safe_dump(
         as_written(config.model_dump(mode="json"), config.written), sort_keys=False, width=1000
@@ -149,7 +150,7 @@ def to_yaml(config: Config) -> str:
 def knobs() -> list[str]:
     """Returns the dotted names of all knobs.
 
-    Algorithms have `algorithm[NAME].key`; sections with names chosen by the user have
+    Knobs of algorithms are `algorithm[NAME].key`; knobs in sections that the user names are
     `section[NAME].key`.
     """
     return sorted(_knobs(Config, ""))
@@ -169,7 +170,7 @@ def _knobs(section: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _algorithm_sections() -> dict[str, type[BaseModel]]:
-    """Returns the section of each algorithm by its tag, which is 'custom' for dotted paths."""
+    """Returns the section class of each algorithm by its tag ('custom' for dotted paths)."""
     union = get_args(AlgorithmConfig)[0]
     return {get_args(member)[1].tag: get_args(member)[0] for member in get_args(union)}
 
@@ -181,11 +182,11 @@ def _copy(value: Any) -> Any:
 
 
 def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> list[UserError]:
-    """Writes one `a.b=value` into nested dictionaries and its interpolations into `written`;
-    returns the violations.
+    """Applies one override `a.b=value` to nested dictionaries and records its interpolations in
+    `written`; returns the violations.
     """
     key, equals, text = override.partition("=")
-    parts = key.lstrip("+").split(".")  # Hydra marks a new key by +
+    parts = key.lstrip("+").split(".")  # Hydra marks a new key with +
     if not equals or not all(parts):
         return [
             UserError("override", short(override), "section.key=value", "Write it as train.tp=2.")
@@ -212,8 +213,8 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
 
 
 def _violations(details: Any, written: Mapping[Place, str]) -> Iterator[UserError]:
-    """Yields the violations of one pydantic error; for a section of another system, one for each of
-    its keys.
+    """Yields the violations for one pydantic error. An unknown section that another system has
+    yields a violation for each key in it.
     """
     parts = [str(part) for part in details["loc"]]
     content = details["input"]
@@ -243,7 +244,7 @@ def _leaves(content: Mapping[Any, Any], prefix: str) -> Iterator[str]:
 def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
     """Converts a pydantic error."""
     parts = [str(part) for part in details["loc"]]
-    # The text of an interpolation, which hides the value of an environment variable.
+    # Show an interpolation as its text, so that the value of an environment variable stays hidden.
     shown = short(written.get(tuple(parts), details["input"]))
     at = 3 if parts[0] == "mix" else 1
     if parts[at - 1 : at] == ["algorithm"] and len(parts) > at:  # a tag, which is not a key
@@ -271,7 +272,7 @@ def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
     given = details["input"] if isinstance(details["input"], Mapping) else {}
     if (
         kind == "value_error" and colon and name in given
-    ):  # a rule within a section; it names the knob
+    ):  # a rule between knobs of one section; the text starts with the knob's name
         shown = short(written.get((*parts, name), given[name]))
         return UserError(f"{key}.{name}", shown, limit, f"Change {key}.{name}.")
     allowed = rule.removeprefix("Input should be ").removeprefix("a valid ")
@@ -292,7 +293,7 @@ def _section_at(parts: Sequence[str], section: type[BaseModel] = Config) -> type
 
 
 def _member(kind: Any) -> type[BaseModel] | None:
-    """Returns the section type of a mapping with names chosen by the user; None for other types."""
+    """Returns the section type of a mapping whose keys the user chooses; None for other types."""
     value = get_args(kind)[1] if get_origin(kind) is dict else None
     return value if isinstance(value, type) and issubclass(value, BaseModel) else None
 
@@ -315,8 +316,8 @@ def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
 def _hint(key: str, name: str, known: Sequence[str]) -> str:
     """Returns the remedy for an unknown key.
 
-    It names, in this order: a nearly equal key of the section, the counterpart of another system's
-    key, a similar key, the same key in another section, or the likeliest key.
+    It suggests the first that exists: a nearly equal key of the section, our counterpart if another
+    system has the key, a similar key, the same key in another section, the likeliest key.
     """
     prefix = key.removesuffix(name)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
@@ -345,7 +346,9 @@ def _quoted(keys: Sequence[str], word: str) -> str:
 
 
 def _likeness(name: str, key: str) -> tuple[bool, bool, float]:
-    """Orders keys by how likely `name` means them: initials (`lr`), same start, common letters."""
+    """Sort key for how likely `name` means `key`: same initials (`lr`), same beginning, similar
+    letters.
+    """
     initials = "".join(word[0] for word in key.split("_"))
     return initials == name, key.startswith(name), difflib.SequenceMatcher(None, name, key).ratio()
 

@@ -1,8 +1,7 @@
-"""The section `mix`: further terms of the policy's loss, each with its own algorithm and data. No
-torch.
+"""The section `mix`: additional terms of the policy's loss, each with its own algorithm and data.
+No torch.
 
-Terms are named, as in `reward.functions`: the name appears in metrics and in overrides
-(`mix.sft.weight=0.1`).
+Each term has a name, which appears in metrics and in overrides (`mix.sft.weight=0.1`).
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from hybridrl.config.section import Section
 
 
 class TermConfig(Section):
-    """A term that learns from the data's responses, in addition to the main algorithm."""
+    """A loss term that learns from responses in the data, in addition to the main algorithm."""
 
     algorithm: AlgorithmConfig
-    """An algorithm without rollouts, with its knobs. It has no default."""
+    """An algorithm without rollouts, and its knobs. Required."""
     data: DataConfig = Field(default_factory=DataConfig)
-    """Sources and columns of the term, as in the section data. Its rows are separate from the main ones."""
+    """Data of the term, with the same knobs as the section `data`. The term does not use the rows of that section."""
     weight: float = Field(1.0, ge=0)
-    """Factor of the term's loss. The default 1 weighs it like the main loss; 0 leaves the term out."""
+    """Factor by which the term's loss is multiplied. The default, 1, gives it the weight of the main loss; 0 turns the term off."""
     prompts_per_step: int = Field(64, ge=1)
-    """Rows of the term per step. The default 64 equals that of steps.prompts_per_step."""
+    """Number of the term's rows per step. The default, 64, is also the default of steps.prompts_per_step."""

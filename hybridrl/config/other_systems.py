@@ -1,5 +1,4 @@
-"""Names that users of verl, TRL and OpenRLHF know, and the knobs that correspond to them here. No
-torch.
+"""Option names in verl, TRL and OpenRLHF, and the knobs that correspond to them here. No torch.
 
 Owns the tables behind the hints for unknown keys and behind docs/guides/coming_from.md.
 """
@@ -12,11 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Counterpart:
-    """What corresponds to a name of another system.
+    """Counterpart of another system's option.
 
     Args:
-        keys: Our knobs, dotted; `NAME` stands for a name of the user's. Empty if no knob is needed.
-        note: How values translate, or why no knob is needed; empty if names are all that differs.
+        keys: Dotted names of our knobs; `NAME` stands for a name that the user chooses. Empty if no
+            knob is needed.
+        note: How values translate, or why no knob is needed; empty if only the names differ.
     """
 
     keys: tuple[str, ...] = ()
@@ -34,18 +34,20 @@ def _no_knob(note: str) -> Counterpart:
 _MICRO_BATCH = _to("train.micro_batch_tokens", note="counted in tokens, not in samples")
 _EPOCHS_OF_A_BATCH = _to(
     "steps.updates_per_step",
-    note="samples are used once; this divides a step's samples over several optimizer steps",
+    note="samples are used once; this splits a step's samples into several optimizer steps",
 )
 _ALWAYS_PACKED = _no_knob("samples are always packed without padding")
 _SHARDED = _no_knob("the optimizer's state is always sharded over data-parallel ranks")
-_SAME_GPUS = _to("placement", note="training and generation share all GPUs unless this says more")
+_SAME_GPUS = _to(
+    "placement", note="training and generation share all GPUs unless this section is set"
+)
 _TRUNCATED = _to(
     "algorithm.overlong_max_tokens",
     "algorithm.overlong_buffer_tokens",
-    note="the reward falls towards the limit; truncated responses are not masked",
+    note="the reward is reduced near the limit; truncated responses are not masked",
 )
 
-# Last components that say nothing without the one before them.
+# Last components that are ambiguous without the component before them.
 _COMMON_WORDS = frozenset({"name", "path", "enable", "horizon", "logger", "strategy", "lr"})
 
 VERL: Mapping[str, Counterpart] = {
@@ -82,7 +84,7 @@ VERL: Mapping[str, Counterpart] = {
     "actor_rollout_ref.actor.kl_loss_coef": _to("algorithm.kl_coef"),
     "actor_rollout_ref.actor.kl_loss_type": _to("algorithm.kl_estimator"),
     "actor_rollout_ref.actor.loss_agg_mode": _to("algorithm.aggregate"),
-    "actor_rollout_ref.actor.strategy": _no_knob("training always runs on Megatron-Core"),
+    "actor_rollout_ref.actor.strategy": _no_knob("training always uses Megatron-Core"),
     "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": _to("train.tp"),
     "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size": _to("train.pp"),
     "actor_rollout_ref.actor.megatron.virtual_pipeline_model_parallel_size": _to("train.vpp"),
@@ -128,8 +130,10 @@ VERL: Mapping[str, Counterpart] = {
     "trainer.max_actor_ckpt_to_keep": _to("checkpoint.keep"),
     "trainer.logger": _to("log.tensorboard", "log.wandb", "log.mlflow"),
     "trainer.resume_mode": _no_knob("a run always continues from the newest checkpoint"),
-    "trainer.n_gpus_per_node": _no_knob("torchrun or `hybridrl launch` says on which GPUs"),
-    "trainer.nnodes": _no_knob("torchrun or `hybridrl launch` says on which nodes"),
+    "trainer.n_gpus_per_node": _no_knob(
+        "torchrun or `hybridrl launch` decides which GPUs are used"
+    ),
+    "trainer.nnodes": _no_knob("torchrun or `hybridrl launch` decides which nodes are used"),
 }
 
 TRL: Mapping[str, Counterpart] = {
@@ -155,7 +159,7 @@ TRL: Mapping[str, Counterpart] = {
     "max_grad_norm": _to("train.clip_grad"),
     "gradient_checkpointing": _to("train.recompute"),
     "bf16": _to("model.dtype", note="auto: bfloat16 on GPUs"),
-    "fp16": _to("model.dtype", note="auto: bfloat16 on GPUs; float16 is not offered"),
+    "fp16": _to("model.dtype", note="auto: bfloat16 on GPUs; float16 is not supported"),
     "num_train_epochs": _to("steps.num_epochs"),
     "max_steps": _to("steps.num_steps"),
     "save_steps": _to("checkpoint.every"),
@@ -219,8 +223,10 @@ OPENRLHF: Mapping[str, Counterpart] = {
     "reward_pretrain": _to("reward.function", note="function: reward_model, its path in options"),
     "remote_rm_url": _to("reward.function", note="function: remote, its url in options"),
     "agent_func_path": _to("environment.name"),
-    "vllm_num_engines": _no_knob("as many engines as rollout.tp leaves room for"),
-    "vllm_enable_sleep": _no_knob("engines always give their memory back while training runs"),
+    "vllm_num_engines": _no_knob(
+        "the number of engines is the number of ranks divided by rollout.tp"
+    ),
+    "vllm_enable_sleep": _no_knob("engines always release their memory while training runs"),
     "enforce_eager": _to("rollout.eager"),
     "colocate_all_models": _SAME_GPUS,
     "adam_offload": _to("train.offload_optimizer"),
@@ -241,21 +247,21 @@ OTHER_SYSTEMS: Mapping[str, Mapping[str, Counterpart]] = {
 }
 
 
-# Where verl's names lie: of a key there that no table has, nothing here is near.
+# Sections of verl. For an unknown key in one of them no similar knob is suggested.
 SECTIONS_ELSEWHERE = frozenset(
     name.rsplit(".", num)[0] for name in VERL for num in range(1, name.count(".") + 1)
 )
 
 
 def counterpart(key: str) -> tuple[str, str, Counterpart] | None:
-    """Finds the name of another system that a key ends like.
+    """Finds the option of another system whose name ends like a key.
 
     Args:
-        key: Dotted key as the user wrote it, in whatever section.
+        key: Dotted key as the user wrote it, in any section.
 
     Returns:
-        The system, its name and our counterpart; of several names the one with most components in
-        common with the key. None if no system has such a name.
+        The system, its option's name and our counterpart, or None if no name matches. If several
+        names match, the one that shares most components with the key is returned.
     """
     best: tuple[int, int] = (0, 0)
     found: tuple[str, str, Counterpart] | None = None
@@ -269,8 +275,8 @@ def counterpart(key: str) -> tuple[str, str, Counterpart] | None:
 
 
 def _num_alike(key: list[str], name: list[str]) -> int:
-    """Returns how many last components two dotted names share; 0 where they share a common word
-    alone, as `run.path` and `custom_reward_function.path` do.
+    """Returns how many trailing components two dotted names share. A single common word does not
+    count, as in `run.path` and `custom_reward_function.path`.
     """
     num = 0
     while num < min(len(key), len(name)) and key[-1 - num] == name[-1 - num]:

@@ -1,8 +1,9 @@
 """Users' functions and classes, named in a configuration as `package.module:name`. No torch.
 
-Ensures that users' code, for example by sys.exit, never ends the process without a message. Owns
-the event loop of users' coroutines. The loop has its own thread, so that it works when the calling
-thread already runs a loop, as in a notebook, and so that a function's connections stay open.
+Ensures that users' code never ends the process without a message, for example by calling sys.exit.
+Owns the event loop that runs users' coroutines. The loop has its own thread, so that it works even
+if the calling thread already runs a loop, as in a notebook, and so that connections stay open
+between calls.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from typing import Any
 
 from hybridrl.errors import UserError, did, said
 
-MAX_LINES = 5  # of users' code, in one message
+MAX_LINES = 5  # lines of users' code in one message
 LIBRARIES = ("site-packages", "dist-packages")
 NOT_OWN = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"))
 
 
 def make_working_folder_importable() -> None:
-    """Lets dotted paths name modules in the working directory, after all other modules."""
+    """Appends the working directory to sys.path, so that dotted paths can name modules in it."""
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
 
@@ -38,12 +39,12 @@ def imported(path: str) -> Any:
     """Returns the object that a dotted path `package.module:name` names.
 
     Raises:
-        ImportError: The import failed; the text is one line.
+        ImportError: The import failed; the message is a single line.
     """
     module, _, name = path.partition(":")
     try:
         return getattr(importlib.import_module(module), name)
-    except Exception as error:  # any error of the user's own module
+    except Exception as error:  # the user's module may raise anything
         lines = own_lines(error)
         at = f" at {lines}" if lines else ""
         raise ImportError(f"{type(error).__name__}{at}: {said(error)}") from error
@@ -53,10 +54,10 @@ def imported(path: str) -> Any:
 
 @contextmanager
 def contained() -> Iterator[None]:
-    """Runs a block that calls users' code; attempts to end the process become errors.
+    """Runs a block that calls users' code, and turns attempts to end the process into errors.
 
     Raises:
-        UserError: The code called sys.exit, or raised another exception that is not an Exception.
+        UserError: The code called sys.exit, or raised something else that is not an Exception.
     """
     try:
         yield
@@ -69,8 +70,8 @@ def contained() -> Iterator[None]:
 
 
 def own_lines(error: BaseException) -> str:
-    """Returns the lines of users' code in an exception's traceback, innermost first; "" if there
-    are none. Lines of libraries are left out.
+    """Returns the lines of users' code in an exception's traceback, innermost first and without
+    lines of libraries; "" if there are none.
     """
     lines = [
         f"{file}:{line}"
@@ -81,7 +82,7 @@ def own_lines(error: BaseException) -> str:
 
 
 def _lines(error: BaseException) -> str:
-    """Returns `own_lines`, or the innermost line if only libraries are in the traceback."""
+    """Returns `own_lines`, or the innermost line if the traceback contains only library code."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return own_lines(error) or f"{frame.filename}:{frame.lineno}"
 
@@ -92,7 +93,7 @@ def _is_own(file: str) -> bool:
 
 
 def awaited(value: Any) -> Any:
-    """Returns a value; waits for its result first if it is awaitable."""
+    """Returns the result of an awaitable, or the value itself if it is not awaitable."""
     if not inspect.isawaitable(value):
         return value
 
@@ -121,7 +122,7 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 
 def traceback_text(error: BaseException) -> str:
-    """Returns the full traceback of users' code, even if its types fail to print."""
+    """Returns the full traceback, even if formatting the users' own exception types fails."""
     try:
         return "".join(traceback.format_exception(error))
     except BaseException as fault:  # users' own types may raise anything

@@ -1,7 +1,8 @@
-"""Placement: the ranks that hold each model of a run, and each model's layout. No torch.
+"""Placement of models: the ranks on which each model of a run is placed, and its layout there. No
+torch.
 
-Owns the section `placement`, the syntax of ranks, and `place`, which resolves them for a number of
-ranks and the machines. Without the section all models share all ranks.
+Owns the section `placement`, the syntax of rank lists, and `place`, which resolves the section for
+given machines. Without the section all models share all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hybridrl.errors import UserError
 
 HOW_RANKS_ARE_WRITTEN = "all, 3, 0-3, first:2, last:2, node:0, gpu:H100, or several, joined by ','"
 PART = re.compile(r"all|(?:first|last):\d+|node:\d+(?:-\d+)?|gpu:[^,]+|\d+(?:-\d+)?")
-REWARD = "reward "  # prefix of a reward model's role
+REWARD = "reward "  # prefix of the role of each reward model
 
 
 def _as_text(value: object) -> object:
@@ -37,38 +38,38 @@ def _as_text(value: object) -> object:
 
 
 Ranks = Annotated[str | None, BeforeValidator(_as_text)]
-"""Ranks in the syntax of the configuration."""
+"""Ranks, in the configuration's syntax."""
 
 OWN_AXES = ("tp", "pp", "cp", "ep", "etp")
-"""Parallel sizes that a role can set for itself."""
+"""Parallel sizes that can be set for each role."""
 
 
 class RankSet(Section):
     """A set of ranks."""
 
     ranks: Ranks = None
-    """0-3, first:2, last:2, node:0, gpu:H100, or several of these, joined by ','. The default is all ranks for policy and rollout, and the policy's ranks for other models, so that none is idle."""
+    """0-3, first:2, last:2, node:0, gpu:H100, or several of these, joined by ','. The default is all ranks for policy and rollout, and the policy's ranks for all other models, so that no rank is idle."""
     mixed_gpus: bool = False
-    """Whether the ranks may have GPUs of several kinds. Off by default, because the slowest GPU sets the pace."""
+    """Whether these ranks may have different kinds of GPUs. Off by default, because all of them would wait for the slowest one."""
 
 
 class RoleRanks(RankSet):
-    """A set of ranks and the layout of a model over them."""
+    """A set of ranks, and the layout of a model on them."""
 
     tp: int | None = Field(None, ge=1)
-    """Tensor parallel size. The default is train.tp, since most models are cut alike."""
+    """Tensor parallel size. The default is train.tp, because one layout usually suits all models."""
     pp: int | None = Field(None, ge=1)
-    """Pipeline parallel size. The default is train.pp, since most models are cut alike."""
+    """Pipeline parallel size. The default is train.pp, because one layout usually suits all models."""
     cp: int | None = Field(None, ge=1)
-    """Context parallel size. The default is train.cp, since most models are cut alike."""
+    """Context parallel size. The default is train.cp, because one layout usually suits all models."""
     ep: int | None = Field(None, ge=1)
-    """Expert parallel size. The default is train.ep, since most models are cut alike."""
+    """Expert parallel size. The default is train.ep, because one layout usually suits all models."""
     etp: int | None = Field(None, ge=1)
-    """Expert tensor parallel size. The default is train.etp, since most models are cut alike."""
+    """Expert tensor parallel size. The default is train.etp, because one layout usually suits all models."""
 
 
 def _as_section(value: object) -> object:
-    """Accepts ranks alone for a section without other keys."""
+    """Accepts a rank list in place of a section whose only key is `ranks`."""
     return {"ranks": value} if isinstance(value, str | int | list) else value
 
 
@@ -84,20 +85,20 @@ Roles = Annotated[dict[str, RoleRanks], BeforeValidator(_as_sections)]
 
 
 class PlacementConfig(Section):
-    """Ranks of each model. By default all models share all ranks."""
+    """Placement of each model. By default all models share all ranks."""
 
     policy: OnRanks = RankSet()
-    """The trained policy, with the layout of `train`. The default is all ranks, so that none is idle."""
+    """Ranks of the trained policy; its layout is set in `train`. The default is all ranks, so that no rank is idle."""
     rollout: OnRanks = RankSet()
-    """The engines, with the layout of `rollout`. The default is all ranks, so that none is idle."""
+    """Ranks of the engines; their layout is set in `rollout`. The default is all ranks, so that no rank is idle."""
     reference: Role = RoleRanks()
-    """The reference. The default is the policy's ranks and layout, because it is the same model."""
+    """Ranks and layout of the reference model. The default is the policy's ranks and layout, because both have the same shape."""
     critic: Role = RoleRanks()
-    """The critic. The default is the policy's ranks and layout, because both train at the same time."""
+    """Ranks and layout of the critic. The default is the policy's ranks and layout, because both are trained in the same phase."""
     teacher: Role = RoleRanks()
-    """The teacher of a distillation. The default is the policy's ranks and layout, so that none is idle."""
+    """Ranks and layout of the teacher (distillation). The default is the policy's ranks and layout, so that no rank is idle."""
     rewards: Roles = Field(default_factory=dict)
-    """Reward models by their scorers' names. The default is the policy's ranks, whose memory they share."""
+    """Ranks and layout of each reward model, by its scorer's name. The default is the policy's ranks and layout, so that no rank is idle."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,9 @@ class Machines:
     """Hardware of the ranks.
 
     Args:
-        ranks_per_node: Ranks on one node, which are consecutive; None if unknown.
-        gpus: Name of each rank's GPU; None if unknown or without GPUs.
+        ranks_per_node: Number of ranks on each node; a node's ranks are consecutive. None if
+            unknown.
+        gpus: Name of each rank's GPU; None if the names are unknown or there are no GPUs.
     """
 
     num_ranks: int
@@ -137,7 +139,7 @@ class Placement:
 
     Args:
         rollout: Ranks of the engines, ascending.
-        named: Places of the other roles that the section names.
+        named: Places of the other roles that the section sets.
     """
 
     num_ranks: int
@@ -146,12 +148,12 @@ class Placement:
     named: Mapping[str, Place] = field(default_factory=dict)
 
     def of(self, role: str) -> Place:
-        """Returns the place of a role's model; the policy's if the section does not name the role."""
+        """Returns the place of a role's model: the policy's place unless the section sets the role."""
         return self.named.get(role, self.policy)
 
     @property
     def is_shared(self) -> bool:
-        """Whether all models and engines share all ranks in one layout."""
+        """Whether all models and engines share all ranks, and all models have the same layout."""
         places = {self.policy, *self.named.values()}
         everyone = tuple(range(self.num_ranks))
         return len(places) == 1 and self.policy.ranks == self.rollout == everyone
@@ -162,7 +164,7 @@ def named_roles(section: PlacementConfig) -> dict[str, tuple[str, RankSet]]:
     found: dict[str, tuple[str, RankSet]] = {}
     for role in ("policy", "rollout", "reference", "critic", "teacher"):
         given: RankSet = getattr(section, role)
-        if given != type(given)():  # config.yaml in a run folder writes defaults too
+        if given != type(given)():  # config.yaml in a run folder contains defaults too
             found[role] = f"placement.{role}", given
     for name, given in section.rewards.items():
         found[REWARD + name] = f"placement.rewards.{name}", given
@@ -170,7 +172,7 @@ def named_roles(section: PlacementConfig) -> dict[str, tuple[str, RankSet]]:
 
 
 def least_ranks(section: PlacementConfig) -> int:
-    """Returns the smallest number of ranks that includes every named rank."""
+    """Returns the smallest number of ranks for which every rank named in the section exists."""
     least = 1
     for _, given in named_roles(section).values():
         for part in (given.ranks or "all").split(","):
@@ -182,7 +184,7 @@ def least_ranks(section: PlacementConfig) -> int:
 
 
 def asks_for(section: PlacementConfig, *kinds: str) -> bool:
-    """Whether a section selects ranks by `kinds`, such as "node:" or "gpu:"."""
+    """Whether any rank list in the section uses one of `kinds`, such as "node:" or "gpu:"."""
     texts = [given.ranks or "" for _, given in named_roles(section).values()]
     return any(kind in text for text in texts for kind in kinds)
 
@@ -193,7 +195,7 @@ def place(
     """Returns the placement of the models and its violations.
 
     Args:
-        train: Layout of the policy; its ranks are not used.
+        train: Layout of the policy; its `ranks` are ignored.
     """
     everyone, errors = tuple(range(machines.num_ranks)), list[UserError]()
     given, ranks = named_roles(section), dict[str, tuple[int, ...]]()
@@ -214,7 +216,7 @@ def place(
     used = {*policy.ranks, *placed.rollout, *(r for p in named.values() for r in p.ranks)}
     idle = [rank for rank in everyone if rank not in used]
     if idle and not errors:
-        found_idle = f"nothing on ranks {shown(idle)} of {machines.num_ranks}"
+        found_idle = f"no model or engine on ranks {shown(idle)} of {machines.num_ranks}"
         allowed = "a model or an engine on every rank"
         remedy = "Place a role on them, or start fewer ranks."
         errors.append(UserError("placement", found_idle, allowed, remedy))
@@ -231,7 +233,7 @@ def _sized(
 
 
 def _resolved(key: str, text: str, machines: Machines) -> tuple[tuple[int, ...], list[UserError]]:
-    """Returns the ranks that a text names, ascending, or the errors in it."""
+    """Returns the ranks that a text names, in ascending order, or the errors in the text."""
     found: set[int] = set()
     for part in text.split(","):
         ranks = _ranks_of(key, part, machines)
@@ -244,7 +246,7 @@ def _resolved(key: str, text: str, machines: Machines) -> tuple[tuple[int, ...],
             UserError(
                 key,
                 text,
-                f"ranks 0 to {size - 1}, because {size} are started",
+                f"ranks 0 to {size - 1}, because the run has {size} ranks",
                 f"Remove rank {beyond[0]}, or start more ranks.",
             )
         ]
@@ -263,7 +265,7 @@ def _ranks_of(key: str, part: str, machines: Machines) -> Sequence[int] | UserEr
         return range(int(first), int(last or first) + 1)
     if kind in ("first", "last"):
         if int(number) > size:
-            return UserError(key, part, f"at most the {size} ranks", "Name fewer.")
+            return UserError(key, part, f"at most {size}, the number of ranks", "Name fewer.")
         return range(int(number)) if kind == "first" else range(size - int(number), size)
     if kind == "node":
         return _ranks_of_nodes(key, part, number, machines)
@@ -282,7 +284,7 @@ def _ranks_of_nodes(
     first, _, last = number.partition("-")
     nodes, num_nodes = range(int(first), int(last or first) + 1), -(-machines.num_ranks // each)
     if nodes and nodes[-1] >= num_nodes:
-        allowed = f"nodes 0 to {num_nodes - 1}, of {each} ranks each"
+        allowed = f"nodes 0 to {num_nodes - 1}, with {each} ranks each"
         return UserError(key, part, allowed, "Name another node.")
     return range(nodes.start * each, nodes.stop * each)
 
@@ -306,8 +308,8 @@ def _unlike_gpus(
         yield UserError(
             f"{key}.ranks",
             f"{given.ranks}, which have {' and '.join(kinds)}",
-            "GPUs of one kind, because the slowest sets the pace",
-            f"Choose with gpu:NAME, or set {key}.mixed_gpus=true.",
+            "GPUs of one kind, because all would wait for the slowest",
+            f"Select ranks with gpu:NAME, or set {key}.mixed_gpus=true.",
         )
 
 

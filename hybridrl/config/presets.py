@@ -1,10 +1,10 @@
-"""Defaults that each algorithm name with rollouts sets. No torch."""
+"""Defaults that depend on the algorithm's name, for algorithms with rollouts. No torch."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Defaults of each name; docs/algorithms.md has their sources.
+# Defaults for each name; docs/algorithms.md gives their sources.
 PRESETS: dict[str, dict[str, Any]] = {
     "dr_grpo": {"normalize_std": False, "aggregate": "fixed"},
     "dapo": {"clip_high": 0.28, "overlong_max_tokens": 20480, "max_resampling": 10},

@@ -1,6 +1,6 @@
-"""Models of a run, derived once for `hybridrl plan` and the trainer. No torch.
+"""The models that a run needs, derived in one place for `hybridrl plan` and the trainer. No torch.
 
-Owns the step from algorithms' needs and the section `reward` to models; the trainer builds them.
+Derives them from the algorithms' needs and the section `reward`; the trainer builds them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class RunModels:
     Args:
         trains_policy: Whether the policy is trained; otherwise it is frozen.
         has_reference: Whether there is a frozen copy of the policy's initial weights.
-        has_critic: Whether there is a trained critic of the policy's shape.
+        has_critic: Whether there is a trained critic, which has the policy's shape.
         has_teacher: Whether there is a frozen teacher, `algorithm.teacher`.
         reward_models: Frozen models that score samples, by their scorers' names.
     """
@@ -37,7 +37,7 @@ def run_models(config: Config, needs: Needs, terms: Iterable[Needs]) -> RunModel
 
     Args:
         needs: Needs of the algorithm.
-        terms: Needs of the further loss terms.
+        terms: Needs of the additional loss terms.
     """
     return RunModels(
         trains_policy=needs.policy,
@@ -55,7 +55,7 @@ def trains_policy(config: Config) -> bool:
 
 
 def reward_models(config: Config) -> dict[str, ModelConfig]:
-    """Returns the models in the section `reward`, by their scorers' names."""
+    """Returns the reward models in the section `reward`, by their scorers' names."""
     found = {}
     for name, scorer in config.reward.scorers().items():
         path = scorer.options.get("path")

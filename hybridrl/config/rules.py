@@ -1,7 +1,7 @@
-"""Rules between knobs, the number of ranks and the model's shape, all reported together. No torch.
+"""Rules between knobs, the number of ranks and the model's shape. No torch.
 
-Owns what makes a whole configuration valid, and the default number of ranks. The model is known
-only by its HF config.json; missing keys are not checked.
+Owns the check of a whole configuration, which reports all violations together, and the default
+number of ranks. Of the model only the HF config.json is read; keys that it lacks are not checked.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hybridrl.config.schema import (
 from hybridrl.errors import UserError, short
 from hybridrl.rollout.registry import ENGINES, offered_engines
 
-MAX_NAME_BYTES = 255  # on every usual file system
+MAX_NAME_BYTES = 255  # limit of common file systems
 TRAINING_ONLY = ("steps.", "mix.")
 ORDER_AXES = ("tp", "cp", "ep", "dp", "pp")  # Megatron's default order
 
@@ -66,11 +66,12 @@ def check(
     """Returns every violated rule.
 
     Args:
-        config: A configuration whose single values are valid.
+        config: A configuration whose values are valid individually.
         model_config: The model's HF config.json, or None to check only the layout.
-        default_dtype: Meaning of model.dtype=auto on this host.
-        is_script: Whether a user's script calls this, which starts no ranks.
-        machines: Hardware of the ranks; if None, a placement that depends on it is not checked.
+        default_dtype: Type that model.dtype=auto means on this host.
+        is_script: Whether the caller is a user's script, which cannot start ranks itself; changes
+            the advice in messages.
+        machines: Hardware of the ranks. If None, a placement by nodes or GPUs is not checked.
     """
     misplaced: list[UserError] = []
     laid_out: list[UserError] = []
@@ -101,7 +102,7 @@ def check(
 
 
 def without_training(found: Sequence[UserError]) -> list[UserError]:
-    """Returns the violations without those of knobs that only training reads."""
+    """Returns the violations except those of knobs that only training reads."""
     return [error for error in found if not error.name.startswith(TRAINING_ONLY)]
 
 
@@ -117,7 +118,7 @@ def number_of_ranks(is_script: bool = False) -> str:
 def _folder_rules(run: RunConfig) -> Iterator[UserError]:
     for key, path in (("run.dir", run.dir), ("run.name", run.name)):
         if "\0" in path or any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.split("/")):
-            allowed = f"folder names of at most {MAX_NAME_BYTES} bytes, without NUL"
+            allowed = f"folder names of at most {MAX_NAME_BYTES} bytes that contain no NUL"
             yield UserError(key, short(path), allowed, f"Shorten {key}.")
 
 
@@ -181,7 +182,8 @@ def _axes_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "train.share_prompts",
             "true",
-            f"false with train.cp={train.cp}, which cuts every sequence over ranks",
+            f"false with train.cp={train.cp}, because context parallelism splits each sequence "
+            f"across ranks",
             "Set train.share_prompts=false, or train.cp=1.",
         )
     yield from _order_rules(train)
@@ -192,10 +194,11 @@ def _ranks_of(role: str, size: int, ranks: str | None) -> str:
 
 
 def is_megatron_order(order: str, pp: int, cp: int, ep: int) -> bool:
-    """Returns whether Megatron can lay the axes over the ranks in this order.
+    """Returns whether Megatron can assign ranks to the axes in this order.
 
-    Megatron's expert layout has no cp, and its pipeline stages must be those of the dense layout
-    (megatron-core 0.16.1, parallel_state.initialize_model_parallel).
+    Megatron's layout of expert layers has no cp axis, and its pipeline stages must contain the same
+    ranks as in the layout of dense layers (megatron-core 0.16.1,
+    parallel_state.initialize_model_parallel).
 
     Args:
         order: Each axis once, joined by '-'.
@@ -221,7 +224,7 @@ def _order_rules(train: TrainConfig) -> Iterator[UserError]:
         yield UserError(
             "train.order",
             repr(train.order),
-            f"an order that ends with pp, with train.pp={train.pp}, train.cp={train.cp} and "
+            f"an order that ends with pp, because train.pp={train.pp}, train.cp={train.cp} and "
             f"train.ep={train.ep}",
             f"Set train.order={AUTO_ORDER}, or put pp last.",
         )
@@ -234,7 +237,7 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             "steps.samples_per_prompt",
             steps.samples_per_prompt,
             f"{algorithm.min_samples} or more with algorithm {algorithm.name}, which compares the "
-            "samples of one prompt",
+            f"samples of each prompt",
             "Set steps.samples_per_prompt=8, or use ppo.",
         )
     if algorithm.needs is not None and not algorithm.needs.rollouts:
@@ -243,7 +246,8 @@ def _step_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "rollout.temperature",
             config.rollout.temperature,
-            f"above 0 with algorithm {algorithm.name}: greedy samples of a prompt are all equal",
+            f"above 0 with algorithm {algorithm.name}, because all greedy samples of a prompt are "
+            f"equal",
             "Set rollout.temperature=1.",
         )
     for key, temperature in {
@@ -294,7 +298,7 @@ def _training_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "steps.stop_at_accuracy",
             steps.stop_at_accuracy,
-            "no value while several scorers could be the accuracy",
+            "no value if it is unclear which scorer measures accuracy",
             f"Set reward.accuracy to one of {', '.join(config.reward.functions)}.",
         )
     if config.train.min_learning_rate > config.train.learning_rate:
@@ -321,13 +325,13 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             "algorithm.critic_warmup_steps",
             algorithm.critic_warmup_steps,
             f"at most steps.num_steps = {steps.num_steps}",
-            "Lower it, or raise steps.num_steps: the policy would never train.",
+            "Lower it, or raise steps.num_steps; otherwise the policy is never trained.",
         )
 
 
 def _release_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
-    """Yields the violations of freeing the training weights, which needs fp32 masters and no other
-    readers of the weights.
+    """Yields the violations of rules on freeing the training weights: it requires fp32 master
+    weights, and no other process may map the weights.
     """
     if not config.train.release_weights_in_rollout:
         return
@@ -336,16 +340,16 @@ def _release_rules(config: Config, default_dtype: str) -> Iterator[UserError]:
         yield UserError(
             "model.dtype",
             config.model.dtype + (" (float32 here)" if config.model.dtype == "auto" else ""),
-            "bfloat16 with train.release_weights_in_rollout=true: in float32 the optimizer has no "
-            "separate masters from which to rebuild the weights",
+            "bfloat16 with train.release_weights_in_rollout=true: with float32 the optimizer has "
+            "no separate master weights from which to rebuild the weights",
             "Set model.dtype=bfloat16, or train.release_weights_in_rollout=false.",
         )
     if config.rollout.transport == "peer":
         yield UserError(
             "rollout.transport",
             config.rollout.transport,
-            "auto or packed with train.release_weights_in_rollout=true: peers that map the weights "
-            "would keep their memory in use",
+            "auto or packed with train.release_weights_in_rollout=true: with peer, other ranks "
+            "map the weights, so their memory could not be freed",
             "Set rollout.transport=packed, or train.release_weights_in_rollout=false.",
         )
 
@@ -369,7 +373,7 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
             "train.micro_batch_tokens",
             config.train.micro_batch_tokens,
             f"at least data.max_prompt_tokens + {key} = {trained}",
-            "Raise it, or lower one of the two; every sample must fit into a micro-batch.",
+            "Raise it, or lower one of the two, because every sample must fit into a micro-batch.",
         )
     if config.data.validation is not None and needs is not None and needs.rollouts:
         yield UserError(
@@ -388,7 +392,7 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
         yield UserError(
             "rollout.max_new_tokens",
             most_new,
-            f"at most the model's {positions} positions together with data.max_prompt_tokens",
+            f"at most the model's {positions} positions minus data.max_prompt_tokens",
             "Lower it (or eval.max_new_tokens, if that is larger), or data.max_prompt_tokens.",
         )
 

@@ -1,4 +1,4 @@
-"""Rules between an algorithm's knobs and those of other sections. No torch."""
+"""Rules between an algorithm's knobs and the knobs of other sections. No torch."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from hybridrl.config.schema import (
 )
 from hybridrl.errors import UserError
 
-GREEDY = "greedy"  # batch.GREEDY: the part of the reward that baseline greedy adds
+GREEDY = "greedy"  # batch.GREEDY: name of the reward part that baseline greedy adds
 
 
 def supervised_rules(config: Config, needs: Needs) -> Iterator[UserError]:
-    """Yields the violations of algorithms without rollouts."""
+    """Yields the violations of rules on algorithms without rollouts."""
     steps, algorithm = config.steps, config.algorithm
     if steps.samples_per_prompt != 1:
         yield UserError(
             "steps.samples_per_prompt",
             steps.samples_per_prompt,
-            f"1 with algorithm {algorithm.name}, which uses the data's responses",
+            f"1 with algorithm {algorithm.name}, which uses responses from the data",
             "Set steps.samples_per_prompt=1.",
         )
     if needs.feedback is not None and steps.updates_per_step > 1:
         yield UserError(
             "steps.updates_per_step",
             steps.updates_per_step,
-            f"1 with algorithm {algorithm.name}, whose gradient is taken at the start of the step",
+            f"1 with algorithm {algorithm.name}, whose gradient is computed at the start of the "
+            f"step",
             "Set steps.updates_per_step=1, and lower steps.prompts_per_step.",
         )
     if config.data.margin_key is not None and not isinstance(algorithm, RewardModelConfig):
@@ -48,7 +49,7 @@ def supervised_rules(config: Config, needs: Needs) -> Iterator[UserError]:
                 yield UserError(
                     f"train.{key}",
                     "true",
-                    f"false with algorithm {algorithm.name}, which trains no policy",
+                    f"false with algorithm {algorithm.name}, which does not train a policy",
                     f"Set train.{key}=false.",
                 )
     if isinstance(algorithm, KtoConfig) and steps.prompts_per_step < 2:
@@ -61,7 +62,7 @@ def supervised_rules(config: Config, needs: Needs) -> Iterator[UserError]:
 
 
 def unread_rules(algorithm: PolicyGradientConfig) -> Iterator[UserError]:
-    """Yields the knobs that are set but not read with the other knobs' values."""
+    """Yields the knobs that are set although the values of other knobs make them ineffective."""
     read_with = {
         "objective": {
             "clip_low": {"clip", "sequence_clip", "geometric_mean", "cispo"},
@@ -89,7 +90,7 @@ def unread_rules(algorithm: PolicyGradientConfig) -> Iterator[UserError]:
 
 
 def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> Iterator[UserError]:
-    """Yields the violations of algorithms with rollouts."""
+    """Yields the violations of rules on algorithms with rollouts."""
     yield from unread_rules(algorithm)
     if algorithm.needs_whole_sequences and config.train.cp > 1:
         yield UserError(
@@ -99,7 +100,7 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
             f"algorithm.aggregate={algorithm.aggregate} and algorithm.correction of "
             f"{algorithm.correction.weight} and {algorithm.correction.reject}, which need whole "
             "responses",
-            "Set train.cp=1, or choose an objective, aggregate and correction per token.",
+            "Set train.cp=1, or choose a per-token objective, aggregate and correction.",
         )
     weights = {name: one.weight for name, one in config.reward.scorers().items()}
     if (
@@ -111,8 +112,8 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
         yield UserError(
             "algorithm.part_weights",
             "nothing",
-            f"one weight per part, since the reward has weights {weights}, which are lost when its "
-            "parts are normalised",
+            f"one weight per part, because the reward's weights {weights} have no effect when its "
+            f"parts are normalised",
             f"Set algorithm.part_weights={weights}, or other weights.",
         )
     if algorithm.objective == "plain" and config.steps.updates_per_step > 1:
@@ -128,9 +129,10 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
         yield UserError(
             "algorithm.gae_length_alpha",
             alpha,
-            f"above 1 / rollout.max_new_tokens = {1 / longest:.3g}: otherwise lambda, which is "
-            "1 - 1 / (alpha length), is 0 for all responses, and only the critic's values count",
-            "Set it to 20 / the usual length, which gives a lambda of 0.95.",
+            f"above 1 / rollout.max_new_tokens = {1 / longest:.3g}: otherwise lambda, which is 1 "
+            f"- 1 / (alpha * length), is 0 for all responses, and advantages depend only on the "
+            f"critic",
+            "Set it to 20 divided by the typical response length, which gives a lambda of 0.95.",
         )
     if isinstance(algorithm, GrpoConfig):
         yield from _group_rules(config, algorithm, set(weights))
@@ -150,7 +152,7 @@ def _group_rules(config: Config, algorithm: GrpoConfig, scorers: set[str]) -> It
             "steps.updates_per_step",
             1,
             f"2 or more with algorithm.cov_kl_fraction={algorithm.cov_kl_fraction:g} (algorithm "
-            f"{algorithm.name}), which penalises the distance from the start of the step: it is 0 "
-            "at the first update",
+            f"{algorithm.name}), which penalises the distance from the policy at the start of the "
+            f"step: it is 0 at the first update",
             "Set steps.updates_per_step=2, or use clip_cov.",
         )

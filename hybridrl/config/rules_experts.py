@@ -1,6 +1,6 @@
-"""Rules of experts in an engine: their layout, and the record of chosen experts. No torch.
+"""Rules on experts in an engine: their layout, and the recording of chosen experts. No torch.
 
-The model is known only by its HF config.json; missing keys are not checked.
+Of the model only the HF config.json is read; keys that it lacks are not checked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hybridrl.rollout.registry import ENGINES, offered_engines
 
 
 def replay_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the reasons why the engine's experts cannot be replayed.
+    """Yields the reasons why the engine's choice of experts cannot be replayed.
 
     Args:
         shape: The policy's config.json, or empty.
@@ -30,7 +30,7 @@ def replay_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
         yield UserError(key, "rollout", allowed, f"Set {off}.")
     elif not ENGINES[engine].records_experts:
         able = [name for name in offered_engines() if ENGINES[name].records_experts]
-        allowed = f"off with engine {engine!r}, which does not report the experts that it chose"
+        allowed = f"off with engine {engine!r}, which does not report which experts it chose"
         yield UserError(key, "rollout", allowed, f"Set rollout.engine={able[0]}, or {off}.")
 
 
@@ -41,7 +41,7 @@ def replays(config: Config) -> bool:
 
 
 def rollout_expert_rules(rollout: RolloutConfig, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the violations of an engine's expert layout.
+    """Yields the violations of rules on an engine's expert layout.
 
     Args:
         shape: The policy's config.json, or empty.
@@ -52,7 +52,7 @@ def rollout_expert_rules(rollout: RolloutConfig, shape: Mapping[str, Any]) -> It
         if experts and isinstance(width, int) and width % rollout.tp:
             allowed = f"a divisor of the width {width} of the model's experts, with rollout.ep=1"
             remedy = (
-                f"Change rollout.tp, or set rollout.ep={rollout.tp} for whole experts on ranks."
+                f"Change rollout.tp, or set rollout.ep={rollout.tp}, which keeps experts whole."
             )
             yield UserError("rollout.tp", rollout.tp, allowed, remedy)
         return
@@ -62,7 +62,7 @@ def rollout_expert_rules(rollout: RolloutConfig, shape: Mapping[str, Any]) -> It
     elif shape and not experts:
         yield UserError("rollout.ep", rollout.ep, "1 with a dense model", remedy)
     elif rollout.ep != rollout.tp:
-        allowed = f"1, or rollout.tp = {rollout.tp}, which gives ranks whole experts"
+        allowed = f"1, or rollout.tp = {rollout.tp}, which keeps experts whole"
         yield UserError("rollout.ep", rollout.ep, allowed, remedy)
     elif experts % rollout.ep:
         allowed = f"a divisor of the model's {experts} experts"

@@ -1,4 +1,4 @@
-"""Rules of online DPO and of further loss terms (the section `mix`). No torch."""
+"""Rules on online DPO and on additional loss terms (the section `mix`). No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridrl.config.schema import Config, KtoConfig, OnlineDpoConfig
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.errors import UserError
 
-# Prefixes of metric names; a term's name is a prefix too.
+# Prefixes of metric names. Terms must not have these names, because a term's name is a prefix too.
 TAKEN = (
     *("policy", "critic", "reward", "response_tokens", "generate", "mismatch", "correction"),
     *("preference", "teacher", "environment", "train", "eval", "reshard", "memory", "throughput"),
@@ -19,7 +19,7 @@ TAKEN = (
 
 
 def online_rules(config: Config) -> Iterator[UserError]:
-    """Yields the violations of online DPO."""
+    """Yields the violations of rules on online DPO."""
     steps = config.steps
     if not isinstance(config.algorithm, OnlineDpoConfig):
         return
@@ -34,26 +34,26 @@ def online_rules(config: Config) -> Iterator[UserError]:
         yield UserError(
             "rollout.temperature",
             config.rollout.temperature,
-            "above 0 with algorithm online_dpo: greedy samples of a prompt are all equal",
+            "above 0 with algorithm online_dpo, because all greedy samples of a prompt are equal",
             "Set rollout.temperature=1.",
         )
     if steps.updates_per_step > 1:
         yield UserError(
             "steps.updates_per_step",
             steps.updates_per_step,
-            "1 with algorithm online_dpo, whose gradient is taken at the start of the step",
+            "1 with algorithm online_dpo, whose gradient is computed at the start of the step",
             "Set steps.updates_per_step=1, and lower steps.prompts_per_step.",
         )
 
 
 def mix_rules(config: Config) -> Iterator[UserError]:
-    """Yields the violations of further loss terms."""
+    """Yields the violations of rules on additional loss terms."""
     for name, term in config.mix.items():
         if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or name in TAKEN:
             yield UserError(
                 "mix",
                 f"a term {name!r}",
-                "names of lower-case letters, digits and _, except the prefixes of metrics: "
+                "names of lower-case letters, digits and _, except these prefixes of metrics: "
                 + ", ".join(TAKEN),
                 "Rename the term.",
             )
@@ -63,7 +63,7 @@ def mix_rules(config: Config) -> Iterator[UserError]:
             yield UserError(
                 f"mix.{name}",
                 "a term",
-                f"no value with algorithm {config.algorithm.name}, which trains no policy",
+                f"no value with algorithm {config.algorithm.name}, which does not train a policy",
                 f"Remove mix.{name}.",
             )
         yield from _number_rules(config, f"mix.{name}", term)
@@ -75,7 +75,7 @@ def _algorithm_rules(key: str, term: TermConfig) -> Iterator[UserError]:
         yield UserError(
             f"{key}.algorithm.name",
             term.algorithm.name,
-            f"sft, {', '.join(PAIR_PRESETS)} or kto, which learn from the data's responses",
+            f"sft, {', '.join(PAIR_PRESETS)} or kto, which learn from responses in the data",
             "Make it the main algorithm, and make the other algorithm the term.",
         )
 
@@ -86,7 +86,8 @@ def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserEr
         yield UserError(
             f"{key}.prompts_per_step",
             rows,
-            f"a multiple of steps.updates_per_step = {updates}, which divide the rows equally",
+            f"a multiple of steps.updates_per_step = {updates}, so that all updates have equally "
+            f"many rows",
             f"Set {key}.prompts_per_step={-(-rows // updates) * updates}.",
         )
     elif isinstance(term.algorithm, KtoConfig) and rows // updates < 2:
@@ -104,7 +105,7 @@ def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserEr
             "train.micro_batch_tokens",
             config.train.micro_batch_tokens,
             f"at least {key}.data.max_prompt_tokens + the longest response = {longest}",
-            "Raise it, or lower one of the two; every sample must fit into a micro-batch.",
+            "Raise it, or lower one of the two, because every sample must fit into a micro-batch.",
         )
 
 
@@ -115,13 +116,13 @@ def _data_rules(key: str, term: TermConfig) -> Iterator[UserError]:
             yield UserError(
                 f"{key}.{knob}",
                 getattr(data, knob),
-                "no value in a term: the run is evaluated on the prompts of the section data",
+                "no value in a term, because evaluations use the prompts in the section data",
                 f"Remove it, and set data.{knob}.",
             )
     if data.margin_key is not None:
         yield UserError(
             f"{key}.margin_key",
             data.margin_key,
-            "no value in a term: only reward_model reads margins",
+            "no value in a term, because only reward_model uses margins",
             "Remove it.",
         )

@@ -1,6 +1,7 @@
-"""Rules between the section `placement`, the models of a run and their sizes. No torch.
+"""Rules between the section `placement`, the models of a run and their shapes. No torch.
 
-Owns the placement of a configuration's models (`placed`) and its rules beyond the section itself.
+Owns the placement of a run's models (`placed`) and the rules that need more than the section
+`placement`.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def placed(config: Config, machines: Machines) -> tuple[Placement, list[UserErro
 def placement_rules(
     config: Config, placement: Placement, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields the violations of the roles that the section names.
+    """Yields the violations of rules on the roles that the section sets.
 
     Args:
-        placement: The resolved placement, without errors of its own.
+        placement: The resolved placement, in which no error was found.
         shape: The policy's config.json, or empty.
     """
     lacking = _missing_roles(config)
@@ -54,8 +55,9 @@ def placement_rules(
 
 
 def _missing_roles(config: Config) -> dict[str, str]:
-    """Returns the roles without a model in the run, and the reason. Only its class knows the roles
-    of a user's own algorithm, so none are returned for it.
+    """Returns the roles for which the run has no model, with the reason. Reference, critic and
+    teacher are not checked for a user's own algorithm, because only its class knows which of them
+    it needs.
     """
     section, needs = config.algorithm, config.algorithm.needs
     lacking: dict[str, str] = {}
@@ -63,7 +65,7 @@ def _missing_roles(config: Config) -> dict[str, str]:
     for name in config.placement.rewards:
         if name not in served:
             known = f"only {', '.join(served)} has one" if served else "no scorer has one"
-            lacking[REWARD + name] = f"for a scorer without a reward model; {known}"
+            lacking[REWARD + name] = f"for a scorer that has no reward model; {known}"
     if needs is None:
         return lacking
     terms = [term.algorithm.needs for term in config.terms().values()]
@@ -86,7 +88,7 @@ def _size_rules(key: str, found: Place) -> Iterator[UserError]:
             f"{key}: tp * pp * cp",
             f"{found.tp} * {found.pp} * {found.cp} = {product}",
             f"a divisor of its {num} ranks, {shown(found.ranks)}",
-            f"Set {key}.tp, .pp or .cp (by default those of `train`), or give it other ranks.",
+            f"Set {key}.tp, .pp or .cp (by default the sizes in `train`), or give it other ranks.",
         )
     else:
         yield from expert_grid_rules(key, num // found.pp, found.ep, found.etp)
@@ -95,12 +97,11 @@ def _size_rules(key: str, found: Place) -> Iterator[UserError]:
 def expert_grid_rules(
     key: str, num_ranks: int, ep: int, etp: int, ranks: str = ""
 ) -> Iterator[UserError]:
-    """Yields the violations of distributing experts over a pipeline stage.
+    """Yields the violations of rules on distributing experts over the ranks of a pipeline stage.
 
     Args:
-        key: Section with the sizes.
-        num_ranks: Ranks of a pipeline stage.
-        ranks: End of the remedy, with advice on the number of ranks.
+        key: Section with the sizes. num_ranks: Ranks of a pipeline stage.
+        ranks: Text that ends the remedy: advice on the number of ranks.
     """
     if num_ranks % (ep * etp):
         product = f"{ep} * {etp} = {ep * etp}"
@@ -115,12 +116,12 @@ def expert_grid_rules(
 def expert_rules(
     key: str, ep: int, etp: int, order: str, pp: int, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields the violations of distributing and cutting a model's experts.
+    """Yields the violations of rules on distributing and splitting a model's experts.
 
     Args:
         key: Section with the sizes.
         order: Order of the axes, as in `train.order`.
-        shape: The model's config.json; without it nothing is checked.
+        shape: The model's config.json; nothing is checked if it is empty.
     """
     experts = num_experts(shape)
     if not experts:
@@ -140,7 +141,7 @@ def expert_rules(
         yield UserError(
             "train.order",
             repr(order),
-            f"an order that ends with pp, since a model with experts has {key}.pp={pp}",
+            f"an order that ends with pp, because a model with experts has {key}.pp={pp}",
             f"Set train.order={AUTO_ORDER}, or put pp last.",
         )
 
@@ -151,10 +152,11 @@ def num_experts(shape: Mapping[str, Any]) -> int:
 
 
 def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the violations of cutting a model of another shape than the policy's.
+    """Yields the violations of rules on splitting a model whose shape may differ from the policy's.
 
     Args:
-        role: Role of the model; its place or `train` has the sizes.
+        role: Role of the model. Its section in `placement` sets the parallel sizes, or else
+            `train`.
         shape: The model's config.json.
     """
     train = config.train
@@ -172,7 +174,7 @@ def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[U
 def _own_cut_rules(
     config: Config, key: str, given: RoleRanks, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields the violations of the sizes that a role sets itself."""
+    """Yields the violations of rules on the parallel sizes that a role's own section sets."""
     train = config.train
     if given.pp is not None:
         vpp = train.vpp if given.pp == train.pp else 1
@@ -188,10 +190,10 @@ def _own_cut_rules(
 def layer_rules(
     key: str, chunks: int, shape: Mapping[str, Any], shown: str = ""
 ) -> Iterator[UserError]:
-    """Yields the violations of splitting the layers into `chunks`.
+    """Yields the violation if the model has too few layers for `chunks` pipeline chunks.
 
     Args:
-        shown: Value of `key` in the message, if it is not `chunks`.
+        shown: Value of `key` to show in the message, if it differs from `chunks`.
     """
     layers = shape.get("num_hidden_layers")
     if isinstance(layers, int) and layers < chunks:
@@ -200,7 +202,7 @@ def layer_rules(
 
 
 def split_rules(key: str, tp: int, shape: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the violations of splitting one layer over `tp` ranks."""
+    """Yields the violations of rules on splitting a layer over `tp` ranks."""
     heads, kv_heads = shape.get("num_attention_heads"), shape.get("num_key_value_heads")
     units = shape.get("intermediate_size")
     for name, size in (("attention heads", heads), ("feed-forward units", units)):

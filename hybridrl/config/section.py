@@ -1,4 +1,4 @@
-"""Base class of all sections of the schema: frozen, strict, closed. No torch."""
+"""Base class of all sections of the schema: frozen, strict, no unknown keys. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds the model directory of a configuration and reads its config.json. No torch.
+"""Finds the local directory of a model and reads its config.json. No torch.
 
 Owns the meaning of `model.path`, `model.init` and `model.tokenizer`: a directory, a config.json, or
 a hub name, which is downloaded once and then cached.
@@ -22,8 +22,8 @@ def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
     """Returns the local directory of `model.path` or `model.init`.
 
     Args:
-        model: The section; for a config.json in `init`, its directory is returned.
-        weights: Whether weight files are downloaded too; only for `model.path`.
+        model: The section `model`. If `init` is a config.json, its directory is returned.
+        weights: Whether to download the weight files of `model.path` too.
 
     Raises:
         ModelError: The directory does not exist, or the hub cannot provide it.

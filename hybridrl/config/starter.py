@@ -1,7 +1,7 @@
 """Starter configurations: commented YAML for a model and an algorithm. No torch.
 
-Owns the choice of knobs and their initial values. Comments come from the schema, so they agree with
-it.
+Owns the selection of knobs and their initial values. The comments are taken from the schema, so
+that they stay consistent with it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from hybridrl.errors import ConfigError, UserError
 from hybridrl.rollout.registry import ENGINES
 
 COMMENT_COLUMNS = 100
-ON_CPU = "Small, so that steps on a CPU are short; raise it on GPUs."
-EXPORTED = "hf"  # subfolder of a run for converted weights, as in the documentation
+ON_CPU = "Small, so that a step on a CPU is short; raise it on GPUs."
+EXPORTED = "hf"  # subfolder of a run for converted weights, used in the documentation
 USUAL_PROMPT, USUAL_RESPONSE = 512, 1024  # tokens
 CPU_RESPONSE = 64  # tokens; a step of a small model then takes seconds to minutes on a CPU
-FRESH_RATE = 1e-3  # for small models with random weights; models of billions take 3e-4
-LAST_WORD = r"(\S+?)\.?\s*$"  # without a full stop
+FRESH_RATE = 1e-3  # for small models with random weights; use 3e-4 for billions of parameters
+LAST_WORD = r"(\S+?)\.?\s*$"  # the last word without its full stop
 ABOUT_ANSWERS = (
-    "To request a form of answer, set data.system_prompt and a matching extract, such as "
+    "To ask for a certain form of answer, set data.system_prompt and a matching extract, such as "
     "'Answer:\\s*(\\S+)'. A model that was fine-tuned without a system message may answer worse "
-    "with one: compare both with `hybridrl eval` first."
+    "with one: first compare both with `hybridrl eval`."
 )
 
 
@@ -49,13 +49,13 @@ class Start:
         model: HF directory or hub name.
         prompts: Value of `data.prompts`.
         engine: Value of `rollout.engine`.
-        name: Name of the run; by default it follows from model and task.
+        name: Name of the run; the default is derived from model and task.
         teacher: HF directory or hub name, for algorithms that learn from a teacher.
-        chat: Whether prompts become chats by the tokenizer's template.
-        positions: Most tokens of prompt and response together; None if unknown.
-        reward: 'package.module:function' or a reward's name; by default the last word is compared
-            with the answer.
-        is_fresh: Whether the model has a config.json and no weights yet.
+        chat: Whether the tokenizer's chat template is applied to prompts.
+        positions: Maximum number of tokens in prompt and response together; None if unknown.
+        reward: 'package.module:function' or a reward's name. By default the response's last word is
+            compared with the answer.
+        is_fresh: Whether the model has a config.json but no weights yet.
     """
 
     task: str
@@ -76,20 +76,20 @@ class Start:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """Longest prompt: the usual length, or half of the positions of a short model."""
+        """Maximum prompt length: the usual value, but at most half of the model's positions."""
         return min(USUAL_PROMPT, (self.positions or 2 * USUAL_PROMPT) // 2)
 
     @property
     def max_new_tokens(self) -> int:
-        """Longest response that fits after the longest prompt."""
+        """Maximum response length, which fits after the longest prompt."""
         usual = USUAL_RESPONSE if self.runs_on_gpus else CPU_RESPONSE
         left = usual if self.positions is None else self.positions - self.max_prompt_tokens
         return min(usual, left)
 
 
 def has_template(model: str) -> bool:
-    """Whether prompts should become chats: whether a local model has a chat template. For a hub
-    name nothing is read; the answer is yes, because most models have one.
+    """Whether a model has a chat template. For a hub name nothing is read and the answer is yes,
+    because most models have one.
     """
     folder = Path(model).expanduser()
     if not folder.is_dir():
@@ -99,25 +99,25 @@ def has_template(model: str) -> bool:
     file = folder / "tokenizer_config.json"
     try:
         return "chat_template" in json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # the command that reads the tokenizer reports the fault
+    except (OSError, ValueError):  # the fault is reported when the tokenizer is read
         return False
 
 
 def has_no_weights(model: str) -> bool:
-    """Whether a model's directory has a config.json and no weight files."""
+    """Whether a model's directory contains a config.json but no weight files."""
     folder = Path(model).expanduser()
     files = [*folder.glob("*.safetensors*"), *folder.glob("*.bin*")]
     return (folder / "config.json").is_file() and not files
 
 
 def known_positions(model: str) -> int | None:
-    """Returns the number of positions in a local config.json; None if it is unknown, as for a hub
-    name.
+    """Returns the number of positions in a local config.json; None if unknown, for example for a
+    hub name.
     """
     try:
         file = Path(model).expanduser() / "config.json"
         found = json.loads(file.read_text(encoding="utf-8")).get("max_position_embeddings")
-    except (OSError, ValueError, AttributeError):  # the command that reads it reports the fault
+    except (OSError, ValueError, AttributeError):  # the fault is reported when the file is used
         return None
     return found if isinstance(found, int) and found > 1 else None
 
@@ -132,10 +132,11 @@ def starter_text(start: Start) -> str:
     values = _sections(start, _algorithm(start))
     sections = load_config_dict({name: _plain(knobs) for name, knobs in values.items()})
     lines = [
-        f"# Trains {start.model} with {start.task}. To see whether it fits: hybridrl plan FILE",
+        f"# Trains {start.model} with {start.task}. To see whether it fits into memory: hybridrl "
+        f"plan FILE",
         "# Any knob can also be set on the command line: hybridrl train FILE train.tp=2",
-        "# All other knobs have their defaults; the documentation lists them.",
-        "# For an automatic layout write `layout: auto`, and remove tp, pp and micro_batch_tokens.",
+        "# All other knobs keep their defaults; the documentation lists them.",
+        "# For an automatic layout add `layout: auto`, and remove tp, pp and micro_batch_tokens.",
     ]
     for name, knobs in values.items():
         lines.append(f"{name}:")
@@ -160,7 +161,7 @@ def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
         "model": {("init" if start.is_fresh else "path"): (start.model, "")},
         "train": _train(needs, is_fresh=start.is_fresh),
         "rollout": _rollout(start, needs),
-        "algorithm": {"name": (start.task, "The documentation has its formula and source.")},
+        "algorithm": {"name": (start.task, "Its formula and source are in the documentation.")},
         "data": _data(start, needs),
     }
     if start.teacher is not None:
@@ -175,18 +176,18 @@ def _sections(start: Start, algorithm: AlgorithmConfig) -> dict[str, Knobs]:
     if isinstance(algorithm, GrpoConfig) and algorithm.cov_kl_fraction:
         found["steps"]["updates_per_step"] = (
             2,
-            "The KL penalty is 0 at the first update of a step.",
+            "With one update per step the KL penalty would always be 0.",
         )
     found["checkpoint"] = {
-        "every": (20, "A failed machine costs at most this many steps."),
+        "every": (20, "If a machine fails, at most this many steps are lost."),
         "keep": (2, ""),
     }
     return found
 
 
 def _model_name(model: str) -> str:
-    """Returns the name of a model for a run's name: the run in `runs/NAME/hf`, or else the last
-    part without a revision.
+    """Returns the model's name for use in a run's name: NAME from `runs/NAME/hf`, or else the last
+    part of the path without the revision.
     """
     path = Path(model.partition("@")[0])
     name = path.parent.name if path.name == EXPORTED and path.parent.name else path.name
@@ -198,7 +199,7 @@ def _train(needs: Needs, *, is_fresh: bool) -> Knobs:
     if needs.feedback is not None and not needs.rollouts:
         rate = (5e-7, "Usual for preferences, whose losses change log-probabilities a lot.")
     if not needs.policy:
-        rate = (1e-5, "The head starts untrained, the rest from pretrained weights.")
+        rate = (1e-5, "The head is untrained at the start; all other weights are pretrained.")
     if is_fresh:
         rate = (
             FRESH_RATE,
@@ -209,17 +210,20 @@ def _train(needs: Needs, *, is_fresh: bool) -> Knobs:
         "pp": (1, ""),
         "micro_batch_tokens": (8192, "Lower it first if memory is short."),
         "learning_rate": rate,
-        "warmup_steps": (5, "Adam's first steps are too large without it."),
+        "warmup_steps": (5, "Without warm-up, Adam's first steps are too large."),
     }
     if needs.values and needs.policy:
-        found["critic_learning_rate"] = (1e-5, "The critic's head starts untrained.")
+        found["critic_learning_rate"] = (
+            1e-5,
+            "High, because the critic's head is untrained at the start.",
+        )
     return found
 
 
 def _rollout(start: Start, needs: Needs) -> Knobs:
     if not needs.rollouts:
         return {}
-    reason = "Room for worked reasoning." if start.runs_on_gpus else ON_CPU
+    reason = "Enough for responses with reasoning." if start.runs_on_gpus else ON_CPU
     return {
         "engine": (start.engine, "vllm is fast on GPUs: pip install 'hybridrl[vllm]'."),
         "tp": (1, ""),
@@ -247,14 +251,15 @@ def _data(start: Start, needs: Needs) -> Knobs:
     if needs.rollouts and not needs.has_teacher:
         found["eval_share"] = (
             0.05,
-            "These prompts are evaluated before and after the run, and never trained on.",
+            "The model is evaluated on these prompts before and after the run, and never trained "
+            "on them.",
         )
     return found
 
 
 def _steps(start: Start, needs: Needs) -> Knobs:
     is_compared = needs.rollouts and not needs.values and not needs.has_teacher
-    samples = (8, "With 8, most groups have better and worse samples.") if is_compared else (1, "")
+    samples = (8, "With 8, most groups contain good and bad samples.") if is_compared else (1, "")
     is_short = needs.rollouts and not start.runs_on_gpus
     return {
         "prompts_per_step": (8, ON_CPU) if is_short else (64, ""),
@@ -272,7 +277,7 @@ def _algorithm(start: Start) -> AlgorithmConfig:
 
 
 def _known_needs(algorithm: AlgorithmConfig) -> Needs:
-    assert algorithm.needs is not None  # only a user's own algorithm has none
+    assert algorithm.needs is not None  # None only for a user's own algorithm
     return algorithm.needs
 
 
@@ -280,16 +285,16 @@ def _check_task(start: Start) -> None:
     names = ", ".join(ALGORITHM_NAMES)
     if start.task not in ALGORITHM_NAMES:
         near = nearest_algorithm(start.task)
-        remedy = f"Did you mean '{near}'?" if near else "docs/algorithms.md describes each."
+        remedy = f"Did you mean '{near}'?" if near else "docs/algorithms.md describes all."
         raise UserError("TASK", start.task, names, remedy)
     try:
         needs = _known_needs(_algorithm(start))
     except ConfigError as error:
         if start.teacher is None and "teacher" in error.name:
-            allowed = "an HF directory or hub name with the policy's tokens"
+            allowed = "an HF directory or hub name of a model with the policy's vocabulary"
             remedy = f"Add --teacher MODEL: {start.task} learns from a teacher."
             raise UserError("--teacher", "no value", allowed, remedy) from error
-        remedy = f"Remove it: {start.task} learns from no teacher."
+        remedy = f"Remove it: {start.task} does not use a teacher."
         raise UserError("--teacher", start.teacher, "no value", remedy) from error
     assert needs.has_teacher == (start.teacher is not None)
 
@@ -299,7 +304,7 @@ def _plain(knobs: Knobs) -> dict[str, Any]:
 
 
 def _meaning(section: BaseModel, key: str, value: Any, reason: str) -> str:
-    """Returns the comment of a knob: its meaning, and the reason for its value."""
+    """Returns the comment for a knob: its meaning, and the reason for its value."""
     field = type(section).model_fields[key]
     text = field.description or ""
     if field.is_required() or value == field.get_default():
@@ -313,7 +318,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def _scalar(value: Any) -> str:
-    """Returns a value that YAML and JSON read alike."""
+    """Formats a value so that YAML and JSON read it in the same way."""
     if isinstance(value, float) and "e" in (text := repr(value)) and "." not in text:
         return text.replace("e", ".0e")
     plain = isinstance(value, str) and value.replace("-", "").replace("_", "").isalnum()

@@ -1,5 +1,5 @@
-"""The section `algorithm` of algorithms without rollouts (demonstrations, preference pairs,
-labelled responses) and of online DPO. No torch.
+"""The section `algorithm` for algorithms without rollouts (demonstrations, preference pairs,
+labelled responses) and for online DPO. No torch.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from hybridrl.config.needs import Needs
 from hybridrl.config.section import Section
 
 PAIR_MARGIN = "margin of the pair"
-"""Column of a prompt that holds the value of `data.margin_key`."""
+"""Name under which a prompt stores its value of the column `data.margin_key`."""
 
-# Defaults of each name; docs/algorithms.md has their sources.
+# Defaults for each name; docs/algorithms.md gives their sources.
 PAIR_PRESETS: dict[str, dict[str, Any]] = {
     "dpo": {},
     "dpo_norm": {"length_normalized": True, "beta": 5.0},
@@ -40,7 +40,7 @@ class SupervisedConfig(Section):
 
     @property
     def needs(self) -> Needs:
-        """Needs of the algorithm: demonstrations, unless a subclass adds other feedback."""
+        """Needs of the algorithm: demonstrations, unless a subclass needs other feedback."""
         return Needs(rollouts=False)
 
 
@@ -52,26 +52,28 @@ class SftConfig(SupervisedConfig):
 
 
 class PairLossConfig(Section):
-    """Loss of preference pairs, from data or samples; PAIR_PRESETS has the defaults of each name."""
+    """Loss for preference pairs from data or samples; the defaults for each name are in
+    PAIR_PRESETS.
+    """
 
     loss: Literal["sigmoid", "squared", "odds_ratio"] = "sigmoid"
-    """Loss of a pair. The default 'sigmoid' is the log-likelihood of the preference, as in the DPO paper."""
+    """Loss for a pair. The default, 'sigmoid', is the negative log-likelihood of the preference, as in the DPO paper."""
     reference: bool = True
-    """Whether log-probabilities are compared with those of the frozen initial weights. On by default, as in the DPO paper."""
+    """Whether the policy's log-probabilities are taken relative to the frozen initial weights. On by default, as in the DPO paper."""
     length_normalized: bool = False
     """Whether a response's log-probability is divided by its number of tokens. Off by default, as in the DPO paper."""
     beta: float = Field(0.1, gt=0)
-    """Strength of the KL constraint; with odds_ratio, weight of that term. The default 0.1 is the DPO paper's."""
+    """Strength of the KL constraint; with loss odds_ratio, weight of the odds-ratio term. The default, 0.1, is the DPO paper's value."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Assumed share of pairs whose sides are swapped, only with loss sigmoid. The default 0 trusts all labels."""
+    """Assumed fraction of pairs whose chosen and rejected responses are swapped by mistake; requires loss sigmoid. The default, 0, trusts all labels."""
     target_margin: float = Field(0.0, ge=0)
-    """Margin by which the better side should lead, only with loss sigmoid. The default 0 is the DPO paper's."""
+    """Margin by which the chosen response should be preferred; requires loss sigmoid. The default is 0, as in the DPO paper."""
     sft_coef: float = Field(0.0, ge=0)
-    """Weight of the chosen side's mean negative log-likelihood. The default 0 is the DPO paper's."""
+    """Weight of an additional loss term: the mean negative log-likelihood of the chosen response. The default is 0, as in the DPO paper."""
 
     @property
     def needs(self) -> Needs:
-        """Needs of the algorithm on the data's pairs."""
+        """Needs of the algorithm if the pairs come from the data."""
         return Needs(rollouts=False, feedback="pairs", reference=self.reference, old_logps=True)
 
     @model_validator(mode="before")
@@ -95,21 +97,23 @@ class PairLossConfig(Section):
 
 
 class DpoConfig(PairLossConfig, SupervisedConfig):
-    """Direct preference optimization on the data's pairs, and the variants in PAIR_PRESETS."""
+    """Direct preference optimization (DPO) on pairs from the data, and the variants in
+    PAIR_PRESETS.
+    """
 
     name: Literal["dpo", "dpo_norm", "cdpo", "ipo", "simpo", "orpo"] = "dpo"
     """Name of the algorithm, which also sets the defaults of this section."""
 
 
 class OnlineDpoConfig(PairLossConfig):
-    """Direct preference optimization on the policy's own samples: each prompt's samples of highest
-    and lowest reward form a pair.
+    """Direct preference optimization on the policy's own samples: for each prompt, the samples with
+    the highest and the lowest reward form a pair.
     """
 
     name: Literal["online_dpo"] = "online_dpo"
     """Name of the algorithm."""
     max_resampling: int = Field(0, ge=0)
-    """Rounds in which groups of equal rewards, which form no pair, are replaced by further prompts. The default 0 turns it off, so that a step may have fewer pairs."""
+    """Maximum number of rounds in which groups whose rewards are all equal, which yield no pair, are replaced by groups of new prompts. The default, 0, turns this off; a step may then have fewer pairs than prompts."""
 
     @property
     def needs(self) -> Needs:
@@ -118,19 +122,19 @@ class OnlineDpoConfig(PairLossConfig):
 
 
 class RewardModelConfig(SupervisedConfig):
-    """A reward model from pairs (Bradley-Terry)."""
+    """Trains a reward model on preference pairs (Bradley-Terry)."""
 
     name: Literal["reward_model"] = "reward_model"
     """Name of the algorithm."""
     margin: float = Field(0.0, ge=0)
-    """Margin by which the better side should lead, added to that of data.margin_key. The default 0 is the InstructGPT paper's."""
+    """Margin by which the score of the chosen response should be higher, in addition to the margin in data.margin_key. The default is 0, as in the InstructGPT paper."""
     center_coef: float = Field(0.0, ge=0)
-    """Weight of the squared sum of a pair's scores, which keeps them around 0. The default 0 is the InstructGPT paper's; 0.01 is usual."""
+    """Weight of an additional loss term, the squared sum of a pair's two scores, which keeps scores near 0. The default is 0, as in the InstructGPT paper; 0.01 is common."""
 
     @property
     def needs(self) -> Needs:
-        """Needs of the algorithm: pairs, and a model with scores that is trained in place of the
-        policy.
+        """Needs of the algorithm: pairs, and a model that outputs scores and is trained instead of
+        the policy.
         """
         return Needs(rollouts=False, feedback="pairs", values=True, scores=True, policy=False)
 
@@ -141,11 +145,11 @@ class KtoConfig(SupervisedConfig):
     name: Literal["kto"] = "kto"
     """Name of the algorithm."""
     beta: float = Field(0.1, gt=0)
-    """Risk aversion: a larger value lets gains saturate sooner. The default 0.1 is the paper's."""
+    """Risk aversion: with a larger value gains saturate sooner. The default, 0.1, is the KTO paper's value."""
     desirable_weight: float = Field(1.0, gt=0)
-    """Weight of responses labelled true. The default 1 is the paper's, for balanced classes."""
+    """Weight of responses labelled true. The default, 1, is the KTO paper's value for balanced classes."""
     undesirable_weight: float = Field(1.0, gt=0)
-    """Weight of responses labelled false. The default 1 is the paper's, for balanced classes; otherwise keep desirable_weight x (number of true) / (undesirable_weight x (number of false)) within 1 to 1.5 (eq. 9)."""
+    """Weight of responses labelled false. The default, 1, is the KTO paper's value for balanced classes; for other data keep desirable_weight x (number of true) / (undesirable_weight x (number of false)) within 1 to 1.5 (eq. 9)."""
 
     @property
     def needs(self) -> Needs:

@@ -1,7 +1,7 @@
-"""The teacher of a distillation: its model, and whether the policy can learn from it. No torch.
+"""The teacher in a distillation: its model, and whether the policy can learn from it. No torch.
 
-Owns the rules of `algorithm.teacher`, which compare both models' config.json and tokenizer.json,
-and which distillations need no reward.
+Owns the rules on `algorithm.teacher`, which compare both models' config.json and tokenizer.json,
+and decides which distillations need no reward.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ TOKENS_FILE = "tokenizer.json"
 
 
 def is_scored(config: Config) -> bool:
-    """Whether responses get a reward.
+    """Whether responses are scored by a reward.
 
-    They do not in a distillation that learns from no reward, if the section `reward` is unset and
-    nothing is evaluated.
+    They are not if the algorithm is a distillation without a reward term, the section `reward` is
+    not set, and nothing is evaluated.
     """
     chosen, data = config.algorithm, config.data
     learns_from_it = not isinstance(chosen, OnPolicyDistillationConfig | GkdConfig)
@@ -38,7 +38,7 @@ def is_scored(config: Config) -> bool:
 
 
 def teacher_model(config: Config) -> ModelConfig | None:
-    """Returns the teacher as a section `model`; None if the algorithm has none."""
+    """Returns a section `model` for the teacher; None if the algorithm has none."""
     chosen = config.algorithm
     if not isinstance(chosen, TaughtConfig):
         return None
@@ -60,7 +60,7 @@ def read_teacher(config: Config) -> dict[str, Any] | None:
 
 
 def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserError]:
-    """Yields the violations of the teacher and its knobs.
+    """Yields the violations of rules on the teacher and its knobs.
 
     Args:
         policy: The policy's config.json; missing keys are not checked.
@@ -97,8 +97,8 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
 def _token_rules(
     config: Config, num_tokens: int, teacher: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields a violation unless both models have the same tokens under the same numbers. The
-    teacher's embedding may have more rows, as in the larger models of a family.
+    """Yields a violation unless both models assign the same ids to the same tokens. The teacher's
+    embedding may have more rows, as is common for the larger models of a family.
     """
     section = teacher_model(config)
     assert section is not None
@@ -108,20 +108,24 @@ def _token_rules(
     is_larger = isinstance(num_known, int) and num_known > num_tokens
     if different:
         first = different[0]
-        found = f"{section.path}, whose token {first} is {names[0][first]!r}"
-        allowed = f"a teacher with the policy's tokens, whose token {first} is {names[1][first]!r}"
+        found = f"{section.path}, in which token {first} is {names[0][first]!r}"
+        allowed = (
+            f"a teacher with the policy's tokens, in which token {first} is {names[1][first]!r}"
+        )
     elif num_known == num_tokens or (is_larger and all(names)):
         return
     else:
         found = f"{section.path}, with {num_known} tokens"
         allowed = f"a teacher with the policy's {num_tokens} tokens"
         if is_larger:
-            allowed += f", or with more and equal tokens in the {TOKENS_FILE} of both models"
-    yield UserError("algorithm.teacher", found, allowed, "Choose a teacher of the policy's family.")
+            allowed += f", or with more tokens and a {TOKENS_FILE} that agrees with the policy's"
+    yield UserError(
+        "algorithm.teacher", found, allowed, "Choose a teacher from the policy's model family."
+    )
 
 
 def _token_names(model: ModelConfig) -> dict[int, str]:
-    """Returns the tokens by number; empty if the model has no tokenizer.json."""
+    """Returns the tokens by id; empty if the model has no tokenizer.json."""
     place = Path(os.path.expanduser(model.tokenizer or ""))
     if model.tokenizer is None or not os.path.isdir(place):
         place = model_directory(model, weights=False)

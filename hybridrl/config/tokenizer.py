@@ -1,7 +1,7 @@
 """Checks the tokenizer files of a local directory before ranks start. No torch.
 
-Owns the errors for damaged tokenizer files. transformers, which commands import only on ranks,
-would report damage by whatever error its reader raises.
+Owns the errors for damaged tokenizer files. Without these checks, damage would surface only on the
+ranks, where transformers is imported, as an arbitrary error from its reader.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ JSON_FILES = (
     "vocab.json",
 )
 OTHER_FILES = ("merges.txt", "tokenizer.model", "vocab.txt")
-MAX_BYTES = 1 << 28  # the largest known tokenizer.json has 33 MB
+MAX_BYTES = 1 << 28  # the largest known tokenizer.json is 33 MB
 
 
 def check_tokenizer_files(model: ModelConfig) -> None:
-    """Refuses a local directory without a tokenizer, from which transformers would make an empty
-    one.
+    """Refuses a local directory without tokenizer files, for which transformers would create an
+    empty tokenizer.
 
     Raises:
         ModelError: The tokenizer's directory has no tokenizer file.
@@ -57,13 +57,14 @@ def check_tokenizer_files(model: ModelConfig) -> None:
 
 
 def check_tokenizer_contents(model: ModelConfig, num_tokens: int) -> None:
-    """Reads the tokenizer files of a local directory.
+    """Checks the content of the tokenizer files in a local directory.
 
     Args:
-        num_tokens: Tokens of the model; every token's number must be below.
+        num_tokens: Size of the model's vocabulary; every token's id must be below it.
 
     Raises:
-        ModelError: A file is damaged or belongs to another model; names the file and the token.
+        ModelError: A file is damaged or belongs to another model; the error names the file and the
+            token.
     """
     place = _place(model)
     if not os.path.isdir(place):
@@ -83,10 +84,11 @@ def check_tokenizer_contents(model: ModelConfig, num_tokens: int) -> None:
 
 
 def check_token_numbers(where: str, vocabulary: Mapping[str, int], num_tokens: int) -> None:
-    """Refuses tokens without a row in the model's embedding.
+    """Refuses tokens that have no row in the model's embedding.
 
     Raises:
-        ModelError: Names `where`, the first such token and their number.
+        ModelError: There are such tokens; the error names `where`, the first token and how many
+            there are.
     """
     beyond = [token for token, number in vocabulary.items() if number >= num_tokens]
     if beyond:
@@ -114,7 +116,7 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
     content = read_bytes(file, ModelError, "a tokenizer", MAX_BYTES)
     try:
         found: dict[str, int] = Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library, written in Rust, raises Exception itself
+    except Exception as error:  # the library is written in Rust and raises plain Exception
         what = str(error).strip() or type(error).__name__
         raise ModelError(
             str(file),
@@ -128,7 +130,7 @@ def _read_vocabulary(file: Path) -> dict[str, int]:
 def _templates(
     place: Path, contents: Mapping[str, Mapping[str, Any]]
 ) -> Iterator[tuple[str, object]]:
-    """Yields each chat template and its place."""
+    """Yields each chat template and where it was found."""
     for name in ("tokenizer_config.json", "chat_template.json"):
         found = contents.get(name, {}).get("chat_template")
         where = f"{place / name}: chat_template"
@@ -159,7 +161,7 @@ def _check_template(where: str, template: object) -> None:
 
 
 class _Generation(Extension):
-    """The block `generation`, which transformers adds to Jinja."""
+    """The block `generation`, with which transformers extends Jinja."""
 
     tags = {"generation"}
 

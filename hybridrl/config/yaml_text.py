@@ -1,4 +1,4 @@
-"""Reads users' YAML; errors name the file and the line. No torch."""
+"""Reads users' YAML with errors that name the file and the line. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridrl.errors import UserError, said
 
-# OmegaConf raises OSError for text that is not a container; YAML's constructors raise the last four
-# for values that do not match their tags.
+# OmegaConf raises OSError for text that is neither a mapping nor a list; PyYAML's constructors
+# raise the last four for values that do not match their tags.
 _ERRORS = (
     *(yaml.YAMLError, OmegaConfBaseException, OSError),
     *(ValueError, LookupError, TypeError, AttributeError),
@@ -20,7 +20,7 @@ _ERRORS = (
 
 
 class YamlTextError(ValueError):
-    """Text that is not YAML. `line` is the line of the fault, or None."""
+    """Error for text that is not YAML. `line` is the line of the fault, or None."""
 
     def __init__(self, problem: str, line: int | None) -> None:
         super().__init__(problem)
@@ -53,7 +53,7 @@ def read_yaml(path: Path, allowed: str = "valid YAML") -> DictConfig | ListConfi
         allowed: Allowed content, for the message.
 
     Raises:
-        UserError: The file cannot be read or is not YAML; names file and line.
+        UserError: The file cannot be read or is not YAML; the error names the file and the line.
     """
     where = str(path)
     try:

@@ -1,13 +1,14 @@
-"""Diagnosis of differing log-probabilities: `hybridrl check --mismatch`.
+"""Diagnosis of why a run's engine and trainer compute different log-probabilities: `hybridrl check
+--mismatch`.
 
-Who waits for whom: everything is collective over the world. An error of one rank's engine is sent
-to all ranks before any continues, so that all take part in the next step, or none.
+Who waits for whom: everything is collective over the world. If a rank's engine fails, the error is
+sent to all ranks before any continues, so that either all ranks take the next step or none.
 
-Engine and trainer compute the same prompts of the run. verdicts.py compares weights (every copy, by
-checksum), tokens (of all ranks and replicas, and the trainer's choice), sampling support (what
-top_p and top_k exclude) and numerics (the residual stream by stage, residual.py). If the engine
-reports its choice of experts, the trainer uses the same experts in all comparisons, and the verdict
-`routing` judges the trainer's own choice.
+Engine and trainer process the same prompts from the run. verdicts.py compares the weights (every
+copy, by checksum), the tokens (between ranks and replicas, and with the trainer's choice), the
+sampling support (tokens that top_p and top_k exclude) and the numerics (the residual stream after
+each stage, see residual.py). If the engine reports which experts it chose, the trainer uses the
+same experts in all comparisons, and the verdict `routing` evaluates the trainer's own choice.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from hybridrl.rollout.registry import ENGINES
 from hybridrl.training.mismatch import BOUNDS
 
 NUM_PROMPTS, SAMPLES, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 256, 16
-ROWS = 64  # positions whose logits over the whole vocabulary are held at a time
+ROWS = 64  # number of positions for which full logits are in memory at a time
 Streams = Mapping[str, Tensor]
 
 
@@ -61,14 +62,15 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
     """Runs one rank of `hybridrl check --mismatch`.
 
     Args:
-        config: Configuration with an engine and an algorithm that generate. The weights are the
-            newest checkpoint's, or the initial ones.
-        with_reference: Whether both are also compared with transformers' float32 forward on rank
-            0's CPU.
+        config: Configuration with an engine and an algorithm that generate. The weights come from
+            the newest checkpoint, or are the initial weights if there is none.
+        with_reference: Whether both are also compared with a float32 forward pass of transformers
+            on rank 0's CPU.
 
     Returns:
-        The report, equal on all ranks: `agree`, `checkpoint`, `engine`, `dtype`, and a Finding each
-            for `weights`, `tokens`, `sampling`, `numerics` and, with recorded experts, `routing`.
+        The report, which is the same on all ranks. Its keys are `agree`, `checkpoint`, `engine`,
+        `dtype`, and one Finding each for `weights`, `tokens`, `sampling`, `numerics` and, if the
+        engine records experts, `routing`.
     """
     rollout = config.rollout.model_copy(update={"eager": True})  # CUDA graphs would skip the hooks
     # The trainer's weights must stay in memory for the comparison.
@@ -95,7 +97,7 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
 
 
 def _can_replay(config: Config) -> bool:
-    """Returns whether trainer and engine can use the same experts."""
+    """Returns whether the trainer can reuse the engine's choice of experts."""
     family, shape = read_model(config.model.family, read_model_config(config.model))
     is_known = isinstance(config.algorithm, PolicyGradientConfig) and family.layer_spec is None
     return shape.moe is not None and is_known and ENGINES[config.rollout.engine].records_experts
@@ -104,12 +106,12 @@ def _can_replay(config: Config) -> bool:
 def diagnose(
     trainer: Trainer, with_reference: bool = False, run_replays: bool = False
 ) -> dict[str, Finding]:
-    """Returns the verdicts `weights`, `tokens`, `sampling`, `numerics` and, if the engine reports
-    experts, `routing`; equal on all ranks.
+    """Returns the verdicts `weights`, `tokens`, `sampling`, `numerics` and, if the engine records
+    experts, `routing`. They are the same on all ranks.
 
     Args:
         trainer: Trainer in the rollout phase with an idle, `eager` engine.
-        run_replays: Whether the run trains with the engine's experts.
+        run_replays: Whether the run trains with the experts that the engine chose.
     """
     prompts = [prompt.tokens[:PROMPT_TOKENS] for prompt in trainer.prompts.take(NUM_PROMPTS)]
     weights = _weights(trainer)
@@ -131,15 +133,16 @@ def _weights(trainer: Trainer) -> Finding:
         trainer.hybrid_engine.verify()
     except VerifyError as error:
         remedy = (
-            "Try rollout.transport=packed; other code may also write to the engine's parameters."
+            "Try rollout.transport=packed. If that does not help, other code may be modifying the "
+            "engine's parameters."
         )
         return Finding(False, str(error), remedy)
-    return Finding(True, "every engine parameter equals the trainer's weights, by checksum")
+    return Finding(True, "checksums of all engine parameters match the trainer's weights")
 
 
 def _ask(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Answer], str]:
-    """Returns this rank's greedy answers and those sampled as in the run, or the error of its
-    replica.
+    """Returns this rank's greedy responses and responses sampled with the run's parameters, or the
+    error of its replica.
     """
     given = trainer.sampler.sampling
     num_tokens = min(NEW_TOKENS, given.max_new_tokens)
@@ -172,7 +175,7 @@ def _compare(
     with_reference: bool,
     run_replays: bool,
 ) -> dict[str, Finding]:
-    """Computes the same tokens in the engine, then in the trainer, and compares them."""
+    """Processes the same tokens in the engine and then in the trainer, and compares the results."""
     model, layout, sampling = trainer.policy.model, trainer.sampler.layout, trainer.sampler.sampling
     engine = trainer.engine
     assert isinstance(engine, ComputingEngine)  # the command refuses other engines
@@ -198,7 +201,8 @@ def _compare(
     numerics = judge_numerics(
         _table(trainer, engine_rows, trainer_rows, exact), total, replica, bounds
     )
-    # Longer prompts may differ where these agree, for example beyond a window.
+    # State the length, because longer prompts may differ although these agree, for example beyond
+    # an attention window.
     longest = max(map(len, prompts))
     numerics = replace(numerics, found=f"{numerics.found}; on prompts of up to {longest} tokens")
     found = {
@@ -219,8 +223,8 @@ def _batch(
     by_rank: Sequence[Sequence[Answer]],
     layout: RolloutLayout,
 ) -> tuple[TrainBatch, list[int], Placed]:
-    """Returns the distinct responses of all replicas as a batch, in the order of their prompts; the
-    first sample of each prompt; and the place of each answer.
+    """Returns a batch of the distinct responses from all replicas, ordered by prompt; the index of
+    each prompt's first sample; and the position of each answer in the batch.
     """
     firsts = [by_rank[rank] for rank in layout.ranks if layout.tp_rank(rank) == 0]
     different = {
@@ -233,7 +237,7 @@ def _batch(
         for sample, (number, tokens) in enumerate(ordered)
     ]
     batch = TrainBatch.supervised(samples, Producer.here("the diagnosis"))
-    # Blobs come from the first replica that drew a response.
+    # Blobs are taken from the first replica that sampled a response.
     blobs_of = {
         (answer.prompt, answer.completion.tokens): answer.completion.blobs
         for answers in reversed(firsts)
@@ -269,8 +273,7 @@ def _table(
     trainer: Trainer, engine_rows: Streams, trainer_rows: Streams, exact: Streams
 ) -> list[dict[str, Any]]:
     """Returns, for each stage, the largest difference between any rank's engine and the trainer.
-
-    With a reference, also the errors of the trainer and of rank 0's engine.
+    With a reference, also returns the errors of the trainer and of rank 0's engine.
     """
     order = [*stages(trainer.source.shape.num_layers), "logits"]
     difference = {

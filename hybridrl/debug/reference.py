@@ -1,11 +1,11 @@
-"""Reference forward by transformers for `hybridrl check --mismatch --reference`.
+"""Reference forward pass with transformers, for `hybridrl check --mismatch --reference`.
 
-Who waits for whom: `reference_streams` is collective over the world. Rank 0 computes; an error
-there is raised on all ranks.
+Who waits for whom: `reference_streams` is collective over the world. Rank 0 computes while the
+others wait; an error on rank 0 is raised on all ranks.
 
-Owns a float32 model and its plain forward: eager attention, transformers' own masks and positions,
-one sequence at a time, no cache. It shares no code with the hf engine's decoding, because that
-engine may be the one under comparison.
+Owns a float32 model and its plain forward pass: eager attention, transformers' own masks and
+positions, one sequence at a time, no cache. It shares no code with the decoding of the hf engine,
+because the comparison may be about that engine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from hybridrl.training.model import ParallelModel
 def reference_streams(
     model: ParallelModel, prompts: Sequence[tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Returns, on rank 0, the stages that transformers computes with the trainer's weights; empty
-    on other ranks.
+    """Returns the stages that transformers computes with the trainer's weights on rank 0, and an
+    empty result on other ranks.
 
-    Rows follow the prompts' tokens; `logits` has the last position of each prompt.
+    A stage has one row per prompt token; `logits` has one row per prompt, for its last position.
 
     Raises:
-        ModelError: transformers has no such model, or its parameters differ from the family's; on
-            all ranks.
+        ModelError: transformers does not support the model, or its parameters differ from the
+            family's. Raised on all ranks.
     """
     world, source = model.world, model.source
     shapes = hf_shapes(source.family, source.shape)
@@ -59,11 +59,11 @@ def reference_streams(
 
 @torch.no_grad()
 def plain_streams(model: Any, prompts: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
-    """Returns the stages of transformers' own forward, prompt by prompt."""
+    """Returns the stages of transformers' own forward pass, one prompt at a time."""
     found: dict[str, list[Tensor]] = {}
 
     def keep(stage: str, hidden: Tensor) -> None:
-        if stage != "logits":  # the hook sees them before the model scales or caps them
+        if stage != "logits":  # the hook receives logits before the model scales or caps them
             found.setdefault(stage, []).append(hidden.detach().flatten(0, -2).float().clone())
 
     for prompt in prompts:

@@ -1,13 +1,14 @@
-"""Residual stream of one model in two implementations, by stage, for a comparison.
+"""Reads the residual stream of a model, stage by stage, in the engine and in the trainer.
 
-Who waits for whom: functions with a ParallelModel are collective over the world. Its ranks hold
-different layers and tokens (sequence, context and data parallel); the whole stream is the exact sum
-over all ranks, because columns are zero where a rank has nothing.
+Who waits for whom: functions that take a ParallelModel are collective over the world. The ranks
+hold different layers and tokens (sequence, context and data parallel). The sum over all ranks is
+exactly the whole stream, because a rank's values are zero for layers and tokens that it does not
+hold.
 
 A stage is a name: `embedding`, `layers.N.attention` (after attention's addition), `layers.N.mlp`
 (after the layer), `norm` or `logits`. Streams are float32 on the CPU with one row per token.
-Forward hooks read them from pre-norm decoders, by Megatron's module names in the trainer and by
-HF's in the engine, which vLLM and SGLang share.
+Forward hooks on pre-norm decoders record the streams. They find modules by Megatron's names in the
+trainer, and in the engine by HF's names, which vLLM and SGLang use too.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ def stages(num_layers: int) -> list[str]:
 def engine_streams(
     engine: ComputingEngine, prompts: Sequence[tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Returns the stages of an idle engine; rows follow the prompts' tokens.
+    """Returns the stages that an idle engine computes, with one row per prompt token.
 
-    `logits` has the last position of each prompt; a rank that gets no logits from vLLM lacks them.
-    Every tensor-parallel rank of a replica must call this.
+    `logits` has one row per prompt, for its last position; it is missing on ranks to which vLLM
+    returns no logits. Every tensor-parallel rank of a replica must call this.
     """
     found: dict[str, list[Tensor]] = {}
     decoder: Any = engine.model.get_submodule("model")
     expected = stages(len(decoder.layers))
     for number, prompt in enumerate(prompts):
-        # One prompt at a time and an empty cache, so that every position is computed here.
+        # One prompt at a time with an empty cache, so that every position is computed here.
         engine.begin_update()
         engine.finish_update(engine.version)
         parts: dict[str, list[Tensor]] = {}
 
         def keep(stage: str, hidden: Tensor, parts: dict[str, list[Tensor]] = parts) -> None:
-            # Copied immediately, because vLLM's kernels overwrite their inputs.
+            # Copy immediately, because vLLM's kernels overwrite their inputs.
             rows = hidden.detach().flatten(0, -2).to("cpu", torch.float32, copy=True)
             parts.setdefault(stage, []).append(rows)
 
@@ -78,8 +79,8 @@ def engine_streams(
 def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
     """Calls `keep` with every stage of a model with HF's module names.
 
-    Layers and norms of vLLM and SGLang return the MLP's output and the stream separately; SGLang's
-    logits are an attribute of a record.
+    In vLLM and SGLang, layers and norms return the MLP's output and the stream separately. SGLang
+    returns an object with the logits as an attribute.
     """
     decoder: Any = model.get_submodule("model")
     modules = dict(model.named_modules())
@@ -120,11 +121,11 @@ def decoder_hooks(model: nn.Module, keep: Keep) -> Iterator[None]:
 def trainer_streams(
     model: ParallelModel, batch: TrainBatch, wanted_N: Tensor, temperature: float
 ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Runs the batch forward once, in the training phase.
+    """Runs one forward pass over the batch, in the training phase.
 
     Args:
         batch: Batch of whole samples.
-        wanted_N: Indices of the tokens whose rows are kept, ascending.
+        wanted_N: Indices of the tokens whose rows are returned, ascending.
         temperature: Temperature of the log-probabilities.
 
     Returns:
@@ -160,7 +161,9 @@ def trainer_streams(
 
 
 def _local_tokens(model: ParallelModel, batch: TrainBatch, one: ModelInput) -> Tensor:
-    """Returns the batch's token at each position that this rank computes; -1 for padding."""
+    """Returns, for each position that this rank computes, the index of its token in the batch; -1
+    for padding.
+    """
     whole, where, layout = one.whole, model.mesh.place, model.mesh.layout
     sample_S = torch.tensor([*whole.sample_indices, -1])[whole.sequence_index_S]
     token_S = batch.offsets[sample_S] + whole.positions_S
@@ -198,7 +201,9 @@ def _megatron_hooks(model: ParallelModel, keep: Keep) -> Iterator[None]:
 
 @torch.no_grad()
 def trainer_logits(model: ParallelModel, norm_ND: Tensor) -> Tensor:
-    """Returns the logits (N, V) of rows of the final norm, equal on every rank."""
+    """Returns the logits (N, V) for rows of the final norm; the result is the same on every
+    rank.
+    """
     world, source = model.world, model.source
     logits_NV = torch.zeros(len(norm_ND), source.shape.vocab_size)
     head = model.chunks[-1]

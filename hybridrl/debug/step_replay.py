@@ -1,10 +1,11 @@
 """Replay of a skipped optimizer step: `hybridrl train CONFIG --replay FILE`.
 
-Collective: every rank searches the same rows in the same order.
+Collective: all ranks search the same rows in the same order.
 
-Finds the rows whose loss or gradient is not finite. Uses the newest checkpoint before that step, or
-the initial weights. A fault of the batch therefore appears again; a fault of the weights appears
-only if they are those of the step, which the report says. Nothing is trained, generated or written.
+Finds the rows whose loss or gradient is not finite, using the newest checkpoint from before the
+step, or the initial weights. A fault in the batch therefore appears again. A fault in the weights
+appears only if the checkpoint has exactly the step's weights, which the report states. Nothing is
+trained, generated or written.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from hybridrl.roles.policy import TERM_TEMPERATURE, Policy
 from hybridrl.roles.roles import Roles, make_roles
 from hybridrl.training.update import Gradients, LossPart
 
-MAX_ROWS = 8  # number of bad rows after which the search ends
+MAX_ROWS = 8  # the search ends after this many bad rows
 
 Passes = Callable[[TrainBatch, float | None], Gradients]
 
@@ -43,19 +44,20 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
     """Runs one rank of the command.
 
     Args:
-        config: Configuration of the run; differences from the saved one are reported.
+        config: Configuration of the run; differences from the saved configuration are reported.
         file: A batch that the run saved.
 
     Returns:
-        The report for JSON, equal on all ranks: `is_finite`; `step`; `update`, which is also the
-            number of optimizer steps within the step that the weights lack; `saved_reason`;
-            `checkpoint` (None for initial weights) and `num_steps_between` it and the step;
-            `changed` knobs; `has_random_states` of the run; `terms_left_out`, which the
-            configuration no longer has; `cause` (None if finite); and `models`. Each model, and
-            each further loss term (with `loss_of`), has its `loss`, the model's `grad_norm`,
-            `micro_batches`, the first `parameter` with a bad gradient, and bad `rows`.
+        The report for JSON, which is the same on all ranks. Its keys are `is_finite`; `step`;
+        `update`, which is also the number of optimizer steps of this step that the weights do not
+        include; `saved_reason`; `checkpoint` (None for initial weights) and `num_steps_between` the
+        checkpoint and the step; `changed` knobs; `has_random_states`, whether the run's random
+        states were restored; `terms_left_out`, loss terms that the configuration no longer has;
+        `cause` (None if finite); and `models`. The entry of each model and of each additional loss
+        term (with `loss_of`) has `loss`, the model's `grad_norm`, `micro_batches`, the first
+        `parameter` with a non-finite gradient, and the bad `rows`.
     """
-    # There is no reshard, so weights stay where Megatron allocates them.
+    # No weights are sent to an engine, so they may stay where Megatron allocates them.
     rollout = config.rollout.model_copy(update={"transport": "packed"})
     start_kernels_in_order(config.train.tp, config.train.cp)
     platform = Platform.detect()
@@ -95,12 +97,14 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
 
 
 def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
-    """Computes a saved batch's gradients without an optimizer step, and reports; collective."""
+    """Computes a saved batch's gradients without an optimizer step, and returns the report.
+    Collective.
+    """
     terms = {name: batch for name, batch in saved.terms.items() if name in roles.terms}
     found = roles.gradients(saved.batch, saved.step - 1, terms)
     is_finite = all(one.is_finite for one in found)
     cause = None if is_finite else first_cause(world, found)
-    # Reported before the search, which overwrites the gradients.
+    # Built before the search, because the search overwrites the gradients.
     models = {
         share.name: _loss_report(world, one, share) | ({"loss_of": one.name} if number else {})
         for one in found
@@ -123,7 +127,7 @@ def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
 
 
 def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
-    """Returns the function that computes the gradients of one loss, and its algorithm."""
+    """Returns the function that computes a loss's gradients, and the loss's algorithm."""
     if name in roles.terms:
         algorithm = roles.terms[name].algorithm
         policy = Policy(
@@ -135,7 +139,9 @@ def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
 
 
 def _load_before(config: Config, meshes: Meshes, roles: Roles, step: int) -> Path | None:
-    """Loads the newest checkpoint from before this step; None if there is none."""
+    """Loads the newest checkpoint from before this step and returns its folder; None if there is
+    none.
+    """
     folder, keep = run_folder(config) / "checkpoints", config.checkpoint.keep
     store = CheckpointStore(folder, meshes.world, keep, layout=meshes.name)
     if (found := store.newest(before_step=step)) is None:
@@ -149,7 +155,9 @@ def _load_before(config: Config, meshes: Meshes, roles: Roles, step: int) -> Pat
 
 
 def _loss_report(world: World, one: Gradients, share: LossPart) -> dict[str, Any]:
-    """Returns the loss of every micro-batch, their sum, and the model's gradient norm."""
+    """Returns the loss of each micro-batch, the sum of these losses, and the model's
+    gradient norm.
+    """
     mine = [
         {"rank": world.rank, "micro_batch": index, "loss": result.loss.item()}
         | {"rows": list(share.rows(index)), "is_bad": index in share.bad_micro_batches()}
@@ -168,7 +176,9 @@ def _loss_report(world: World, one: Gradients, share: LossPart) -> dict[str, Any
 
 
 def _suspects(report: dict[str, Any], batch: TrainBatch) -> list[int]:
-    """Returns the rows of micro-batches whose loss is not finite; all rows if there are none."""
+    """Returns the rows in micro-batches whose loss is not finite; all rows if there are no such
+    micro-batches.
+    """
     bad = {row for micro in report["micro_batches"] if micro["is_bad"] for row in micro["rows"]}
     return sorted(bad) or list(range(batch.num_samples))
 
@@ -176,11 +186,11 @@ def _suspects(report: dict[str, Any], batch: TrainBatch) -> list[int]:
 def _bad_rows(
     passes: Passes, algorithm: Algorithm, batch: TrainBatch, rows: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Returns the first rows whose own loss or gradient is not finite, with the whole batch's
-    denominator.
+    """Returns the first rows whose own loss or gradient is not finite. The loss is divided by the
+    whole batch's denominator.
 
-    Halves the rows, so that a row is found in about log2 of their number passes. This assumes that
-    the loss is a sum over rows; an overflow of the sum itself has no row.
+    Searches by bisection, so that a row among N is found in about log2(N) passes. This assumes that
+    the loss is a sum over rows; if only the sum overflows, no row is found.
     """
     denominator = algorithm.denominator(batch)
     found: list[dict[str, Any]] = []
@@ -213,7 +223,7 @@ def _bad_rows(
 
 
 def changed(saved: str, now: str) -> list[str]:
-    """Returns the knobs whose values differ between two configurations in YAML."""
+    """Returns the knobs whose values differ between two configurations, given as YAML."""
     before, after = (dict(_leaves(safe_load(text), "")) for text in (saved, now))
     return [
         f"{key}: {after.get(key, 'absent')} ({before.get(key, 'absent')} in the run)"

@@ -1,7 +1,7 @@
-"""Verdicts of `hybridrl check --mismatch` from the results of engine and trainer on the same
-tokens.
+"""Verdicts of `hybridrl check --mismatch`, derived from the results of engine and trainer for the
+same tokens.
 
-Owns the five verdicts and their rules. All functions are pure and use CPU tensors; diagnose.py
+Owns the five verdicts and their criteria. All functions are pure and use CPU tensors; diagnose.py
 computes their inputs.
 """
 
@@ -18,8 +18,10 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, SamplingParams
 from hybridrl.training.mismatch import Bounds
 
-JUMP = 10.0  # factor over the stage before by which a stage stands out
-MAX_OUTSIDE = 0.01  # share of sampled tokens that rounding may move outside top_p and top_k
+JUMP = 10.0  # a stage stands out if it exceeds the stage before by this factor
+MAX_OUTSIDE = (
+    0.01  # fraction of sampled tokens that may be outside top_p and top_k, because of rounding
+)
 LOOK_AT = {
     "embedding": "the vocabulary and a scale of the embedding",
     "attention": "rope (theta, scaling), head sizes, query and key norms and biases",
@@ -35,8 +37,8 @@ class Finding:
 
     Args:
         agrees: Whether engine and trainer agree.
-        found: Sentence with the compared numbers.
-        remedy: Advice if they do not agree.
+        found: Sentence that states the compared numbers.
+        remedy: Advice in case they do not agree.
         details: The numbers, for JSON.
     """
 
@@ -56,7 +58,7 @@ class Answer:
 
 
 Placed = Sequence[Sequence[tuple[Answer, slice]]]
-"""Answers of each replica, each with the slice of its tokens in the trainer's columns."""
+"""For each replica its answers, each with the slice of its tokens in the trainer's columns."""
 
 
 @dataclass(frozen=True)
@@ -65,11 +67,11 @@ class Tokenwise:
 
     Args:
         choice: Most probable token.
-        best, own: Log-probability of that token, and of the response's token.
+        best, own: Log-probability of the most probable token, and of the response's token.
         cut: Log-probability of the response's token under the engine's truncated sampling
             distribution.
-        plain: Log-probability of the response's token in the loss: with temperature, without
-            truncation.
+        plain: Log-probability of the response's token as the loss uses it: with temperature,
+            without truncation.
     """
 
     choice: Tensor
@@ -86,23 +88,24 @@ def judge_tokens(
     tokenwise: Tokenwise,
     tie: float,
 ) -> Finding:
-    """Compares the tokens of the ranks of each replica, and greedy tokens with the trainer's
+    """Compares tokens between the ranks of each replica, and greedy tokens with the trainer's
     choice.
 
     Args:
         by_rank: Answers of every rank.
-        tie: Nats by which the trainer's choice may be likelier than the engine's.
+        tie: Largest difference, in nats, between the trainer's and the engine's choice that counts
+            as a tie.
 
     Returns:
-        The verdict; `greedy` in its details has the first replica's answers in the order of
-        prompts.
+        The verdict; `greedy` in its details contains the first replica's greedy answers, ordered by
+        prompt.
     """
     others: list[str] = []
     drawn = [[answer.completion.tokens for answer in answers] for answers in by_rank]
     for rank in layout.ranks:
         first = layout.assignment.index((layout.place(rank)[0], 0))
         if drawn[rank] != drawn[first]:
-            others.append(f"rank {rank} drew other tokens than rank {first} of its replica")
+            others.append(f"rank {rank} sampled other tokens than rank {first} of its replica")
     num_greedy = num_ties = 0
     for replica, answers in enumerate(placed):
         for answer, span in (pair for pair in answers if pair[0].is_greedy):
@@ -113,9 +116,10 @@ def judge_tokens(
             num_ties += int((is_other & (gap <= tie)).sum())
             for place in (is_other & ~(gap <= tie)).nonzero().flatten().tolist():
                 others.append(
-                    f"replica {replica} chose token {int(tokens[place])} as number {place} after "
-                    f"prompt {answer.prompt}, the trainer {int(tokenwise.choice[span][place])}, "
-                    f"which is {float(gap[place]):.2g} nats likelier"
+                    f"at position {place} of the response to prompt {answer.prompt}, replica "
+                    f"{replica} chose token {int(tokens[place])} and the trainer "
+                    f"{int(tokenwise.choice[span][place])}, which is {float(gap[place]):.2g} nats "
+                    f"likelier"
                 )
     counts = {"num_greedy": num_greedy, "num_near_ties": num_ties, "num_others": len(others)}
     greedy = (one.completion for one, _ in placed[0] if one.is_greedy)
@@ -125,18 +129,18 @@ def judge_tokens(
         found = f"{len(others)} differences in {num_greedy} greedy tokens; first: {others[0]}"
         return Finding(False, found, "See the checks below for the cause.", details)
     size = f"{layout.replicas} x tp {layout.tp}"
-    found = f"{num_greedy} greedy tokens of {size} are the trainer's choice; {num_ties} near ties"
+    found = f"{num_greedy} greedy tokens of {size} match the trainer's; {num_ties} near ties"
     return Finding(True, found, details=details)
 
 
 def judge_sampling(
     placed: Placed, tokenwise: Tokenwise, sampling: SamplingParams, bound: float
 ) -> Finding:
-    """Judges how much of the difference comes from the engine's truncation, which the trainer
-    lacks.
+    """Judges how much of the difference is due to truncated sampling, which the trainer does not
+    apply.
 
     Args:
-        bound: Allowed mean difference from truncation, in nats.
+        bound: Allowed mean difference due to truncation, in nats.
     """
     sampled = [pair for answers in placed for pair in answers if not pair[0].is_greedy]
     cut, plain = (
@@ -160,25 +164,26 @@ def judge_sampling(
     if sampling.top_p == 1 and not sampling.top_k:
         return Finding(True, found + "there is no truncation", details=details)
     found += (
-        f"truncation causes {share:.2g} of it (allowed {bound:g}), {same:.2g} remain with the same "
-        f"truncation in the trainer; {outside} tokens are outside the trainer's support"
+        f"truncation causes {share:.2g} of this (allowed {bound:g}); with the same truncation in "
+        f"the trainer the difference is {same:.2g}; {outside} tokens are outside the trainer's "
+        f"support"
     )
     if share <= bound and outside <= MAX_OUTSIDE * len(cut):
         return Finding(True, found, details=details)
-    remedy = "Set rollout.top_p=1 rollout.top_k=0: the trainer does not truncate."
+    remedy = "Set rollout.top_p=1 rollout.top_k=0, because the trainer does not truncate."
     return Finding(False, found, remedy, details)
 
 
 def judge_routing(
     placed: Placed, tokenwise: Tokenwise, own_T: Tensor, bound: float, run_replays: bool
 ) -> Finding:
-    """Judges how much of the difference comes from another choice of experts.
+    """Judges how much of the difference is due to a different choice of experts.
 
     Args:
-        tokenwise: The trainer's results with the engine's experts.
-        own_T: Log-probability of each token with the trainer's own experts.
+        tokenwise: The trainer's results with the experts that the engine chose.
+        own_T: Log-probability of each token with the experts that the trainer itself chose.
         bound: Allowed mean difference, in nats.
-        run_replays: Whether the run trains with the engine's experts.
+        run_replays: Whether the run trains with the experts that the engine chose.
     """
     greedy = [pair for answers in placed for pair in answers if pair[0].is_greedy]
     own, replayed = (float(_gaps(greedy, column).abs().mean()) for column in (own_T, tokenwise.own))
@@ -195,8 +200,8 @@ def judge_routing(
 
 
 def mean_difference(placed: Placed, tokenwise: Tokenwise) -> tuple[float, int]:
-    """Returns the mean absolute difference of the worst replica, and its number. Each token is
-    compared under the distribution that it was drawn from.
+    """Returns the largest mean absolute difference of any replica, and that replica's number. Each
+    token is compared under the distribution from which it was sampled.
     """
     totals = []
     for replica, answers in enumerate(placed):
@@ -213,7 +218,7 @@ def mean_difference(placed: Placed, tokenwise: Tokenwise) -> tuple[float, int]:
 def judge_numerics(
     table: Sequence[Mapping[str, Any]], total: float, replica: int, bounds: Bounds
 ) -> Finding:
-    """Names the first stage that stands out, and judges the final difference in nats.
+    """Names the first stage whose difference stands out, and judges the final difference in nats.
 
     Args:
         table: `stage` and `difference` (relative RMS) of every stage, in order; with a reference
@@ -236,7 +241,7 @@ def judge_numerics(
     )
     for who, stage in wrong.items():
         if stage is not None:
-            found += f"the {who} differs from transformers, first after {stage}; "
+            found += f"the {who} differs from transformers, beginning after {stage}; "
     stage = first or wrong["trainer"] or wrong["engine"]
     if stage is not None:
         remedy = f"Compare config.json and the engine: {LOOK_AT[stage.split('.')[-1]]}."
@@ -246,21 +251,21 @@ def judge_numerics(
     largest = max(table, key=lambda row: row["difference"])
     found += f"no stage stands out; {largest['stage']} differs most: {largest['difference']:.2g}"
     agrees = total <= bounds.warn
-    remedy = "" if agrees else "Rounding may add up over the layers: try model.dtype=float32."
+    remedy = "" if agrees else "Rounding errors may accumulate: try model.dtype=float32."
     return Finding(agrees, found, remedy, details)
 
 
 def _first_error(table: Sequence[Mapping[str, Any]], who: str, floor: float) -> str | None:
-    """Returns the first stage where one side stands out from the reference, if there is one."""
+    """Returns the first stage where one side's error stands out, if there is one."""
     errors = [(row["stage"], row[f"{who}_error"]) for row in table if f"{who}_error" in row]
     return standing_out(errors, floor)
 
 
 def relative_rms(found_ND: Tensor, expected_ND: Tensor) -> float:
-    """Returns the root mean square over rows of each row's relative difference.
+    """Returns the root mean square of the rows' relative differences.
 
-    Rows are scaled one by one: the first token's stream is often 100 times larger and would
-    dominate.
+    Each row is scaled by its own norm, because the first token's stream is often 100 times larger
+    and would dominate.
     """
     difference_N = (found_ND - expected_ND).double().norm(dim=-1)
     ratio_N = difference_N / expected_ND.double().norm(dim=-1).clamp_min(1e-30)
@@ -268,10 +273,10 @@ def relative_rms(found_ND: Tensor, expected_ND: Tensor) -> float:
 
 
 def standing_out(differences: Sequence[tuple[str, float]], floor: float) -> str | None:
-    """Returns the first stage whose difference exceeds both `floor` and JUMP times the stage
-    before.
+    """Returns the first stage whose difference exceeds both `floor` and JUMP times the difference
+    of the stage before.
 
-    A difference that grows past the floor gradually does not stand out.
+    A difference that gradually grows beyond the floor does not stand out.
     """
     before = 0.0
     for stage, difference in differences:
@@ -282,6 +287,6 @@ def standing_out(differences: Sequence[tuple[str, float]], floor: float) -> str 
 
 
 def _gaps(answers: Sequence[tuple[Answer, slice]], column: Tensor) -> Tensor:
-    """Returns the engine's minus the trainer's value for every token of these answers."""
+    """Returns, for every token of these answers, the engine's value minus the trainer's."""
     parts = [torch.tensor(one.completion.logps) - column[span] for one, span in answers]
     return torch.cat(parts).double()

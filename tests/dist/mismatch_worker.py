@@ -283,7 +283,7 @@ def check_reference(trainer: Trainer, agree: dict[str, bool]) -> None:
     assert verdicts(missed) == {**agree, "numerics": False}, missed
     wrong = missed["numerics"].details["first_errors"]
     assert wrong == {"trainer": "layers.1.attention", "engine": "layers.1.attention"}, missed
-    assert "the trainer differs from transformers, first after" in missed["numerics"].found
+    assert "the trainer differs from transformers, beginning after" in missed["numerics"].found
 
 
 def main() -> None:

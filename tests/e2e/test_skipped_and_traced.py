@@ -56,7 +56,7 @@ def test_a_run_stops_says_where_and_is_replayed(tmp_path: Path) -> None:
     assert f"{runs / 'checkpoints' / 'step_4'}, 1 steps older" in said
     assert "row 1 (sample 1, 6 + 4 tokens" in said and "'98+01='" in said and "row 0" not in said
     assert "not finite again: policy/loss is nan in micro-batch" in said
-    assert "first gradient that is not finite: 0/" in said
+    assert "first parameter with a non-finite gradient: 0/" in said
     after = {path: path.stat().st_mtime_ns for path in runs.rglob("*") if path.is_file()}
     assert before == after, "a replay writes nothing into the run"
     said = run("train", config, "--replay", config, expect=2)

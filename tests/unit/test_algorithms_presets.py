@@ -441,15 +441,15 @@ def test_a_preset_gives_defaults_and_yields_to_what_is_set():
         ({"kl_target": 6.0}, "algorithm.kl_target: .* allowed: only with kl_coef above 0"),
         (
             {"part_weights": {"a": 1.0}},
-            "algorithm.part_weights: .* allowed: only with normalize_parts true",
+            "algorithm.part_weights: .* allowed: no value unless normalize_parts is true",
         ),
-        ({"name": "gdpo", "baseline": "pass_at_k"}, "normalize_parts: not with baseline pass_at_k"),
-        ({"name": "gdpo", "kl_coef": 0.1, "kl_in": "reward"}, "normalize_parts: .* kl_in loss"),
+        ({"name": "gdpo", "baseline": "pass_at_k"}, "normalize_parts: false with baseline"),
+        ({"name": "gdpo", "kl_coef": 0.1, "kl_in": "reward"}, "normalize_parts: .* kl_in=reward"),
         (
             {"name": "remax", "max_resampling": 1},
             "max_resampling: .* allowed: 0 with baseline greedy",
         ),
-        ({"name": "kl_cov", "cov_clip_fraction": 0.1}, "cov_kl_fraction: 0 with cov_clip"),
+        ({"name": "kl_cov", "cov_clip_fraction": 0.1}, "cov_kl_fraction: 0, because cov_clip"),
         ({"correction": {"wieght": "token"}}, "Did you mean 'algorithm.correction.weight'"),
         (
             {"correction": {"weight": "token", "min": 3.0}},
@@ -459,11 +459,11 @@ def test_a_preset_gives_defaults_and_yields_to_what_is_set():
             {"correction": {"reject": "token", "reject_max": 0.9}},
             "correction.reject_min: below .* = 0.9",
         ),
-        ({"correction": {"max": 5.0}}, "correction.max: no value while correction.weight is none"),
-        ({"correction": {"bound": "mask"}}, "correction.bound: no value while .*weight is none"),
+        ({"correction": {"max": 5.0}}, "correction.max: no value if correction.weight is none"),
+        ({"correction": {"bound": "mask"}}, "correction.bound: no value if .*weight is none"),
         (
             {"correction": {"weight": "token", "reject_min": 0.5}},
-            "reject_min: no value while .*reject",
+            "reject_min: no value if .*reject",
         ),
         (
             {"name": "rloo", "correction": {"proximal": "behaviour"}},

@@ -92,7 +92,7 @@ def test_top_says_what_waits_in_runs_with_a_lag(folder: Path) -> None:
     lines = run_text(folder).splitlines()
     assert lines[1:3] == [
         "last step: reward 0.250",
-        "queue: 12 samples unfinished, 4 finished samples wait for a step, 0 dropped, "
+        "queue: 12 samples unfinished, 4 finished samples waiting for a step, 0 dropped, "
         "weights 0.44 steps old, 1 at most, training ranks wait 12% of the time, "
         "generating ranks 5%",
     ]

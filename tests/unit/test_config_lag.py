@@ -63,9 +63,13 @@ def test_half_a_step_more_than_a_step_is_in_flight() -> None:
         (
             [LAG, "algorithm.name=online_dpo"],
             "steps.max_policy_lag",
-            "no ratio to the behaviour policy",
+            "does not use the ratio to the behaviour policy",
         ),
-        ([LAG, "algorithm.name=gkd", "algorithm.teacher=t"], "steps.max_policy_lag", "no ratio"),
+        (
+            [LAG, "algorithm.name=gkd", "algorithm.teacher=t"],
+            "steps.max_policy_lag",
+            "does not use",
+        ),
         ([LAG, "algorithm.correction.weight=none"], "algorithm.correction.weight", "older weights"),
     ],
 )
@@ -91,7 +95,7 @@ APART = ("placement.policy=0-3", "placement.rollout=4-7")
         (
             [LAG, *APART, "placement.reference=4-7", "algorithm.kl_coef=0.1"],
             "placement.reference.ranks",
-            "engines on 4-7 generate all the time",
+            "engines on 4-7 generate continuously",
         ),
         (["rollout.unfinished_at_update=0.5"], "rollout.unfinished_at_update", "no value with"),
         (

@@ -147,13 +147,14 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
         (
             ["placement.policy=2-6"],
             "grpo",
-            "placement.policy.ranks: got 2-6; allowed: ranks 0 to 3, because 4 are started. "
+            "placement.policy.ranks: got 2-6; allowed: ranks 0 to 3, because the run has 4 ranks. "
             "Remove rank 4, or start more ranks.",
         ),
         (
             ["placement.policy=first:5"],
             "grpo",
-            "placement.policy.ranks: got first:5; allowed: at most the 4 ranks. Name fewer.",
+            "placement.policy.ranks: got first:5; allowed: at most 4, the number of ranks. "
+            "Name fewer.",
         ),
         (
             ["placement.critic=last:0"],
@@ -164,7 +165,7 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
         (
             ["placement.rollout=node:2"],
             "grpo",
-            "placement.rollout.ranks: got node:2; allowed: nodes 0 to 1, of 2 ranks each. Name "
+            "placement.rollout.ranks: got node:2; allowed: nodes 0 to 1, with 2 ranks each. Name "
             "another node.",
         ),
         (
@@ -183,7 +184,8 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
             ["placement.critic={ranks: 1-3, tp: 2}"],
             "ppo",
             "placement.critic: tp * pp * cp: got 2 * 1 * 1 = 2; allowed: a divisor of its 3 ranks, "
-            "1-3. Set placement.critic.tp, .pp or .cp (by default those of `train`), or give it "
+            "1-3. Set placement.critic.tp, .pp or .cp (by default the sizes in `train`), or give "
+            "it "
             "other ranks.",
         ),
         (
@@ -219,20 +221,20 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
         (
             ["placement.rewards.judge=0"],
             "grpo",
-            "placement.rewards.judge: got 0; allowed: no value for a scorer without a reward "
-            "model; no scorer has one. Remove placement.rewards.judge.",
+            "placement.rewards.judge: got 0; allowed: no value for a scorer that has no "
+            "reward model; no scorer has one. Remove placement.rewards.judge.",
         ),
         (
             ["placement.rewards.juge=0", ONE_REWARD],
             "grpo",
-            "placement.rewards.juge: got 0; allowed: no value for a scorer without a reward "
-            "model; only judge has one. Remove placement.rewards.juge.",
+            "placement.rewards.juge: got 0; allowed: no value for a scorer that has no "
+            "reward model; only judge has one. Remove placement.rewards.juge.",
         ),
         (
             ["placement.policy=0", "placement.rollout=2"],
             "grpo",
-            "placement: got nothing on ranks 1,3 of 4; allowed: a model or an engine on every "
-            "rank. Place a role on them, or start fewer ranks.",
+            "placement: got no model or engine on ranks 1,3 of 4; allowed: a model or an engine on "
+            "every rank. Place a role on them, or start fewer ranks.",
         ),
     ],
 )
@@ -263,7 +265,7 @@ def test_heads_that_a_critics_own_size_cannot_cut_are_refused() -> None:
 
 def test_gpus_of_several_kinds_are_not_mixed_by_accident() -> None:
     told = "placement.critic.ranks: got 1-2, which have NVIDIA A30 and NVIDIA H100 80GB HBM3; "
-    told += "allowed: GPUs of one kind, because the slowest sets the pace. Choose with "
+    told += "allowed: GPUs of one kind, because all would wait for the slowest. Select ranks with "
     told += "gpu:NAME, or set placement.critic.mixed_gpus=true."
     assert found("placement.critic=1-2", algorithm="ppo", gpus=UNLIKE) == [told]
     mixed = "placement.critic={ranks: 1-2, mixed_gpus: true}"

@@ -227,7 +227,7 @@ MINIMAL = {"run": {"name": "a"}, "model": {"init": "m"}, "algorithm": {"name": "
 @pytest.mark.parametrize(
     ("section", "said"),
     [
-        ({"prompts": ["a", "b"], "weights": [1]}, "one for each of 2 sources, not 1"),
+        ({"prompts": ["a", "b"], "weights": [1]}, "2 numbers, one per source, not 1"),
         ({"prompts": "a", "weights": [0]}, "a list of finite numbers above 0"),
         ({"prompts": "a", "weights": 1.0}, "a list of finite numbers above 0"),
         ({"system_prompt": "x"}, "no value without chat_template=true"),

@@ -114,9 +114,11 @@ def test_tokens_agree_up_to_near_ties() -> None:
     near = tokens_of([(5, 7)] * 4, trainer)
     assert near.agrees and near.details["num_near_ties"] == 2
     far = tokens_of([(5, 7)] * 4, trainer, tie=1e-4)
-    assert not far.agrees and "token 7 as number 1" in far.found and "trainer 6" in far.found
+    assert (
+        not far.agrees and "at position 1" in far.found and "token 7 and the trainer 6" in far.found
+    )
     apart = tokens_of([(5, 6), (5, 6), (5, 6), (5, 5)], trainer)
-    assert not apart.agrees and "rank 3 drew other tokens than rank 2" in apart.found
+    assert not apart.agrees and "rank 3 sampled other tokens than rank 2" in apart.found
 
 
 def test_sampling_tells_truncation_from_numerics() -> None:

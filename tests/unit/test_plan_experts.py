@@ -119,7 +119,7 @@ def test_plan_of_replayed_experts_counts_what_they_take(config_file: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "key", "said"),
     [
-        (["rollout.engine=scripted"], "algorithm.router_replay", "does not report the experts"),
+        (["rollout.engine=scripted"], "algorithm.router_replay", "does not report which experts"),
         (["model.init=DENSE"], "algorithm.router_replay", "off with a dense model"),
     ],
 )

@@ -194,4 +194,4 @@ def test_replay_says_how_old_the_weights_are(steps: int, update: int, said: str)
     }
     text = replay_text(report)
     assert said in text
-    assert ("random states: not the run's" in text) is (steps != 0)
+    assert ("random states: not restored" in text) is (steps != 0)

@@ -68,7 +68,7 @@ def test_starter_takes_a_reward_of_ones_own(here: Path) -> None:
         (["grp", "model"], "TASK", "Did you mean 'grpo'?"),
         (["gpro", "model"], "TASK", "Did you mean 'grpo'?"),
         (["gkd", "model"], "--teacher", "gkd learns from a teacher"),
-        (["grpo", "model", "--teacher", "model"], "--teacher", "grpo learns from no teacher"),
+        (["grpo", "model", "--teacher", "model"], "--teacher", "grpo does not use a teacher"),
         (["grpo", "model", "--engine", "vlm"], "--engine", "allowed: hf, vllm, sglang."),
         (["grpo", "model", "--output", "model"], "--output", "does not exist"),
         (["grpo", "model/config.json"], "MODEL", "Pass its folder"),

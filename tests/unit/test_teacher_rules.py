@@ -80,13 +80,13 @@ def test_a_teacher_of_another_family_and_size_may_teach(tmp_path: Path) -> None:
         ({}, ["algorithm.teacher=none/such/place"], "algorithm.teacher: got none/such/place"),
         ({}, ["algorithm.top_k=257"], "algorithm.top_k: got 257; allowed: at most the model's 256"),
         ({"vocab_size": 250}, [], "with 250 tokens; allowed: a teacher with the policy's 256"),
-        ({"vocab_size": 300}, [], "or with more and equal tokens in the tokenizer.json of both"),
+        ({"vocab_size": 300}, [], "or with more tokens and a tokenizer.json that agrees"),
         ({"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}, ["train.tp=4"],
          "train.tp: got 4; allowed: a divisor of the teacher's 6 attention heads"),
         ({"num_hidden_layers": 1}, ["train.pp=2"], "at most the teacher's 1 layers"),
         ({"architectures": ["GPT2LMHeadModel"]}, [], "GPT2LMHeadModel"),
         ({}, ["train.critic_learning_rate=1e-5"], "train.critic_learning_rate"),
-        ({}, ["steps.samples_per_prompt=2"], "1 with algorithm distillation, which uses the data"),
+        ({}, ["steps.samples_per_prompt=2"], "1 with algorithm distillation, which uses responses"),
     ],
 )  # fmt: skip
 def test_a_teacher_that_cannot_teach_is_refused_by_name(
@@ -111,10 +111,10 @@ def test_a_larger_embedding_is_taken_where_the_tokenizers_agree(tmp_path: Path) 
     found = violations(tmp_path, f"algorithm.teacher={tmp_path / 'other'}")
     assert len(found) == 1
     assert (
-        "whose token 1 is 'c'; allowed: a teacher with the policy's tokens, whose token 1"
+        "in which token 1 is 'c'; allowed: a teacher with the policy's tokens, in which token 1"
         in found[0]
     )
-    assert "a teacher of the policy's family" in found[0]
+    assert "a teacher from the policy's model family" in found[0]
 
 
 def test_a_teacher_alone_needs_no_answers_in_the_data(tmp_path: Path) -> None:
