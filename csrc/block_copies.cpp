@@ -1,8 +1,9 @@
-// Queues copies of contiguous blocks for the GPU's copy engines, and waits between streams before
-// and after them: one call from Python, and one of the CUDA runtime for all blocks.
+// Enqueues copies of contiguous blocks on the GPU's copy engines, and waits between streams before
+// and after the copies. Python makes one call, which makes a single CUDA runtime call for all
+// blocks.
 //
-// The engines idle between copies that are queued one by one or in a CUDA graph. A batch avoids
-// this; graphs cannot capture batches (docs/adr/0003).
+// If copies are enqueued one by one or in a CUDA graph, the engines idle between them. A batch of
+// copies avoids this, but a graph cannot capture a batch (docs/adr/0003).
 
 #include <Python.h>
 
@@ -19,7 +20,8 @@ void check(cudaError_t code, const char* what) {
 
 cudaStream_t as_stream(int64_t handle) { return reinterpret_cast<cudaStream_t>(handle); }
 
-// Makes later work on the stream pairs[i] wait for all queued work on the stream pairs[i + 1].
+// Makes operations enqueued later on the stream pairs[i] wait for all operations enqueued so far on
+// the stream pairs[i + 1].
 void wait(at::IntArrayRef pairs) {
   TORCH_CHECK(pairs.size() % 2 == 0, "waits are pairs of streams");
   for (size_t i = 0; i < pairs.size(); i += 2) {
@@ -32,8 +34,9 @@ void wait(at::IntArrayRef pairs) {
   }
 }
 
-// table: int64 on the CPU, (3, num_blocks): rows of destinations, sources and bytes. stream: not
-// the default one. first, then: (waiting, awaited) pairs of streams, before and after the copies.
+// table: int64 tensor of shape (3, num_blocks) on the CPU, with rows for destination addresses,
+// source addresses and sizes in bytes. stream: must not be the default stream. first, then:
+// (waiting, awaited) pairs of streams for the waits before and after the copies.
 void queue_blocks(const at::Tensor& table, int64_t stream, at::IntArrayRef first,
                   at::IntArrayRef then) {
   TORCH_CHECK(table.device().is_cpu() && table.scalar_type() == at::kLong && table.dim() == 2 &&

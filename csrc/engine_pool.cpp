@@ -1,10 +1,10 @@
-// An allocator for torch's memory pools. Its pieces of physical memory can be released, replaced or
-// lent (hybridrl/hybrid_engine/memory/lending.py), while their addresses stay reserved. Tensors and
-// CUDA graphs are valid again once memory is mapped there.
+// An allocator for torch's memory pools. The physical memory of its pieces can be released,
+// replaced or lent (hybridrl/hybrid_engine/memory/lending.py), while their addresses stay reserved.
+// Tensors and CUDA graphs become valid again once memory is mapped at their addresses.
 //
-// This file only creates and destroys pieces: torch does so under its own lock, when nothing may
-// wait for Python. In between, parallel/device_mapping.py maps and unmaps memory, and
-// set_engine_piece records the mapped handle.
+// This file only creates and destroys pieces. Torch calls it while holding its own lock, when
+// nothing may wait for Python. During a piece's life, parallel/device_mapping.py maps and unmaps
+// its memory, and set_engine_piece records the handle of the mapped memory.
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
@@ -27,7 +27,8 @@ struct Piece {
 auto& lock = *new std::mutex;
 auto& pieces = *new std::map<CUdeviceptr, Piece>;
 
-// Finds a function of the driver. It is not linked, so that the library loads without a driver.
+// Finds a driver function at run time. The driver is not linked, so that this library loads without
+// it.
 template <typename Function>
 Function* function(const char* name) {
   static void* library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -60,7 +61,7 @@ bool make(size_t size, int device, CUdeviceptr* address, CUmemGenericAllocationH
   return false;
 }
 
-// Returns address, bytes and handle of each piece, by address.
+// Returns address, size in bytes and handle of each piece, in order of addresses.
 std::vector<int64_t> engine_pieces() {
   const std::lock_guard<std::mutex> guard(lock);
   std::vector<int64_t> found;
@@ -72,7 +73,7 @@ std::vector<int64_t> engine_pieces() {
   return found;
 }
 
-// Records the handle of the memory that is mapped at a whole piece; 0 for none.
+// Records the handle of the memory that is mapped for a piece; 0 if none is mapped.
 void set_engine_piece(int64_t address, int64_t handle) {
   const std::lock_guard<std::mutex> guard(lock);
   const auto found = pieces.find(static_cast<CUdeviceptr>(address));

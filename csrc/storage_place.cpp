@@ -1,5 +1,5 @@
-// Moves the storage of a tensor to addresses that other code maps. Tensors and views that share the
-// storage stay valid, as when torch resizes it.
+// Moves a tensor's storage to addresses that other code maps. All tensors and views of the storage
+// stay valid, as they do when torch resizes it.
 
 #include <torch/library.h>
 
@@ -7,8 +7,9 @@
 
 namespace {
 
-// Frees the storage's previous memory. address: num_bytes on the tensor's device, which must stay
-// mapped while the storage is used and are not freed with it. Address 0 with 0 bytes: no memory.
+// Frees the storage's previous memory. address: start of num_bytes bytes on the tensor's device.
+// They must stay mapped while the storage is in use, and are not freed with it. With address 0 and
+// 0 bytes, the storage has no memory.
 void place_storage(const at::Tensor& tensor, int64_t address, int64_t num_bytes) {
   TORCH_CHECK(num_bytes >= 0 && (address != 0 || num_bytes == 0), "address 0 needs 0 bytes");
   c10::StorageImpl* storage = tensor.storage().unsafeGetStorageImpl();

@@ -1,1 +1,1 @@
-"""Device kernels, one operation per file, and `reference`, their definition in plain PyTorch."""
+"""Device kernels, one operation per file; `reference` implements them in plain PyTorch."""

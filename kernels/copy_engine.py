@@ -1,12 +1,13 @@
 """Copies many contiguous blocks with the GPU's copy engines, in one call.
 
-Over NVLink, copy engines read in larger packets than multiprocessors do: 370 GB/s per GPU on four
-H200, against 330 (benchmarks/results/reshard_h200.json). All blocks must be in one call: with one
-call per block, or in CUDA graphs, the engines idle between copies (225 GB/s at 34 MB per block).
+Copy engines are faster than multiprocessors over NVLink, because they read in larger packets: 370
+GB/s per GPU on four H200, instead of 330 (benchmarks/results/reshard_h200.json). All blocks must be
+passed in one call. With one call per block, or in CUDA graphs, the engines idle between copies (225
+GB/s for blocks of 34 MB).
 
-`CompiledBlockCopies` is one call of csrc/block_copies.cpp, including waits between streams.
-`BlockCopies` needs no compiled code: it uses torch's waits and calls cuMemcpyBatchAsync of the
-driver's API (CUDA 12.8 and later) through ctypes. Both queue the same work.
+`CompiledBlockCopies` makes a single call to csrc/block_copies.cpp, which also enqueues waits
+between streams. `BlockCopies` needs no compiled code: it uses torch's waits and calls the driver's
+cuMemcpyBatchAsync (CUDA 12.8 and later) through ctypes. Both enqueue the same operations.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ Stream: TypeAlias = Any
 """`torch.cuda.Stream`; None on CPU."""
 
 Waits: TypeAlias = Sequence[tuple[Stream, Stream]]
-"""(waiting, awaited): later work of the first stream waits for all queued work of the second."""
+"""(waiting, awaited): operations enqueued later on the first stream wait for all operations
+enqueued so far on the second.
+"""
 
 
 class _Location(ctypes.Structure):
@@ -50,8 +53,8 @@ class BlockCopies:
     """A fixed list of copies of contiguous blocks.
 
     Args:
-        pairs: (source, destination) views, contiguous, of equal sizes and types. Destinations do
-            not overlap, and tensors keep their addresses. Memory of peers is allowed.
+        pairs: (source, destination) views, contiguous and of equal sizes and types. Destinations
+            must not overlap, and tensors must not move. Views may be in peers' memory.
     """
 
     def __init__(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -66,18 +69,18 @@ class BlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of driver calls in a run."""
+        """Number of driver calls per run."""
         return int(self._count.value > 0)
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
-        """Queues all copies on a stream other than the default one.
+        """Enqueues all copies on a stream, which must not be the default stream.
 
         Args:
-            stream: Stream of the current device.
-            first, then: Waits queued before and after the copies.
+            stream: Stream on the current device.
+            first, then: Waits to enqueue before and after the copies.
 
         Raises:
-            RuntimeError: If the driver refuses the copies.
+            RuntimeError: The driver rejects the copies.
         """
         for waiting, awaited in first:
             waiting.wait_stream(awaited)
@@ -106,7 +109,7 @@ class BlockCopies:
 
 
 class CompiledBlockCopies:
-    """The same copies through csrc/block_copies.cpp.
+    """Like `BlockCopies`, but calls csrc/block_copies.cpp.
 
     Args:
         pairs: See `BlockCopies`.
@@ -120,20 +123,20 @@ class CompiledBlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of driver calls in a run."""
+        """Number of driver calls per run."""
         return int(self._table.size(1) > 0)
 
     def run(self, stream: Stream, first: Waits = (), then: Waits = ()) -> None:
-        """Queues all copies on a stream; see `BlockCopies.run`."""
+        """Enqueues all copies on a stream; see `BlockCopies.run`."""
         self._queue_blocks(self._table, stream.cuda_stream, _handles(first), _handles(then))
 
 
 def block_table(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """Returns the addresses and sizes of copies, int64 of shape (3, len(pairs)) on the CPU: rows of
-    destinations, sources and bytes.
+    """Returns a table of copies, int64 of shape (3, len(pairs)) on the CPU, with rows for
+    destination addresses, source addresses and sizes in bytes.
 
     Raises:
-        ValueError: If a view is not contiguous, or a pair's views differ in bytes.
+        ValueError: A view is not contiguous, or a pair's views differ in size.
     """
     for source, dest in pairs:
         if source.nbytes != dest.nbytes or not (source.is_contiguous() and dest.is_contiguous()):
@@ -153,17 +156,19 @@ def _handles(waits: Waits) -> list[int]:
 
 
 def has_copy_engine() -> bool:
-    """Whether this host's driver supports batched copies."""
+    """Whether the host's driver supports batched copies."""
     try:
         _batch_call()
-    except (OSError, AttributeError):  # no driver, or older than CUDA 12.8
+    except (OSError, AttributeError):  # no driver, or a driver older than CUDA 12.8
         return False
     return True
 
 
 @cache
 def _batch_call() -> tuple[Any, tuple[Any, ...]]:
-    """Returns the driver's function, and its extra argument in its first version."""
+    """Returns the driver's function for batched copies, and the extra argument that its first
+    version needs.
+    """
     driver = ctypes.CDLL("libcuda.so.1")
     if hasattr(driver, "cuMemcpyBatchAsync_v2"):
         return driver.cuMemcpyBatchAsync_v2, ()

@@ -1,12 +1,13 @@
-"""Draws tokens from the softmax of logits, with the randomness of each row, in one launch.
+"""Draws tokens from the softmax of logits in one launch, with a separate random number for each
+row.
 
-PyTorch needs some 60 launches and 8 passes over fp32 copies of the logits. This kernel makes two
-passes over the model's own logits: one for the largest logit, one for sums of exponentials. Only
-the block of the vocabulary that contains the draw is accumulated a second time. A row's result
-depends on nothing but the row.
+PyTorch needs about 60 launches and 8 passes over fp32 copies of the logits. This kernel makes two
+passes over the logits in the model's type: one to find the largest logit, one to sum exponentials.
+Then only the block of columns that contains the draw is accumulated again. A row's result does not
+depend on other rows.
 
-Ideal, for B rows and V columns of 2 bytes: 4 B V bytes. The second half comes from the cache if the
-GPU's cache holds a row.
+Ideal memory traffic for B rows and V columns of 2 bytes: 4 B V bytes. The second pass reads from
+the GPU's cache if rows fit into it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-# Columns of a block, and the maximum number of blocks in a row: vocabularies of up to a million.
+# Number of columns in a block, and maximum number of blocks in a row. Vocabularies may have up to a
+# million tokens.
 WIDTH = 4096
 MOST_BLOCKS = 256
 
@@ -32,7 +34,7 @@ def draw_rows(
     seed_B: torch.Tensor,
     count_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token of each row; see `reference.draw_rows` for arguments and result."""
+    """Draws one token per row; see `reference.draw_rows` for arguments and result."""
     num_rows, vocab = logits_BV.shape
     tokens = torch.empty(num_rows, dtype=torch.int64, device=logits_BV.device)
     logps = torch.empty(num_rows, dtype=torch.float32, device=logits_BV.device)
@@ -115,7 +117,7 @@ def _draw_row(
         greedy = tl.where(top > largest, block * WIDTH + tl.argmax(scaled, 0), greedy)
         largest = tl.maximum(largest, top)
 
-    # A NaN logit makes the sum and the log-probability NaN, which the caller refuses.
+    # A NaN logit makes the sum and the log-probability NaN, which the caller rejects.
     sums = tl.zeros((BLOCKS,), dtype=tl.float64)
     for block in range(0, blocks):
         column = block * WIDTH + lane
@@ -126,7 +128,7 @@ def _draw_row(
 
     bits = _bits(tl.load(seed_ptr + row), tl.load(count_ptr + row)) >> 16
     drawn = bits.to(tl.float64) * UNIT * total
-    # The sums' rounding may differ from the draw's, so blocks without weight are excluded.
+    # The sums and the draw may be rounded differently, so blocks with probability 0 are excluded.
     reached = tl.min(tl.where((ends > drawn) & (sums > 0), which, BLOCKS), 0)
     last = tl.max(tl.where(sums > 0, which, 0), 0)
     chosen = tl.minimum(reached, last)

@@ -1,12 +1,12 @@
-"""Copies many rectangles between tensors in one launch, from a table that is built once.
+"""Copies many rectangles between tensors in one launch, using a table that is built once.
 
-All copies of a reshard have this form: kept tensors, packing and unpacking for a peer, and reads of
-a peer's memory copy rectangles of one tensor to rectangles of another. Ideal: every byte is read
-once and written once. The time is twice the bytes over the memory bandwidth, or the bytes over the
-link's rate if sources are behind a link.
+All copies of a reshard have this form: local copies, packing, unpacking and reading a peer's memory
+all copy rectangles of one tensor to rectangles of another. Ideal: every byte is read once and
+written once. The time is then twice the number of bytes divided by the memory bandwidth, or, if
+sources are read over a link, the number of bytes divided by the link's rate.
 
-The table holds for each tile of a rectangle: both addresses, rows, columns and both row strides.
-Addresses are fixed when it is built, so the tensors must keep theirs.
+For each tile of a rectangle the table contains both addresses, the numbers of rows and columns, and
+both row strides. Because it contains addresses, tensors must not move after it is built.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import torch
 import triton
 import triton.language as tl
 
-# Units that a program has in flight (a power of two), and the steps of a tile. 2048 x 16 bytes keep
-# the link busy; four steps keep the table small: 48 bytes for 128 KiB of data.
+# TILE: number of units that a program has in flight, a power of two; 2048 x 16 bytes keep the link
+# busy. STEPS: number of steps in which a program copies a tile; four steps keep the table small, 48
+# bytes per 128 KiB of data.
 TILE = 2048
 STEPS = 4
 WARPS = 8
 FIELDS = 6
-# Element type and number of elements by unit size in bytes. Copies without a cast use the largest
-# unit that divides all addresses, widths and strides.
+# Element type and number of elements for each unit size in bytes. Copies without a cast use the
+# largest unit that divides all addresses, widths and strides.
 UNITS = {
     16: (torch.int64, 2),
     8: (torch.int64, 1),
@@ -49,7 +50,7 @@ Entry = TypeVar("Entry")
 
 
 class Kind(NamedTuple):
-    """Element types of a copy, and the number of elements in a unit."""
+    """Element types of a copy, and its number of elements per unit."""
 
     source: torch.dtype
     dest: torch.dtype
@@ -57,14 +58,15 @@ class Kind(NamedTuple):
 
 
 class RectangleCopies:
-    """A fixed list of copies, run as one launch for each pair of element types.
+    """A fixed list of copies, executed as one launch for each pair of element types.
 
     Args:
         pairs: (source, destination) views of equal shapes, with a contiguous last dim. Destinations
             do not overlap. Sources may be on another device whose memory this one can read.
         device: Device that runs the copies.
-        lanes: Link that each pair's source is read through; None if all use the same one. Copies of
-            all lanes are spread evenly over the launch, so that all links stay busy.
+        lanes: For each pair, the number of the link over which its source is read; None if all
+            pairs use the same link. Each lane's copies are spread evenly over the launch, so that
+            all links stay busy.
         programs: Maximum number of concurrent programs; None for one program per tile.
     """
 
@@ -92,12 +94,12 @@ class RectangleCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of kernels in a run."""
+        """Number of kernels per run."""
         return len(self._launches)
 
     @property
     def table_bytes(self) -> int:
-        """Device memory of the tables."""
+        """Device memory that the tables occupy, in bytes."""
         return sum(table.nbytes for table, _ in self._launches)
 
     def run(self) -> None:
@@ -106,10 +108,11 @@ class RectangleCopies:
             self._compiled[number] = self._launch(table, kind, self._compiled[number])
 
     def _launch(self, table: torch.Tensor, kind: Kind, compiled: Any) -> Any:
-        """Runs the copies of one table; returns the compiled kernel.
+        """Executes the copies in one table; returns the compiled kernel.
 
-        A compiled kernel is launched directly. Triton's own lookup by the types of all arguments
-        takes the host longer than the launch, and delays small copies.
+        From the second run on, the compiled kernel is launched directly. Triton's lookup by the
+        types of all arguments takes longer on the host than the launch itself, and would delay
+        small copies.
         """
         grid = min(len(table), self._programs or len(table))
         turns = -(-len(table) // grid)
@@ -124,7 +127,7 @@ class RectangleCopies:
             STEPS,
             1 << (turns - 1).bit_length(),  # a power of two, to compile few variants
         )
-        if compiled is None:  # the first run, and every run of Triton's interpreter
+        if compiled is None:  # the first run, or any run in Triton's interpreter
             return _copy_rectangles[(grid,)](*arguments, num_warps=WARPS)
         compiled[(grid, 1, 1)](*arguments)
         return compiled
@@ -142,7 +145,7 @@ def _copy_rectangles(  # type: ignore[no-untyped-def]  # Triton's types are not 
     STEPS: tl.constexpr,
     TURNS: tl.constexpr,
 ):
-    # The address of a unit is a multiple of its size (_as_units), so Triton moves it in one access.
+    # A unit's address is a multiple of its size (_as_units), so Triton copies it with one access.
     source_size: tl.constexpr = SOURCE.primitive_bitwidth // 8 * UNIT
     dest_size: tl.constexpr = DEST.primitive_bitwidth // 8 * UNIT
     element = tl.arange(0, UNIT)[None, :]
@@ -170,7 +173,7 @@ def _copy_rectangles(  # type: ignore[no-untyped-def]  # Triton's types are not 
 
 
 def _rectangles(source: torch.Tensor, dest: torch.Tensor) -> Iterator[tuple[Kind, Tile]]:
-    """Yields the rectangles of a copy, counted in units."""
+    """Yields the rectangles of a copy; sizes and strides are numbers of units."""
     if source.shape != dest.shape:
         raise ValueError(
             f"a copy from shape {tuple(source.shape)} to another shape, {tuple(dest.shape)}"
@@ -194,7 +197,7 @@ def _rectangles(source: torch.Tensor, dest: torch.Tensor) -> Iterator[tuple[Kind
 
 
 def _as_units(entry: Tile, itemsize: int) -> tuple[Kind, Tile]:
-    """Returns the widest unit that the copy can move, and the rectangle in units."""
+    """Returns the widest unit that the copy can use, and the rectangle in these units."""
     sizes = [entry[0], entry[1], *(count * itemsize for count in entry[3:])]
     width = next(width for width in UNITS if all(size % width == 0 for size in sizes))
     columns, source_stride, dest_stride = (count * itemsize // width for count in entry[3:])
@@ -203,7 +206,9 @@ def _as_units(entry: Tile, itemsize: int) -> tuple[Kind, Tile]:
 
 
 def _tiles(entry: Tile, source_size: int, dest_size: int) -> Iterator[Tile]:
-    """Splits a rectangle into tiles of whole rows, or of pieces of longer rows."""
+    """Splits a rectangle into tiles of whole rows, or into pieces of rows that are longer than a
+    tile.
+    """
     source, dest, rows, columns, source_stride, dest_stride = entry
     most = TILE * STEPS
     step = max(1, most // columns)
@@ -222,7 +227,7 @@ def _tiles(entry: Tile, source_size: int, dest_size: int) -> Iterator[Tile]:
 
 
 def spread(by_lane: Mapping[int, Sequence[Entry]]) -> list[Entry]:
-    """Returns all tiles, with each lane's tiles in order and spread evenly over the result."""
+    """Returns all tiles; each lane's tiles are in order and spread evenly over the result."""
     placed = [
         ((number + 0.5) / len(tiles), tile)
         for tiles in by_lane.values()

@@ -1,7 +1,8 @@
-"""Definitions of all kernels in plain PyTorch: fp32 accumulation, no launch parameters, no
-collectives.
+"""Reference implementations of all kernels in plain PyTorch, with fp32 accumulation and without
+launch parameters or collectives.
 
-Shapes: T tokens, D hidden size, V this rank's vocabulary columns, K chosen columns of a token.
+Shape suffixes: T tokens, D hidden size, V this rank's vocabulary columns, K chosen columns per
+token.
 """
 
 from __future__ import annotations
@@ -11,23 +12,24 @@ from typing import NamedTuple
 
 import torch
 
-# Tokens in a chunk of logits: 1024 x 152k x 4 bytes = 0.6 GB for the largest vocabularies.
+# Number of tokens in a chunk of logits. With 152k columns a chunk takes 1024 x 152k x 4 bytes = 0.6
+# GB.
 CHUNK_TOKENS = 1024
-# Bytes in a chunk of gathered weight rows, fp32.
+# Bytes in a chunk of gathered fp32 weight rows.
 CHUNK_BYTES = 1 << 27
 LOWEST = -1e30
-RUNS = (512, 256, 128, 64, 32)  # possible sizes of the runs in `invert_rows`
+RUNS = (512, 256, 128, 64, 32)  # possible numbers of columns per run in `invert_rows`
 GOLDEN = 0x9E3779B97F4A7C15
 
 
 class VocabStats(NamedTuple):
-    """Softmax statistics of tokens over one vocabulary shard, each (T,) fp32.
+    """Softmax statistics of each token over one vocabulary shard, each of shape (T,), fp32.
 
     Args:
         max_T: Largest logit.
         sum_T: Sum of exp(logit - max).
         weighted_T: Sum of exp(logit - max) * (logit - max).
-        target_T: The target's logit; 0 if the target is in another shard.
+        target_T: Logit of the target token; 0 if the target is in another shard.
     """
 
     max_T: torch.Tensor
@@ -43,14 +45,15 @@ def vocab_stats(
     temperature: float,
     cap: float = 0.0,
 ) -> VocabStats:
-    """Computes the softmax statistics of one vocabulary shard without keeping its logits.
+    """Computes the softmax statistics of one vocabulary shard without storing all of its logits.
 
     Args:
         hidden_TD: Last hidden states.
-        weight_VD: Output weights of this shard, without padding columns.
-        target_T: The target's column in this shard, int64; -1 if it is in another shard.
+        weight_VD: This shard's output weights, without padding.
+        target_T: Column of the target token in this shard, int64; -1 if it is in another shard.
         temperature: Divisor of the logits.
-        cap: Soft cap c of logits, which are c tanh(product / c) before the temperature; 0 for none.
+        cap: Soft cap c: logits are c tanh(product / c), then divided by the temperature. 0 for no
+            cap.
     """
     if 0 in (hidden_TD.size(0), weight_VD.size(0)):
         zeros = torch.zeros(hidden_TD.size(0), device=hidden_TD.device)
@@ -82,25 +85,25 @@ def vocab_backward(
     cap: float = 0.0,
     is_trained: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes this shard's part of the gradients of log-probability and entropy.
+    """Computes this shard's contribution to the gradients of log-probability and entropy.
 
-    With z the logits, p = softmax(z), H the entropy: d logp / dz_j = [j is target] - p_j and dH /
-    dz_j = -p_j (log p_j + H).
+    For logits z, p = softmax(z) and entropy H: d logp / dz_j = [j is target] - p_j and dH / dz_j =
+    -p_j (log p_j + H).
 
     Args:
         hidden_TD, weight_VD, target_T, temperature, cap: See `vocab_stats`.
         max_T, log_sum_T, entropy_T: Largest logit, logarithm of the sum of exp(logit - max), and
-            entropy, over all shards, fp32. log p is computed as logit - max - log_sum in this
-            order, which keeps precision for large logits.
+            entropy, over all shards, fp32. log p is computed as (logit - max) - log_sum, which
+            stays precise for large logits.
         grad_logp_T, grad_entropy_T: Gradients of the loss, fp32; `grad_entropy_T` is None if the
             loss does not depend on the entropy.
-        grad_weight_VD: fp32 tensor to which the weight's gradient is added; if None, it is a new
-            tensor of the weight's type.
-        is_trained: Whether the weight has a gradient.
+        grad_weight_VD: fp32 tensor to which the weight's gradient is added; if None, a new tensor
+            of the weight's type is returned.
+        is_trained: Whether the weight needs a gradient.
 
     Returns:
-        Gradient of hidden_TD (to be summed over shards), and gradient of weight_VD, None if it is
-        not trained.
+        Gradient of hidden_TD (to be summed over shards), and gradient of weight_VD (None if it is
+        not trained).
     """
     grad_hidden = torch.zeros_like(hidden_TD)
     grad_weight = _fp32_gradient(weight_VD, grad_weight_VD, is_trained)
@@ -140,19 +143,19 @@ def _fp32_gradient(
 def vocab_top(
     hidden_TD: torch.Tensor, weight_VD: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds each token's largest logits in one vocabulary shard.
+    """Finds the largest logits of each token in one vocabulary shard.
 
-    Products have the tensors' own type and no cap, which would not change their order. Among
-    columns with equal products, any may be chosen.
+    Logits are computed in the tensors' type. No cap is applied, because a cap would not change the
+    order. If logits are equal, any of their columns may be chosen.
 
     Args:
         hidden_TD: Last hidden states.
-        weight_VD: Output weights of this shard, without padding columns.
+        weight_VD: This shard's output weights, without padding.
         count: Number of logits to find per token.
 
     Returns:
-        Logits, fp32, and columns in this shard, int64, each (T, count). If the shard has fewer
-        columns, the rest is LOWEST and -1.
+        Logits (fp32) and columns in this shard (int64), each of shape (T, count). If the shard has
+        fewer than `count` columns, missing entries are LOWEST and -1.
     """
     shape = hidden_TD.size(0), count
     logits_TK = torch.full(shape, LOWEST, device=hidden_TD.device)
@@ -172,11 +175,12 @@ def vocab_chosen(
     temperature: float,
     cap: float = 0.0,
 ) -> torch.Tensor:
-    """Returns the logits of given columns, (T, K) fp32.
+    """Returns the logits of given columns, of shape (T, K), fp32.
 
     Args:
         hidden_TD, weight_VD, temperature, cap: See `vocab_stats`.
-        columns_TK: Columns in this shard; -1 for a column of another shard, whose logit is 0.
+        columns_TK: Columns in this shard; -1 for a column in another shard, whose logit is returned
+            as 0.
     """
     logits_TK = torch.zeros(columns_TK.shape, device=hidden_TD.device)
     for rows in _chosen_chunks(columns_TK, weight_VD):
@@ -196,11 +200,11 @@ def vocab_chosen_backward(
     cap: float = 0.0,
     is_trained: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes this shard's part of the gradients of `vocab_chosen`; no atomics.
+    """Computes this shard's contribution to the gradients of `vocab_chosen`.
 
     Args:
         hidden_TD, weight_VD, columns_TK, temperature, cap: See `vocab_chosen`.
-        grad_TK: Gradient of the loss, fp32.
+        grad_TK: Gradient of the loss with respect to the returned logits, fp32.
         grad_weight_VD, is_trained: See `vocab_backward`.
 
     Returns: See `vocab_backward`.
@@ -224,7 +228,7 @@ def vocab_chosen_backward(
 
 
 def _capped(products: torch.Tensor, cap: float) -> torch.Tensor:
-    """Returns the logits after a soft cap."""
+    """Applies the soft cap to logits."""
     return cap * torch.tanh(products / cap) if cap else products
 
 
@@ -234,7 +238,9 @@ def _slope(products: torch.Tensor, cap: float) -> torch.Tensor:
 
 
 def _chosen_chunks(columns_TK: torch.Tensor, weight_VD: torch.Tensor) -> Iterator[slice]:
-    """Yields ranges of rows whose weights fit CHUNK_BYTES; none if the shard has no column."""
+    """Yields ranges of tokens whose gathered weights fit into CHUNK_BYTES; yields nothing if the
+    shard is empty.
+    """
     step = max(CHUNK_BYTES // (4 * columns_TK.size(1) * weight_VD.size(1)), 1)
     for start in range(0, columns_TK.size(0) if weight_VD.size(0) else 0, step):
         yield slice(start, start + step)
@@ -252,11 +258,11 @@ class BlockCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of batches in a run."""
+        """Number of batches per run."""
         return int(bool(self._pairs))
 
     def run(self, stream: object = None, first: object = (), then: object = ()) -> None:
-        """Copies all blocks in order, without streams."""
+        """Copies all blocks in order; ignores streams."""
         for source, dest in self._pairs:
             dest.copy_(source)
 
@@ -266,7 +272,7 @@ class RectangleCopies:
 
     Args:
         pairs: (source, destination) views of equal shapes; destinations do not overlap.
-        device, lanes, programs: Not used here.
+        device, lanes, programs: Ignored.
     """
 
     num_launches = 0
@@ -294,16 +300,16 @@ def draw_rows(
     seed_B: torch.Tensor,
     count_B: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draws a token of each row from the softmax of its logits.
+    """Draws one token per row from the softmax of the row's logits.
 
     Args:
-        logits_BV: Any float type; computed in fp32.
+        logits_BV: Any float type; computations use fp32.
         temperature_B: fp32, above 0; 1 for greedy rows.
-        is_greedy_B: bool; such rows take the most probable token.
-        seed_B, count_B: int64; `row_uniforms` computes a row's randomness from them.
+        is_greedy_B: bool; True for rows that take the most probable token.
+        seed_B, count_B: int64; determine each row's random number (`row_uniforms`).
 
     Returns:
-        tokens_B int64, and logp_B fp32, the log-probabilities of the tokens.
+        tokens_B (int64), and their log-probabilities logp_B (fp32).
     """
     logp_BV = (logits_BV.float() / temperature_B[:, None]).log_softmax(-1)
     tokens_B = invert_rows(logp_BV, row_uniforms(seed_B, count_B))
@@ -312,14 +318,14 @@ def draw_rows(
 
 
 def row_uniforms(seed_B: torch.Tensor, count_B: torch.Tensor) -> torch.Tensor:
-    """Returns a uniform fp64 number in [0, 1) for each (seed, count), from 48 bits of a hash.
+    """Returns a uniform fp64 number in [0, 1) for each (seed, count), made from 48 bits of a hash.
 
     The hash is the output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
     number generators, OOPSLA 2014, figure 17) at position `count` of the stream that starts at the
     mixed seed.
 
     Args:
-        seed_B, count_B: int64, with the bits of unsigned numbers.
+        seed_B, count_B: int64, interpreted as unsigned numbers.
     """
     start_B = _mixed(seed_B)
     bits_B = _mixed(start_B + (count_B + 1) * _signed(GOLDEN))
@@ -327,24 +333,27 @@ def row_uniforms(seed_B: torch.Tensor, count_B: torch.Tensor) -> torch.Tensor:
 
 
 def invert_rows(logp_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """Returns the first token whose cumulative probability is above the row's uniform number.
+    """Returns for each row the first token whose cumulative probability exceeds the row's uniform
+    number.
 
-    Sums are float64: the error of a float32 running sum over a large vocabulary exceeds the weight
-    of rare tokens. First, sums over runs of the vocabulary are accumulated, then only the elements
-    of one run. A float64 copy of all probabilities would take longer than the rest of sampling.
+    Sums are float64, because the error of a float32 running sum over a large vocabulary exceeds the
+    probability of rare tokens. First the sums of runs of columns are accumulated, then the elements
+    of only the chosen run. Converting all probabilities to float64 would take longer than the rest
+    of sampling.
     """
     num_rows, vocab = logp_BV.shape
     size = next((size for size in RUNS if vocab % size == 0), vocab)
     prob_BRS = logp_BV.exp().view(num_rows, vocab // size, size)
     ends_BR = prob_BRS.sum(-1, dtype=torch.float64).cumsum(-1)
     draw_B1 = (uniform_B * ends_BR[:, -1])[:, None]
-    # right=True finds the first entry above the draw, never one of probability 0. Only a row of
-    # NaNs exceeds the end; the caller refuses its log-probability.
+    # right=True finds the first entry above the draw, so an entry with probability 0 is never
+    # chosen. The index can exceed the last run only in a row of NaNs, whose log-probability the
+    # caller rejects.
     run_B1 = torch.searchsorted(ends_BR, draw_B1, right=True).clamp_(max=ends_BR.shape[1] - 1)
     before_B1 = torch.where(run_B1 > 0, ends_BR.gather(-1, (run_B1 - 1).clamp_(min=0)), 0.0)
     of_run_BS = prob_BRS.gather(1, run_B1[:, :, None].expand(-1, 1, size))[:, 0]
     cdf_BS = of_run_BS.double().cumsum(-1)
-    # Due to rounding, the rest may reach the run's whole sum: keep it just below.
+    # Due to rounding, the remainder may reach the run's total: keep it just below.
     most_B1 = torch.nextafter(cdf_BS[:, -1:], torch.zeros_like(before_B1))
     rest_B1 = torch.minimum((draw_B1 - before_B1).clamp_(min=0), most_B1)
     place_B1 = torch.searchsorted(cdf_BS, rest_B1, right=True).clamp_(max=size - 1)
@@ -352,7 +361,7 @@ def invert_rows(logp_BV: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
 
 
 def _mixed(bits_B: torch.Tensor) -> torch.Tensor:
-    """The finalizer of SplitMix64 in int64, whose products wrap like those of unsigned numbers."""
+    """The finalizer of SplitMix64 in int64; products wrap as they do for unsigned numbers."""
     bits_B = (bits_B ^ _shifted(bits_B, 30)) * _signed(0xBF58476D1CE4E5B9)
     bits_B = (bits_B ^ _shifted(bits_B, 27)) * _signed(0x94D049BB133111EB)
     return bits_B ^ _shifted(bits_B, 31)

@@ -1,13 +1,16 @@
-"""Softmax statistics of a vocabulary shard and their gradients, one chunk of columns at a time.
+"""Computes softmax statistics of a vocabulary shard and their gradients, one chunk of columns at a
+time.
 
 cuBLAS computes the matrix products at tensor-core speed; the kernels compute everything between
-them. A chunk's logits are fp32 in a scratch buffer that all chunks share, so no logit is rounded to
-the weight's type. Chunks consist of columns, not tokens: each row of the weight's gradient is
-complete after its chunk, and is written once, to the buffer where Megatron accumulates gradients.
+them. All chunks use the same fp32 scratch buffer for their logits, so that no logit is rounded to
+the weight's type. Chunks contain columns, not tokens. A row of the weight's gradient is therefore
+complete after one chunk, and is written only once, to the buffer in which Megatron accumulates
+gradients.
 
-Ideal, for T tokens, V columns and D hidden: 2 T V D FLOPs forward and 6 T V D more backward, which
-recomputes the logits. In addition, a logit causes 8 bytes of memory traffic forward (written and
-read, fp32) and 14 backward (its gradient too, in the weight's type, which both products read).
+Ideal for T tokens, V columns and hidden size D: 2 T V D FLOPs in the forward pass, and 6 T V D
+FLOPs in the backward pass, which recomputes the logits. In addition, each logit causes 8 bytes of
+memory traffic in the forward pass (written and read as fp32) and 14 bytes in the backward pass
+(because its gradient is written once and read twice, in the weight's type).
 """
 
 from __future__ import annotations
@@ -20,12 +23,12 @@ import triton.language as tl
 from hybridrl.kernels import reference
 from hybridrl.kernels.reference import VocabStats
 
-# A chunk is an eighth of the shard, within these limits of backward's scratch: enough to keep a GPU
-# busy, and little enough for a GPU full of weights.
+# A chunk is an eighth of the shard, unless the backward pass's scratch buffers would leave these
+# limits: large enough to keep a GPU busy, small enough for a GPU whose memory is nearly full.
 LEAST_BYTES = 64 << 20
 MOST_BYTES = 1 << 30
-BYTES_PER_LOGIT = 6  # an fp32 logit, and a gradient of 2 bytes
-# One program holds a row of the chunk in registers: at most 32 fp32 values per thread.
+BYTES_PER_LOGIT = 6  # an fp32 logit and a 2-byte gradient
+# Each program keeps a row of the chunk in registers, at most 32 fp32 values per thread.
 LEAST_WIDTH = 1024
 MOST_WIDTH = 16384
 COLUMNS_PER_WARP = 1024
@@ -77,9 +80,9 @@ def vocab_backward(
     cap: float = 0.0,
     is_trained: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes this shard's part of the gradients; see `reference.vocab_backward`.
+    """Computes this shard's contribution to the gradients; see `reference.vocab_backward`.
 
-    The gradient of a logit is rounded to the weight's type; sums of gradients are fp32.
+    Gradients of logits are rounded to the weight's type; their sums are accumulated in fp32.
     """
     grad_logp_T = grad_logp_T.contiguous()  # autograd may expand one number to all tokens
     grad_entropy_T = None if grad_entropy_T is None else grad_entropy_T.contiguous()
@@ -124,7 +127,8 @@ def vocab_backward(
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    # An exponential that cannot overflow; near 0, where it loses precision, the series.
+    # Uses an exponential that cannot overflow, and a series near 0, where the exponential loses
+    # precision.
     square = x * x
     near = x * (1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315))))
     power = tl.exp(-2 * tl.abs(x))
@@ -145,7 +149,8 @@ def _add_columns(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     HAS_CAP: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    # stats has the rows of VocabStats, initially zeros. One program handles one token.
+    # `stats` has the four rows of VocabStats and initially contains zeros. One program handles one
+    # token.
     row = tl.program_id(0)
     place = tl.arange(0, WIDTH)
     is_column = place < columns
@@ -157,7 +162,7 @@ def _add_columns(  # type: ignore[no-untyped-def]  # Triton's types are not Pyth
     stats += row
     total = tl.load(stats + num_tokens)
     weighted = tl.load(stats + 2 * num_tokens)
-    # A sum of 0 means that there was no column yet, and so no largest logit.
+    # A sum of 0 means that no column was processed yet, so there is no largest logit.
     largest = tl.where(total > 0, tl.load(stats), float("-inf"))
     new = tl.maximum(largest, tl.max(logit, 0))
     shift = tl.where(total > 0, largest - new, 0.0)
@@ -217,10 +222,10 @@ def _logit_gradients(  # type: ignore[no-untyped-def]
 def _multiply(
     left: torch.Tensor, right: torch.Tensor, out: torch.Tensor, is_added: bool = False
 ) -> None:
-    """Writes left @ right, accumulated in fp32, to `out`, or adds it to `out`."""
+    """Writes left @ right, accumulated in fp32, to `out`, or adds the product to `out`."""
     if left.is_cuda and left.dtype != out.dtype:
         torch.addmm(out, left, right, out_dtype=out.dtype, beta=int(is_added), out=out)
-    else:  # torch on CPU has no product with an output of another type
+    else:  # on CPU torch has no product whose output has another type
         left, right = left.to(out.dtype), right.to(out.dtype)
         torch.addmm(out, left, right, beta=int(is_added), out=out)
 
@@ -231,7 +236,7 @@ def _chunks(weight_VD: torch.Tensor, width: int) -> Iterator[tuple[int, torch.Te
 
 
 def _width(num_tokens: int, num_columns: int) -> int:
-    """Returns the number of columns in a chunk: a power of two, since each width is compiled."""
+    """Returns the number of columns in a chunk, a power of two so that few widths are compiled."""
     column_bytes = BYTES_PER_LOGIT * max(num_tokens, 1)
     most = min(max(num_columns // 8, LEAST_BYTES // column_bytes), MOST_BYTES // column_bytes)
     return min(max(1 << most.bit_length() >> 1, LEAST_WIDTH), MOST_WIDTH)

@@ -1,12 +1,12 @@
 """The 3D-HybridEngine: writes a training layout's weights into an inference engine's parameters.
 
-A plan lists each rank's copies: a rectangle of a training tensor and the rectangle of an engine
-parameter that it goes to (plan.py). A transport runs the plan (packed.py, peer.py).
+A plan (plan.py) lists each rank's copies: each copies a rectangle of a training tensor to a
+rectangle of an engine parameter. A transport (packed.py, peer.py) executes the plan.
 
-Who waits for whom: the constructor and `to_rollout` are collective. An error that one rank finds
-while the plan is made reaches all ranks before any of them raises. Invariant: a plan runs only if
-each rank has proven that it fills all parameters of that rank, and only if all ranks hold the same
-plan.
+Who waits for whom: the constructor and `to_rollout` are collective. If one rank finds an error
+while planning, all ranks learn of it before any of them raises. Invariant: a plan is executed only
+if each rank has proven that the plan fills all of its parameters, and only if all ranks computed
+the same plan.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from hybridrl.parallel.peer_memory import PeerMemory
 
 Alike = TypeVar("Alike", RankLayout, frozenset[str])
 
-POLL_S = 2e-5  # interval at which the host checks whether the weights have arrived
+POLL_S = 2e-5  # how often the host polls whether the weights have arrived
 
 
 @dataclass(frozen=True)
@@ -64,16 +64,16 @@ class ReshardStats:
 
     Args:
         version: Weight version of the engine after the transition.
-        received_bytes, sent_bytes: Bytes of this rank, over links of any kind.
-        seconds: Wall time on this rank until its parameters are complete.
+        received_bytes, sent_bytes: Bytes that this rank received and sent, over any kind of link.
+        seconds: Wall time until this rank's parameters are complete, without verification.
         total_planned_bytes: Bytes that all ranks send according to the plan.
-        total_sent_bytes, total_received_bytes: Bytes of all ranks.
+        total_sent_bytes, total_received_bytes: Bytes sent and received, summed over all ranks.
         total_node_received_bytes: The part of `total_received_bytes` that came from other nodes.
-        total_messages: Messages sent by all ranks; 0 if ranks read each other's memory.
-        slowest_gb_per_s: Receive rate of the rank that took longest, 1e9 bytes a second.
-        verify_seconds: Time spent on verification; 0 if there was none.
-        keeps_memory: Whether the next phase change frees no memory, because the device has room for
-            both phases.
+        total_messages: Number of messages sent by all ranks; 0 if ranks read each other's memory.
+        slowest_gb_per_s: Receive rate of the rank that took longest, in 1e9 bytes per second.
+        verify_seconds: Time spent on verification; 0 if the version was not verified.
+        keeps_memory: Whether the next phase change frees no memory, because the memory of both
+            phases fits on the device.
     """
 
     version: int
@@ -90,7 +90,7 @@ class ReshardStats:
     keeps_memory: bool
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of a step, the same on every rank."""
+        """Returns the metrics to log for a step; they are equal on all ranks."""
         return {
             "reshard/planned_bytes": float(self.total_planned_bytes),
             "reshard/sent_bytes": float(self.total_sent_bytes),
@@ -107,31 +107,32 @@ class HybridEngine:
     """Keeps an inference engine's weights equal to the policy's.
 
     Args:
-        source: Source of the engine's weights in every transition.
-        target: Engine of this rank.
+        source: The policy's weights, which each transition copies to the engine.
+        target: This rank's engine.
         peers: All ranks.
-        staging_bytes: Limit for all staging buffers together (`rollout.staging_mib`).
-        verify_every: Verify each weight version that is a multiple of this number; 0 for never
+        staging_bytes: Maximum total size of the staging buffers (`rollout.staging_mib`).
+        verify_every: Weight versions that are multiples of this number are verified; 0 for none
             (`rollout.verify`).
         training: Memory that the trainer needs only while it trains.
-        training_weights: The trainer's weights, released once the engine has them. Release frees
-            them, or starts to gather them during generation if each rank has updated only its own
-            part.
-        domain_size: Consecutive ranks of one node; None for a single node.
-        peer_memory: Memory with the source tensors of all ranks, which ranks then read directly.
-            Without it, or if any source tensor is computed, weights travel as packed messages.
-        timeout_s: Longest time that a transition may take, seconds (`run.collective_timeout_s`).
+        training_weights: The trainer's weights, released once they have been copied to the engine.
+            Releasing frees them, or, if each rank has updated only its own shard, starts an
+            all-gather that overlaps generation.
+        domain_size: Number of consecutive ranks on one node; None if all ranks are on one node.
+        peer_memory: Memory that contains the source tensors of all ranks, so that ranks can read
+            them directly. Without it, or if any source tensor is computed on the fly, weights are
+            sent in packed messages.
+        timeout_s: Time limit of a transition in seconds (`run.collective_timeout_s`).
         engine_stays: Whether the engine keeps generating while the policy trains on other ranks. It
-            then pauses only for new weights, or when its memory is needed.
+            then pauses only to receive new weights, or when its memory is needed.
 
     Attributes:
-        transport: Transport that moves the weights.
-        before_change: Callback before memory changes phase, so that the peaks of both phases can be
-            measured separately.
+        transport: Transport that copies the weights.
+        before_change: Function that is called before each phase change, so that the peak memory of
+            each phase can be measured separately.
 
     Raises:
-        PlanError: The layouts cannot be joined, the tensors do not match the layouts, or the ranks
-            hold different plans. Raised on every rank; names the ranks concerned.
+        PlanError: The engine needs weights that no rank has, the tensors do not match the layouts,
+            or the ranks computed different plans. Raised on every rank; names the affected ranks.
     """
 
     def __init__(
@@ -184,7 +185,7 @@ class HybridEngine:
         traits = _agree(error, "".join(plan.hash() for plan in plans), traits, peers)
         self._forgets = {False: traits.forgets, True: traits.forgets_kept}  # by `keeps_memory`
         self.plan, self._changing = plans[0], plans[-1]
-        self._has_frozen = False  # whether every engine has the frozen weights
+        self._has_frozen = False  # whether all engines have received the frozen weights
         self._wire_dtype, self._target_layout = wire_dtype, own[1]
         self._block_group: dist.ProcessGroup | None = None
         self._kind: Literal["packed", "peer"]
@@ -194,16 +195,14 @@ class HybridEngine:
 
     @property
     def keeps_memory(self) -> bool:
-        """Whether the next phase change frees no memory, because the device has room for both
-        phases.
-        """
+        """Whether the next phase change frees no memory, because both phases fit on the device."""
         return self._headroom.is_enough
 
     def make_transport(
         self, kind: Literal["packed", "peer"], plan: Plan | None = None
     ) -> Transport:
-        """Returns a new transport, for all weights unless a plan is given. Collective; the caller
-        closes it.
+        """Returns a new transport for a plan, by default for the plan that copies all weights.
+        Collective; the caller must close the transport.
 
         Raises:
             ValueError: `kind` is 'peer', but the engine has no `peer_memory`.
@@ -221,7 +220,7 @@ class HybridEngine:
         return PeerTransport(*ends, self._peer_memory)
 
     def _written(self) -> Mapping[str, Tensor]:
-        """Returns the engine's parameters in the form that transports write."""
+        """Returns the engine's parameters as the views that transports write to."""
         return wire_views(self._target.tensors(), self._target_layout, self._wire_dtype)
 
     def to_rollout(self, version: int | None = None, verifies: bool = False) -> ReshardStats:
@@ -230,8 +229,8 @@ class HybridEngine:
         Calls `to_train` first if the caller has not.
 
         Args:
-            version: Version number of these weights; None for the last one plus 1.
-            verifies: Whether to verify this version in any case.
+            version: Version number of these weights; None for the previous version plus 1.
+            verifies: Whether to verify this version even if it is not due.
 
         Raises:
             VerifyError: A parameter differs from its source.
@@ -268,7 +267,8 @@ class HybridEngine:
         seconds = time.perf_counter() - start - verify_seconds
         moved = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes)
         own = (*moved, traffic.messages, seconds, self._headroom.spare_bytes())
-        # A sync point: the sums are metrics, and no rank generates before all are complete.
+        # A sync point: the ranks exchange their metrics, and none generates before all are
+        # complete.
         ranks = self._peers.gather_objects(own)
         self._headroom.decide([rank[5] for rank in ranks])
         slowest = max(ranks, key=lambda rank: rank[4])
@@ -288,7 +288,7 @@ class HybridEngine:
         )
 
     def _free_training_memory(self) -> None:
-        """Frees memory that only training needs, unless the device has room for both phases."""
+        """Frees memory that only training needs, unless both phases fit on the device."""
         frees = any(weights.is_freed for weights in self._training_weights)
         growth = max((memory.growth_bytes for memory in self._training), default=0)
         may_stay = not frees and all(memory.may_stay for memory in self._training)
@@ -305,8 +305,8 @@ class HybridEngine:
     def _move(self) -> Traffic:
         """Runs the transport and waits until this rank's parameters are complete.
 
-        The wait has a time limit because NCCL's watchdog does not cover CUDA graphs or copies from
-        peer memory: a failed rank would leave this one waiting forever.
+        The wait has a time limit because NCCL's watchdog does not monitor CUDA graphs or copies
+        from peer memory. Without the limit, this rank would wait forever for a failed rank.
         """
         summary = f"weight version {self.version} did not arrive on rank {self._peers.rank}"
         try:
@@ -318,10 +318,10 @@ class HybridEngine:
                 while not done.query():
                     self._peers.check()
                     if time.monotonic() - start > self._timeout_s:
-                        raise RuntimeError("no answer from the device")
+                        raise RuntimeError("the device did not finish copying the weights")
                     time.sleep(POLL_S)
         except torch.OutOfMemoryError:
-            raise  # concerns this rank alone and has its own explanation
+            raise  # affects only this rank, and its message explains the cause
         except PeerError as error:
             if error.is_lost:  # the error names the rank and the reason
                 raise
@@ -340,8 +340,8 @@ class HybridEngine:
         return traffic
 
     def _choose_plan(self) -> None:
-        """Switches between the plan of all weights and that of the weights that change. Collective
-        if the plan changes.
+        """Chooses between the plan that copies all weights and the plan that leaves out frozen
+        weights. Collective if the choice changes.
 
         Only one transport exists at a time, since each has staging buffers.
         """
@@ -351,10 +351,10 @@ class HybridEngine:
             self._moved, self.transport = wanted, self.make_transport(self._kind, wanted)
 
     def send_frozen_again(self) -> None:
-        """Makes the next transition send frozen weights too.
+        """Makes the next transition send the frozen weights again.
 
-        All ranks must call it if frozen weights have changed, for example after a checkpoint was
-        loaded.
+        All ranks must call this method after frozen weights have changed, for example when a
+        checkpoint was loaded.
         """
         self._has_frozen = False
 
@@ -368,12 +368,13 @@ class HybridEngine:
         self.transport.close()
 
     def verify(self) -> None:
-        """Compares both ends of every copy; collective, in the rollout phase only.
+        """Compares the source and the destination of every copy; collective, allowed only in the
+        rollout phase.
 
         Raises:
             PhaseError: The trainer's weights have already been freed.
             VerifyError: A parameter differs from its source. Raised on every rank; names the first
-                one.
+                such parameter.
         """
         self.phases.require(Phase.ROLLOUT, "comparing weights")
         memory = memory_of(self._weights.values())
@@ -387,7 +388,9 @@ class HybridEngine:
         verify(self.plan, self._peers, *ends, self._wire_dtype)
 
     def _verify_copies(self) -> None:
-        """Raises VerifyError, on every rank, if an engine computes with copies of older weights."""
+        """Raises VerifyError on every rank if an engine computes with copies of parameters that are
+        out of date.
+        """
         stale = self._peers.gather_objects(stale_copy_of(self._target))
         for rank, name in enumerate(stale):
             if name is not None:
@@ -396,20 +399,20 @@ class HybridEngine:
                 )
 
     def _timed_verify(self) -> float:
-        """Verifies and returns the seconds that it took."""
+        """Verifies the weights and returns how long that took, in seconds."""
         start = time.perf_counter()
         self.verify()
         return time.perf_counter() - start
 
     def to_train(self, frees_memory: bool = False) -> None:
-        """Enters the training phase. The engine sleeps, unless it stays awake on its own ranks, and
-        keeps unfinished requests.
+        """Enters the training phase. The engine keeps its unfinished requests. It goes to sleep
+        unless it has ranks of its own and keeps generating.
 
-        The engine's memory is freed unless the device has room for both phases (headroom.py).
+        The engine's memory is freed unless both phases fit on the device (headroom.py).
 
         Args:
-            frees_memory: Whether to free the engine's memory in any case, for rare work that needs
-                much memory.
+            frees_memory: Whether to free the engine's memory even if both phases fit; for rare work
+                that needs much memory.
 
         Raises:
             PhaseError: The current phase is already training.
@@ -421,14 +424,15 @@ class HybridEngine:
         self._is_awake = self._engine_stays and not frees_memory
         if not self._is_awake:
             self._sleep(keeps_memory=self.keeps_memory)
-        # Restoring the weights may need the rest of the training memory, so that comes first.
+        # Restoring the weights may need the other training memory, which is therefore restored
+        # first.
         released = self._training if self._is_released else ()
         for memory in (*released, *self._training_weights):
             memory.restore()
         self._is_released = False
 
     def free_engine(self) -> None:
-        """Frees the engine's memory in the training phase, if it was kept."""
+        """Frees the engine's memory during the training phase, if the engine kept it."""
         self.phases.require(Phase.TRAIN, "freeing the engine's memory")
         self._headroom.reset()
         self.before_change()
@@ -441,10 +445,10 @@ def _nothing() -> None:
 
 
 def _give_blocks_back() -> None:
-    """Returns the free blocks of torch's allocator to the driver, since the engine maps memory
+    """Returns cached blocks of torch's allocator to the driver, because the engine allocates memory
     outside torch.
 
-    The next update allocates them again.
+    The next policy update allocates them again.
     """
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -457,7 +461,7 @@ def _shapes(tensors: Mapping[str, SourceTensor]) -> dict[str, tuple[int, ...]]:
 def gather_alike(own: Alike, peers: Peers) -> list[Alike]:
     """Returns every rank's layout or set of names.
 
-    Equal values become one object, which only the first rank that has it sends.
+    Ranks with equal values share one object, which only the first of them sends.
     """
     digests = peers.gather_objects(hashlib.sha256(repr(_content(own)).encode()).hexdigest())
     found = {
@@ -474,12 +478,12 @@ def _content(own: RankLayout | frozenset[str]) -> object:
 
 
 class _Traits(NamedTuple):
-    """Properties that hold for the job if they hold on any rank.
+    """Properties that apply to the whole job if they apply to any rank.
 
     Args:
-        has_computed: Whether a source tensor is computed when it is sent.
-        forgets: Whether an engine loses its weights in a sleep that frees memory.
-        forgets_kept: Whether an engine loses its weights in a sleep that keeps memory.
+        has_computed: Whether any source tensor is computed while it is sent.
+        forgets: Whether an engine loses its weights when it sleeps and frees its memory.
+        forgets_kept: Whether an engine loses its weights when it sleeps and keeps its memory.
     """
 
     has_computed: bool

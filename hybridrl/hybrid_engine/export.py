@@ -1,11 +1,11 @@
 """Writes weights that are sharded over ranks as one HF directory.
 
-Every rank that sees the directory writes a share of the tensors and holds one whole tensor at a
-time.
+Every rank that can access the directory writes some of the tensors. It holds only one whole tensor
+at a time.
 
 Who waits for whom: `export_hf` is collective. In each round every writing rank receives one whole
-HF tensor from its owners, writes it and frees it. A rank that cannot write still receives, and all
-ranks raise its error at the end.
+HF tensor from the ranks that own its shards, writes the tensor and frees it. If writing fails on a
+rank, the rank keeps receiving, and all ranks raise its error at the end.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ from hybridrl.models.sources import WeightSource
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 
 STAGING_BYTES = 64 << 20
-ROUNDS_PER_AGREEMENT = (
-    64  # rounds of tensors for which the ranks agree on messages in one collective
-)
+ROUNDS_PER_AGREEMENT = 64  # rounds whose messages the ranks agree on in one collective
 
 
 def export_hf(
@@ -49,18 +47,18 @@ def export_hf(
     """Writes an HF directory from the ranks' shards; collective.
 
     Args:
-        directory: Directory to write; it must be empty or not exist. Rank 0 creates it; the ranks
-            that see it there write a share of the tensors.
-        source: Source of the weights.
-        shapes: Shape of every HF tensor of the model, as from `hf_shapes`.
-        dtype: Type of the written tensors, except those kept in fp32.
+        directory: Directory to write; it must be empty or not exist. Rank 0 creates it; every rank
+            that can then access it writes some of the tensors.
+        source: Weights to write.
+        shapes: Shape of every HF tensor of the model, as `hf_shapes` returns them.
+        dtype: Type of the written tensors, except for tensors that are kept in fp32.
         config: Content of config.json.
-        peers: Ranks of the layouts.
-        side_files: Folder whose tokenizer files are copied.
+        peers: All ranks that hold shards.
+        side_files: Folder from which tokenizer files are copied; None to copy none.
         card: Text of the directory's README.md; None for no README.
 
     Raises:
-        UserError: A rank cannot write there. Raised on every rank.
+        UserError: A rank cannot write to the directory. Raised on every rank.
     """
     writer, error = None, None
     if peers.rank == 0:
@@ -102,9 +100,9 @@ def gather_tensors(
     peers: Peers,
     writers: Sequence[int] = (0,),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields every HF tensor, whole, on one of `writers`, which take turns; collective.
+    """Yields every whole HF tensor on one of the `writers`, in turn; collective.
 
-    All ranks must exhaust the iterator; it yields nothing on ranks outside `writers`.
+    All ranks must exhaust the iterator, although it yields nothing on ranks outside `writers`.
     """
     rank, layouts, tensors = peers.rank, source.layouts, source.tensors
     with torch.no_grad():
@@ -134,7 +132,9 @@ def _rounds(
     writers: Sequence[int],
     itemsize: int,
 ) -> Iterator[tuple[Plan, dict[int, RankLayout]]]:
-    """Yields, for each round, the plan and the layout of each writer's tensor."""
+    """Yields for each round the plan, and for each writer the layout of the tensor that it
+    receives.
+    """
     regions = [_by_hf_name(layout) for layout in layouts]
     names = list(shapes)
     for first in range(0, len(names), len(writers)):

@@ -14,11 +14,13 @@ class WeightTarget(Protocol):
     """An inference engine's live parameters on this rank, writable in place."""
 
     def layout(self) -> RankLayout:
-        """Returns the part of the HF checkpoint that each parameter of this rank holds."""
+        """Returns which parts of the HF checkpoint this rank's parameters contain."""
         ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """Returns the live parameters by the layout's names; writing them changes the engine."""
+        """Returns the live parameters by their names in the layout; writing to them changes the
+        engine.
+        """
         ...
 
     def begin_update(self) -> None:
@@ -29,13 +31,15 @@ class WeightTarget(Protocol):
         """Stops generation until the next update has finished.
 
         Args:
-            keeps_memory: Whether weights and caches keep their memory instead of freeing it for
+            keeps_memory: Whether weights and caches stay allocated instead of being freed for
                 training.
         """
         ...
 
     def finish_update(self, version: int) -> None:
-        """Declares that all parameters have weight version `version`, and drops cached results."""
+        """Declares that all parameters now have weight version `version`, and clears caches that
+        depend on the weights.
+        """
         ...
 
 
@@ -44,7 +48,7 @@ class ForgettingTarget(WeightTarget, Protocol):
     """A target whose parameters can lose their content while it sleeps."""
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
-        """Returns whether parameters lose their content in `sleep(keeps_memory)`; constant during a
+        """Returns whether `sleep(keeps_memory)` loses the content of parameters; constant during a
         run.
         """
         ...
@@ -52,7 +56,7 @@ class ForgettingTarget(WeightTarget, Protocol):
 
 @runtime_checkable
 class CopyingTarget(WeightTarget, Protocol):
-    """A target that computes with copies of parameters, which `finish_update` updates."""
+    """A target that computes with copies of some parameters; `finish_update` updates the copies."""
 
     def stale_copy(self) -> str | None:
         """Returns the name of the first copy that differs from its parameter, or None."""
@@ -60,13 +64,13 @@ class CopyingTarget(WeightTarget, Protocol):
 
 
 def stale_copy_of(target: WeightTarget) -> str | None:
-    """Returns the name of a target's first stale copy, or None."""
+    """Returns the name of the target's first copy that differs from its parameter, or None."""
     return target.stale_copy() if isinstance(target, CopyingTarget) else None
 
 
 def forgets(target: WeightTarget) -> tuple[bool, bool]:
-    """Returns whether a target loses its weights in a sleep that frees memory, and in one that
-    keeps it.
+    """Returns whether a target loses its weights when it sleeps, first if it frees its memory, then
+    if it keeps its memory.
     """
     if not isinstance(target, ForgettingTarget):
         return False, False

@@ -1,9 +1,9 @@
-"""Verifies a finished transfer with checksums of both ends of every copy.
+"""Verifies a finished transfer by comparing checksums of the source and destination of every copy.
 
 Who waits for whom: `verify` is collective. Every rank computes checksums of the slices that it sent
-and of those that it received, and all ranks compare them. proof.py has already proven the plan.
-Checksums find faults outside the plan: a broken transport, a parameter that an engine repacked, or
-memory that other code overwrote.
+and of the slices that it received, and all ranks compare them. proof.py has already proven that the
+plan is correct. Checksums detect other faults: a broken transport, a parameter that the engine
+repacked, or memory that other code overwrote.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import ComputedSlice, SourceTensor, slice_of
 
 Key = tuple[int, int]
-"""A copy: the rank that receives it, and its number among that rank's copies."""
+"""Identifies a copy by the rank that receives it and its index among that rank's copies."""
 
 BYTES_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-CHUNK = 1 << 22  # elements per sum: intermediates take 8 bytes each, and free memory is scarce
+CHUNK = 1 << 22  # elements per sum, to limit memory: each element's intermediate takes 8 bytes
 
 
 class VerifyError(RuntimeError):
@@ -37,7 +37,7 @@ def verify(
     dests: Mapping[str, Tensor],
     wire_dtype: torch.dtype,
 ) -> None:
-    """Compares every slice at its source, cast as in the transfer, with the slice at its
+    """Compares every source slice, cast as the transfer casts it, with the slice at its
     destination.
 
     Args:
@@ -54,7 +54,7 @@ def verify(
     sent: dict[Key, Tensor] = {}
     summed: dict[
         tuple[object, ...], Tensor
-    ] = {}  # by slice, so that a slice with many receivers is summed once
+    ] = {}  # by slice, so that a slice sent to many ranks is summed only once
     for dest_rank, copies in enumerate(plan.ops):
         for number, op in enumerate(copies):
             if op.source_rank != rank:
@@ -76,7 +76,7 @@ def verify(
 
 
 def _compare(plan: Plan, sums: list[tuple[dict[Key, int], dict[Key, int]]]) -> None:
-    """Raises VerifyError if a checksum differs between the ends of a copy."""
+    """Raises VerifyError if the source and the destination of a copy have different checksums."""
     expected = {key: value for part, _ in sums for key, value in part.items()}
     found = {key: value for _, part in sums for key, value in part.items()}
     for dest_rank, number in sorted(found):
@@ -98,13 +98,13 @@ def checksum(part: Tensor) -> Tensor:
     for start in range(0, words.numel(), CHUNK):
         piece = words[start : start + CHUNK].to(torch.int64)
         place = torch.arange(start + 1, start + 1 + piece.numel(), device=part.device)
-        # Odd multipliers of the place: each term is a one-to-one function of its word mod 2^64.
+        # The multipliers are odd, so that different words yield different terms modulo 2^64.
         total += (piece * (place * 2 * 2654435761 + 1)).sum()
     return total
 
 
 def _read(sums: Mapping[Key, Tensor]) -> dict[Key, int]:
-    """Copies the checksums to the host; one sync point for all of them."""
+    """Copies the checksums to the host with a single sync point."""
     if not sums:
         return {}
     return dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))

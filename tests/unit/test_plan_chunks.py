@@ -107,6 +107,6 @@ def test_parts_go_on_in_one_exchange_more() -> None:
 
 def test_exchanges_refuse_staging_without_room_for_every_stream() -> None:
     plan = plan_reshard(CASE.sources(), CASE.targets(), itemsize=4)
-    with pytest.raises(PlanError, match="11 bytes each way.*3 streams take 12.*staging_mib"):
+    with pytest.raises(PlanError, match="11 bytes per direction.*3 streams need at least 12.*mib"):
         schedule_exchanges(plan, 0, 11)
     assert schedule_exchanges(plan, 0, 12)

@@ -1,10 +1,10 @@
 """Finds engine parameters that can share memory with training parameters.
 
-Where training and generation cut a tensor alike, the engine's parameter becomes a view of the
-training parameter, so that nothing is copied. A parameter that stacks experts becomes one view of
-all of them, if the rank trains the same experts and they are evenly spaced in memory
-(models/expert_stacks.py). Pure; the engine makes the views before it captures CUDA graphs, since a
-graph keeps addresses.
+If training and generation shard a tensor in the same way, the engine's parameter becomes a view of
+the training parameter, so that nothing is copied. A parameter that stacks experts becomes a single
+view of them, if the rank trains the same experts and they are evenly spaced in memory
+(models/expert_stacks.py). Pure. The engine creates the views before it captures CUDA graphs,
+because graphs contain fixed addresses.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hybridrl.models.boxes import Box
 from hybridrl.models.expert_stacks import is_run
 from hybridrl.models.weights import RankLayout
 
-if TYPE_CHECKING:  # `hybridrl plan` needs only the names, and importing torch takes seconds
+if TYPE_CHECKING:  # `hybridrl plan` needs only `shared_names`, and importing torch takes seconds
     from torch import Tensor
 
     from hybridrl.models.sources import TrainingShard
 
-# Suffixes of engine parameters of which generation reads copies
+# Suffixes of engine parameters that generation does not read itself: it reads copies of them
 # (rollout/common/latent_copies.py).
 COPIED = (".kv_b_proj.weight",)
 Content = frozenset[tuple[str, Box, Box]]
@@ -32,18 +32,19 @@ Content = frozenset[tuple[str, Box, Box]]
 def shared_names(
     source: RankLayout, target: RankLayout, has_even_stacks: bool = True
 ) -> dict[str, str]:
-    """Returns, by engine name, the training tensor with the same rectangles at the same offsets.
+    """Returns for each engine tensor that can be shared the name of the training tensor with the
+    same content at the same offsets.
 
-    Its rows have the same length, and it has at least as many. Leaves out tensors that are kept in
-    fp32, and tensors of which engines compute with copies (`COPIED`): vLLM's copies are views of
-    the loaded parameter, whose memory would stay allocated if another tensor replaced it. The
-    experts of a stack, `<parameter>/<index>`, are shared all or none, and only if they are
-    consecutive in training too.
+    The training tensor has rows of the same length, and at least as many of them. Tensors that are
+    kept in fp32 are left out. So are tensors that engines copy before use (`COPIED`): vLLM's copies
+    are views of the loaded parameter, so replacing that parameter would not free its memory. The
+    experts of a stack, named `<parameter>/<index>`, are shared only all together, and only if they
+    are consecutive in training too.
 
     Args:
         source: Layout of the trainer.
         target: Layout of the engine on the same rank.
-        has_even_stacks: Whether a stack's experts are, or may turn out to be, evenly spaced
+        has_even_stacks: Whether a stack's experts are, or may be, evenly spaced in memory
             (`stacks_are_even`); if False, no stack is shared.
     """
     kept = kept_tensors(target)
@@ -70,12 +71,13 @@ def shared_names(
 
 
 def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dict[str, Tensor]:
-    """Returns, by engine parameter, the view of training parameters that can replace it.
+    """Returns for each engine parameter that can be shared the view of training memory that
+    replaces it.
 
-    A training parameter fits if it holds the same rectangles at the same offsets, is contiguous and
-    has the engine's dtype. It may have more rows that pad the vocabulary than the engine; their
-    content is never read. A stack of experts, (experts, rows, columns), has a constant stride
-    between experts, which may exceed the size of an expert.
+    A training parameter can be shared if it has the same content at the same offsets, is contiguous
+    and has the engine's dtype. It may have more rows than the engine's parameter, if they pad the
+    vocabulary; the engine never reads them. In a stack of experts, (experts, rows, columns), the
+    stride between experts is constant but may exceed the size of an expert.
 
     Args:
         shard: Shard of the trainer.
@@ -103,7 +105,7 @@ def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dic
 
 
 def is_view(name: str, tensor: Tensor, views: Mapping[str, Tensor]) -> bool:
-    """Whether an engine's tensor, by its layout's name, has the address of its shared view."""
+    """Whether an engine's tensor, named as in its layout, has its shared view's address."""
     parameter, _, index = name.partition("/")
     if parameter not in views:
         return False
@@ -112,7 +114,9 @@ def is_view(name: str, tensor: Tensor, views: Mapping[str, Tensor]) -> bool:
 
 
 def _stacked(experts: Sequence[Tensor]) -> Tensor | None:
-    """Returns one view of equally large matrices; None if they are not evenly spaced in memory."""
+    """Returns one view that stacks matrices of equal size; None if they are not evenly spaced in
+    memory.
+    """
     first, storage = experts[0], experts[0].untyped_storage().data_ptr()
     starts = [one.storage_offset() for one in experts]
     distance = starts[1] - starts[0] if len(experts) > 1 else first.numel()

@@ -1,11 +1,12 @@
 """Decides whether the device has room for training and rollout at the same time.
 
-Unmapping an engine, returning blocks to the driver and allocating all of it again takes some tenths
-of a second a step. If the peak of a whole training step leaves enough memory for the engine, both
-stay allocated. The peak is measured: torch's allocator keeps all memory that it ever held until
-`empty_cache`, so after an update the driver's free memory is what training never used. An update
-with small micro-batches used less than full ones would; the difference is reserved, since an engine
-that stays cannot make room for it.
+Unmapping an engine's memory, returning cached blocks to the driver and allocating everything again
+takes a few tenths of a second per step. If the peak of a whole training step leaves enough memory
+for the engine, both stay allocated. The peak is measured: torch's allocator keeps its memory until
+`empty_cache`, so the memory that the driver reports as free after an update is the memory that
+training never used. An update with small micro-batches uses less memory than one with full
+micro-batches; the difference is reserved, because an engine that stays allocated cannot make room
+for it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Shares of the device's memory that must be free next to training and engine. Both start to stay
-# at the first, since the memory that batches need varies, and stop below the second.
+# Shares of the device's memory that must remain free with both phases allocated. Keeping both
+# starts once SPARE_SHARE would be free, because memory use varies between batches, and stops when
+# less than LEAST_SHARE would be free.
 SPARE_SHARE, LEAST_SHARE = 0.10, 0.05
 
 
@@ -34,7 +36,7 @@ def allocator_flushes() -> int:
 class Headroom:
     """Decides before each phase change whether the memory of both phases stays allocated.
 
-    Each rank measures its own `spare_bytes`; all ranks decide from the numbers of all.
+    Each rank measures its own `spare_bytes`. All ranks decide alike, from the values of all ranks.
 
     Args:
         measure: Function that returns free and total bytes.
@@ -51,18 +53,18 @@ class Headroom:
     ) -> None:
         self._measure, self._count_flushes = measure, count_flushes
         self.is_enough = False
-        self._unused: int | None = None  # bytes that the training phase left free
+        self._unused: int | None = None  # bytes that training never used
         self._before_engine = 0
-        self._was_disturbed = False  # whether work other than an update used the device
+        self._was_disturbed = False  # whether anything but an update used the device
         self._num_flushes = 0
 
     def measure_training(self, may_stay: bool, growth_bytes: int = 0) -> None:
-        """Measures the memory that training left free. Call it before anything is freed.
+        """Measures the memory that training never used. Call it before anything is freed.
 
         Args:
-            may_stay: Whether the configuration lets training's memory stay, and a full update has
-                run since it was last freed.
-            growth_bytes: Bytes that full micro-batches would take beyond this update's peak.
+            may_stay: Whether the configuration allows training memory to stay allocated, and a full
+                update has run since it was last freed.
+            growth_bytes: Bytes that full micro-batches would need beyond this update's peak.
         """
         found, flushes = self._measure(), self._count_flushes()
         is_known = not self._was_disturbed and flushes == self._num_flushes
@@ -72,25 +74,25 @@ class Headroom:
             self._unused = found[0] - growth_bytes
 
     def measure_freed(self) -> None:
-        """Measures free memory after training frees its own and before the engine allocates."""
+        """Measures free memory after training frees its memory and before the engine allocates."""
         found = self._measure()
         self._before_engine = found[0] if found is not None else 0
 
     def reset(self) -> None:
-        """Makes both phases free their memory until another update has been measured."""
+        """Makes both phases free their memory again, until another update has been measured."""
         self.is_enough, self._was_disturbed = False, True
 
     def spare_bytes(self) -> int:
-        """Returns the bytes that this device has beyond the required share if both phases stay.
+        """Returns how many bytes more than required would be free with both phases allocated.
 
-        Negative if there are too few, or if they are unknown. Call it while the engine holds all of
-        its memory.
+        Negative if memory is insufficient, or if its use is unknown. Call it while all of the
+        engine's memory is allocated.
         """
         found = self._measure()
         if found is None or self._unused is None:
             return -1
         free, size = found
-        if self.is_enough:  # the engine's memory was allocated during training
+        if self.is_enough:  # `_unused` was measured with the engine allocated
             return self._unused - int(LEAST_SHARE * size)
         return self._unused - (self._before_engine - free) - int(SPARE_SHARE * size)
 

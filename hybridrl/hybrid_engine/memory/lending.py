@@ -1,14 +1,14 @@
 """Device memory that an engine uses during rollout and training uses during training.
 
-The engine lends pieces of its physical memory. They stay mapped at two addresses: the engine's, and
-the one where training keeps gradients. So a phase change neither frees nor creates them, which
-would take the driver 3 to 4 ms a GiB (benchmarks/results/phases_h100.json), and the device needs
-room only for the larger use.
+The engine lends pieces of its physical memory. They stay mapped at two addresses: the engine's
+address, and the address where training stores gradients. A phase change therefore neither frees nor
+allocates them, which would take the driver 3 to 4 ms per GiB (benchmarks/results/phases_h100.json).
+The device needs memory only for the larger of the two uses.
 
-Invariant: no phase reads data that the other wrote. Gradients are cleared before the first backward
-pass of every update; the next transition overwrites all lent weights, and the engine's KV cache is
-cleared (rollout/common/engine_memory.py). If the lender has too little, the rest is training's own
-memory, which is mapped only during training.
+Invariant: neither phase reads data that the other phase wrote. Gradients are cleared before the
+first backward pass of every update; the next transition overwrites all lent weights, and the
+engine's KV cache is cleared (rollout/common/engine_memory.py). If the engine cannot lend enough,
+training allocates the rest itself and maps it only during training.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Piece:
     """A piece of physical memory.
 
     Args:
-        handle: Handle of the driver; the lender releases it.
-        num_bytes: Size, which is always mapped as a whole.
+        handle: Driver handle of the memory; the lender releases it.
+        num_bytes: Size; a piece is always mapped as a whole.
     """
 
     handle: int
@@ -51,12 +51,13 @@ class Mapping(Protocol):
 
 @runtime_checkable
 class MemoryLender(Protocol):
-    """An engine whose physical memory others may use while it sleeps."""
+    """An engine whose physical memory may be used by training while it sleeps."""
 
     def lend(self, num_bytes: int) -> list[Piece]:
-        """Returns pieces of at least `num_bytes` together, or fewer if there are no more.
+        """Returns pieces with a total size of at least `num_bytes`, or all pieces if there are not
+        enough.
 
-        The pieces stay allocated in both phases from then on. Call it while the engine sleeps.
+        From then on the pieces stay allocated in both phases. Call it while the engine sleeps.
         """
         ...
 
@@ -69,7 +70,9 @@ class MemoryLender(Protocol):
 
 
 def choose(sizes: Sequence[int], wanted: int) -> list[int]:
-    """Returns indices of few sizes whose sum reaches `wanted` with little excess, or all."""
+    """Returns indices of a few sizes whose sum reaches `wanted` with little excess; all indices if
+    the sum of all is too small.
+    """
     largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     chosen: list[int] = []
     missing = wanted
@@ -78,25 +81,26 @@ def choose(sizes: Sequence[int], wanted: int) -> list[int]:
             break
         enough = [other for other in largest_first if sizes[other] >= missing]
         fitting = [other for other in enough if other not in chosen]
-        # The smallest size that is enough; if there is none, the largest of the rest.
+        # Take the smallest size that is enough; if none is, take the largest remaining size.
         chosen.append(fitting[-1] if fitting else index)
         missing -= sizes[chosen[-1]]
     return chosen
 
 
 class LentMemory:
-    """Consecutive addresses for training, backed by lent pieces and by own memory for the rest.
+    """A contiguous address range for training, backed by lent pieces and, for the rest, by its own
+    memory.
 
-    Own memory is first mapped by `restore`; `restore` and `release` alternate, as in
-    `phases.Restorable`.
+    `restore` allocates its own memory and `release` frees it; calls must alternate and begin with
+    `restore`.
 
     Args:
-        mapping: Mapping of the device.
+        mapping: Device on which memory is mapped.
         num_bytes: Number of bytes needed.
-        pieces: Pieces of the lender; they get the first addresses.
+        pieces: Pieces that the lender provides, which are mapped at the beginning of the range.
 
     Attributes:
-        address: Address of the first byte; lent bytes are accessible at any time.
+        address: Address of the first byte. Lent bytes are always accessible.
         num_lent_bytes: Number of the `num_bytes` that the lender provides.
     """
 
@@ -115,11 +119,11 @@ class LentMemory:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of own memory mapped now, which torch's allocator does not count."""
+        """Bytes of its own memory that are mapped now; torch's allocator does not count them."""
         return self._own_size if self._own_handle else 0
 
     def restore(self) -> None:
-        """Creates and maps own memory, if any is needed.
+        """Allocates and maps its own memory, if any is needed.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -131,15 +135,17 @@ class LentMemory:
             self._mapping.allow(place, self._own_size)
 
     def release(self) -> None:
-        """Frees own memory; lent pieces stay mapped."""
+        """Frees its own memory; lent pieces stay mapped."""
         if self._own_handle:
-            self._mapping.wait()  # a sync point: an update may still be on its way
+            self._mapping.wait()  # a sync point: an update may still be running
             self._mapping.unmap(self.address + self._lent_size, self._own_size)
             self._mapping.release(self._own_handle)
             self._own_handle = 0
 
     def close(self) -> None:
-        """Frees own memory and the addresses. Lent pieces may be released before or after."""
+        """Frees its own memory and the address range. The lender may release its pieces before or
+        after.
+        """
         if not self.address:
             return
         self._mapping.wait()  # a sync point, at the end of a run

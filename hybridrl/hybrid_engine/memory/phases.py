@@ -1,8 +1,8 @@
 """Training and rollout as phases that take turns on the same devices.
 
-`PhaseSwitch` keeps the order: nobody trains while the engine's weights are being written, and
-nobody generates with outdated weights. The engine frees memory through target.py, the trainer
-through the interfaces here.
+`PhaseSwitch` enforces their order: no training while the engine's weights are being written, and no
+generation with outdated weights. target.py is the interface through which the engine frees memory;
+this module has the trainer's interfaces.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ class PhaseError(RuntimeError):
 
 
 class Restorable(Protocol):
-    """Device memory that only training needs; calls to its methods alternate."""
+    """Device memory that only training needs; `release` and `restore` are called alternately."""
 
     def release(self) -> None:
-        """Frees the memory, after moving content that must survive elsewhere."""
+        """Frees the memory, after copying content that must survive to another place."""
         ...
 
     def restore(self) -> None:
-        """Allocates the memory again; moved content may still be on its way back."""
+        """Allocates the memory again. Content may be copied back asynchronously."""
         ...
 
 
@@ -39,7 +39,7 @@ class TrainingMemory(Restorable, Protocol):
 
     @property
     def may_stay(self) -> bool:
-        """Whether the memory may stay during rollout.
+        """Whether the memory may stay allocated during rollout.
 
         True if a full update has run since it was last released and no knob offloads it.
         """
@@ -47,46 +47,46 @@ class TrainingMemory(Restorable, Protocol):
 
     @property
     def growth_bytes(self) -> int:
-        """Bytes that full micro-batches would take beyond the peak since the last release."""
+        """Bytes that full micro-batches would need beyond the peak since the last release."""
         ...
 
 
 class TrainingWeights(Restorable, Protocol):
-    """The trainer's weights, from which the engine is written.
+    """The trainer's weights, which are copied to the engine.
 
-    `release` frees them, or starts to gather the parts that each rank has updated.
+    `release` frees them, or starts to all-gather the shards that the ranks have updated.
     """
 
     @property
     def is_freed(self) -> bool:
-        """Whether `release` frees the weights; otherwise it starts a gather that may overlap
+        """Whether `release` frees the weights; otherwise it starts an all-gather that may overlap
         rollout.
         """
         ...
 
 
 class PhaseSwitch:
-    """Holds the current phase and checks changes of it."""
+    """Stores the current phase and rejects invalid changes."""
 
     def __init__(self) -> None:
         self._phase = Phase.TRAIN
 
     @property
     def phase(self) -> Phase:
-        """The current phase; training at first."""
+        """The current phase; initially training."""
         return self._phase
 
     def enter(self, phase: Phase) -> None:
         """Changes the phase.
 
         Raises:
-            PhaseError: `phase` is already the current one.
+            PhaseError: `phase` is already the current phase.
         """
         if phase is self._phase:
             raise PhaseError(f"cannot enter phase {phase.value}: it is {self._phase.value} already")
         self._phase = phase
 
     def require(self, phase: Phase, action: str) -> None:
-        """Raises PhaseError unless `phase` is the current one."""
+        """Raises PhaseError unless `phase` is the current phase."""
         if self._phase is not phase:
             raise PhaseError(f"{action} needs phase {phase.value}, but it is {self._phase.value}")

@@ -1,16 +1,16 @@
-"""Assigns ranks to parts of engine replicas. Pure, no torch.
+"""Assigns each rank a replica and a tensor-parallel rank in it. Pure, no torch.
 
-The bytes that a rank receives depend only on its tensor-parallel rank in the engine. So the search
-gives every rank a tensor-parallel rank, each equally often on a node, and forms replicas of ranks
-in ascending order. Candidates are compared by the bytes of the rank that receives most, then of the
-rank that sends most (with senders balanced by a linear program), then of all ranks. The search is
-exact for up to 8 ranks. In larger worlds each node of up to 8 ranks is searched separately, and
-HybridFlow's groups at regular intervals (Sheng et al. 2025, "HybridFlow", section 5.3) are
-candidates too.
+The bytes that a rank receives depend only on its tensor-parallel rank in the engine. The search
+therefore assigns every rank a tensor-parallel rank, each the same number of times on a node, and
+then forms replicas from ranks in ascending order. Candidates are compared by the bytes that the
+busiest receiver receives, then by the bytes that the busiest sender sends (with senders balanced by
+a linear program), then by the total over all ranks. The search is exact for up to 8 ranks. In
+larger jobs each node of up to 8 ranks is searched separately, and HybridFlow's groups at regular
+intervals (Sheng et al. 2025, "HybridFlow", section 5.3) are additional candidates.
 
-The ranks of an engine's group must ascend: torch sorts the ranks of a group, but vLLM takes them in
-the given order. `is_ascending=False` shows the cost of that rule; another order of the training
-axes (`choose_order`) often avoids it.
+The ranks of an engine's process group must ascend, because torch sorts a group's ranks but vLLM
+uses them in the given order. `is_ascending=False` drops this rule, to show what it costs. Another
+order of the training axes (`choose_order`) often avoids the cost.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from hybridrl.models.weights import RankLayout
 from hybridrl.parallel.layout import AXES, RolloutLayout, TrainLayout
 
 MAX_EXACT = 8
-CHUNK = 4096  # candidates per evaluation, which bounds memory
-# Share of the received bytes that an order must save to spread data-parallel groups on more nodes.
+CHUNK = 4096  # candidates that are evaluated at once, to limit memory
+# Share of the received bytes that an order must save if it spreads data-parallel groups over more
+# nodes.
 WORTH_SPREADING = 0.1
 
 
@@ -41,8 +42,8 @@ class Assignment:
 
     Args:
         layout: Replica and tensor-parallel rank of each rank.
-        receive: Elements received by the rank that receives most.
-        send: Elements sent by the rank that sends most, with senders balanced.
+        receive: Number of elements that the busiest receiver receives.
+        send: Number of elements that the busiest sender sends, with senders balanced.
     """
 
     layout: RolloutLayout
@@ -51,7 +52,7 @@ class Assignment:
 
     @property
     def cost(self) -> tuple[int, int]:
-        """Costs to minimise, the more important first."""
+        """Costs to minimise, the more important one first."""
         return self.receive, self.send
 
 
@@ -63,17 +64,17 @@ def assign(
     ranks: Sequence[int] | None = None,
     costs: Costs | None = None,
 ) -> Assignment:
-    """Assigns each rank, or some ranks, to a part of an engine replica.
+    """Assigns each of the given ranks a replica and a tensor-parallel rank in it.
 
     Args:
-        sources: Training layout of each rank; may be empty for some.
-        parts: Layout of each tensor-parallel rank of the engine; their number divides the number of
-            ranks.
-        domain_size: Consecutive ranks of one node; None for a single node. A replica stays on one
-            node if it fits, otherwise on as few as possible.
+        sources: Training layout of each rank; some may be empty.
+        parts: Engine layout of each tensor-parallel rank. The number of ranks must be a multiple of
+            their number.
+        domain_size: Number of consecutive ranks on one node; None if all are on one node. A replica
+            is placed on one node if it fits, otherwise on as few nodes as possible.
         is_ascending: Whether the ranks of a replica must ascend in tensor-parallel order.
         ranks: Ranks that have engines, ascending; None for all.
-        costs: Costs of these sources and parts, if already known.
+        costs: Costs of these sources and parts; None to compute them.
     """
     costs = costs or Costs.of(sources, parts)
     if ranks is None or len(ranks) == len(sources):
@@ -84,11 +85,11 @@ def assign(
 
 
 def domain_of(ranks: Sequence[int], domain_size: int) -> int | None:
-    """Returns how many of these ranks each node has; None if the numbers differ.
+    """Returns how many of these ranks are on each node; None if the numbers differ between nodes.
 
     Args:
         ranks: Ranks, ascending.
-        domain_size: Consecutive ranks of one node.
+        domain_size: Number of consecutive ranks on one node.
     """
     nodes = Counter(rank // domain_size for rank in ranks)
     return nodes[ranks[0] // domain_size] if len(set(nodes.values())) == 1 else None
@@ -100,20 +101,20 @@ def evaluate_layout(
     layout: RolloutLayout,
     costs: Costs | None = None,
 ) -> Assignment:
-    """Returns a given layout with its costs; engines may run on some of the ranks."""
+    """Returns a given layout with its costs; engines may run on only some of the ranks."""
     return _evaluate((costs or Costs.of(sources, parts)).moved(layout.ranks), layout)
 
 
 def evaluate_parts(
     sources: Sequence[RankLayout], parts: Sequence[RankLayout], layout: RolloutLayout
 ) -> Assignment:
-    """Returns a layout with its costs, for parts that may differ between replicas.
+    """Returns a given layout with its costs; parts may differ between replicas.
 
     Args:
         sources: Training layout of each rank.
-        parts: Layout of each rank that has an engine, in order. Sharing one object among equal
-            layouts saves comparisons.
-        layout: Replica and part of each of these ranks.
+        parts: Engine layout of each rank that has an engine, in order. Equal layouts should be the
+            same object, which saves comparisons.
+        layout: Replica and tensor-parallel rank of each of these ranks.
     """
     numbers = {id(part): number for number, part in enumerate({id(p): p for p in parts}.values())}
     distinct = list({id(part): part for part in parts}.values())
@@ -123,20 +124,21 @@ def evaluate_parts(
 
 
 def missing_elements(sources: Sequence[RankLayout], parts: Sequence[RankLayout]) -> np.ndarray:
-    """Returns the number of elements that each source rank (outer) lacks of each part (inner)."""
+    """Returns how many elements of each part (inner index) each source rank (outer index) lacks."""
     return Costs.of(sources, parts).missing
 
 
 def part_patterns(size: int, tp: int, domain_size: int | None) -> tuple[int, list[np.ndarray]]:
-    """Returns the size of a unit of ranks that holds whole replicas, and the candidate patterns.
+    """Returns the size of a unit of ranks, which contains whole replicas, and the candidate
+    patterns.
 
-    A pattern gives each rank of a unit a tensor-parallel rank. Units of up to 8 ranks have all
-    patterns, larger ones those with regular intervals.
+    A pattern assigns each rank of a unit a tensor-parallel rank. For units of up to 8 ranks all
+    patterns are returned, for larger units only patterns with regular intervals.
 
     Args:
         size: Number of ranks that have engines.
-        tp: Number of ranks of a replica.
-        domain_size: Number of ranks of a node; None for a single node.
+        tp: Number of ranks in a replica.
+        domain_size: Number of ranks on a node; None if all ranks are on one node.
     """
     unit = _unit(size, tp, domain_size or size)
     if unit <= MAX_EXACT:
@@ -150,8 +152,8 @@ class OrderChoice:
 
     Args:
         order: Axes in Megatron's notation.
-        receive: Elements received by the rank that receives most in this order.
-        default_receive: The same in Megatron's own order.
+        receive: Number of elements that the busiest receiver receives in this order.
+        default_receive: Like `receive`, but in Megatron's default order.
     """
 
     order: str
@@ -165,27 +167,29 @@ def choose_order(
     parts: Sequence[RankLayout],
     domain_size: int | None = None,
 ) -> OrderChoice:
-    """Finds the order of the training axes that minimises what the busiest receiver receives.
+    """Finds the order of the training axes that minimises the bytes that the busiest receiver
+    receives.
 
-    Candidates are orders that Megatron accepts and that do not spread training's messages: tensor-
-    and context-parallel groups span no more nodes than in Megatron's own order, and data-parallel
-    groups on a single node stay on one. Data-parallel groups that span several nodes may span more
-    of them only if that saves a tenth (WORTH_SPREADING), since gradients then have fewer network
-    cards. Among equal orders Megatron's own wins, then the one whose busiest rank sends least, then
-    the first in a fixed list.
+    Candidates are orders that Megatron accepts and that do not spread training's messages over more
+    nodes: tensor- and context-parallel groups may span no more nodes than in Megatron's default
+    order, and data-parallel groups on a single node must stay on a single node. Data-parallel
+    groups that span several nodes may span more nodes only if that saves a tenth of the bytes
+    (WORTH_SPREADING), because gradients then have fewer network cards. Between equal orders,
+    Megatron's default order is preferred, then the order whose busiest sender sends least, then the
+    first order in a fixed list.
 
     Args:
-        train: Layout in Megatron's own order.
-        sources: Training layout of each rank in that order.
-        parts: Layout of each tensor-parallel rank of the engine.
-        domain_size: Consecutive ranks of one node; None for a single node.
+        train: Layout in Megatron's default order.
+        sources: Training layout of each rank in the default order.
+        parts: Engine layout of each tensor-parallel rank.
+        domain_size: Number of consecutive ranks on one node; None if all are on one node.
     """
     costs = Costs.of(sources, parts)
     own = _assign(costs, domain_size)
     choice, least = train.order, own.cost
     bound = int(
         costs.missing.min(axis=1).max()
-    )  # if each rank had the part of which it lacks least
+    )  # if each rank had the part of which it lacks the fewest elements
     if own.receive == bound:
         return OrderChoice(choice, own.receive, own.receive)
     node = domain_size or train.world_size
@@ -210,7 +214,7 @@ def choose_order(
 
 
 def ranks_moved(train: TrainLayout, other: TrainLayout) -> list[int]:
-    """Returns, for each rank of `other`, the rank of `train` with the same coordinates."""
+    """Returns for each rank of `other` the rank of `train` that has the same coordinates."""
     where = (other.coordinates(rank) for rank in range(train.world_size))
     return [train.rank_at(**vars(place)) for place in where]
 
@@ -224,7 +228,7 @@ def _other_orders(train: TrainLayout) -> Iterator[str]:
 
 
 def _num_nodes(layout: TrainLayout, axis: str, node: int) -> list[int]:
-    """Returns the number of nodes that each group of an axis spans."""
+    """Returns for each group of an axis how many nodes it spans."""
     return [len({rank // node for rank in group}) for group in layout.groups(axis)]
 
 
@@ -252,16 +256,19 @@ def _evaluate(costs: Costs, layout: RolloutLayout) -> Assignment:
 
 
 class Costs:
-    """Elements that each rank must receive as each tensor-parallel rank.
+    """Costs of assigning any tensor-parallel rank to any rank, in elements.
 
     Args:
-        of_rank: Class of each rank; ranks of one class hold the same elements.
-        holds: Whether each rank (outer) holds pieces of each set of owners (inner).
-        need: Elements that each tensor-parallel rank (outer) needs of each set (inner).
-        senders: Like `holds`, for all ranks that send; None if they are the same ranks.
+        of_rank: Class of each rank; ranks in the same class hold the same elements.
+        holds: Whether a rank (outer index) holds the pieces that belong to a set of owners (inner
+            index).
+        need: Number of elements that a tensor-parallel rank (outer index) needs from a set of
+            owners (inner index).
+        senders: Like `holds`, but for all ranks that send; None if these are the same ranks.
 
     Attributes:
-        missing: Elements that each rank (outer) must receive as each tensor-parallel rank (inner).
+        missing: Number of elements that a rank (outer index) must receive if it becomes a
+            tensor-parallel rank (inner index).
     """
 
     def __init__(
@@ -292,28 +299,28 @@ class Costs:
         return cls(joined.sources.of_rank, holds, need)
 
     def moved(self, ranks: Sequence[int]) -> Costs:
-        """Returns the costs of the listed ranks, in that order; all ranks still send."""
+        """Returns the costs for the listed ranks, in the listed order; all ranks can still send."""
         of_rank = [self.of_rank[rank] for rank in ranks]
         return Costs(of_rank, self._holds[list(ranks)], self._need, self._senders)
 
     def receive(self, candidates: np.ndarray) -> np.ndarray:
-        """Returns, for each row of tensor-parallel ranks, the elements of the busiest receiver."""
+        """Returns for each candidate how many elements its busiest receiver receives."""
         return self.missing[np.arange(candidates.shape[1]), candidates].max(axis=1)
 
     def send(self, candidates: np.ndarray) -> np.ndarray:
-        """Returns, for each row of tensor-parallel ranks, the least elements of the busiest sender.
+        """Returns for each candidate how many elements its busiest sender must send at least.
 
-        By duality of the linear program this is the largest quotient, over sets of ranks, of the
-        elements that only ranks of the set hold and the size of the set. Large worlds try only the
-        sets of owners and the set of all ranks, which is exact if sets of owners are disjoint or
-        nested.
+        By linear-programming duality this is the maximum, over all sets of ranks, of the number of
+        elements that only the set's ranks hold divided by the set's size. In large jobs only the
+        sets of owners and the set of all ranks are tried, which is exact if sets of owners are
+        disjoint or nested.
         """
         size = len(self._senders)
         if size <= MAX_EXACT:
             sets = np.arange(1, 1 << size)[:, None] >> np.arange(size) & 1 == 1
         else:
             sets = np.unique(np.concatenate([self._senders.T, np.ones((1, size), bool)]), axis=0)
-        outside = (~sets).astype(np.float64) @ self._senders  # number of owners outside each set
+        outside = (~sets).astype(np.float64) @ self._senders  # number of owners outside the set
         share = (outside == 0) / sets.sum(axis=1, keepdims=True)
         found = []
         for start in range(0, len(candidates), CHUNK):
@@ -324,7 +331,9 @@ class Costs:
         return np.ceil(np.concatenate(found) - 0.01)
 
     def best(self, candidates: np.ndarray, unit: int) -> Assignment:
-        """Returns the cheapest; of equal ones that with the least traffic, then the first."""
+        """Returns the cheapest candidate; among equal ones, the candidate with the least total
+        traffic, then the first.
+        """
         size, tp = self.missing.shape
         receive = self.receive(candidates)
         candidates = candidates[receive == receive.min()]
@@ -336,9 +345,9 @@ class Costs:
 
 
 def numbered(places: Sequence[int], unit: int, tp: int) -> RolloutLayout:
-    """Returns the layout in which ranks have these tensor-parallel ranks.
+    """Returns the layout in which ranks have the given tensor-parallel ranks.
 
-    Within each `unit` of ranks, a replica consists of ascending ranks.
+    Within each `unit` of consecutive ranks, replicas consist of ascending ranks.
     """
     counters = [[count(first // tp) for _ in range(tp)] for first in range(0, len(places), unit)]
     pairs = ((next(counters[rank // unit][place]), place) for rank, place in enumerate(places))
@@ -346,22 +355,22 @@ def numbered(places: Sequence[int], unit: int, tp: int) -> RolloutLayout:
 
 
 def _strides(unit: int, tp: int) -> list[int]:
-    """Returns the possible intervals between the ranks of a replica in a unit."""
+    """Returns the possible intervals between a replica's ranks within a unit."""
     return [s for s in range(1, unit // tp + 1) if unit % (s * tp) == 0]
 
 
 def _unit(size: int, tp: int, domain_size: int) -> int:
-    """Returns the smallest number of ranks, on whole nodes, that holds whole replicas."""
+    """Returns the smallest number of ranks that consists of whole nodes and of whole replicas."""
     whole_nodes = range(domain_size, size, domain_size)
     return next((n for n in whole_nodes if n % tp == 0 and size % n == 0), size)
 
 
 @lru_cache
 def _patterns(size: int, tp: int, is_ascending: bool) -> np.ndarray:
-    """Returns every way to give each of `size` ranks a tensor-parallel rank, each equally often.
+    """Returns every way to assign `size` ranks a tensor-parallel rank each, all equally often.
 
-    A pattern allows ascending groups if, up to any rank, no tensor-parallel rank occurs more often
-    than the one before it.
+    A pattern allows ascending groups if, among the first n ranks for any n, no tensor-parallel rank
+    occurs more often than the next lower one.
     """
     found = np.array(list(permutations(np.arange(size) % tp)), np.int8)
     if is_ascending:
@@ -371,13 +380,15 @@ def _patterns(size: int, tp: int, is_ascending: bool) -> np.ndarray:
 
 
 def _least(patterns: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Returns the pattern whose busiest receiver receives least; ties go to the least traffic."""
+    """Returns the pattern whose busiest receiver receives least; between equal patterns, the one
+    with the least traffic.
+    """
     each = missing[np.arange(len(missing)), patterns]
     return patterns[np.lexsort((each.sum(axis=1), each.max(axis=1)))[0]]
 
 
 def _matched(missing: np.ndarray) -> np.ndarray:
-    """Returns a tensor-parallel rank for each rank, so that the largest cost is minimal.
+    """Returns a tensor-parallel rank for each rank such that the largest cost is minimal.
 
     Each tensor-parallel rank occurs equally often.
     """
@@ -387,7 +398,9 @@ def _matched(missing: np.ndarray) -> np.ndarray:
 
 
 def _matching(is_allowed: np.ndarray) -> list[int] | None:
-    """Returns an allowed tensor-parallel rank for each rank, each equally often, or None."""
+    """Returns an allowed tensor-parallel rank for each rank, each equally often; None if
+    impossible.
+    """
     size, tp = is_allowed.shape
     taken: list[list[int]] = [[] for _ in range(tp)]
 

@@ -1,10 +1,10 @@
-"""Cuts a plan's streams into exchanges that fit bounded staging buffers. Pure, no torch.
+"""Splits a plan's streams into exchanges that fit into the staging buffers. Pure, no torch.
 
 Every stream is spread evenly over the same number of chunks, so that all links are busy in every
-exchange. The content of a message follows from the sizes of the streams and from the operations of
-its sender and receiver. A rank passes on what it received in one exchange in the next one, while
-the next chunk arrives. Invariant: in one exchange no rank sends or receives more than the capacity,
-and between two ranks there is at most one message each way.
+exchange. Sender and receiver derive the content of a message from the sizes of the streams and from
+their own operations. A rank forwards received data in the next exchange, while the next chunk
+arrives. Invariant: in one exchange no rank sends or receives more than the capacity, and no rank
+sends more than one message to the same peer.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ import numpy as np
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, PlanError, Stream
 from hybridrl.models.boxes import moved, sizes, span_boxes, volume, whole
 
-# Streams are cut at multiples of a power of two of elements, at most MAX_GRAIN, so that parts stay
-# aligned; a smaller stream is not cut. Rounding up adds at most one part in SLACK of the capacity
-# to what a rank sends or receives.
+# Streams are split at multiples of a power of two, at most MAX_GRAIN elements, so that parts stay
+# aligned; smaller streams are not split. Rounding up increases the elements that a rank sends or
+# receives by at most the capacity divided by SLACK.
 MAX_GRAIN = 1 << 16
 SLACK = 8
 
 
 @dataclass(frozen=True)
 class Part:
-    """The elements of one stream in one message.
+    """The elements of one stream that one message contains.
 
     Args:
         stream: Stream of the elements.
-        elements: Number of the elements.
-        pieces: Operations of the rank, or pieces of operations, in order. Empty if the rank passes
-            on elements of the exchange before.
+        elements: Number of elements.
+        pieces: This rank's operations, or pieces of them, in order. Empty if the rank forwards
+            elements from the previous exchange.
     """
 
     stream: Stream
@@ -44,7 +44,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's messages in one exchange: the parts of each message in order, by peer."""
+    """One rank's messages in one exchange: for each peer, the parts of the message in order."""
 
     sends: dict[int, list[Part]] = field(default_factory=dict)
     receives: dict[int, list[Part]] = field(default_factory=dict)
@@ -57,17 +57,20 @@ def schedule_exchanges(
     direct: Collection[CopyOp] = (),
     direct_elements: Mapping[Stream, int] | None = None,
 ) -> list[Exchange]:
-    """Returns a rank's part of every exchange; the number of exchanges is the same on all ranks.
+    """Returns a rank's messages in every exchange; the number of exchanges is the same on all
+    ranks.
 
     Args:
-        plan: Plan to schedule; local operations are left out.
+        plan: Plan to schedule, whose local operations are ignored.
         rank: Rank that sends and receives the messages.
-        capacity_bytes: Most bytes that one rank sends, and most that it receives, in one exchange.
-        direct: Operations of the rank that bypass the staging buffers.
-        direct_elements: Number of elements of each stream, over all ranks, that bypass them.
+        capacity_bytes: Maximum number of bytes that a rank sends, and that it receives, in one
+            exchange.
+        direct: The rank's operations that bypass the staging buffers.
+        direct_elements: For every stream between any ranks, the number of elements that bypass the
+            staging buffers.
 
     Raises:
-        PlanError: A rank has more streams than elements fit into the capacity.
+        PlanError: The capacity is too small for one element of each of a rank's streams.
     """
     gone = direct_elements or {}
     streams = {s: n - gone.get(s, 0) for s, n in plan.streams.items() if n > gone.get(s, 0)}
@@ -97,7 +100,9 @@ def schedule_exchanges(
 
 
 def _division(streams: Mapping[Stream, int], itemsize: int, capacity_bytes: int) -> tuple[int, int]:
-    """Returns the number of chunks, and the number of elements of which parts are multiples."""
+    """Returns the number of chunks, and the number of elements at whose multiples streams are
+    split.
+    """
     if not streams:
         return 0, 1
     hops = [(*hop, elements) for stream, elements in streams.items() for hop in stream.hops]
@@ -106,8 +111,8 @@ def _division(streams: Mapping[Stream, int], itemsize: int, capacity_bytes: int)
     most = int(max(np.bincount(senders).max(), np.bincount(receivers).max()))
     if most > capacity:
         raise PlanError(
-            f"staging of {capacity_bytes} bytes each way, but a rank's {most} streams take "
-            f"{most * itemsize} at least: raise rollout.staging_mib"
+            f"staging has {capacity_bytes} bytes per direction, but a rank's {most} streams "
+            f"need at least {most * itemsize}: raise rollout.staging_mib"
         )
     grain = min(1 << max(capacity // (SLACK * most), 1).bit_length() - 1, MAX_GRAIN)
 
@@ -121,13 +126,15 @@ def _division(streams: Mapping[Stream, int], itemsize: int, capacity_bytes: int)
 
 @dataclass(frozen=True)
 class _Line:
-    """Operations of a stream, concatenated row by row, and the end of each."""
+    """Operations of a stream in order, and the number of elements up to the end of each."""
 
     ops: Sequence[CopyOp]
     stops: Sequence[int]
 
     def cut(self, start: int, stop: int) -> Iterator[CopyOp]:
-        """Yields the operations, cut where needed, between two elements, in order."""
+        """Yields in order the operations between two elements of the stream; splits operations
+        where needed.
+        """
         for number in range(bisect_right(self.stops, start), len(self.ops)):
             op = self.ops[number]
             first = self.stops[number] - volume(op.dest_box)
@@ -145,7 +152,7 @@ class _Line:
 def _lines(
     plan: Plan, streams: Mapping[Stream, int], rank: int, direct: Collection[CopyOp]
 ) -> dict[Stream, _Line]:
-    """Returns the streams that a rank sends, passes on or receives, in the order of `streams`."""
+    """Returns the streams that a rank sends, forwards or receives, in the order of `streams`."""
     own = [stream for stream in streams if rank in (stream.source, *stream.route)]
     found: dict[Stream, list[CopyOp]] = {stream: [] for stream in own}
     for op in plan.ops[rank]:
@@ -157,7 +164,8 @@ def _lines(
                 found[op.stream].append(op)
     lines = {}
     for stream, ops in found.items():
-        # All ranks of a route have the same slices of the source, but not in the same order.
+        # All ranks of a route receive the same slices of the source, but list them in different
+        # orders.
         ops.sort(key=lambda op: (op.source, op.source_box))
         lines[stream] = _Line(ops, list(accumulate(volume(op.dest_box) for op in ops)))
         if lines[stream].stops[-1:] != [streams[stream]]:

@@ -1,9 +1,9 @@
-"""Routes pieces that cross between nodes.
+"""Routes pieces that must be sent between nodes.
 
-A piece crosses to a node if some rank of the node needs it and none holds it; it crosses once. It
-lands on one of the ranks that need it, chosen so that these ranks receive equal amounts, and that
-rank passes it on to the others. Pure, no torch. Invariant: all ranks of a node find the same way
-for a piece, whatever the order of their queries.
+A piece is sent to a node, once, if some of the node's ranks need it and none of them holds it. It
+lands on one of the ranks that need it, and that rank forwards it to the others. The landing ranks
+are chosen so that they receive equal amounts. Pure, no torch. Invariant: all ranks of a node
+compute the same way for a piece, in whatever order they query them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ import numpy as np
 from hybridrl.hybrid_engine.planning.pieces import Join, ReceiverGroup, Wanted
 from hybridrl.hybrid_engine.planning.senders import Demand, balance_senders
 
-# Number of receiver groups, over all nodes, whose ways are cached.
+# Maximum number of receiver groups, summed over all nodes, whose ways are cached.
 KEPT_GROUPS = 4096
 
 Landings = dict[ReceiverGroup, Demand]
-"""Landing ranks of each receiver group's pieces; `send_counts` is the number on each rank."""
+"""Landing ranks of each receiver group's pieces; `send_counts` is the number of pieces that land on
+each rank.
+"""
 
 
 class Way(NamedTuple):
-    """The ranks that a piece goes through.
+    """The ranks that send, receive and forward a piece.
 
     Args:
         source: Rank that sends the piece.
-        route: Rank on which it lands, followed by the ranks of that node to which it is passed on.
-        is_plain: Whether all ranks of the route have the same target class, and so list their
+        route: Rank on which it lands, followed by the ranks of the same node to which it is
+            forwarded.
+        is_plain: Whether all ranks of the route have the same target class and therefore list their
             pieces in the same order.
     """
 
@@ -42,7 +45,9 @@ class Way(NamedTuple):
 
 
 class _Pattern:
-    """Pieces needed by nodes with given target classes, numbered within each receiver group."""
+    """The pieces that a node needs whose ranks have given target classes, numbered within each
+    receiver group.
+    """
 
     def __init__(self, joined: Join, classes: Sequence[int]) -> None:
         self.classes = classes
@@ -58,13 +63,13 @@ class _Pattern:
 
 
 class Crossings:
-    """Pieces that cross to each node.
+    """The pieces that are sent to each node from other nodes.
 
     Pass `demands` to `balance_senders` before calling `way`, `streams` or `digest`.
 
     Args:
         joined: Pieces that the targets need, and their owners.
-        domain_size: Consecutive ranks of one node.
+        domain_size: Number of consecutive ranks on one node.
     """
 
     def __init__(self, joined: Join, domain_size: int) -> None:
@@ -77,7 +82,7 @@ class Crossings:
         self._landings: dict[tuple[int, tuple[ReceiverGroup, ...]], Landings] = {}
         self._landing_of: dict[
             int, Landings
-        ] = {}  # by node, which is a shorter key than that above
+        ] = {}  # by node, a shorter key than the key of `_landings`
         self._ways_of = lru_cache(KEPT_GROUPS)(self._find_ways)
         if len(starts) < 2:
             return
@@ -105,14 +110,14 @@ class Crossings:
                 self._sent[node][group] = (demand, position)
 
     def way(self, rank: int, wanted: Wanted) -> Way:
-        """Returns the way of a piece that a rank needs to the rank's node."""
+        """Returns the way on which a piece that a rank needs reaches the rank's node."""
         node = rank // self._domain_size
         group, index = self._patterns[node].places[wanted]
         sources, routes = self._ways_of(node, group)
         return Way(sources[index], routes[index], len(group.targets) == 1)
 
     def streams(self) -> Counter[tuple[int, tuple[int, ...]]]:
-        """Returns the number of elements that go from each source along each route."""
+        """Returns the number of elements that are sent from each source along each route."""
         found: Counter[tuple[int, tuple[int, ...]]] = Counter()
         for node, groups in enumerate(self._sent):
             for group, (demand, position) in groups.items():
@@ -124,7 +129,7 @@ class Crossings:
         return found
 
     def digest(self) -> bytes:
-        """Returns a digest of everything, besides `demands`, that determines the ways."""
+        """Returns a digest of everything that determines the ways, apart from `demands`."""
         digest = hashlib.sha256()
         for node, groups in enumerate(self._sent):
             for group in groups:
@@ -135,11 +140,11 @@ class Crossings:
     def _find_ways(
         self, node: int, group: ReceiverGroup, pieces: np.ndarray | None = None
     ) -> tuple[list[int], list[tuple[int, ...]]]:
-        """Returns sources and routes of a group's pieces.
+        """Returns the source and the route of each of a group's pieces.
 
         Args:
-            node: Node that needs them.
-            group: Group of the pieces.
+            node: Node that needs the pieces.
+            group: Receiver group of the pieces.
             pieces: Numbers of the pieces; None for all.
         """
         demand, position = self._sent[node][group]
@@ -152,9 +157,11 @@ class Crossings:
         return demand.senders_to(position, pieces), [routes[place] for place in landing]
 
     def _landing(self, node: int) -> Landings:
-        """Returns the ranks on which a node's pieces land; the same for nodes with the same needs.
+        """Returns the ranks on which a node's pieces land; nodes with the same needs share one
+        result.
 
-        Landings are balanced like sends: the landing ranks are the senders of these demands.
+        Landings are balanced in the same way as sends, by demands in which the landing ranks are
+        the senders.
         """
         if node in self._landing_of:
             return self._landing_of[node]

@@ -1,9 +1,10 @@
-"""Finds blocks that are large and contiguous at both ends, and so bypass the staging buffers.
+"""Finds blocks that are large and contiguous in both source and destination, and can bypass the
+staging buffers.
 
-Such a block is one message from the source tensor to the destination tensor, without packing and
-unpacking. Only the receiver knows whether a block is contiguous in the destination tensor, and only
-the sender whether it is contiguous in the source tensor. So they ask each other, once for a plan or
-for many plans that run in turn.
+Such a block is sent as one message from the source tensor to the destination tensor, without
+packing and unpacking. Only the receiver knows whether a block is contiguous in the destination
+tensor, and only the sender knows whether it is contiguous in the source tensor. The ranks therefore
+agree on these blocks in advance, for one plan or for many plans at once.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from hybridrl.models.boxes import Box, volume
 from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import SourceTensor
 
-# Smaller blocks are packed: NCCL moves messages of 16 MiB at 100 GB/s, of 32 MiB and more at 300;
-# packed messages have 64 MiB. Measured on H200.
+# Smaller blocks are packed into messages of 64 MiB: NCCL sends messages of 16 MiB at 100 GB/s, but
+# messages of 32 MiB and more at 300 GB/s. Measured on H200.
 BLOCK_BYTES = 32 << 20
 
 
@@ -32,8 +33,9 @@ class Direct:
     """Operations that bypass the staging buffers.
 
     Args:
-        sends, receives: Operations of this rank by peer, in the same order at both ends.
-        elements: Number of their elements in every stream of all ranks.
+        sends, receives: This rank's operations by peer, in the same order on both ranks.
+        elements: For every stream between any ranks, the number of elements that bypass the
+            buffers.
     """
 
     sends: Mapping[int, list[CopyOp]] = field(default_factory=dict)
@@ -42,7 +44,7 @@ class Direct:
 
     @property
     def ops(self) -> frozenset[CopyOp]:
-        """All such operations of this rank."""
+        """All of this rank's operations that bypass the buffers."""
         return frozenset(chain(*self.sends.values(), *self.receives.values()))
 
 
@@ -53,10 +55,11 @@ def agree_on_all(
     dests: Sequence[Mapping[str, Tensor]],
     wire_dtype: torch.dtype,
 ) -> list[Direct]:
-    """Finds the operations of each plan that need no staging; collective, once for all plans.
+    """Finds the operations of each plan that need no staging; collective, with two exchanges
+    however many plans there are.
 
     Args:
-        plans: Plans that run one after another.
+        plans: Plans that will be executed one after another.
         peers, sources, wire_dtype: See `PackedTransport`.
         dests: Destinations of each plan; tensors on device "meta" suffice.
     """
@@ -75,9 +78,11 @@ def agree_on_all(
 
 
 class _SingleHops:
-    """Operations of one plan between this rank and others, without a rank in between.
+    """The operations of one plan that this rank sends or receives directly, without another rank
+    that forwards them.
 
-    The receiver requests blocks, and the sender grants those that are contiguous there too.
+    The receiver requests blocks that are contiguous in the destination, and the sender accepts
+    those that are also contiguous in the source.
     """
 
     def __init__(self, plan: Plan, rank: int, wire_dtype: torch.dtype) -> None:
@@ -98,7 +103,9 @@ class _SingleHops:
         return is_large and tensor.dtype == self._dtype and box_view(tensor, box).is_contiguous()
 
     def asked(self, dests: Mapping[str, Tensor]) -> dict[int, list[int]]:
-        """Returns the numbers of the operations that this rank requests as receiver, by peer."""
+        """Returns for each peer the indices of the operations that this rank, as receiver, requests
+        from it.
+        """
         return {
             peer: [i for i, op in enumerate(ops) if self._is_block(dests[op.dest], op, op.dest_box)]
             for peer, ops in self._receives.items()
@@ -107,10 +114,11 @@ class _SingleHops:
     def granted(
         self, asked: Sequence[Mapping[int, Sequence[int]]], sources: Mapping[str, SourceTensor]
     ) -> dict[int, tuple[list[int], int]]:
-        """Returns, by peer, the granted operations' numbers and their total number of elements.
+        """Returns for each peer the indices of the operations that this rank, as sender, accepts,
+        and their number of elements.
 
         Args:
-            asked: Requests of each rank.
+            asked: For each rank, the operations that it requested.
             sources: Source tensors of this rank.
         """
         found = {}

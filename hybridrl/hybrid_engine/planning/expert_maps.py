@@ -1,13 +1,13 @@
 """Assigns whole experts to the ranks of an engine replica. Pure, no torch.
 
-Each rank of an engine replica holds the same number of a layer's experts; which ones is free. So
-each replica has its own map, the same in all layers, with which its ranks keep as many as possible
-of the elements that they train. The search starts from the linear map. It exchanges experts around
-a circle of ranks as long as that keeps more elements in place; afterwards no balanced map keeps
-more (cycle cancelling, Klein 1967, "A primal method for minimal cost flows"). Exchanges between two
-ranks then relieve the rank that lacks most. A map is used only if the busiest receiver receives
-less than with the linear map, or as much while the busiest sender sends less. Invariant: all ranks
-find the same maps.
+Each rank of an engine replica must hold the same number of a layer's experts, but may hold any of
+them. Each replica therefore has its own map, the same in all layers, chosen so that its ranks keep
+as many as possible of the elements that they train. The search starts from the linear map. It moves
+experts around cycles of ranks as long as this keeps more elements in place; afterwards no balanced
+map keeps more (cycle cancelling, Klein 1967, "A primal method for minimal cost flows"). Swaps
+between two ranks then reduce the elements that the worst rank lacks. A map replaces the linear map
+only if the busiest receiver receives less, or if it receives as much and the busiest sender sends
+less. Invariant: all ranks compute the same maps.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Engines:
     """Engine layouts of all ranks.
 
     Args:
-        best: Layout of the engines, with its costs in elements.
-        targets: Engine layout of each rank of the world.
+        best: Layout of the engines, with its costs.
+        targets: Engine layout of each rank of the job.
         linear: Layout and costs with experts assigned in order.
-        costs: Costs of every part for every rank, with experts assigned in order.
+        costs: Costs of assigning any part to any rank, with experts assigned in order.
     """
 
     best: Assignment
@@ -74,7 +74,7 @@ class ExpertTensors:
                     self._names.append(names)
 
     def expert(self, hf: str) -> int | None:
-        """Returns the expert that a tensor belongs to, or None."""
+        """Returns the index of the expert that a tensor belongs to, or None."""
         found = self._of.get(hf)
         return None if found is None else found[1]
 
@@ -90,13 +90,13 @@ def lay_out_engines(
     domain_size: int | None = None,
     ranks: Sequence[int] | None = None,
 ) -> Engines:
-    """Assigns each rank a part of an engine replica, and experts, so that few bytes move.
+    """Assigns each rank a part of an engine replica and experts, so that few bytes must be sent.
 
     Args:
         sources: Training layout of each rank; empty for some.
-        parts: Layout of each tensor-parallel rank of the engine, with experts in order.
-        tensors: Tensors of the experts; None unless each rank of a replica holds whole experts.
-        domain_size: Consecutive ranks of one node; None for a single node.
+        parts: Engine layout of each tensor-parallel rank, with experts in order.
+        tensors: Tensors of the experts; None if a replica's ranks do not hold whole experts.
+        domain_size: Number of consecutive ranks on one node; None if all are on one node.
         ranks: Ranks that have engines, ascending; None for all.
     """
     costs = Costs.of(sources, parts)
@@ -125,9 +125,10 @@ def lay_out_engines(
 
 
 class _Search:
-    """Finds the parts and experts that minimise the elements that the worst rank lacks.
+    """Finds the parts and experts that minimise the number of elements that the worst rank lacks.
 
-    Ties go to the smallest sum over all ranks, then to the first candidate.
+    Between equal candidates, the one with the smallest sum over all ranks is chosen, then the
+    first.
 
     Args:
         sources, parts, tensors: See `lay_out_engines`.
@@ -164,7 +165,9 @@ class _Search:
         return held
 
     def best(self, domain_size: int | None) -> tuple[RolloutLayout, list[tuple[int, ...]]]:
-        """Returns the rollout layout of the ranks that have engines, and the experts of each."""
+        """Returns the rollout layout of the ranks that have engines, and the experts of each of
+        them.
+        """
         size = len(self._missing)
         unit, patterns = part_patterns(size, self._tp, domain_size)
         places: list[int] = []
@@ -184,10 +187,11 @@ class _Search:
     def _tried(
         self, first: int, pattern: np.ndarray
     ) -> tuple[tuple[int, int], list[tuple[int, ...]]]:
-        """Evaluates a pattern for the ranks from `first` on.
+        """Evaluates a pattern for consecutive ranks that begin with `first`.
 
         Returns:
-            The largest number of lacking elements and their sum, and the experts of each rank.
+            The maximum and the sum of the numbers of elements that ranks lack, and the experts of
+            each rank.
         """
         members = [first + np.flatnonzero(pattern == place) for place in range(self._tp)]
         maps: list[tuple[int, ...]] = [()] * len(pattern)
@@ -211,10 +215,10 @@ def _without_experts(part: RankLayout, tensors: ExpertTensors) -> RankLayout:
 
 
 def with_experts(part: RankLayout, tensors: ExpertTensors, experts: Sequence[int]) -> RankLayout:
-    """Returns an engine rank's layout with its experts replaced by others.
+    """Returns an engine rank's layout with its experts replaced by other experts.
 
     Args:
-        part: Layout of the rank, with the same number of whole experts.
+        part: Layout of the rank, which has as many whole experts as `experts`.
         tensors: Tensors of the model's experts.
         experts: New experts of the rank, ascending.
     """
@@ -233,15 +237,15 @@ def with_experts(part: RankLayout, tensors: ExpertTensors, experts: Sequence[int
 def balanced_map(held: np.ndarray, lacking: np.ndarray) -> list[list[int]]:
     """Assigns each rank the same number of experts.
 
-    First keeps as many elements as possible in place; then exchanges experts between pairs of
-    ranks, so that the rank that lacks most lacks less.
+    First keeps as many elements as possible in place. Then swaps experts between pairs of ranks, so
+    that the worst rank lacks fewer elements.
 
     Args:
-        held: Elements of each expert (inner) that each rank (outer) holds.
-        lacking: Elements that each rank lacks whatever its experts.
+        held: Number of elements of each expert (inner index) that each rank (outer index) holds.
+        lacking: Number of elements apart from experts that each rank lacks.
 
     Returns:
-        The experts of each rank, ascending; the linear map if none is better.
+        The experts of each rank, ascending; the linear map if no map is better.
     """
     columns, kind_of = np.unique(held, axis=1, return_inverse=True)
     dealt = _Dealt(columns, kind_of.reshape(-1))  # its shape depends on numpy's version
@@ -256,7 +260,8 @@ class _Dealt:
     """Experts of each rank, initially in order.
 
     Args:
-        columns: Elements that each rank (outer) holds of an expert of each kind (inner).
+        columns: Number of elements that each rank (outer index) holds of an expert of each kind
+            (inner index).
         kind_of: Kind of each expert.
     """
 
@@ -270,15 +275,18 @@ class _Dealt:
         return np.unique(self._kind_of[self.experts[rank]])
 
     def costs(self) -> np.ndarray:
-        """Returns the least cost for each rank (outer) of giving each other rank one expert."""
+        """Returns the lowest cost at which each rank (outer index) can give one expert to each
+        other rank (inner index).
+        """
         return np.array(
             [self._loss[rank][:, self._kinds(rank)].min(1) for rank in range(len(self.experts))]
         )
 
     def give_on(self, circle: Sequence[int]) -> None:
-        """Moves experts around the circle: each rank gives the next the kind that costs least.
+        """Moves experts around a cycle of ranks: each rank gives experts of its cheapest kind to
+        the next rank.
 
-        All ranks give the same number, the largest that each of them has.
+        All ranks give the same number of experts, the largest number that all of them have.
         """
         pairs = list(zip(circle, (*circle[1:], circle[0]), strict=True))
         moved = []
@@ -298,10 +306,10 @@ class _Dealt:
             self.experts[taker] += experts
 
     def relieve(self, lacking: np.ndarray) -> bool:
-        """Exchanges an expert of the rank that lacks most for one of another rank.
+        """Swaps an expert of the rank that lacks most elements with an expert of another rank.
 
-        Chooses the exchange after which the larger number of lacking elements of the two ranks is
-        least. Returns whether the exchange is an improvement; otherwise nothing changes.
+        Chooses the swap after which the worse of the two ranks lacks the fewest elements. Returns
+        False and changes nothing if no swap is an improvement.
 
         Args:
             lacking: See `balanced_map`.
@@ -310,14 +318,14 @@ class _Dealt:
         kept = [
             columns[rank, self._kind_of[experts]].sum() for rank, experts in enumerate(self.experts)
         ]
-        lacks = lacking - np.array(kept)  # up to a constant that is the same for all ranks
+        lacks = lacking - np.array(kept)  # without a constant that is equal for all ranks
         worst = int(lacks.argmax())
         found: list[tuple[tuple[int, int], tuple[tuple[int, int, int], ...]]] = []
         for other in range(len(columns)):
             if other == worst:
                 continue
             mine, theirs = self._kinds(worst), self._kinds(other)
-            # Outer index: the kind that `worst` gives; inner index: the kind that it takes.
+            # Outer index: the kind that `worst` gives. Inner index: the kind that it receives.
             own = lacks[worst] + columns[worst, mine, None] - columns[worst, theirs]
             its = lacks[other] + columns[other, theirs] - columns[other, mine, None]
             larger, both = np.maximum(own, its), own + its
@@ -335,9 +343,9 @@ class _Dealt:
 
 
 def _gaining_circle(costs: np.ndarray) -> list[int] | None:
-    """Returns a circle of ranks with negative total cost, or None (Bellman-Ford from all ranks).
+    """Returns a cycle of ranks with negative total cost, or None (Bellman-Ford from all ranks).
 
-    Each rank of the circle gives the next one an expert.
+    In the cycle, each rank gives an expert to the next rank.
     """
     num_ranks = len(costs)
     least, before, changed = np.zeros(num_ranks, np.int64), [0] * num_ranks, -1
@@ -350,7 +358,7 @@ def _gaining_circle(costs: np.ndarray) -> list[int] | None:
                     before[taker], changed = giver, taker
         if changed < 0:
             return None
-    for _ in range(num_ranks):  # walk back until on the circle
+    for _ in range(num_ranks):  # walk back until on the cycle
         changed = before[changed]
     circle = [changed]
     while before[circle[-1]] != changed:

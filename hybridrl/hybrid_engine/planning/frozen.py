@@ -1,7 +1,7 @@
-"""HF tensors that never change, and layouts without them.
+"""Finds HF tensors that never change, and removes them from layouts.
 
-Once an engine has the frozen tensors, a second plan sends it the other weights only. Pure, no
-torch.
+Once the engines have received the frozen tensors, a second plan sends only the other weights. Pure,
+no torch.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hybridrl.models.weights import RankLayout
 def frozen_tensors(
     layouts: Sequence[RankLayout], frozen: Sequence[Collection[str]]
 ) -> frozenset[str]:
-    """Returns the HF tensors that are frozen on every rank that holds a part of them.
+    """Returns the HF tensors that are frozen on all ranks that hold a part of them.
 
     Args:
         layouts: Layout of each rank.
-        frozen: Names of each rank's local tensors that never change.
+        frozen: For each rank, the names of the local tensors that never change.
     """
     found: set[str] = set()
     changing: set[str] = set()
@@ -31,9 +31,9 @@ def frozen_tensors(
 
 
 def without(layouts: Sequence[RankLayout], frozen: Collection[str]) -> list[RankLayout]:
-    """Returns the layouts without these HF tensors, whose elements become padding.
+    """Returns the layouts without these HF tensors; their elements become padding.
 
-    Layouts that share one object still do afterwards.
+    Entries that are the same object remain the same object.
     """
     found: dict[int, RankLayout] = {}
     for layout in layouts:

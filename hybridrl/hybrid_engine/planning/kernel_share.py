@@ -1,12 +1,12 @@
 """Divides blocks between the kernel and the copy engines so that no rank is a bottleneck.
 
-A rank first runs a kernel that reads cut-up rectangles from all peers, and then its copy engines,
-which bring whole blocks of one peer after the other (peer.py). A few ranks may hold most blocks:
-for example those with the embedding and the head, if the sources are the optimizer's shards. All
-ranks then read from these few in the second phase and share their links, which are idle in the
-first phase. Blocks therefore move from the second phase to the first until the busiest sender of
-the second phase is no busier than its busiest reader, or until some rank's kernel phase would
-become longer than that of the busiest rank.
+In the first phase a rank runs a kernel that reads small and strided rectangles from all peers. In
+the second phase its copy engines copy whole blocks from one peer after another (peer.py). A few
+ranks may hold most blocks, for example the ranks with the embedding and the output layer, if the
+sources are the optimizer's shards. All ranks then compete for the links of these few in the second
+phase, while the links are idle in the first. Blocks are therefore moved from the second phase to
+the first, until the busiest sender of the second phase is no busier than its busiest reader, or
+until a rank's first phase would become longer than the busiest rank's.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ import numpy as np
 
 from hybridrl.hybrid_engine.transports.transport import Pair
 
-# Bytes move in steps of this fraction of the busiest rank's bytes in the kernel's phase.
+# Blocks are moved in steps of the busiest rank's bytes in the first phase divided by this number.
 PARTS = 64
 
 
 def kernel_shares(cut_up: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """Returns the bytes of blocks that each rank's kernel reads from each peer.
+    """Returns how many bytes of blocks each rank's kernel should read from each peer.
 
-    Equal arguments give equal results, so all ranks agree.
+    The result depends only on the arguments, so that all ranks agree.
 
     Args:
-        cut_up: Bytes that the kernel reads in any case, of shape (ranks, ranks): outer index the
-            rank that holds them, inner index the rank that reads them.
-        blocks: Bytes of the blocks that copy engines could bring, of the same shape.
+        cut_up: Bytes that only the kernel can read, of shape (ranks, ranks). The outer index is the
+            rank that holds them, the inner index the rank that reads them.
+        blocks: Bytes of the blocks that copy engines could copy, of the same shape.
     """
     kernel, left = cut_up.astype(np.int64), blocks.astype(np.int64)
     most = max(kernel.sum(axis=1).max(initial=0), kernel.sum(axis=0).max(initial=0))
@@ -38,7 +38,7 @@ def kernel_shares(cut_up: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         sent, read = kernel.sum(axis=1), kernel.sum(axis=0)
         room = np.minimum(most - sent[:, None], most - read[None, :])
         can_move = np.minimum(np.minimum(room, left), step)
-        # Move blocks of the busiest sender, for the reader that has most to read from it.
+        # Move blocks of the busiest sender, choosing the reader with the most left to read from it.
         source = int(left.sum(axis=1).argmax())
         reader = int(np.where(can_move[source] > 0, left[source], -1).argmax())
         moved = can_move[source, reader]
@@ -52,15 +52,15 @@ def kernel_shares(cut_up: np.ndarray, blocks: np.ndarray) -> np.ndarray:
 def split_blocks(
     blocks: Sequence[Pair], num_bytes: int, least_bytes: int
 ) -> tuple[list[Pair], list[Pair]]:
-    """Returns the blocks for the kernel and those for the copy engines.
+    """Divides blocks; returns the blocks for the kernel and the blocks for the copy engines.
 
-    The kernel first takes blocks whose destination is not contiguous, since copy engines need a
-    second copy for them. Its last block may be cut between rows.
+    Blocks with a strided destination are assigned to the kernel first, because copy engines need a
+    second copy for them. The last block may be split between two rows.
 
     Args:
         blocks: (source, destination) views of one peer's blocks; sources are contiguous.
-        num_bytes: Most bytes that the kernel reads.
-        least_bytes: Smallest rest of a block that is cut.
+        num_bytes: Maximum number of bytes that the kernel reads.
+        least_bytes: Minimum number of bytes that a split block leaves to the copy engines.
     """
     if num_bytes == 0:
         return [], list(blocks)
@@ -81,7 +81,9 @@ def split_blocks(
 
 
 def _rows_within(block_bytes: int, num_rows: int, num_bytes: int, least_bytes: int) -> int:
-    """Returns how many rows fit into `num_bytes`; a cut block keeps at least `least_bytes`."""
+    """Returns how many rows fit into `num_bytes`; if the block is split, at least `least_bytes`
+    remain.
+    """
     if block_bytes <= num_bytes:
         return num_rows
     row_bytes = block_bytes // num_rows

@@ -1,12 +1,12 @@
-"""Predicts the time of a reshard over many nodes, and a lower bound for any schedule.
+"""Predicts the time of a reshard across many nodes, and a lower bound for any schedule.
 
-Pure, no torch. The modelled schedule has two levels. Every piece that a node needs and holds on
-none of its GPUs crosses to it once, from the owning node that has the least to send, spread over
-all NICs on both sides. NVLink brings it to the NIC's GPU before, and to every GPU that needs it
-after. Both levels work on chunks at the same time. Links and NICs are assumed to keep their rates;
-switches and congestion are not modelled. In the real schedule (crossing.py) each piece crosses from
-a GPU that owns it to one that needs it, so NICs may carry unequal loads (`planned_ms`).
-`transfer_ms` is fitted to measurements within one node.
+Pure, no torch. The modelled schedule has two levels. If a node needs a piece that none of its GPUs
+holds, the piece is sent to it once, by the owning node that has the least to send, spread over all
+NICs of both nodes. NVLink copies the piece to the sending NIC's GPU beforehand, and afterwards to
+every GPU that needs it. Both levels work on chunks at the same time. Links and NICs are assumed to
+run at constant rates; switches and congestion are not modelled. In the real schedule (crossing.py),
+a GPU that owns the piece sends it to a GPU that needs it, so NICs may carry unequal loads
+(`planned_ms`). `transfer_ms` is fitted to measurements within one node.
 """
 
 from __future__ import annotations
@@ -22,54 +22,59 @@ from hybridrl.hybrid_engine.planning.pieces import Join, PieceKind, ReceiverGrou
 from hybridrl.hybrid_engine.planning.senders import Demand, balance_senders
 
 Wants = Counter[ReceiverGroup]
-"""Number of pieces that a node needs of each receiver group."""
+"""Number of pieces that a node needs from each receiver group."""
 
 CHUNK_BYTES = 64 << 20
 
-# NVLink 4 of one GPU, one way. Measured on H200: 330 to 363, with NCCL and with copies.
+# Rate of one GPU's NVLink 4 in one direction. Measured on H200: 330 with NCCL, 363 with copies.
 LINK_GB_PER_S = 345.0
-# Fixed cost of a transfer over NVLink, ms, and the rate at which a GPU receives as a share of the
-# link's, by transport; rate of copies on one GPU; cost of a reshard that moves nothing. Fitted to
-# 4 x H200 (benchmarks/results/reshard_h200.json).
+# TRANSPORTS: for each transport, the fixed cost of a transfer over NVLink in ms, and a GPU's
+# receive rate as a share of the link's rate. LOCAL_BYTES_PER_S: rate of copies within a GPU.
+# LEAST_MS: cost of a reshard that copies nothing. Fitted to 4 x H200
+# (benchmarks/results/reshard_h200.json).
 TRANSPORTS = {"peer": (0.0, 362 / 345), "packed": (1.2, 330 / 345)}
 LOCAL_BYTES_PER_S = 1.85e12
 LEAST_MS = 0.1
 
 
 class Cluster(BaseModel):
-    """Equal nodes; rates are for one direction, and both directions work at the same time."""
+    """A cluster of equal nodes. Rates apply to one direction; both directions work at the same
+    time.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     nodes: int = Field(ge=1, description="Number of nodes.")
-    gpus_per_node: int = Field(ge=1, description="GPUs of a node, all linked to each other.")
-    link_gb_per_s: float = Field(gt=0, description="NVLink of one GPU, 1e9 bytes a second.")
-    nic_gb_per_s: float = Field(gt=0, description="One network card, 1e9 bytes a second.")
-    nics_per_node: int = Field(ge=1, description="Network cards of a node.")
+    gpus_per_node: int = Field(ge=1, description="GPUs per node, all connected by NVLink.")
+    link_gb_per_s: float = Field(gt=0, description="NVLink rate of one GPU, 1e9 bytes per second.")
+    nic_gb_per_s: float = Field(gt=0, description="Rate of one network card, 1e9 bytes per second.")
+    nics_per_node: int = Field(ge=1, description="Network cards per node.")
     latency_us: float = Field(ge=0, description="Fixed cost of one message, microseconds.")
 
     @property
     def link_rate(self) -> float:
-        """NVLink rate of one GPU, bytes a second."""
+        """NVLink rate of one GPU, bytes per second."""
         return self.link_gb_per_s * 1e9
 
     @property
     def node_rate(self) -> float:
-        """Rate of all NICs of a node together, bytes a second."""
+        """Total rate of a node's NICs, bytes per second."""
         return self.nics_per_node * self.nic_gb_per_s * 1e9
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Load of the busiest node or GPU in one direction, and the time of the schedule.
+    """Predicted load of the busiest node or GPU in one direction, and predicted time.
 
     Args:
-        nic_receive_bytes, nic_send_bytes: Bytes of a node over all of its NICs.
-        link_bytes: Bytes into or out of a GPU over NVLink.
-        messages: Messages into a GPU, over both levels.
+        nic_receive_bytes, nic_send_bytes: Bytes that a node receives and sends over all of its
+            NICs.
+        link_bytes: Bytes that a GPU receives or sends over NVLink.
+        messages: Messages that a GPU receives, summed over both levels.
         predicted_ms: Predicted time, milliseconds.
-        bound_ms: Least time of any schedule, milliseconds: the time of the bytes on the NICs, or on
-            a GPU's link and its share of the NICs together.
+        bound_ms: Lower bound for the time of any schedule, milliseconds: the larger of the time
+            that the NICs need, and the time that a GPU's link together with its share of the NICs
+            needs.
     """
 
     nic_receive_bytes: int
@@ -87,9 +92,9 @@ def predict(
 
     Args:
         joined: Pieces that the targets need, with ranks ordered by node.
-        itemsize: Bytes of one element.
+        itemsize: Size of one element in bytes.
         cluster: Sizes and rates of the cluster.
-        chunk_bytes: Largest size of one message.
+        chunk_bytes: Maximum size of a message.
     """
     nodes = _nodes(joined, cluster.gpus_per_node)
     wants = _wants(joined, nodes)
@@ -112,9 +117,9 @@ def predict(
     link_s = link / cluster.link_rate + latency_s * link_messages
     least_sent = itemsize * _least_largest_sender([demand for _, demand in between])
     needed = itemsize * max(int(node.needed.max()) for node in nodes)
-    # NICs add to a GPU's rate only if pieces cross.
+    # NICs add to a GPU's rate only if pieces are sent between nodes.
     gpu_rate = cluster.link_rate + bool(received) * cluster.node_rate / cluster.gpus_per_node
-    # One level waits until the first chunk has gone through the other.
+    # One level waits until the other has transferred the first chunk.
     num_chunks = -(-max(received, sent) // (cluster.nics_per_node * chunk_bytes))
     wait_s = min(nic_s, link_s) / max(num_chunks, 1)
     return Prediction(
@@ -128,10 +133,11 @@ def predict(
 
 
 def planned_ms(traffic: np.ndarray, cluster: Cluster) -> float:
-    """Returns the time, milliseconds, of a plan in which each rank uses its own share of the NICs.
+    """Returns the time in milliseconds of a plan in which each rank uses its own share of the NICs.
 
     Args:
-        traffic: Bytes from each rank (outer) to each rank (inner), as in `Plan.traffic`.
+        traffic: Bytes that each rank (outer index) sends to each rank (inner index), as in
+            `Plan.traffic`.
         cluster: Sizes and rates of the cluster.
     """
     node = np.arange(len(traffic)) // cluster.gpus_per_node
@@ -150,13 +156,13 @@ def planned_ms(traffic: np.ndarray, cluster: Cluster) -> float:
 def transfer_ms(
     transport: str, busiest_bytes: int, local_bytes: int, link_gb_per_s: float = LINK_GB_PER_S
 ) -> float:
-    """Predicts the time of a reshard within a node, milliseconds.
+    """Predicts the time of a reshard within one node, in milliseconds.
 
     Args:
         transport: A key of TRANSPORTS.
-        busiest_bytes: Bytes that the busiest rank receives, or sends if that is more.
-        local_bytes: Bytes that a rank copies on its own GPU at the same time.
-        link_gb_per_s: Rate of one GPU's link in one direction, 1e9 bytes a second.
+        busiest_bytes: Bytes that the busiest rank receives or sends, whichever is more.
+        local_bytes: Bytes that a rank copies within its own GPU at the same time.
+        link_gb_per_s: Rate of one GPU's link in one direction, 1e9 bytes per second.
     """
     fixed_ms, share = TRANSPORTS[transport]
     link_ms = fixed_ms + busiest_bytes / (share * link_gb_per_s * 1e6) if busiest_bytes else 0.0
@@ -164,7 +170,7 @@ def transfer_ms(
 
 
 class _Node:
-    """Nodes whose GPUs have given source and target classes; amounts are in elements."""
+    """A node whose GPUs have given source and target classes; amounts are numbers of elements."""
 
     def __init__(self, kinds: Sequence[PieceKind], sources: Sequence[int], targets: Sequence[int]):
         self._kinds, self._sources, self.targets = kinds, sources, tuple(targets)
@@ -172,16 +178,16 @@ class _Node:
         self._receiving: np.ndarray | None = None
 
     def holders(self, kind: int) -> list[int]:
-        """Returns the GPUs of the node that hold pieces of a kind."""
+        """Returns the node's GPUs that hold pieces of this kind."""
         owners = self._kinds[kind].owners
         return [gpu for gpu, number in enumerate(self._sources) if number in owners]
 
     def receiving(self, wants: Wants) -> np.ndarray:
-        """Returns the elements over each GPU's link that give the node its pieces, (2, GPUs), in
-        and out.
+        """Returns the elements that each GPU receives and sends over its link to supply the node,
+        of shape (2, GPUs).
 
-        A piece that crosses lands at a GPU that needs it. If the NICs would then carry unequal
-        loads, some pieces land at another GPU and are passed on, like pieces that several GPUs
+        A piece from another node lands on a GPU that needs it. If the NICs would then carry unequal
+        loads, some pieces land on other GPUs and are forwarded, as are pieces that several GPUs
         need.
         """
         if self._receiving is not None:
@@ -207,7 +213,7 @@ class _Node:
 
 
 def _nodes(joined: Join, gpus: int) -> list[_Node]:
-    """Returns each node; equal ones are the same object."""
+    """Returns all nodes; equal nodes are the same object."""
     found: dict[tuple[tuple[int, ...], tuple[int, ...]], _Node] = {}
     nodes = []
     for start in range(0, len(joined.sources.of_rank), gpus):
@@ -219,7 +225,7 @@ def _nodes(joined: Join, gpus: int) -> list[_Node]:
 
 
 def _wants(joined: Join, nodes: Sequence[_Node]) -> dict[tuple[int, ...], Wants]:
-    """Returns the pieces that a node needs, by the target classes of its GPUs."""
+    """Returns the pieces that a node needs, keyed by the target classes of its GPUs."""
     found: dict[tuple[int, ...], Wants] = {}
     for classes in dict.fromkeys(node.targets for node in nodes):
         found[classes] = Counter(joined.wanted_by(classes).values())
@@ -229,7 +235,7 @@ def _wants(joined: Join, nodes: Sequence[_Node]) -> dict[tuple[int, ...], Wants]
 def _between(
     joined: Join, nodes: Sequence[_Node], wants: Mapping[tuple[int, ...], Wants]
 ) -> list[tuple[int, Demand]]:
-    """Returns each kind and demand of nodes for pieces that none of their GPUs holds."""
+    """Returns the demands of nodes for pieces that none of their GPUs holds, each with its kind."""
     demands = []
     kinds = range(len(joined.kinds))
     owning = [[i for i, node in enumerate(nodes) if node.holders(kind)] for kind in kinds]
@@ -247,8 +253,8 @@ def _between(
 
 
 def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> np.ndarray:
-    """Returns the elements over each link, (nodes, 2, GPUs), in and out, that balance the sending
-    NICs.
+    """Returns the elements that each GPU receives and sends over its link to balance the sending
+    NICs, of shape (nodes, 2, GPUs).
     """
     shares: list[list[Demand]] = [[] for _ in nodes]
     for kind, demand in between:
@@ -266,10 +272,10 @@ def _sending(nodes: Sequence[_Node], between: Sequence[tuple[int, Demand]]) -> n
 
 
 def _least_largest_sender(demands: Sequence[Demand]) -> float:
-    """Returns a lower bound for the elements that the busiest sender sends.
+    """Returns a lower bound for the number of elements that the busiest sender sends.
 
-    For every set of senders, the elements that only they hold must leave through them; the bound is
-    the largest such number per sender.
+    Elements that only a given set of senders holds must be sent by that set. The bound is the
+    maximum, over all sets, of the number of these elements divided by the size of the set.
     """
     only_from: Counter[frozenset[int]] = Counter()  # elements, by the nodes that may send them
     for demand in demands:

@@ -1,8 +1,7 @@
-"""Order in which training assigns its parallel axes to ranks. No torch.
+"""Chooses the order in which training assigns its parallel axes to ranks. No torch.
 
-This is the configured order, or with `train.order=auto` the order in which engines receive the
-fewest bytes. Pure: every rank finds the same order before there is a model, and so does `hybridrl
-plan`.
+This is the configured order or, with `train.order=auto`, the order with which engines receive the
+fewest bytes. Pure: all ranks and `hybridrl plan` compute the same order, before any model is built.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from hybridrl.parallel.layout import DEFAULT_ORDER, TrainLayout
 
 @dataclass(frozen=True)
 class Ordered:
-    """A training layout and the cost of its order.
+    """A training layout, and the cost of the order of its axes.
 
     Args:
-        layout: Layout of training.
+        layout: Training layout.
         whole: Layout of each rank's training tensors.
-        sources: Layout of the elements on each rank from which engines are written.
-        choice: Order that 'auto' finds; None if no order was searched, because the model has
-            experts or each engine has one rank, which needs all weights.
+        sources: For each rank, the layout of the elements that are sent to engines.
+        choice: Order that 'auto' would choose. None if there is no choice: the model has experts,
+            or each engine has a single rank, which needs all weights.
     """
 
     layout: TrainLayout
@@ -37,12 +36,12 @@ class Ordered:
 
 
 def is_settled(train: TrainConfig, rollout_tp: int) -> bool:
-    """Returns whether the order is known without the model's shape."""
+    """Returns whether the order does not depend on the model's shape."""
     return train.order != AUTO_ORDER or rollout_tp == 1
 
 
 def lay_out(train: TrainConfig, world_size: int) -> TrainLayout:
-    """Returns the layout in the configured order; 'auto' counts as Megatron's own order."""
+    """Returns the layout in the configured order; for 'auto', in Megatron's default order."""
     order = DEFAULT_ORDER if train.order == AUTO_ORDER else train.order
     sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
     return TrainLayout(world_size, *sizes, order, train.etp)
@@ -58,14 +57,15 @@ def order_layout(
 ) -> Ordered:
     """Returns the training layout, with its order chosen if the configuration says 'auto'.
 
-    Models with experts keep Megatron's order, since experts have a grid of their own.
+    Models with experts use Megatron's default order for 'auto', because experts have a separate
+    grid of ranks.
 
     Args:
-        train: Sizes and order.
+        train: Sizes of the axes, and their order.
         family, shape: Family and sizes of the model.
         world_size: Number of ranks.
         rollout_tp: Tensor-parallel size of the engine.
-        ranks_per_node: Consecutive ranks of one node.
+        ranks_per_node: Number of consecutive ranks on one node.
     """
     if shape.moe is not None:
         layout = lay_out(train, world_size)

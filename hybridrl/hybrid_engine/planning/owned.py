@@ -1,18 +1,19 @@
-"""Layouts of the elements that each rank's optimizer updates.
+"""Computes the layouts of the elements that each rank's optimizer updates.
 
-Megatron's distributed optimizer cuts each flat parameter buffer into contiguous shards, one for
-each data-parallel rank. So a rank owns a range of a tensor's elements, counted row by row, or none.
-After an optimizer step only owned ranges hold new values, so with `train.fuse_param_gather` the
-sources of a plan are these ranges alone.
+Megatron's distributed optimizer splits each flat parameter buffer into contiguous shards, one per
+data-parallel rank. A rank thus owns a range of a tensor's elements, counted row by row, or none of
+them. After an optimizer step only owned ranges contain new values. With `train.fuse_param_gather`,
+a plan therefore reads only owned ranges.
 
-Such a plan never writes an owned range. A rank copies its own range from its own tensor; where the
-engine's parameter is the same memory (alias.py) there is nothing to copy. The plan fills the other
-owners' ranges only, so no range is read while it is written.
+No range is read while it is written, even if the engine's parameter shares its memory with the
+training tensor (alias.py): the plan then copies nothing within the rank, and writes only the ranges
+that other ranks own.
 
-Router biases are not parameters: no optimizer updates them, and every rank that has one owns all of
-it. Several ranks may thus own the same bias; a plan takes it from any of them.
+Router biases are not parameters. No optimizer updates them, and every rank that has one owns all of
+it. If several ranks own the same bias, a plan reads it from any of them.
 
-Pure, no torch. Invariant: an owned layout tiles its tensors like the layout from which it was made.
+Pure, no torch. Invariant: the regions and padding of an owned layout cover its tensors completely,
+without overlap.
 """
 
 from __future__ import annotations
@@ -28,12 +29,13 @@ ROUTER_BIAS = ".router.expert_bias"
 
 
 def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> RankLayout:
-    """Returns the layout whose regions are the owned elements; all others become padding.
+    """Returns a layout whose regions contain only the owned elements; all other elements become
+    padding.
 
     Args:
-        layout: Layout of all elements of the rank.
-        ranges: (start, stop) of the owned elements of each local tensor, counted row by row. The
-            rank owns nothing of a tensor without an entry.
+        layout: Layout of all the rank's elements.
+        ranges: For each local tensor, (start, stop) of the owned elements, counted row by row. If a
+            tensor has no entry, the rank owns none of its elements.
     """
     owned: dict[str, list[Box]] = {}
     others: dict[str, list[Box]] = {}
@@ -57,12 +59,12 @@ def owned_layout(layout: RankLayout, ranges: Mapping[str, tuple[int, int]]) -> R
 
 
 def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankLayout]:
-    """Returns each rank's owned layout, assuming that every tensor is cut into equal shards.
+    """Returns each rank's owned layout, assuming that every tensor is split into equal shards.
 
-    Tensors are cut over the data- and context-parallel ranks, those of experts over the
-    expert-data-parallel ones; every rank owns its router biases whole. Megatron instead cuts
-    buckets of several tensors, which are unknown before there is a model. The bytes of all ranks
-    together are the same, those of one rank nearly so.
+    Tensors are split across the data- and context-parallel ranks, and experts' tensors across the
+    expert-data-parallel ranks. Every rank owns its whole router biases. Megatron instead splits
+    buckets of several tensors, which are unknown until the model is built. The total bytes over all
+    ranks are nevertheless equal, and each rank's bytes are nearly equal.
     """
     owners = layout.dp * layout.cp
     if owners == layout.edp == 1:

@@ -1,8 +1,10 @@
-"""Cuts the regions that targets need into pieces, each of which some source rank holds whole.
+"""Splits the regions that targets need into pieces, each of which is held completely by some source
+rank.
 
-Ranks with equal layouts form one class, and tensors that all ranks cut alike are cut once. So the
-work grows with the number of different layouts and tensors, not with the number of ranks. Pure, no
-torch. Invariant: the pieces of a target's region tile it, and each owner of a piece holds it whole.
+Ranks with equal layouts form one class, and tensors that all ranks shard in the same way are split
+only once. The run time therefore grows with the number of different layouts and tensors, not with
+the number of ranks. Pure, no torch. Invariant: the pieces of a target's region tile it, and every
+owner of a piece holds all of it.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ from hybridrl.models.weights import RankLayout, Region
 
 
 class PlanError(Exception):
-    """Layouts that cannot be joined, or a plan that is wrong."""
+    """No plan exists for these layouts, or a plan is wrong."""
 
 
 class RankClasses:
     """Ranks grouped by equal layouts.
 
     Args:
-        layouts: Layout of each rank; sharing one object among equal ranks saves comparisons.
+        layouts: Layout of each rank. Equal layouts should be the same object, which saves
+            comparisons.
     """
 
     def __init__(self, layouts: Sequence[RankLayout]) -> None:
@@ -47,11 +50,11 @@ class RankClasses:
 
 
 class PieceKind(NamedTuple):
-    """Ranks that may send a piece, and its size; pieces of one kind are interchangeable.
+    """The ranks that can send a piece, and its size. Pieces of the same kind are interchangeable.
 
     Args:
-        owners: Classes of the source ranks that hold such a piece whole, ascending.
-        volume: Number of elements of one piece.
+        owners: Classes of the source ranks that hold all of such a piece, ascending.
+        volume: Number of elements in a piece.
     """
 
     owners: tuple[int, ...]
@@ -59,22 +62,23 @@ class PieceKind(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A rectangle of an HF tensor, and the number of its `PieceKind`."""
+    """A rectangle of an HF tensor, and the index of its `PieceKind`."""
 
     box: Box
     kind: int
 
 
 Wanted = tuple[str, Box, int]
-"""A piece that a rank needs: HF name, box, and the number of equal pieces before it."""
+"""Identifies a piece that a rank needs: HF name, box, and the number of identical pieces before it.
+"""
 
 
 class ReceiverGroup(NamedTuple):
-    """Pieces that the same ranks of a node need and the same ranks may send.
+    """Pieces that are needed by the same ranks of a node and can be sent by the same ranks.
 
     Args:
-        kind: Number of the pieces' kind.
-        targets: All target classes of the node that need them, ascending.
+        kind: Index of the pieces' kind.
+        targets: All target classes on the node that need the pieces, ascending.
     """
 
     kind: int
@@ -86,10 +90,10 @@ class Join:
     """Pieces that every target rank needs, and the source ranks that hold them.
 
     Args:
-        sources, targets: Ranks grouped by their layouts.
-        kinds: All kinds of pieces; a kind's number is its index.
-        needs: Regions of each target class in order, each with the pieces that tile it.
-        counts: Number of pieces of each kind that each target class needs.
+        sources, targets: Ranks grouped by equal source layouts, and by equal target layouts.
+        kinds: All kinds of pieces.
+        needs: For each target class, its regions in order, each with the pieces that tile it.
+        counts: For each target class, the number of pieces of each kind that it needs.
     """
 
     sources: RankClasses
@@ -103,7 +107,9 @@ class Join:
         return sorted(rank for c in self.kinds[kind].owners for rank in self.sources.ranks[c])
 
     def wants(self, target: int) -> Iterator[tuple[Region, int, Wanted]]:
-        """Yields region, kind and identity of the pieces that a target class needs, in order."""
+        """Yields the region, the kind and the identity of each piece that a target class needs, in
+        order.
+        """
         seen: Counter[tuple[str, Box]] = Counter()
         for region, pieces in self.needs[target]:
             for box, kind in pieces:
@@ -120,10 +126,10 @@ class Join:
 
 
 def join(sources: Sequence[RankLayout], targets: Sequence[RankLayout]) -> Join:
-    """Cuts the regions of each target along the borders of the regions that sources hold.
+    """Splits the regions of each target along the borders of the sources' regions.
 
     Raises:
-        PlanError: A target needs elements that no source holds; names the HF tensor and the
+        PlanError: No source holds some elements that a target needs. Names the HF tensor and the
             elements.
     """
     held, wanted = RankClasses(sources), RankClasses(targets)
@@ -138,14 +144,14 @@ def join(sources: Sequence[RankLayout], targets: Sequence[RankLayout]) -> Join:
 
 @dataclass(frozen=True)
 class _Slices:
-    """Disjoint slices of an HF tensor with their owners, in order along `dim` if there is one."""
+    """Disjoint slices of an HF tensor with their owners, ordered along `dim` unless it is None."""
 
     slices: list[tuple[Box, tuple[int, ...]]]
     dim: int | None = None
     starts: Sequence[int] = ()
 
     def near(self, box: Box) -> list[tuple[Box, tuple[int, ...]]]:
-        """Returns the slices that may share elements with `box`."""
+        """Returns the slices that may overlap with `box`."""
         if self.dim is None:
             return self.slices
         start, stop = box[self.dim]
@@ -154,7 +160,7 @@ class _Slices:
 
 
 class _Cutter:
-    """Cuts boxes of HF tensors; caches the result for each combination of holders and box."""
+    """Splits boxes of HF tensors; caches the result for each combination of holders and box."""
 
     def __init__(self, held: RankClasses) -> None:
         self.kinds: dict[PieceKind, int] = {}
@@ -168,7 +174,7 @@ class _Cutter:
         self._slices = [_disjoint(who) for who in alike]
 
     def pieces(self, hf: str, box: Box) -> tuple[Piece, ...]:
-        """Returns the pieces of one box of an HF tensor."""
+        """Returns the pieces that tile a box of an HF tensor."""
         key = (self._alike.get(hf, -1), box)
         if key not in self._cuts:
             self._cuts[key] = self._cut(hf, *key)
@@ -191,7 +197,7 @@ class _Cutter:
 
 
 def _disjoint(holders: Sequence[tuple[int, Box]]) -> _Slices:
-    """Returns the held boxes in order; where they overlap or form a grid, cut at all edges."""
+    """Returns the held boxes in order; if they overlap or form a grid, splits them at all edges."""
     owners: dict[Box, set[int]] = {}
     for number, box in holders:
         owners.setdefault(box, set()).add(number)

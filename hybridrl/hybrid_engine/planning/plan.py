@@ -1,11 +1,11 @@
 """Plans the copy operations between ranks that fill the target layouts from the source layouts.
 
 Pure and deterministic, no torch: every rank computes the same plan from the same layouts. Elements
-that a rank already holds are copied locally. Every other slice is received once, from an owner on
-the same node if there is one, with owners chosen so that the busiest one sends least (senders.py).
-Slices that no rank of a node owns cross to it once and are passed on from the rank on which they
-land (crossing.py). Invariant: the operations write every element of every target region exactly
-once (proof.py proves it from the operations alone).
+that a rank already holds are copied locally. A rank receives every other slice once, from an owner
+on the same node if there is one. Owners are chosen so that the busiest owner sends as little as
+possible (senders.py). A slice that no rank of a node owns is sent to the node once; the rank on
+which it lands forwards it to the others (crossing.py). Invariant: the operations write every
+element of every target region exactly once (proof.py proves this).
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from hybridrl.models.weights import RankLayout, Region
 
 __all__ = ["CopyOp", "Plan", "PlanError", "PlannedOps", "Stream", "plan_reshard"]
 
-# Number of ranks whose operations are cached: all ranks of a small world. In a large one a rank
-# needs those of few others, and the operations of a thousand ranks would fill its memory.
+# Maximum number of ranks whose operations are cached. In a small job these are all ranks. In a
+# large job a rank needs the operations of only a few others, and the operations of a thousand ranks
+# would fill its memory.
 KEPT_RANKS = 64
 
 
 class Stream(NamedTuple):
-    """Path that the elements of several operations take, in order.
+    """Path on which the elements of several operations are sent, in order.
 
     Args:
-        source: Rank that sends them.
-        route: Rank that receives them, followed by the ranks to which it passes them on.
+        source: Rank that sends the elements.
+        route: Rank that receives the elements, followed by the ranks to which it forwards them.
     """
 
     source: int
@@ -46,7 +47,7 @@ class Stream(NamedTuple):
 
     @property
     def hops(self) -> list[tuple[int, int]]:
-        """Sender and receiver of every message that carries elements of the stream."""
+        """Sender and receiver of each message that contains the stream's elements."""
         first, *others = self.route
         return [(self.source, first), *((first, rank) for rank in others)]
 
@@ -54,7 +55,7 @@ class Stream(NamedTuple):
 class CopyOp(NamedTuple):
     """Copy from `source_box` of `source` on `source_rank` to `dest_box` of `dest` on `dest_rank`.
 
-    The elements take the path of `stream`. If both ranks are the same, the copy is local.
+    The elements are sent along `stream`. If both ranks are the same, the copy is local.
     """
 
     source_rank: int
@@ -67,7 +68,7 @@ class CopyOp(NamedTuple):
 
     @property
     def stream(self) -> Stream:
-        """The path that the elements take."""
+        """The path on which the elements are sent."""
         return Stream(self.source_rank, self.route)
 
 
@@ -76,9 +77,9 @@ class Plan:
     """Copy operations of all ranks.
 
     Args:
-        ops: Operations of each destination rank, including local ones.
-        itemsize: Bytes of one element on the wire.
-        domain_size: Consecutive ranks of one node.
+        ops: For each destination rank, its operations, including local copies.
+        itemsize: Size in bytes of an element as it is sent.
+        domain_size: Number of consecutive ranks on one node.
     """
 
     ops: Sequence[tuple[CopyOp, ...]]
@@ -98,7 +99,9 @@ class Plan:
 
     @cached_property
     def streams(self) -> dict[Stream, int]:
-        """Elements of each stream between ranks, in the order of streams in a message."""
+        """Number of elements of each stream between ranks, in the order that streams have in a
+        message.
+        """
         if isinstance(self.ops, PlannedOps):
             found = self.ops.streams()
         else:
@@ -139,12 +142,14 @@ class Plan:
 
     @property
     def messages(self) -> tuple[int, ...]:
-        """Number of ranks from which each rank receives: its most messages in one exchange."""
+        """For each rank, the number of ranks that send to it, which is its maximum number of
+        messages in one exchange.
+        """
         counts = np.count_nonzero(self.traffic, axis=0) - (self.traffic.diagonal() > 0)
         return tuple(counts.tolist())
 
     def hash(self) -> str:
-        """Returns a digest of all operations, equal on ranks that hold the same plan."""
+        """Returns a digest of all operations; ranks with the same plan have the same digest."""
         digest = hashlib.sha256(str(self.itemsize).encode())
         if isinstance(self.ops, PlannedOps):
             digest.update(self.ops.digest())
@@ -159,7 +164,7 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
 
     Args:
         joined: Pieces that the targets need, and their owners.
-        domain_size: Consecutive ranks of one node.
+        domain_size: Number of consecutive ranks on one node.
     """
 
     def __init__(self, joined: Join, domain_size: int) -> None:
@@ -184,7 +189,9 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         return self._join
 
     def _add_demands(self, target: int, kind: int, count: int, domain_size: int) -> None:
-        """Adds demands for pieces of one kind by ranks of one class whose node owns them."""
+        """Adds the demands of one target class for pieces of one kind, for ranks on nodes that own
+        such pieces.
+        """
         holders, size = self._join.kinds[kind]
         classes = self._join.sources.of_rank
         dests = [rank for rank in self._join.targets.ranks[target] if classes[rank] not in holders]
@@ -212,14 +219,16 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         return hash(self.digest())
 
     def made(self, rank: int, only_from: int | None = None) -> tuple[CopyOp, ...]:
-        """Returns the operations of a rank in order; with `only_from`, those from that source."""
+        """Returns a rank's operations in order; with `only_from`, only the operations whose source
+        is that rank.
+        """
         source_class = self._join.sources.of_rank
         senders = {
             kind: iter(demand.senders_to(position))
             for kind, (demand, position) in self._demands_of[rank].items()
         }
         found: list[CopyOp] = []
-        is_next = False  # whether this piece follows the last operation directly
+        is_next = False  # whether this piece directly follows the last operation
         for region, kind, wanted in self._join.wants(self._join.targets.of_rank[rank]):
             if source_class[rank] in self._join.kinds[kind].owners:
                 way = Way(rank, (rank,), is_plain=True)
@@ -237,8 +246,8 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
             op = CopyOp(
                 way.source, rank, source.local, source_box, region.local, dest_box, way.route
             )
-            # Elements must reach all ranks of a route in the same order, so operations are merged
-            # only if the regions of these ranks are the same.
+            # All ranks of a route must receive the elements in the same order, so operations are
+            # merged only if these ranks have the same regions.
             if is_next and way.is_plain:
                 _append(found, op)
             else:
@@ -247,7 +256,7 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         return tuple(found)
 
     def streams(self) -> Counter[Stream]:
-        """Returns the elements of each stream between ranks."""
+        """Returns the number of elements of each stream between ranks."""
         found = Counter({Stream(*key): n for key, n in self._crossings.streams().items()})
         near = np.zeros((len(self), len(self)), np.int64)
         for demand in self._demands:
@@ -263,7 +272,7 @@ class PlannedOps(Sequence[tuple[CopyOp, ...]]):
         return np.array([needed[number] for number in classes.of_rank], np.int64)
 
     def digest(self) -> bytes:
-        """Returns a digest of everything that determines the operations: layouts and senders."""
+        """Returns a digest of the layouts and the senders, which determine all operations."""
         digest = hashlib.sha256()
         for classes in (self._join.sources, self._join.targets):
             digest.update(repr(classes.of_rank).encode())
@@ -283,16 +292,17 @@ def plan_reshard(
     itemsize: int,
     domain_size: int | None = None,
 ) -> Plan:
-    """Plans how the targets' tensors are filled from the sources'.
+    """Plans how the target tensors are filled from the source tensors.
 
     Args:
         sources: Layout that each rank holds.
-        targets: Layout that each rank needs; as many as sources, some may be empty.
-        itemsize: Bytes of one element on the wire; an fp32 value may take several elements.
-        domain_size: Consecutive ranks of one node; None for a single node.
+        targets: Layout that each rank needs, one for each source; some may be empty.
+        itemsize: Size in bytes of an element as it is sent; an fp32 value may consist of several
+            elements.
+        domain_size: Number of consecutive ranks on one node; None if all are on one node.
 
     Raises:
-        PlanError: A target needs elements that no source holds; names the HF tensor and the
+        PlanError: No source holds some elements that a target needs. Names the HF tensor and the
             elements.
     """
     if len(sources) != len(targets):
@@ -307,14 +317,16 @@ def _elements(ops: Iterable[CopyOp]) -> int:
 
 
 def _holder(regions: Sequence[Region], box: Box) -> Region:
-    """Returns the first region that holds `box` whole."""
+    """Returns the first region that contains all of `box`."""
     if len(regions) == 1:
         return regions[0]
     return next(r for r in regions if intersection(r.hf_box, box) == box)
 
 
 def _append(ops: list[CopyOp], op: CopyOp) -> None:
-    """Appends `op`, or extends the last operation by it where both sides are adjacent."""
+    """Appends `op`, or merges it with the last operation if their sources and destinations are
+    adjacent.
+    """
     if ops:
         last = ops[-1]
         same = (last.stream, last.source, last.dest) == (op.stream, op.source, op.dest)
@@ -328,7 +340,7 @@ def _append(ops: list[CopyOp], op: CopyOp) -> None:
 
 
 def _adjacent(one: Box, other: Box) -> int | None:
-    """Returns the dim along which `other` continues `one`; None if it does not."""
+    """Returns the dim along which `other` directly follows `one`; None if it does not."""
     differing = [dim for dim, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
     if len(differing) == 1 and one[differing[0]][1] == other[differing[0]][0]:
         return differing[0]

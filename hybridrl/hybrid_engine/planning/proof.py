@@ -1,7 +1,7 @@
-"""Proves, from a plan's operations alone, that they fill every target correctly.
+"""Proves that a plan's operations fill every target correctly.
 
-Independent of how plan.py chose the operations: it checks where each one reads and writes in HF
-coordinates, and which elements are written in all. Pure, no torch.
+The proof does not rely on how plan.py chose the operations. It checks which HF elements each
+operation reads and writes, and whether together they write every element. Pure, no torch.
 """
 
 from __future__ import annotations
@@ -34,23 +34,24 @@ def prove(
     targets: Sequence[RankLayout],
     ranks: Iterable[int] | None = None,
 ) -> None:
-    """Checks a plan against the layouts that it joins.
+    """Checks a plan against its source and target layouts.
 
-    Every element of every target tensor is either written exactly once, or is padding and not
-    written; every operation reads the HF elements that belong where it writes.
+    Every element of every target tensor must be written exactly once, or not at all if it is
+    padding. Every operation must read the same HF elements that it writes.
 
     Args:
         plan: Plan to check.
         sources, targets: Layouts of all ranks.
-        ranks: Ranks to check; None for all. In a large world each rank proves its own.
+        ranks: Ranks whose operations are checked; None for all. In a large job each rank checks
+            only its own operations.
 
     Raises:
-        PlanError: The plan is wrong; names the rank, the tensor and the first wrong elements.
+        PlanError: The plan is wrong. Names the rank, the tensor and the first wrong elements.
     """
     if not len(plan.ops) == len(sources) == len(targets):
         raise PlanError(f"plan of {len(plan.ops)} ranks for {len(sources)} and {len(targets)}")
     sources, targets = (wire_layouts(one, plan.itemsize) for one in (sources, targets))
-    different = {id(layout): layout for layout in sources}  # equal layouts are often one object
+    different = {id(layout): layout for layout in sources}  # equal layouts may be one object
     by_tensor = {key: _by_tensor(layout) for key, layout in different.items()}
     held = [by_tensor[id(layout)] for layout in sources]
     for rank in range(len(targets)) if ranks is None else ranks:
@@ -78,7 +79,9 @@ def _by_tensor(layout: RankLayout) -> dict[str, list[Region]]:
 
 
 def _prove_op(op: CopyOp, held: Sequence[Region], wanted: Sequence[Region]) -> None:
-    """Checks that both boxes of an operation hold the same HF elements in the same places."""
+    """Checks that an operation's source and destination boxes contain the same HF elements in the
+    same order.
+    """
     where = f"rank {op.dest_rank}: {op.dest}{show(op.dest_box)}"
     source = f"{op.source}{show(op.source_box)} of rank {op.source_rank}"
     if sizes(op.source_box) != sizes(op.dest_box):

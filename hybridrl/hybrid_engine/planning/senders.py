@@ -1,10 +1,10 @@
-"""Chooses a sender for each item so that the busiest sender sends least.
+"""Chooses a sender for each item so that the busiest sender sends as little as possible.
 
-Pure, no torch. A demand covers items of one size: each of its receivers needs all of them, and any
-of its senders can send any item. A single demand is spread over its senders by water-filling, given
-the loads from the other demands. Repeating that for each demand until nothing improves minimises
-the sum of the squared loads (a convex function, minimised block by block), and with it the largest
-load, to within the size of one item.
+Pure, no torch. A demand consists of items of one size. Each of its receivers needs all of the
+items, and each of its senders can send any of them. A single demand is spread over its senders by
+water-filling on top of the loads from the other demands. Repeating this for each demand until
+nothing improves minimises the sum of the squared loads (block coordinate descent on a convex
+function). This also minimises the largest load, to within the size of one item.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ MAX_SWEEPS = 100
 
 @dataclass
 class Demand:
-    """Items of one size that each receiver needs and each sender holds.
+    """Items of one size that all receivers need and all senders hold.
 
-    The items of all receivers, one receiver after the other, are divided among the senders in
-    order, so that few pairs of ranks exchange messages.
+    The receivers' items are listed one receiver after another, and each sender sends a contiguous
+    range of this list, so that few pairs of ranks exchange messages.
 
     Args:
-        receivers: Ranks that each need all of the items.
-        senders: Ranks that may send any item, ascending.
-        count: Number of items that a receiver needs.
-        size: Elements of one item.
-        send_counts: Number of items that each sender sends, over all receivers. Set by
+        receivers: Ranks that need the items; each needs all of them.
+        senders: Ranks that hold the items and may send any of them, ascending.
+        count: Number of items that each receiver needs.
+        size: Number of elements in one item.
+        send_counts: Number of items that each sender sends, summed over all receivers. Set by
             `balance_senders`.
     """
 
@@ -45,18 +45,18 @@ class Demand:
         return self.count * len(self.receivers)
 
     def senders_to(self, position: int, items: np.ndarray | None = None) -> list[int]:
-        """Returns the sender of each item that one receiver gets.
+        """Returns the sender of each item that one receiver needs.
 
         Args:
             position: Index of the receiver in `receivers`.
-            items: Numbers of its items, below `count`; None for all, in order.
+            items: Indices of the items, below `count`; None for all items in order.
         """
         items = (np.arange(self.count) if items is None else items) + position * self.count
         stops = np.cumsum(self.send_counts)
         return self.senders[np.searchsorted(stops, items, side="right")].tolist()
 
     def edges_to(self, position: int) -> np.ndarray:
-        """Returns 0, the numbers of the items at which the sender changes, and `count`.
+        """Returns 0, the indices of the items at which a receiver's sender changes, and `count`.
 
         Args:
             position: Index of the receiver in `receivers`.
@@ -65,7 +65,7 @@ class Demand:
         return np.unique(np.concatenate([[0], np.clip(stops, 0, self.count)]))
 
     def add_traffic(self, traffic: np.ndarray) -> None:
-        """Adds the elements of the demand to `traffic`, of shape (senders, receivers)."""
+        """Adds the demand's elements to `traffic`, which has shape (senders, receivers)."""
         stops = np.cumsum(self.send_counts)
         edges = np.union1d(stops, np.arange(len(self.receivers) + 1) * self.count)
         senders = self.senders[np.searchsorted(stops, edges[:-1], side="right")]
@@ -77,7 +77,8 @@ def balance_senders(demands: Sequence[Demand], num_senders: int) -> np.ndarray:
     """Sets `send_counts` of every demand.
 
     Returns:
-        The elements that each sender sends over all demands, of shape (num_senders,).
+        The number of elements that each sender sends, summed over all demands, of shape
+        (num_senders,).
     """
     loads = np.zeros(num_senders, np.int64)
     with_choice = []
@@ -104,11 +105,13 @@ def balance_senders(demands: Sequence[Demand], num_senders: int) -> np.ndarray:
 
 
 def _water_filled(loads: np.ndarray, num_items: int, size: int) -> np.ndarray:
-    """Returns how many of `num_items` each sender sends; the lowest loads are raised first."""
+    """Returns how many of `num_items` each sender should send; senders with the lowest loads come
+    first.
+    """
     order = np.argsort(loads, kind="stable")
     low = loads[order]
     places = np.arange(1, len(low) + 1)
-    filled = np.cumsum(low) + num_items * size  # the level times the number of those below it
+    filled = np.cumsum(low) + num_items * size  # level times the number of senders below it
     num = int(np.flatnonzero(low * places < filled)[-1]) + 1
     low = low[:num]
     items = (int(filled[num - 1]) - num * low) // (num * size)

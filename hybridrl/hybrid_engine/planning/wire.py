@@ -1,8 +1,8 @@
-"""Views of fp32 tensors as elements of the narrower type in which weights travel.
+"""Views fp32 tensors as elements of the narrower type in which weights are sent.
 
-A plan counts elements of one size. Weights have 16 bits, but a router's bias is fp32 in training
-and in the engine. It is planned, moved and verified as twice as many 16-bit elements: a view of the
-same memory, whose bits are never cast. Pure, no torch.
+All elements of a plan have the same size. Weights have 16 bits, but a router's bias is fp32 both in
+training and in the engine. It is planned, sent and verified as twice as many 16-bit elements: as a
+view of the same memory, whose bits are copied without a cast. Pure, no torch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ def kept_tensors(layout: RankLayout) -> frozenset[str]:
 
 
 def wire_layouts(layouts: Sequence[RankLayout], itemsize: int) -> list[RankLayout]:
-    """Returns the layouts in elements of `itemsize` bytes; unchanged layouts stay the same objects.
+    """Returns the layouts in units of elements of `itemsize` bytes; unchanged layouts remain the
+    same objects.
 
     Args:
-        layouts: Layouts of all ranks; those that share one object still do afterwards.
-        itemsize: Bytes of one element on the wire.
+        layouts: Layouts of all ranks. Entries that are the same object remain the same object.
+        itemsize: Size in bytes of an element as it is sent.
     """
     found: dict[int, RankLayout] = {}
     for layout in layouts:
@@ -49,15 +50,16 @@ def wire_layouts(layouts: Sequence[RankLayout], itemsize: int) -> list[RankLayou
 def wire_views(
     tensors: Mapping[str, AnyTensor], layout: RankLayout, dtype: torch.dtype
 ) -> Mapping[str, AnyTensor]:
-    """Returns the tensors with those kept in fp32 viewed as elements of `dtype`.
+    """Returns the tensors; tensors that are kept in fp32 are viewed as elements of `dtype`.
 
     Args:
         tensors: Tensors of one rank, by local name.
         layout: Layout of the same rank.
-        dtype: Type on the wire.
+        dtype: Type in which elements are sent.
 
     Raises:
-        ModelError: A tensor that must be fp32 is not, or is computed; names it.
+        ModelError: A tensor that must be fp32 has another type, or is computed slice by slice.
+            Names the tensor.
     """
     kept = kept_tensors(layout) & tensors.keys()
     for name in kept:

@@ -1,22 +1,23 @@
-"""Runs a plan through bounded staging buffers and grouped exchanges (gloo or NCCL).
+"""Executes a plan with staging buffers of bounded size and grouped messages (gloo or NCCL).
 
 Who waits for whom: `run` is collective. In every exchange a rank packs its messages, exchanges them
-with the peers of that exchange alone, and unpacks. All ranks go through the same exchanges in the
-same order (chunks.py), so between two ranks there is at most one message each way, whose content
-both know. Data from another node that several ranks of this node need is passed on in the next
-exchange, before its receive buffer is overwritten.
+with its peers in that exchange only, and unpacks the received ones. All ranks run the same
+exchanges in the same order (chunks.py). In an exchange, a rank sends at most one message to each
+peer, and both know its content. If several ranks of a node need the same data from another node,
+one of them receives it and forwards it in the next exchange, before its receive buffer is
+overwritten.
 
-Blocks of at least 32 MiB that are contiguous at both ends are sent without staging, all in one
-group of messages that overlaps the exchanges (direct.py).
+Blocks of at least 32 MiB that are contiguous in both source and destination are sent without
+staging, as one group of messages that overlaps the exchanges (direct.py).
 
-There are two send and two receive buffers. On GPUs packing, exchanging and unpacking use separate
-streams: while one exchange travels, the next is packed and the last unpacked. Local copies run at
-the same time. A run always queues the same work, so from the second run on it is one CUDA graph,
-captured again if tensors move: nothing is allocated, and the host does nothing for single tensors
-or messages.
+There are two send and two receive buffers. On GPUs, packing, exchanging and unpacking use separate
+streams: while one exchange is in flight, the next one is packed and the previous one unpacked.
+Local copies run at the same time. Every run enqueues the same operations, so from the second run on
+they are launched as one CUDA graph, which is captured again if tensors move. A run then allocates
+no memory, and the host does no work per tensor or message.
 
-Elements travel in one type, the narrower of the sources' and the destinations', and are cast while
-they are packed or unpacked.
+All elements are sent in one type, the narrower of the sources' type and the destinations' type.
+They are cast while they are packed or unpacked.
 """
 
 from __future__ import annotations
@@ -52,26 +53,27 @@ from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import ComputedSlice, SourceTensor, memory_of, slice_of
 from hybridrl.models.weights import RankLayout
 
-# Programs of a kernel that packs, unpacks or copies: NCCL's kernels must wait if others fill the
-# device. This number moves 2 TB/s, five times the rate of NVLink.
+# Number of programs of each kernel that packs, unpacks or copies. It is limited because NCCL's
+# kernels must wait while other kernels occupy the whole device. With this number the copies reach 2
+# TB/s, five times NVLink's rate.
 PROGRAMS = 64
-SLOTS = 2  # buffers each way: one is on its way while the other is filled or emptied
+SLOTS = 2  # buffers per direction: one is in flight while the other is packed or unpacked
 
 Messages = Mapping[int, Sequence[Part]]
-"""Parts of each message in order, by peer."""
+"""For each peer, the parts of its message, in order."""
 
 Staged = Mapping[int, Sequence[tuple[Part, Tensor]]]
-"""Like `Messages`, with each part's place in a staging buffer; places are consecutive."""
+"""Like `Messages`, but each part has its slice of a staging buffer; the slices are consecutive."""
 
 
 @dataclass(frozen=True)
 class _Step:
-    """One exchange of this rank, ready to be queued.
+    """This rank's operations in one exchange, ready to be enqueued.
 
     Args:
         pack: Copies that fill the send buffer.
-        reads_last: Whether `pack` also reads the receive buffer of the previous step.
-        transfers: Messages of both directions.
+        reads_last: Whether `pack` also reads the previous step's receive buffer.
+        transfers: Messages to send and to receive.
         unpack: Copies that empty the receive buffer.
     """
 
@@ -82,20 +84,21 @@ class _Step:
 
 
 class PackedTransport:
-    """Moves the plan's slices between the ranks' tensors in packed messages.
+    """Copies the plan's slices between the ranks' tensors in packed messages.
 
     Args:
-        plan: Plan, the same on every rank; its itemsize is that of `wire_dtype`.
-        peers: Ranks of the plan.
-        sources: This rank's source tensors by name; computed slices go straight into messages and
-            destinations.
-        dests: This rank's destination tensors by name; written in place. A destination may be the
-            same memory as a source with the same content (alias.py); then nothing is copied.
-        staging_bytes: Limit for all staging buffers together.
-        wire_dtype: Type in which elements travel, the same on every rank (`agree_wire_dtype`).
-        block_group: Process group of all ranks for large blocks. Without it they wait for the
-            exchanges, since messages of one communicator run in order.
-        direct: Operations without staging; None to let the ranks agree on them here.
+        plan: Plan, the same on every rank; its itemsize equals the size of `wire_dtype`.
+        peers: Ranks that execute the plan.
+        sources: This rank's source tensors by name. Computed slices are written directly into
+            messages and destinations.
+        dests: This rank's destination tensors by name; written in place. If a destination shares
+            its memory with the source of the same content (alias.py), nothing is copied.
+        staging_bytes: Maximum total size of the staging buffers.
+        wire_dtype: Type in which elements are sent, the same on every rank (`agree_wire_dtype`).
+        block_group: Process group of all ranks for large blocks. Without it, blocks do not overlap
+            the exchanges, because a communicator runs its messages in order.
+        direct: Operations that need no staging; if None, the constructor makes the ranks agree on
+            them.
     """
 
     def __init__(
@@ -139,13 +142,13 @@ class PackedTransport:
 
     @property
     def launches(self) -> int:
-        """Number of kernels and collectives in a run, whether or not a graph starts them."""
+        """Number of kernels and collectives per run, whether or not a graph launches them."""
         exchanges = sum(bool(step.transfers) for step in self._steps) + bool(self._blocks)
         return sum(copy.num_launches for copy in self._all_copies()) + exchanges
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory of buffers and tables."""
+        """Device memory that buffers and tables occupy, in bytes."""
         tables = sum(copy.table_bytes for copy in self._all_copies())
         return tables + self._traffic.staging_bytes
 
@@ -169,8 +172,9 @@ class PackedTransport:
         self._work.close()
 
     def prepare(self) -> None:
-        """Makes buffers, tables and messages; makes them again only if a tensor has moved."""
-        # All tensors are checked: any source may have been replaced by another tensor of its name.
+        """Creates buffers, tables and messages; creates them again only if a tensor has moved."""
+        # All tensors are checked, because any source may have been replaced by another tensor with
+        # the same name.
         found = addresses(chain(memory_of(self._sources.values()), self._dests.values()))
         if found == self._addresses:
             return
@@ -179,7 +183,7 @@ class PackedTransport:
         self._local = self._copies(self._local_pairs())
         self._steps = []
         self._blocks = list(self._block_transfers())
-        sent: Counter[bool] = Counter()  # bytes, by whether to another node
+        sent: Counter[bool] = Counter()  # bytes; True: to another node
         received: Counter[bool] = Counter()
         send, receive = self._staging()
         held: Mapping[Stream, Tensor] = {}
@@ -204,7 +208,9 @@ class PackedTransport:
         )
 
     def _queue(self) -> None:
-        """Queues all work of a run; on CPU each part ends before the next begins."""
+        """Enqueues all operations of a run without waiting for them. On CPU they run one after
+        another.
+        """
         if self._blocks:
             with self._aside(self._directing):
                 self._wait(dist.batch_isend_irecv(self._blocks))
@@ -213,7 +219,7 @@ class PackedTransport:
         works: list[Sequence[dist.Work]] = []
         for number, step in enumerate(self._steps):
             slot = number % SLOTS
-            if number >= SLOTS:  # both buffers of this slot must be free again
+            if number >= SLOTS:  # both buffers of this slot must be reusable
                 self._wait(works[number - SLOTS])
                 self._wait_unpacked(slot)
             if step.reads_last:
@@ -226,7 +232,7 @@ class PackedTransport:
                 if self._device.type == "cuda":
                     self._unpacked[slot].record()
             if self._device.type == "cpu":
-                works[number] = ()  # gloo's work is waited for once
+                works[number] = ()  # gloo's work may only be waited for once
         beside = [self._copying]
         beside += [self._directing] if self._blocks else []
         beside += [self._unpacking] if self._steps else []
@@ -235,7 +241,7 @@ class PackedTransport:
                 torch.cuda.current_stream().wait_stream(stream)
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
-        """Makes work that is queued next wait for messages; on CPU it blocks."""
+        """Makes operations that are enqueued later wait for messages; on CPU, waits itself."""
         for work in works:
             work.wait()
 
@@ -244,14 +250,16 @@ class PackedTransport:
             torch.cuda.current_stream().wait_event(self._unpacked[slot])
 
     def _aside(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
-        """Queues the enclosed work on another stream, after the current stream's work so far."""
+        """Enqueues the operations of the `with` block on another stream, to start after everything
+        enqueued on the current stream so far.
+        """
         if stream is None:
             return nullcontext()
         stream.wait_stream(torch.cuda.current_stream())
         return torch.cuda.stream(stream)
 
     def _staging(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the send and receive buffers, allocated at the first call."""
+        """Returns the send and receive buffers; the first call allocates them."""
         if self._buffers is None:
             send = max((_elements(x.sends) for x in self._exchanges), default=0)
             receive = max((_elements(x.receives) for x in self._exchanges), default=0)
@@ -284,11 +292,11 @@ class PackedTransport:
 
     def _transfer(self, kind: Any, parts: Sequence[tuple[Part, Tensor]], peer: int) -> dist.P2POp:
         message = parts[0][1].as_strided((sum(len(place) for _, place in parts),), (1,))
-        # As bytes, so that every backend carries every type.
+        # Sent as bytes, because not every backend supports every type.
         return dist.P2POp(kind, message.view(torch.uint8), group_peer=peer)
 
     def _block_transfers(self) -> Iterator[dist.P2POp]:
-        """Yields the messages of the blocks that need no staging."""
+        """Yields the messages for blocks that need no staging."""
         group = self._block_group
         for is_send, by_peer in ((True, self._direct.sends), (False, self._direct.receives)):
             for peer, op in ((peer, op) for peer, blocks in by_peer.items() for op in blocks):
@@ -298,7 +306,7 @@ class PackedTransport:
                     else (self._dests, op.dest, op.dest_box)
                 )
                 block = slice_of(tensors[name], box)
-                assert isinstance(block, Tensor)  # only tensors in memory are direct
+                assert isinstance(block, Tensor)  # only tensors in memory skip staging
                 message = block.reshape(-1).view(torch.uint8)
                 kind = dist.isend if is_send else dist.irecv
                 yield dist.P2POp(kind, message, group=group, group_peer=peer)
@@ -326,8 +334,8 @@ class PackedTransport:
 def _one_device(sources: Mapping[str, SourceTensor], dests: Mapping[str, Tensor]) -> torch.device:
     """Returns the device of all tensors.
 
-    Kernels read tensors by address, so a tensor on another device would be read as unrelated
-    memory.
+    Kernels read tensors by address, so they would read unrelated memory if a tensor were on another
+    device.
     """
     found: torch.device | None = None
     sides: tuple[tuple[str, Mapping[str, SourceTensor]], ...]
@@ -343,19 +351,20 @@ def _one_device(sources: Mapping[str, SourceTensor], dests: Mapping[str, Tensor]
 
 
 def make_block_group(peers: Peers, timeout_s: float) -> dist.ProcessGroup | None:
-    """Makes the process group that sends large blocks alongside the exchanges; collective.
+    """Creates the process group that sends large blocks while the exchanges run; collective.
 
     Args:
         peers: Ranks of the group.
         timeout_s: Timeout of its collectives, seconds.
 
     Returns:
-        The group; None on CPU and for one rank, which need none.
+        The group; None on CPU or with a single rank, where it is not needed.
     """
     if not torch.cuda.is_available() or peers.size == 1:
         return None
     group = dist.new_group(timeout=datetime.timedelta(seconds=timeout_s))
-    # The first use of a group involves all its ranks, but blocks travel between some of them only.
+    # A group's first collective must involve all of its ranks, but blocks are sent between only
+    # some of them.
     dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
     return group
 
@@ -368,9 +377,9 @@ def agree_wire_dtype(
 ) -> torch.dtype:
     """Returns the type in which all ranks send elements; collective.
 
-    This is the widest type of all sources, or that of all destinations if narrower, so that no
-    value loses more than its destination's type requires. Tensors that are kept in fp32 do not
-    count.
+    This is the widest type of all sources or the widest type of all destinations, whichever is
+    narrower. No value thus loses more precision than its destination's type requires. Tensors that
+    are kept in fp32 are ignored.
 
     Args:
         sources, dests: Tensors of this rank.
@@ -390,7 +399,7 @@ def agree_wire_dtype(
 
 
 def _staged(messages: Messages, buffer: Tensor) -> Staged:
-    """Assigns the messages' parts to consecutive places in a buffer."""
+    """Assigns consecutive slices of a buffer to the messages' parts."""
     counts = [part.elements for part in chain(*messages.values())]
     places = iter(buffer[: sum(counts)].split(counts))
     return {peer: [(part, next(places)) for part in parts] for peer, parts in messages.items()}

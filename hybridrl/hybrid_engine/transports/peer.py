@@ -1,17 +1,19 @@
-"""Runs a plan by reading other ranks' training parameters in place, without messages or staging.
+"""Executes a plan by reading other ranks' training parameters in place, without messages or staging
+buffers.
 
 Who waits for whom: the constructor and `run` are collective. A barrier before the copies ensures
-that all parameters are final; one after them ensures that nobody changes parameters that are still
-being read. In between a rank only reads the others' memory and writes its own.
+that all parameters are final. A barrier after them ensures that no rank changes parameters while
+others still read them. In between, a rank only reads other ranks' memory and writes its own.
 
-One kernel reads small and cut-up rectangles from all peers in turn. Meanwhile the host queues the
-copy engines' work, which begins when the kernel ends, since both together would slow each other
-down (docs/adr/0003). Copy engines bring blocks that are large and contiguous at their source. A
-block that is strided at its destination is staged in a destination whose own content comes last
-(staging.py); a kernel copies it from there while the engines continue. The same kernel copies data
-that stays on the rank. Where few ranks hold most blocks, the first kernel reads a part of these too
-(kernel_share.py). From the second run on the first barrier and the copying kernels are CUDA graphs
-(repeated.py), which are captured before that barrier.
+First, one kernel reads small and strided rectangles from all peers, interleaved. Meanwhile the host
+enqueues the copies for the copy engines. They start when the kernel ends, because the two slow each
+other down if they run together (docs/adr/0003). Copy engines copy blocks that are large and
+contiguous in their source. If a block is strided in its destination, they copy it to a staging
+area, which is another destination that is not written until later (staging.py). From there a kernel
+copies the block while the engines continue. Other kernels copy data that stays on the rank. If a
+few ranks hold most blocks, the first kernel also reads some of these (kernel_share.py). From the
+second run on, the first barrier and the kernels are launched as CUDA graphs (repeated.py), which
+are captured before that barrier.
 
 Elements are cast from the source's type to the destination's as they are copied.
 """
@@ -41,31 +43,33 @@ from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import SourceTensor
 from hybridrl.parallel.peer_memory import PeerMemory
 
-# A copy engine is faster than the kernel from this size on: 370 against 330 GB/s from 2 MiB. Below
-# 1 MiB its fixed time per copy matters. Measured on H200.
+# From this size on, a copy engine is faster than the kernel: 370 GB/s instead of 330. Below 1 MiB
+# its fixed time per copy matters. Measured on H200.
 BLOCK_BYTES = 2 << 20
 
-# Programs of the kernel that runs alongside the copy engines; more would take memory bandwidth
-# away from them.
+# Number of programs of the kernels that run alongside the copy engines. More programs would take
+# memory bandwidth away from the engines.
 LOCAL_PROGRAMS = 48
 
 Place = tuple[int, tuple[int, ...], torch.dtype]
-"""A contiguous tensor in its rank's piece of memory: offset in bytes, shape, type."""
+"""Location of a contiguous tensor in its rank's part of peer memory: offset in bytes, shape and
+type.
+"""
 
 
 class PeerTransport:
-    """Copies the plan's slices out of the ranks' peer memory.
+    """Copies the plan's slices from other ranks' memory to this rank's tensors.
 
     Args:
         plan: Plan, the same on every rank.
-        peers: Ranks of the plan.
-        sources: This rank's source tensors by name, all in its part of `memory`.
-        dests: This rank's destination tensors by name; written in place. A destination may be the
-            same memory as a source with the same content (alias.py); then nothing is copied.
-        memory: Peer memory of the same ranks.
+        peers: Ranks that execute the plan.
+        sources: This rank's source tensors by name, all within this rank's part of `memory`.
+        dests: This rank's destination tensors by name; written in place. If a destination shares
+            its memory with the source of the same content (alias.py), nothing is copied.
+        memory: Memory of the same ranks, which all of them can read.
 
     Raises:
-        PlanError: A rank's source is not in `memory`. Raised on every rank.
+        PlanError: A source tensor is outside `memory` on some rank. Raised on every rank.
     """
 
     def __init__(
@@ -104,21 +108,22 @@ class PeerTransport:
 
     @property
     def launches(self) -> int:
-        """Number of kernels, batches of copies and barriers that a run starts."""
+        """Number of kernels, batches of copies and barriers per run."""
         batches = sum(batch.num_launches for batch in self._batches)
         kernels = sum(kernel.num_launches for kernel in self._kernels)
         return kernels + batches + 2 * bool(self._plan.streams)
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory held in addition to parameters and peer memory."""
+        """Device memory in use, apart from parameters and peer memory, in bytes."""
         return sum(kernel.table_bytes for kernel in self._kernels)
 
     @torch.no_grad()
     def run(self) -> Traffic:
         """Fills the destination tensors; collective."""
         self.prepare()
-        # All before the barrier: a capture waits for the device, and a failed rank never arrives.
+        # Capture before the barrier: capturing waits for the device, and a barrier on the device
+        # never ends if a rank has failed.
         for work in self._repeated:
             work.capture()
         self._cut_up()
@@ -128,13 +133,13 @@ class PeerTransport:
         return self._traffic
 
     def close(self) -> None:
-        """Does nothing: the graphs hold kernels alone, no messages.
+        """Does nothing, because the graphs contain kernels but no NCCL messages.
 
         Waiting for the device here could mean waiting for a failed rank at a barrier.
         """
 
     def prepare(self) -> None:
-        """Makes the tables of the copies; makes them again only if a destination has moved."""
+        """Creates the tables of the copies; creates them again only if a destination has moved."""
         if not self._watch.look_again():
             return
         local: list[Pair] = []
@@ -149,8 +154,9 @@ class PeerTransport:
                 of_peer.setdefault(op.source_rank, []).append((source, dest))
             else:
                 remote.append((op.source_rank, (source, dest)))
-        # One peer after the other, and each rank starts with a different one: two ranks that read
-        # from the same peer get half of its link each. More streams are no faster.
+        # Read from one peer after another, and start with a different peer on each rank: if two
+        # ranks read from the same peer, each gets half of its link's rate. More streams are not
+        # faster.
         large: list[tuple[int, Pair]] = []
         for peer in sorted(of_peer, key=lambda peer: (peer - self._rank) % size):
             taken, left = split_blocks(of_peer[peer], self._kernel_bytes[peer], BLOCK_BYTES)
@@ -175,7 +181,7 @@ class PeerTransport:
         self._unpack = self._repeat(unpack.run, unpack.num_launches > 0)
 
     def _agree_on_kernel(self, peers: Peers) -> list[int]:
-        """Returns how many bytes of each peer's blocks the kernel reads; collective."""
+        """Returns how many bytes of each peer's blocks this rank's kernel reads; collective."""
         own = np.zeros((2, self._plan.world_size), np.int64)
         for op, source, dest in self._copies():
             if op.source_rank != self._rank:
@@ -189,38 +195,43 @@ class PeerTransport:
         pieces = [self._memory.of(peer) for peer in range(self._plan.world_size)]
         for op in self._plan.ops[self._rank]:
             place = self._sources[op.source_rank][op.source]
-            assert place is not None  # else the constructor has raised
+            assert place is not None  # otherwise the constructor would have raised
             source = box_view(_view(pieces[op.source_rank], place), op.source_box)
             yield op, source, box_view(self._dests[op.dest], op.dest_box)
 
     def _is_block(self, source: Tensor, dest: Tensor) -> bool:
-        """Whether a copy engine is faster than the kernel."""
+        """Whether a copy engine would copy this pair faster than the kernel."""
         same_type = source.dtype == dest.dtype
         is_large = same_type and dest.nbytes >= BLOCK_BYTES and source.is_contiguous()
         return is_large and ops.has_copy_engine(self._device)
 
     def _repeat(self, queue: Callable[[], None], has_work: bool) -> Callable[[], None]:
-        """Returns a function that queues `queue`, as a CUDA graph from the second call on."""
+        """Returns a function that calls `queue` the first time, and replays it as a CUDA graph from
+        then on.
+        """
         if self._device.type == "cuda" and not has_work:
             return _nothing
         self._repeated.append(Repeated(queue, self._device))
         return self._repeated[-1].run
 
     def _read_cut_up(self) -> None:
-        """Reads the rectangles that are left to the kernel, once all parameters are final."""
+        """Waits until all ranks' parameters are final, then reads the rectangles that the kernel
+        copies.
+        """
         if self._plan.streams:
             self._memory.barrier()
         self._remote.run()
 
     def _run_blocks(self) -> None:
-        """Copies blocks and data that stays on the rank, each on its own stream."""
+        """Copies blocks from peers and data that stays on the rank, on separate streams."""
         if not any(batch.num_launches for batch in self._batches):
             self._local()
             return
         to_staging, direct, last = self._batches
         engines, beside = self._engines, self._beside
         current = None if engines is None else torch.cuda.current_stream()
-        # The current stream waits for staged blocks only, not for copies queued from here on.
+        # The current stream waits only for staged blocks, not for the copies that are enqueued
+        # below.
         to_staging.run(engines, [(engines, current), (beside, current)], [(current, engines)])
         direct.run(engines)
         with nullcontext() if beside is None else torch.cuda.stream(beside):
@@ -230,11 +241,13 @@ class PeerTransport:
 
 
 def _nothing() -> None:
-    """Queues nothing."""
+    """Does nothing."""
 
 
 def _place(tensor: SourceTensor, piece: Tensor) -> Place | None:
-    """Returns a tensor's place in a rank's piece; None if it is outside or not contiguous."""
+    """Returns a tensor's location in a rank's part of peer memory; None if it is outside or not
+    contiguous.
+    """
     if not isinstance(tensor, Tensor):
         return None
     offset = tensor.data_ptr() - piece.data_ptr()

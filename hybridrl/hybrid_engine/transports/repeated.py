@@ -1,8 +1,8 @@
-"""Work that is queued on a device many times without change.
+"""Enqueues the same operations on a device many times.
 
-Invariant: a graph repeats the work that was queued when it was captured; code that moves a tensor
-makes another `Repeated`. Who waits for whom: `capture` waits for all work of this rank's device and
-returns PyTorch's free blocks to the driver, once; nothing else waits.
+Invariant: a graph replays the operations that were enqueued when it was captured, so code that
+moves a tensor must create another `Repeated`. Who waits for whom: only `capture` waits, once, until
+this rank's device is idle; it also returns PyTorch's cached blocks to the driver.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 
 class Repeated:
-    """Queues the same work on each run; on a GPU as one CUDA graph from the second run on.
+    """Enqueues the same operations in each run; on a GPU as one CUDA graph from the second run on.
 
-    The host starts a graph with one call, however many kernels and messages it has. The first run
-    queues each piece, since kernels are compiled and groups connected then.
+    The host launches a graph with a single call, however many kernels and messages it contains. The
+    first run enqueues them individually, because it compiles kernels and connects process groups.
 
     Args:
-        queue: Method that queues the work on the device's current stream. It allocates nothing, and
-            its tensors keep their addresses. Its object may own this one, so it is referenced
-            weakly.
-        device: Device that runs the work.
+        queue: Method that enqueues the operations on the device's current stream. It allocates no
+            memory, and its tensors keep their addresses. It is referenced weakly, because its
+            object may own this one.
+        device: Device that executes the operations.
     """
 
     def __init__(self, queue: Callable[[], object], device: torch.device) -> None:
@@ -33,10 +33,10 @@ class Repeated:
         self._has_run = False
 
     def capture(self) -> None:
-        """Captures the graph if the first run is over and there is none.
+        """Captures the graph if the first run is over and no graph exists yet.
 
-        Capture waits for all work of the device, so it must precede work that waits for other
-        ranks.
+        Capturing waits until the device is idle. Call it before enqueuing operations that wait for
+        other ranks.
         """
         if self._device.type == "cpu" or not self._has_run or self._graph is not None:
             return
@@ -47,7 +47,7 @@ class Repeated:
         self._graph = graph
 
     def run(self) -> None:
-        """Queues the work on the device's current stream."""
+        """Enqueues the operations on the device's current stream."""
         self.capture()
         if self._graph is not None:
             self._graph.replay()
@@ -57,7 +57,7 @@ class Repeated:
 
     def _queue(self) -> None:
         queue = self._method()
-        assert queue is not None  # the caller of this method owns the object
+        assert queue is not None  # whoever calls `run` or `capture` keeps the object alive
         queue()
 
     def close(self) -> None:

@@ -1,14 +1,15 @@
-"""Staging memory for copy engines, taken from destinations that are written last.
+"""Finds staging memory for copy engines in destinations that are written last.
 
-A copy engine copies blocks that are contiguous at both ends. A slice of a row-parallel weight is
-contiguous at its source and strided at its destination. A copy engine therefore brings it into
-contiguous staging memory of this rank, and a kernel copies it from there to its destination. No
-memory is allocated: destinations whose own content comes last serve as staging memory until then.
-The order of the copies is:
+A copy engine can only copy blocks that are contiguous in both source and destination. A slice of a
+row-parallel weight is contiguous in its source but strided in its destination. Therefore a copy
+engine copies it to contiguous staging memory on this rank, and a kernel copies it from there to its
+destination. No memory is allocated: some destinations serve as staging memory and receive their own
+content last. The order of the copies is:
 
-    1. to_staging: strided slices go into staging memory
-    2. direct: all other blocks; meanwhile from_staging: the kernel copies the staged slices
-    3. last: the blocks whose destinations were staging memory
+    1. to_staging: slices with a strided destination are copied to staging memory
+    2. direct: all other blocks are copied; meanwhile from_staging: the kernel copies the staged
+    slices
+    3. last: blocks are copied to the destinations that served as staging memory
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ ALIGNMENT = 16  # bytes of the widest load
 
 
 class StagedCopies(NamedTuple):
-    """Pairs of (source, destination), grouped by when they are copied.
+    """Pairs of (source, destination), grouped by the time at which they are copied.
 
     Args:
         to_staging: Pairs of source and staging memory.
-        from_staging: Pairs of staging memory and destination; copied after all of `to_staging`.
-        direct: Pairs that are copied at any time.
+        from_staging: Pairs of staging memory and destination, copied after all of `to_staging`.
+        direct: Pairs that may be copied at any time.
         last: Pairs that are copied after all of `from_staging`.
-        unstaged: Indices of the given pairs for which there was no staging memory. The caller
-            copies them in another way.
+        unstaged: Indices of the pairs for which no staging memory was left. The caller must copy
+            them in another way.
     """
 
     to_staging: list[Pair]
@@ -45,7 +46,8 @@ class StagedCopies(NamedTuple):
 def stage_copies(pairs: Sequence[Pair]) -> StagedCopies:
     """Finds staging memory for the pairs whose destination is not contiguous.
 
-    The staged bytes are at most the direct ones, so that the kernel ends before the copy engines.
+    At most as many bytes are staged as are copied directly, so that the kernel finishes before the
+    copy engines.
 
     Args:
         pairs: Pairs in the order of their transfer, which each list of the result keeps. Sources
@@ -58,7 +60,7 @@ def stage_copies(pairs: Sequence[Pair]) -> StagedCopies:
     from_staging: list[Pair] = []
     unstaged: list[int] = []
     candidates = sorted(range(len(blocks)), key=lambda i: blocks[i][1].nbytes)  # largest last
-    free = torch.empty(0, dtype=torch.uint8)  # rest of the current staging memory
+    free = torch.empty(0, dtype=torch.uint8)  # unused part of the current staging memory
     staged_bytes = 0
     for index, (source, dest) in enumerate(pairs):
         if dest.is_contiguous():
@@ -86,5 +88,5 @@ def stage_copies(pairs: Sequence[Pair]) -> StagedCopies:
 
 
 def _fits(dest: torch.Tensor, free: torch.Tensor) -> bool:
-    """Whether bytes can hold a destination's elements, aligned to their size."""
+    """Whether these bytes are enough for a destination's elements and are aligned for them."""
     return free.numel() >= dest.nbytes and free.storage_offset() % dest.element_size() == 0

@@ -1,4 +1,4 @@
-"""Interface of transports, which run a plan, and code that they share."""
+"""Interface of transports, which execute a plan, and code that all transports share."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from hybridrl.models.sources import ComputedSlice
 from hybridrl.parallel.failure import PeerError
 
 Pair = tuple[Tensor, Tensor]
-"""Source and destination of a copy: views of equal shapes."""
+"""Source and destination of a copy, two views of the same shape."""
 
 Fill = tuple[Tensor | ComputedSlice, Tensor]
-"""Like `Pair`, but the source may be computed first."""
+"""Like `Pair`, but the source may be a slice that must be computed first."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes and messages that one run moved on this rank.
+    """Bytes and messages that this rank sent and received in one run.
 
     Args:
-        sent_bytes, received_bytes: Bytes over links of any kind.
-        node_sent_bytes, node_received_bytes: The part to and from ranks of other nodes.
+        sent_bytes, received_bytes: Bytes over any kind of link.
+        node_sent_bytes, node_received_bytes: Bytes sent to and received from ranks on other nodes.
         messages: Number of messages sent.
         num_exchanges: Number of exchanges in the run.
-        staging_bytes: Size of all staging buffers together.
+        staging_bytes: Total size of the staging buffers.
     """
 
     sent_bytes: int
@@ -43,21 +43,21 @@ class Traffic:
 
 
 class Transport(Protocol):
-    """Moves a plan's slices between the ranks' tensors; collective."""
+    """Copies a plan's slices between the ranks' tensors; collective."""
 
     @property
     def launches(self) -> int:
-        """Kernels, batches of copies and collectives that a run starts."""
+        """Number of kernels, batches of copies and collectives per run."""
         ...
 
     @property
     def extra_bytes(self) -> int:
-        """Device memory that the transport holds between runs."""
+        """Device memory that stays allocated between runs, in bytes."""
         ...
 
     def prepare(self) -> None:
-        """Allocates the resources of a run; `launches` and `extra_bytes` are known afterwards.
-        `run` calls it.
+        """Allocates what a run needs, so that `launches` and `extra_bytes` are known. `run` calls
+        it.
         """
         ...
 
@@ -78,11 +78,11 @@ class Peers(Ranks, Protocol):
         ...
 
     def check(self) -> None:
-        """Raises PeerError if a rank has failed and all ranks were told."""
+        """Raises PeerError if a rank's failure has been announced to all ranks."""
         ...
 
     def dead_ranks(self) -> list[int]:
-        """Returns the ranks whose processes have ended, as far as this rank can see."""
+        """Returns the ranks whose processes have ended, as far as this rank can tell."""
         ...
 
 
@@ -91,10 +91,10 @@ class TransportError(PeerError):
 
 
 class ComputedCopies:
-    """Copies of views and of computed slices; implements `ops.Copies`.
+    """A list of copies whose sources are views or computed slices; implements `ops.Copies`.
 
     Args:
-        copies: Copies of the views.
+        copies: Copies whose sources are views.
         slices: Computed slices with their destinations.
     """
 
@@ -103,12 +103,12 @@ class ComputedCopies:
 
     @property
     def num_launches(self) -> int:
-        """Number of kernels that a run starts; a computed slice counts as one."""
+        """Number of kernels per run; a computed slice counts as one kernel."""
         return self._copies.num_launches + len(self._slices)
 
     @property
     def table_bytes(self) -> int:
-        """Device memory of the tables of copies."""
+        """Device memory that the tables of copies occupy, in bytes."""
         return self._copies.table_bytes
 
     def run(self) -> None:
@@ -132,16 +132,16 @@ def copies_of(fills: Iterable[Fill], device: torch.device, programs: int | None)
 
 
 def addresses(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Returns the addresses of tensors, for comparison; tables of copies hold addresses."""
+    """Returns the addresses of tensors, to detect moved tensors."""
     return tuple(map(Tensor.data_ptr, tensors))
 
 
 class AddressWatch:
     """Detects whether tensors have moved, by checking one tensor of each storage.
 
-    Tensors of one storage move together: the experts of a model are thousands of views of a few
-    tensors. So tensors must not leave their storage, and no tensor may be replaced by another of
-    its name.
+    Tensors with a common storage move together; for example, a model's experts are thousands of
+    views of a few tensors. Therefore no tensor may change its storage, and no tensor may be
+    replaced by another one with the same name.
 
     Args:
         *tensors: Tensors by name.
@@ -153,7 +153,7 @@ class AddressWatch:
         self._known: list[int] | None = None
 
     def look_again(self) -> bool:
-        """Returns whether a tensor has moved since the last call; True at the first."""
+        """Returns whether a tensor has moved since the last call; True in the first call."""
         if self._places() == self._known:
             return False
         asked: dict[int, tuple[Mapping[str, Tensor], str]] = {}
