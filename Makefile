@@ -1,4 +1,4 @@
-# make demo: install and run the main job.  make test: install and run every check.  make lint: style and types only.  make docs: build/site.
+# make demo: install and run the main job.  make test: install and run every check.  make lint: style, types and wording only.  make docs: build/site.
 # make test-full: also what takes minutes: learning with every engine, layout and algorithm; benchmarks' checks.
 # The environment is .venv; TORCH names the torch to install first, so that nothing pulls CUDA packages on CPU machines.
 
@@ -55,6 +55,7 @@ docs: .venv/installed-docs
 lint: .venv/installed-test
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python docs/scripts/wording.py
 
 # Python is judged before anything is fetched.
 .venv/torch:
