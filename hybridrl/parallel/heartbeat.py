@@ -1,14 +1,14 @@
 """Sends heartbeats of every rank to the job's store, and ends the job if a rank is lost.
 
-Who waits for whom: `Heartbeat.wait` waits for other ranks to enter the same collective as long as
-all have heartbeats, and raises PeerError on a verdict.
+Who waits for whom: `Heartbeat.wait` waits until other ranks enter the same collective, as long as
+all ranks send heartbeats. It raises PeerError if there is a verdict.
 
-Each rank has two threads, unless it is alone. The first writes the rank's `Beat` to the store every
-BEAT_S and reads the verdict. On rank 0 it also reads all heartbeats (3 ms for 1,000 ranks) and
-publishes the verdict of watch.py; rank 1 takes over while rank 0 is silent. A `HangObserver`
-examines the same heartbeats and reports hangs, which do not end the job. The second thread writes
-stacks to the log and ends the process after a verdict, or if the store no longer answers. Rank 0,
-which may serve the store, ends last.
+Each rank has two threads, unless it is the only rank. The first thread writes the rank's `Beat` to
+the store every BEAT_S and reads the verdict. On rank 0, it also reads all heartbeats (3 ms for
+1,000 ranks) and publishes the verdict that watch.py reaches; rank 1 does so while rank 0 is silent.
+A `HangObserver` examines the same heartbeats and reports hangs, which do not end the job. The
+second thread writes stacks to the log and ends the process after a verdict, or if the store no
+longer responds. Rank 0 ends last, because it may serve the store.
 """
 
 from __future__ import annotations
@@ -41,34 +41,35 @@ from hybridrl.parallel.stacks import (
 )
 from hybridrl.parallel.watch import Beat, Verdict, Wait, Watch, hang_observer
 
-# A rank is given up 30 s after its last heartbeat. That is 15 intervals and much longer than a busy
-# host delays a thread. 1,000 ranks send 500 heartbeats per second to their store.
+# A rank is declared lost 30 s after its last heartbeat. This is 15 intervals, much longer than a
+# busy host delays a thread. 1,000 ranks send 500 heartbeats per second to the store.
 BEAT_S, SILENT_S = 2.0, 30.0
 POLL_S = 0.25  # interval at which a waiting main thread checks for a verdict
-# Time for a busy store to answer the threads at the end. If a thread returns from torch's code
-# while the interpreter shuts down, Python aborts (SIGABRT), and a finished run would fail.
+# Time that threads have to finish their last requests to a busy store. If a thread returned from
+# torch's code while the interpreter shuts down, Python would abort (SIGABRT), and a finished run
+# would fail.
 LEAVE_S = 10.0
-GRACE_S = 1.0  # time for the main thread to raise the verdict itself
-NOTE_CALLS_S = 12.5  # without progress, after which heartbeats contain the rank's calls
-DEPUTY = 1  # rank that judges while rank 0 is silent
+GRACE_S = 1.0  # time that the main thread has to raise the verdict itself
+NOTE_CALLS_S = 12.5  # after this time without progress, heartbeats include the rank's calls
+DEPUTY = 1  # rank that decides on verdicts while rank 0 is silent
 _NUMBERS = itertools.count()  # numbers of heartbeats, equal on all ranks
 _CURRENT: list[Heartbeat] = []
 
 
 class Heartbeat:
-    """This rank's heartbeats, and its knowledge of the other ranks.
+    """Sends this rank's heartbeats, and tracks what it knows about other ranks.
 
     Args:
-        store: Client of the job's store for this object only; None if there are no other ranks.
-        watch: Judge of the heartbeats; rank 0's decides.
+        store: Client for the job's store that nothing else uses; None if there are no other ranks.
+        watch: Examines the heartbeats. Only the verdict on rank 0 counts.
 
     Attributes:
         group: Default process group to which the heartbeat belongs.
         phase: Function that returns the current phase of the step; may be replaced.
         run_folder: Folder for reports of hangs; None if there is none.
         verdict: Reason why all ranks must end; None if there is none.
-        stop_signal: Signal that asked some rank to save and end; 0 if none. Ranks learn of it at
-            different times, but of `World.stop_signal` at the same place.
+        stop_signal: Number of the signal that asked some rank to save and stop; 0 if none. Ranks
+            learn about it at different times, but about `World.stop_signal` at the same point.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, watch: Watch) -> None:
@@ -77,7 +78,7 @@ class Heartbeat:
         self.phase: Callable[[], str] = lambda: "start"
         self.verdict: Verdict | None = None
         self.stop_signal = 0
-        self._stop_epoch = 0  # signals of other ranks count only in the same epoch
+        self._stop_epoch = 0  # signals that other ranks report count only in the same epoch
         self._host_peers: dict[int, int] = {}
         self._main, self._pid = threading.get_ident(), os.getpid()
         self._parts: list[str] = []
@@ -116,14 +117,14 @@ class Heartbeat:
         self._ending.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(LEAVE_S)  # a thread stays if its store does not answer
+                thread.join(LEAVE_S)  # a thread keeps running if the store does not respond
         if self._store is None or any(thread.is_alive() for thread in self._threads):
             return
         with contextlib.suppress(dist.DistError):  # the store ended with rank 0
             self._store.set(f"beat/{self._rank}", replace(self._beat(), has_left=True).to_json())
 
     def set_host_peers(self, places: Sequence[tuple[str, int]]) -> None:
-        """Selects the other ranks of this host from the `host_id` and process id of every rank."""
+        """Finds the other ranks on this host, given every rank's `host_id` and process id."""
         self._host_peers = {
             rank: pid
             for rank, (where, pid) in enumerate(places)
@@ -131,12 +132,12 @@ class Heartbeat:
         }
 
     def dead_host_peers(self) -> list[int]:
-        """Returns the other ranks of this host whose processes cannot continue."""
+        """Returns the other ranks on this host whose processes cannot continue."""
         return [rank for rank, pid in self._host_peers.items() if why_dead(pid) is not None]
 
     @contextlib.contextmanager
     def part(self, what: str, is_unbounded: bool = False) -> Iterator[None]:
-        """Names the work in the block, for heartbeats.
+        """Names the work in the block, so that heartbeats can report it.
 
         Args:
             is_unbounded: Whether collectives in the block have no timeout.
@@ -163,8 +164,9 @@ class Heartbeat:
 
         Args:
             work: Started collective.
-            what: Work that precedes the collective, for messages.
-            group: Name of the collective's group; only members count its collectives.
+            what: Name of the work that precedes the collective, for messages.
+            group: Name of the collective's group. Collectives are counted per group, on members
+                only.
             ranks: Ranks of the group; None for all.
             poll: Function that is called repeatedly; may raise.
 
@@ -218,7 +220,7 @@ class Heartbeat:
         )
 
     def _beat_on(self) -> None:
-        """Sends heartbeats until the end or a verdict; runs in the first thread."""
+        """Sends heartbeats until `stop` or a verdict; runs in the first thread."""
         assert self._store is not None
         while not self._ending.wait(BEAT_S):
             try:
@@ -234,7 +236,7 @@ class Heartbeat:
                 return
 
     def _have_all_begun(self) -> bool:
-        """Returns whether all keys that this rank reads exist; reading a missing key blocks."""
+        """Whether all keys that this rank reads exist. Reading a missing key would block."""
         assert self._store is not None
         ranks = range(self._size) if self._rank <= DEPUTY else [0]
         keys = ["verdict", "ask", *(f"beat/{rank}" for rank in ranks)]
@@ -242,7 +244,7 @@ class Heartbeat:
         return self._is_complete
 
     def forget_stop(self) -> None:
-        """Ignores all signals received so far, on this or other ranks.
+        """Ignores all signals that this or other ranks have received so far.
 
         Heartbeats of other ranks may still contain such signals for a while.
         """
@@ -256,7 +258,9 @@ class Heartbeat:
             self.stop_signal = found
 
     def _read_verdict(self) -> Verdict | None:
-        """Returns the verdict of rank 0, if there is one, and confirms it to rank 0."""
+        """Returns the verdict that rank 0 has published, if any, and confirms to rank 0 that it was
+        read.
+        """
         assert self._store is not None
         verdict, asked, first = self._store.multi_get(["verdict", "ask", "beat/0"])
         self._first = Beat.from_json(first)
@@ -270,9 +274,9 @@ class Heartbeat:
         return Verdict.from_json(verdict)
 
     def _judge(self) -> Verdict | None:
-        """Examines all heartbeats, reports hangs, and publishes a verdict if there is one.
+        """Examines all heartbeats, reports hangs, and publishes a verdict if one is reached.
 
-        While rank 0 has heartbeats, its deputy only records the heartbeats.
+        While rank 0 sends heartbeats, its deputy only records heartbeats.
         """
         assert self._store is not None
         keys = [f"beat/{rank}" for rank in range(self._size)]
@@ -302,7 +306,7 @@ class Heartbeat:
         return verdict
 
     def _report(self, beats: Sequence[Beat], silent: Sequence[int]) -> None:
-        """Prints who waits for whom, and which ranks make no progress."""
+        """Prints which ranks wait for which, and which ranks make no progress."""
         notice = self.watch.notice(beats)
         messages = [] if notice is None else [notice]
         if self._hangs is not None:
@@ -311,7 +315,7 @@ class Heartbeat:
             say(f"hybridrl: {text}")
 
     def _ask_stacks(self, silent: Sequence[int]) -> None:
-        """Makes all ranks write their stacks to their logs, including silent ranks."""
+        """Makes all ranks, including silent ones, write their stacks to their logs."""
         assert self._store is not None
         self._num_asked += 1
         self._answered = json.dumps([f"{self._rank}.{self._num_asked}", list(silent)])
@@ -321,8 +325,8 @@ class Heartbeat:
     def _write_stacks(self, silent: Sequence[int]) -> None:
         """Writes this rank's stacks to its log.
 
-        The first rank of a host with heartbeats also sends STACKS_SIGNAL to the host's silent
-        ranks, which works even if their interpreters are blocked.
+        On each host, the first rank that sends heartbeats also sends STACKS_SIGNAL to silent ranks.
+        The signal works even if their interpreters are blocked.
         """
         print_stacks()
         if any(rank < self._rank for rank in self._host_peers if rank not in silent):
@@ -333,7 +337,7 @@ class Heartbeat:
                     os.kill(pid, STACKS_SIGNAL)
 
     def _publish(self, verdict: Verdict) -> None:
-        """Publishes the verdict and waits until all ranks with heartbeats have read it."""
+        """Publishes the verdict, and waits until all ranks that send heartbeats have read it."""
         assert self._store is not None
         self._store.set("verdict", verdict.to_json())
         others = [rank for rank in range(self._size) if rank != self._rank]
@@ -348,12 +352,16 @@ class Heartbeat:
             time.sleep(POLL_S)
 
     def _accept(self, verdict: Verdict) -> None:
-        """Writes this rank's stacks, then makes the verdict visible to the main thread."""
+        """Writes this rank's stacks to its log, and then sets `verdict`, so that the main thread
+        sees it.
+        """
         self._write_stacks([] if verdict.culprit is None else [verdict.culprit])
         self.verdict = verdict
 
     def _guard(self) -> None:
-        """Ends the process on a verdict or if the store is silent; runs in the second thread."""
+        """Ends the process after a verdict, or if the store stops responding; runs in the second
+        thread.
+        """
         every_s = min(1.0, BEAT_S)
         num_answers, silent = 0, 0
         while not self._ending.wait(every_s):
@@ -369,7 +377,7 @@ class Heartbeat:
                 return
 
     def _without_store(self) -> Verdict:
-        """Returns the verdict for a store that does not answer."""
+        """Returns the verdict for a store that does not respond."""
         silent = f"gave no sign of life for {SILENT_S:g} s"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -391,12 +399,12 @@ class Heartbeat:
 
 
 def of_job(timeout_s: float, stall_timeout_s: float | None) -> Heartbeat:
-    """Returns this process's heartbeat in the default process group; the first call starts it.
+    """Returns this process's heartbeat for the default process group, and starts it if necessary.
 
     Collective over the group.
 
     Args:
-        timeout_s: Timeout of collectives, `Watch.collective_timeout_s`.
+        timeout_s: Timeout of collectives; see `Watch.collective_timeout_s`.
         stall_timeout_s: See `Watch`.
     """
     store = dist.distributed_c10d._get_default_store()
@@ -408,7 +416,8 @@ def of_job(timeout_s: float, stall_timeout_s: float | None) -> Heartbeat:
     rank, size = dist.get_rank(), dist.get_world_size()
     own = None
     if size > 1 and dist.get_backend() != "fake":
-        # A separate client, because a client that waits for a key blocks all other threads.
+        # Use a separate client, because a client that waits for a key blocks all other threads that
+        # use it.
         own = dist.PrefixStore(
             f"hybridrl/heartbeat/{next(_NUMBERS)}",
             store.clone(),  # type: ignore[attr-defined]  # torch's stubs lack it
@@ -427,9 +436,10 @@ def leave() -> None:
 
 
 def is_done_within(work: dist.Work, seconds: float) -> bool:
-    """Waits some seconds for a gloo collective; returns whether it is done, raises if it failed.
+    """Waits at most `seconds` for a gloo collective. Returns whether it is done; raises if it
+    failed.
 
-    An unfinished collective stays valid.
+    An unfinished collective remains usable.
     """
     try:
         work.wait(datetime.timedelta(seconds=seconds))
@@ -441,7 +451,7 @@ def is_done_within(work: dist.Work, seconds: float) -> bool:
 
 
 def _phase_file(rank: int | None) -> str | None:
-    """Returns a rank's phase from its file, which may be newer than its last heartbeat."""
+    """Reads a rank's phase from its phase file, which may be newer than its last heartbeat."""
     file = failure.rank_file(".phase", rank)
     try:
         text = "" if rank is None or file is None else file.read_text(encoding="utf-8").strip()

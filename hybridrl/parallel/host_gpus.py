@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class LocalGpu:
-    """A GPU's name and the number of bytes that CUDA can allocate on it."""
+    """A GPU's name, and how many bytes CUDA can allocate on it."""
 
     name: str
     memory_bytes: int
@@ -48,14 +48,14 @@ def num_local_gpus() -> int:
 
 
 def local_host() -> Host:
-    """Returns this host's GPUs, as nvidia-smi reports them."""
+    """Returns the GPUs of this host that torch can use, as reported by nvidia-smi."""
     return Host(num_local_gpus(), smallest_local_gpu(), local_gpu_names())
 
 
 def smallest_local_gpu() -> LocalGpu | None:
     """Returns the GPU with the least memory among those that torch can use.
 
-    Returns None if there is no GPU or nvidia-smi does not report its memory.
+    Returns None if there is no such GPU, or if nvidia-smi does not report its memory.
     """
     if num_local_gpus() == 0:
         return None
@@ -71,11 +71,11 @@ def smallest_local_gpu() -> LocalGpu | None:
 
 
 def local_gpu_names() -> tuple[str, ...] | None:
-    """Returns the names of the GPUs that torch can use, in torch's numbering.
+    """Returns the names of the GPUs that torch can use, in the order in which torch numbers them.
 
-    Returns None if there is no GPU or torch's numbering is unknown. nvidia-smi numbers GPUs by
-    their PCI bus. CUDA does the same with CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise it puts the
-    fastest GPU first. If the models differ, the numbering is then known only if
+    Returns None if there is no GPU, or if this order is unknown. nvidia-smi numbers GPUs by their
+    PCI bus. CUDA does the same if CUDA_DEVICE_ORDER=PCI_BUS_ID; otherwise it numbers the fastest
+    GPU first. Without that setting, if the GPU models differ, the order is known only if
     CUDA_VISIBLE_DEVICES lists UUIDs.
     """
     if num_local_gpus() == 0:
@@ -95,7 +95,7 @@ def local_gpu_names() -> tuple[str, ...] | None:
 
 
 def queried(*keys: str) -> list[list[str]]:
-    """Returns the values of nvidia-smi's --query-gpu `keys` for each GPU of this host.
+    """Queries nvidia-smi (--query-gpu) and returns the values of `keys` for each GPU on this host.
 
     Returns an empty list if nvidia-smi fails.
     """
@@ -121,7 +121,7 @@ def _split(visible: str) -> list[str]:
 
 
 def _is(device: str, index: str, uuid: str) -> bool:
-    """Returns whether an entry of CUDA_VISIBLE_DEVICES means the GPU with this index and UUID."""
+    """Whether an entry of CUDA_VISIBLE_DEVICES refers to the GPU with this index and UUID."""
     return device == index or (device.startswith("GPU-") and uuid.startswith(device))
 
 

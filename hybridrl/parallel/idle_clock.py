@@ -1,4 +1,4 @@
-"""Measures how long a rank makes no progress, and records its collectives meanwhile."""
+"""Measures how long a rank has made no progress, and records its collectives during this time."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from hybridrl.parallel.watch import Call
 
 
 class IdleClock:
-    """Counts the time in which none of the counters of a rank's work changes.
+    """Measures for how long none of the counters of a rank's work has changed.
 
-    If nobody looks for a while, because the process was stopped or its interpreter blocked, that
-    time counts as two intervals at most.
+    If `look` is not called for a while, because the process was stopped or its interpreter was
+    blocked, this time counts as at most two intervals.
 
     Args:
         note_after_s: Seconds without progress after which the rank's calls are recorded.
-        every_s: Seconds between two calls of `look`; more frequent calls do no harm.
+        every_s: Seconds between two calls of `look`. More frequent calls are harmless.
     """
 
     def __init__(self, note_after_s: float, every_s: float) -> None:
@@ -31,10 +31,12 @@ class IdleClock:
         self._latest: Sequence[Call] = ()
 
     def look(self, *work: object) -> tuple[float, Sequence[Call]]:
-        """Returns the seconds without progress, and the rank's calls once these are many.
+        """Returns the seconds without progress and, once they exceed `note_after_s`, the rank's
+        calls.
 
         Args:
-            work: Values that change with the rank's work, in addition to collectives and rounds.
+            work: Values that change whenever the rank makes progress, in addition to collectives
+                and rounds.
         """
         seen = (num_called(), progress.num_rounds(), *work)
         now = time.monotonic()
@@ -44,12 +46,12 @@ class IdleClock:
             self._seen, self._idle_s, self._latest = seen, 0.0, ()
         is_noting = self._noting is not None and self._noting.is_alive()
         if self._idle_s >= self._note_after_s and not is_noting:
-            # In a thread, because the flight recorder queries the device.
+            # Use a thread, because the flight recorder queries the device.
             self._noting = threading.Thread(target=self._note, name="calls", daemon=True)
             self._noting.start()
         return self._idle_s, self._latest
 
     def _note(self) -> None:
-        # The device has failed, or a group is being destroyed.
+        # These errors mean that the device has failed, or that a group is being destroyed.
         with contextlib.suppress(RuntimeError, KeyError, ValueError):
             self._latest = tuple(latest_calls())

@@ -23,13 +23,15 @@ from hybridrl.parallel.descriptors import raise_limit
 from hybridrl.parallel.failure import STORE_FD, PeerError
 from hybridrl.platform import Platform
 
-# Time for all processes to start. They may import from a slow disk, and have no heartbeat yet.
+# Time that all processes have to start. They may import from a slow disk, and send no heartbeats
+# yet.
 START_S = 600.0
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"  # set by torchrun's agent
-# Defaults for NCCL, which the user can override. With GRAPH_REGISTER, NCCL registers the memory of
-# CUDA graphs with all peers, but sleeping engines unmap theirs, and NCCL 2.28 hung on blocks in
-# peer memory. NVL_CHUNKSIZE is the chunk size of point-to-point messages: 512 KiB gives too few
-# chunks to pipeline 64 MiB over 32 channels, at 148 instead of 281 GB/s between two H200.
+# Defaults for NCCL, which the user can override. GRAPH_REGISTER is off, because NCCL would register
+# the memory of CUDA graphs with all peers, but sleeping engines unmap this memory, and NCCL 2.28
+# hung on blocks in peer memory. NVL_CHUNKSIZE is the chunk size of point-to-point messages: 512 KiB
+# gives too few chunks to pipeline 64 MiB over 32 channels, so two H200 reached 148 instead of 281
+# GB/s.
 NCCL_SETTINGS = {"NCCL_GRAPH_REGISTER": "0", "NCCL_P2P_NVL_CHUNKSIZE": "65536"}
 T = TypeVar("T")
 _JOB: list[tuple[dist.Store, int, int]] = []  # (store, rank, size); empty until the first start
@@ -38,15 +40,15 @@ _STARTS, _BROADCASTS = itertools.count(), itertools.count()
 
 
 def start_process_group(platform: Platform, timeout_s: float) -> None:
-    """Joins the job described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+    """Joins the job that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT describe.
 
-    Without these variables the job is this one process. An existing process group, of the user's
-    script or of a Trainer that was not closed, is used as it is. Processes may start up to START_S
-    apart.
+    Without these variables, the job consists of this process only. A process group that already
+    exists, because the user's script created it or a Trainer was not closed, is used unchanged.
+    Processes may start up to START_S apart.
 
-    No device is passed to torch. With a device, torch would connect every group immediately.
-    Megatron and vLLM create dozens of groups and use a few, and each takes 50 to 100 MB of a GPU
-    (7.5 GB in all).
+    No device is passed to torch, because torch would then connect every group immediately. Megatron
+    and vLLM create dozens of groups but use only a few, and each connected group takes 50 to 100 MB
+    of GPU memory (7.5 GB in total).
     """
     if dist.is_initialized():
         return
@@ -57,7 +59,8 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
     if "MASTER_PORT" in os.environ:
         start = datetime.timedelta(seconds=max(timeout_s, START_S))
         store, rank, size = _job(start)
-        # Without a prefix, a later start in the same processes would read this start's addresses.
+        # Without a prefix, a later start in the same processes would read the addresses from this
+        # start.
         store = dist.PrefixStore(f"start_{next(_STARTS)}", store)
         _wait_for_all(store, rank, size, start)
         store.set_timeout(timeout)
@@ -66,17 +69,17 @@ def start_process_group(platform: Platform, timeout_s: float) -> None:
     dist.init_process_group(
         platform.backend, store=store, rank=rank, world_size=size, timeout=timeout
     )
-    heartbeat.of_job(timeout_s, None)  # a World sets its own bounds later
+    heartbeat.of_job(timeout_s, None)  # a World sets its own timeouts later
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
     """Calls `make` on rank 0 only and returns its result on all ranks; collective.
 
-    It also works before `start_process_group`. The result or the UserError must be picklable.
+    It also works before `start_process_group`. The result (or the UserError) must be picklable.
 
     Raises:
         UserError: `make` raised it; raised on every rank.
-        PeerError: Rank 0 failed, or did not answer within START_S.
+        PeerError: Rank 0 failed, or did not respond within START_S.
     """
     key, timeout = f"from_rank_0/{next(_BROADCASTS)}", datetime.timedelta(seconds=START_S)
     if dist.is_initialized():
@@ -108,8 +111,8 @@ def from_rank_0(make: Callable[[], T]) -> T:
 def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     """Returns the job's store, this rank and the world size.
 
-    The store of the first start is kept, because rank 0 may serve it on a socket that the launcher
-    has bound.
+    Later starts reuse the store of the first start, because rank 0 may serve it on a socket that
+    the launcher has bound.
     """
     if not _JOB and STORE_FD in os.environ:
         fd, size = int(os.environ.pop(STORE_FD)), int(os.environ["WORLD_SIZE"])
@@ -127,16 +130,16 @@ def _job(timeout: datetime.timedelta) -> tuple[dist.Store, int, int]:
     elif not _JOB:
         _JOB.append(next(rendezvous("env://", timeout=timeout)))
     store, rank, size = _JOB[0]
-    # torchrun's agent may keep its store, with the addresses of ranks before a restart.
+    # torchrun's agent may keep its store across a restart, with the addresses of earlier ranks.
     store = dist.PrefixStore(f"restart_{os.environ.get(RESTARTS, '0')}", store)
     store.set_timeout(timeout)
     return store, rank, size
 
 
 def _wait_for_all(store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
-    """Waits in the store until all ranks have started.
+    """Waits until all ranks have announced their start in the store.
 
-    The process group that is created next does not wait long enough.
+    This is needed because creating the process group does not wait long enough.
 
     Raises:
         PeerError: Some ranks, which the message names, did not start.

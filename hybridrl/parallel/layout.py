@@ -1,9 +1,11 @@
-"""Coordinates of each rank in a training or rollout layout. Pure arithmetic, no torch.
+"""Computes the coordinates of each rank in a training or rollout layout. Pure arithmetic; does not
+import torch.
 
-A training layout is a grid of the axes tp, cp, dp, pp over all ranks. `order` lists the axes from
-the fastest-varying to the slowest, as Megatron's `initialize_model_parallel(order=...)` does, so
-both always agree. Expert parallelism divides the (tp, cp, dp) plane of a pipeline stage a second
-time, by the axes etp, ep and edp; dense weights are not affected.
+A training layout arranges all ranks in a grid with the axes tp, cp, dp and pp. `order` lists the
+axes from the fastest-varying to the slowest, as in Megatron's
+`initialize_model_parallel(order=...)`, so both assign the same coordinates. Expert parallelism
+divides the ranks of a pipeline stage a second time, along the axes etp, ep and edp. This does not
+affect dense weights.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Coordinates:
 class ExpertCoordinates:
     """The position of one rank on every axis of the expert layout.
 
-    The axes are expert tensor, expert and expert-data parallel, within the pipeline stage.
+    The axes are expert-tensor, expert, and expert-data parallelism within a pipeline stage, and the
+    stage.
     """
 
     etp: int
@@ -44,7 +47,7 @@ class ExpertCoordinates:
 
 
 EXPERT_AXES: dict[str, str] = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}
-"""Axes of the expert layout, by the names at their positions in `TrainLayout.order`."""
+"""Axis of the expert layout for each name in `TrainLayout.order`."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,10 @@ class TrainLayout:
     """Tensor, pipeline, virtual-pipeline, context and data parallel sizes over `world_size` ranks.
 
     Args:
-        world_size: Number of ranks, a multiple of `tp * pp * cp`; the quotient is the data-parallel
-            size.
-        ep: Number of parts into which the experts of a layer are divided.
-        vpp: Number of model chunks per pipeline stage; 1 without a virtual pipeline.
+        world_size: Number of ranks. Must be a multiple of `tp * pp * cp`; the quotient is the
+            data-parallel size.
+        ep: Number of parts into which the set of experts in a layer is divided.
+        vpp: Number of model chunks per pipeline stage; 1 if there is no virtual pipeline.
         order: Axes from the fastest-varying to the slowest, in Megatron's notation.
         etp: Number of parts into which each expert is split; `ep * etp` must divide the number of
             ranks in a pipeline stage.
@@ -116,7 +119,7 @@ class TrainLayout:
     @cached_property
     def _expert_coordinates(self) -> tuple[ExpertCoordinates, ...]:
         axes = [EXPERT_AXES[axis] for axis in self.order.split("-") if axis in EXPERT_AXES]
-        # The slowest axis first, so that the last one varies fastest.
+        # The slowest axis comes first, because `product` varies the last one fastest.
         grid = product(*(range(self.size(axis)) for axis in reversed(axes)))
         found = tuple(
             ExpertCoordinates(**dict(zip(reversed(axes), place, strict=True))) for place in grid
@@ -126,40 +129,45 @@ class TrainLayout:
         return found
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:
-        """Returns the coordinates of `rank` in the expert layout, as Megatron assigns them.
+        """Returns the coordinates that Megatron assigns to `rank` in the expert layout.
 
         Raises:
-            ValueError: The order puts experts on other pipeline stages than dense weights.
+            ValueError: The order assigns a rank's experts and dense weights to different pipeline
+                stages.
         """
         return self._expert_coordinates[rank]
 
     def gathers_tokens(self, experts_per_token: int, rank: int = 0) -> bool:
-        """Returns whether the ranks that share `rank`'s experts can gather tokens, not route them.
+        """Whether the ranks that share experts with `rank` can gather tokens instead of routing
+        them.
 
-        They gather tokens if all are tensor-parallel ranks of one replica, which hold shares of one
-        micro-batch, and if this sends a token no more often than once for each of its experts.
-        `models/megatron/dispatch.py` makes the same decision from process groups.
+        They gather tokens if two conditions hold. All of them must be tensor-parallel ranks of one
+        replica, which hold shares of the same micro-batch. And gathering must send a token at most
+        as often as routing, which sends it once per selected expert. `models/megatron/dispatch.py`
+        makes the same decision from process groups.
 
         Args:
             experts_per_token: Number of experts that process a token.
-            rank: Rank to answer for; the answer is the same for all if `ep * etp` divides `tp`.
+            rank: Rank to examine. The result is the same for all ranks if `ep * etp` divides `tp`.
         """
         if self.ep * self.etp == 1:
             return True
         if self.ep > experts_per_token or self.ep * self.etp > self.tp:
             return False
-        # Uses strides, because the layout search never builds the coordinates of most layouts.
+        # Use strides, because the layout search does not compute coordinates for most layouts.
         axes = self.order.split("-")
         dense = self._strides([axis for axis in axes if axis != "ep"])["tp"]
         strides = self._strides([EXPERT_AXES[axis] for axis in axes if axis in EXPERT_AXES])
         ep, etp = strides["ep"], strides["etp"]
         first = rank - rank // ep % self.ep * ep - rank // etp % self.etp * etp
         sharing = [first + i * ep + j * etp for i in range(self.ep) for j in range(self.etp)]
-        # The first rank of each one's tensor-parallel group.
+        # Compare the first ranks of their tensor-parallel groups.
         return len({other - other // dense % self.tp * dense for other in sharing}) == 1
 
     def _strides(self, axes: Sequence[str]) -> dict[str, int]:
-        """Returns the distance of neighbours on each axis; the first axis varies fastest."""
+        """Returns the distance between neighbouring ranks along each axis. The first axis varies
+        fastest.
+        """
         products = accumulate((self.size(axis) for axis in axes), mul, initial=1)
         return dict(zip(axes, products, strict=False))
 
@@ -180,7 +188,7 @@ class TrainLayout:
         return self._grid[Coordinates(tp, cp, dp, pp)]
 
     def groups(self, axis: str) -> list[list[int]]:
-        """Returns the groups of ranks that differ along `axis` only, in the order of that axis."""
+        """Returns groups of ranks that differ only along `axis`, each ordered along this axis."""
         found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
         for rank, where in enumerate(self._coordinates):
             rest = tuple(getattr(where, a) for a in AXES if a != axis)
@@ -190,9 +198,9 @@ class TrainLayout:
     def chunk_sizes(self, num_layers: int) -> list[int]:
         """Returns the number of layers in each of the `pp * vpp` model chunks, in layer order.
 
-        If the layers cannot be divided evenly, some chunks have one layer less: first the last
-        chunk, which also computes the logits, then the first, which has the embedding, then the
-        others from the end.
+        If the layers cannot be divided evenly, some chunks have one layer less: the last chunk
+        before any other, because it also computes the logits; then the first, because it has the
+        embedding; then the others, from the end.
 
         Raises:
             ValueError: There are fewer layers than chunks.
@@ -217,19 +225,19 @@ class TrainLayout:
 
 
 Place = tuple[int, int]
-"""A rank's replica in a rollout layout, and its tensor-parallel rank in the replica."""
+"""Index of a rank's replica in a rollout layout, and its tensor-parallel rank in the replica."""
 
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """Engine replica and tensor-parallel rank of each rank in generation.
+    """Assigns each rank to an engine replica and to a tensor-parallel rank in the replica.
 
     Args:
         tp: Tensor-parallel size of an engine replica.
         assignment: Place of each rank of the world; None for a rank without an engine. Each place
-            occurs once.
-        experts: Experts of each rank of the world, ascending and equal in all layers, if whole
-            experts are not assigned in order; None if they are.
+            occurs exactly once.
+        experts: Experts of each rank of the world, ascending, the same in all layers. None if whole
+            experts are assigned to ranks in order.
     """
 
     tp: int
@@ -267,21 +275,21 @@ class RolloutLayout:
         return place
 
     def tp_rank(self, rank: int) -> int | None:
-        """Returns a rank's tensor-parallel rank; None if it has no engine."""
+        """Returns the tensor-parallel rank of `rank`; None if it has no engine."""
         place = self.assignment[rank]
         return None if place is None else place[1]
 
     def experts_of(self, rank: int) -> tuple[int, ...] | None:
-        """Returns the experts of a rank; None if experts are assigned in order."""
+        """Returns the experts on a rank; None if experts are assigned to ranks in order."""
         return None if self.experts is None else self.experts[rank]
 
     @staticmethod
     def consecutive(world_size: int, tp: int) -> RolloutLayout:
-        """Returns the layout in which each replica has consecutive ranks."""
+        """Returns the layout in which each replica consists of consecutive ranks."""
         return RolloutLayout(tp, tuple(divmod(rank, tp) for rank in range(world_size)))
 
     def on(self, ranks: Sequence[int], world_size: int) -> RolloutLayout:
-        """Returns this layout moved to some ranks (`ranks`) of a larger world."""
+        """Returns this layout placed on `ranks`, a subset of a larger world."""
         places = dict(zip(ranks, self.assignment, strict=True))
         assignment = tuple(places.get(rank) for rank in range(world_size))
         if self.experts is None:

@@ -1,10 +1,10 @@
-"""Places a training layout on a set of ranks and keeps Megatron's process groups for it.
+"""Places a training layout on a set of ranks, and owns Megatron's process groups for it.
 
-Megatron keeps the groups of a process in the globals of its `parallel_state`. It reads them while
+Megatron stores a process's groups in global variables of its `parallel_state`. It reads them while
 it builds a model, in forward and backward passes, and in optimizer steps. Models on different ranks
-or with different layouts need different groups. A Mesh creates its groups with Megatron's code,
-keeps them, and installs them in these globals while its model works (`active`). A rank outside a
-mesh takes part in its creation, but holds no part of its models.
+or with different layouts need different groups. A Mesh therefore creates its groups with Megatron's
+code, stores them, and installs them in these variables while its model runs (`active`). A rank
+outside a mesh participates in the mesh's creation, but holds no part of its models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hybridrl.platform import Platform
 
 
 class Mesh:
-    """Ranks that hold models together, in one training layout.
+    """A set of ranks that jointly hold models in one training layout.
 
     Creating a mesh is collective over the world.
 
@@ -39,10 +39,10 @@ class Mesh:
         others: Existing meshes of the same world.
 
     Attributes:
-        where: This rank's coordinates in the layout; None if it is outside.
+        where: This rank's coordinates in the layout; None if it is outside the mesh.
 
     Raises:
-        UserError: The limit of open files is too low for the groups.
+        UserError: The limit on open files is too low for the groups.
     """
 
     def __init__(
@@ -61,7 +61,8 @@ class Mesh:
         self.where: Coordinates | None = None
         if self._place is not None:
             self.where = layout.coordinates(self._place)
-        # If ranks disagree on who is in a group, they wait for each other forever.
+        # If ranks disagreed on which ranks a group contains, they would wait for each other
+        # forever.
         same_on_all_ranks(world, "the training layout", f"{layout} on {self.ranks}")
         self._check_descriptors([mesh.layout for mesh in others])
         self._group: dist.ProcessGroup | None = None
@@ -76,7 +77,7 @@ class Mesh:
                 self._connect()
             self._groups = _globals()
         if not others or (is_member and not any(mesh.is_member for mesh in others)):
-            _set(self._groups)  # used by Megatron outside of `active`
+            _set(self._groups)  # the groups that Megatron uses outside of `active`
 
     @property
     def platform(self) -> Platform:
@@ -100,7 +101,9 @@ class Mesh:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank contributes loss sums: last stage, first tensor-parallel rank."""
+        """Whether this rank contributes loss sums: it is in the last stage, with tensor-parallel
+        rank 0.
+        """
         return self.where is not None and self.is_last_stage and self.where.tp == 0
 
     @property
@@ -116,10 +119,10 @@ class Mesh:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Installs this mesh's groups in Megatron's globals while the block runs.
+        """Installs this mesh's groups in Megatron's global variables while the block runs.
 
-        It costs nothing if they are installed already. Changes that Megatron makes in the block
-        (the current virtual pipeline stage) are kept for the next time.
+        This is cheap if they are already installed. Changes that Megatron makes in the block (the
+        current virtual pipeline stage) are restored the next time.
         """
         before = _globals()
         if all(before[name] is value for name, value in self._groups.items()):
@@ -134,7 +137,7 @@ class Mesh:
 
     @contextlib.contextmanager
     def as_world(self, module: ModuleType) -> Iterator[None]:
-        """Makes a module of Megatron collect objects from the mesh's ranks only."""
+        """Makes a Megatron module collect objects only from the ranks of this mesh."""
         if self.is_whole_world:
             yield
             return
@@ -173,18 +176,19 @@ class Mesh:
         return summed
 
     def meet(self, what: str) -> None:
-        """Waits for the mesh's ranks if some ranks are outside.
+        """Waits for all ranks of the world, unless all are in the mesh.
 
-        Ranks outside have nothing to compute, and would wait too long in a collective with a
-        timeout.
+        Otherwise ranks outside the mesh, which have nothing to compute, might exceed the timeout of
+        the next collective.
         """
         if not self.is_whole_world:
             self.world.arrive(what)
 
     def from_first(self, value: Any) -> Any:
-        """Returns the `value` of the mesh's first rank on all ranks of the world; collective.
+        """Returns, on all ranks of the world, the `value` of the mesh's first rank; collective.
 
-        If the mesh contains all ranks, each rank returns its own value, which is the same on all.
+        If the mesh contains all ranks, each rank returns its own value, which must be the same on
+        all ranks.
         """
         if self.is_whole_world:
             return value
@@ -212,17 +216,17 @@ class Mesh:
                 distributed_timeout_minutes=self.world.timeout_s / 60,  # type: ignore[arg-type]  # a timedelta takes it
                 create_gloo_process_groups=True,
             )
-        # Pipeline stages address each other by the ranks in Megatron's globals.
+        # Pipeline stages address each other by the ranks in Megatron's global variables.
         for name, value in _globals().items():
             if "_RANKS" in name and value is not None:
                 setattr(parallel_state, name, _mapped(value, self.ranks))
 
     def _connect(self) -> None:
-        """Uses each of the training groups once.
+        """Runs one collective in each of the groups that training uses.
 
-        NCCL connects ranks at a group's first use. All of its ranks must take part in it, while
-        training may begin with a message between some. The engine also measures how much memory is
-        left.
+        NCCL connects ranks at a group's first use. All ranks of the group must participate in this
+        use, but training might begin with a message between only some of them. Also, the memory for
+        connections must be in use before the engine measures how much is free.
         """
         if self.platform.is_cpu:  # gloo has connected already
             return
@@ -247,7 +251,7 @@ class Mesh:
                 dist.all_reduce(torch.zeros(1, device=self.platform.device), group=group)
 
     def _check_groups(self) -> None:
-        """Raises an error if Megatron's coordinates of this rank differ from the layout's."""
+        """Raises an error if Megatron and the layout assign different coordinates to this rank."""
         megatron = Coordinates(
             tp=parallel_state.get_tensor_model_parallel_rank(),
             cp=parallel_state.get_context_parallel_rank(),
@@ -273,7 +277,7 @@ class Mesh:
 
 
 class Meshes:
-    """The meshes of a run, created on demand; models with the same place share one.
+    """The meshes of a run, created on demand. Models with the same placement share a mesh.
 
     Args:
         layout: Layout of the policy.
@@ -282,10 +286,12 @@ class Meshes:
     def __init__(self, world: World, placement: Placement, layout: TrainLayout) -> None:
         self.world, self.placement, self._layout = world, placement, layout
         self._made: dict[Place, Mesh] = {}
-        self.of("policy")  # first, so that Megatron uses its groups if no mesh is active
+        self.of("policy")  # created first, so that Megatron uses its groups if no mesh is active
 
     def of(self, role: str) -> Mesh:
-        """Returns the mesh of a role's models; collective over the world if the mesh is new."""
+        """Returns the mesh for a role's models. Collective over the world if the mesh must be
+        created.
+        """
         place = self.placement.of(role)
         if place not in self._made:
             layout = self._layout
@@ -305,8 +311,8 @@ class Meshes:
 
     @property
     def name(self) -> str:
-        """Name of the layouts. A checkpoint's random states are restored only into the same
-        layouts.
+        """Name that identifies the layouts. Random states in a checkpoint are restored only if the
+        layouts are the same.
         """
         return ", ".join(
             layout_name(mesh.layout)
@@ -316,7 +322,7 @@ class Meshes:
 
 
 def layout_name(layout: TrainLayout) -> str:
-    """Returns a training layout as text."""
+    """Describes a training layout as text."""
     dense = f"{layout.order} tp{layout.tp} cp{layout.cp} dp{layout.dp} pp{layout.pp}"
     experts = f" ep{layout.ep} etp{layout.etp}" if layout.ep * layout.etp > 1 else ""
     return f"{dense} vpp{layout.vpp}{experts}"
@@ -325,16 +331,16 @@ def layout_name(layout: TrainLayout) -> str:
 def _expert_tensor_size(layout: TrainLayout) -> int:
     """Returns the expert tensor-parallel size to pass to Megatron.
 
-    Megatron lays out experts for dense models too. If pp is not the last axis, it requires equal
-    sizes of expert-data and data parallelism. The layout refuses such an order for models with
-    experts.
+    Megatron creates expert groups even for dense models. If pp is not the last axis, it requires
+    that the expert-data and data-parallel sizes are equal. For models with experts, the layout
+    rejects such an order.
     """
     is_pp_last = layout.pp == 1 or layout.order.endswith("pp")
     return layout.etp if is_pp_last else layout.tp
 
 
 def _globals() -> dict[str, Any]:
-    """Returns the globals in which Megatron keeps a process's groups."""
+    """Returns the global variables in which Megatron stores a process's groups."""
     return {
         name: value
         for name, value in vars(parallel_state).items()
@@ -360,9 +366,10 @@ def _kept_groups() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _world_of(ranks: Sequence[int], place: int | None) -> Iterator[None]:
-    """Makes Megatron's group creation see `ranks` as the whole world.
+    """Makes Megatron create groups as if `ranks` were the whole world.
 
-    This rank appears as its index among them, or as -1, which is in no group, if it is outside.
+    This rank then has its index in `ranks` as its number, or -1 if it is outside, so that it is in
+    no group.
     """
     if len(ranks) == dist.get_world_size():
         yield
@@ -383,7 +390,7 @@ def _world_of(ranks: Sequence[int], place: int | None) -> Iterator[None]:
 
 
 def _mapped(places: Any, ranks: Sequence[int]) -> Any:
-    """Maps indices, which may be in nested lists, to ranks."""
+    """Maps indices to ranks. Indices may be in nested lists."""
     if places is None:
         return None
     return [

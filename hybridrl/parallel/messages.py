@@ -1,5 +1,5 @@
-"""Packs objects into flat bytes for a collective: arrays are copied as they are, the rest is
-pickled.
+"""Packs objects into flat bytes for a collective. The memory of arrays is copied; everything else
+is pickled.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ALIGNMENT = 8  # of the largest number in an array
+ALIGNMENT = 8  # bytes; size of the largest number type in an array
 
 
 def pack(value: Any) -> Tensor:
-    """Returns `value` as uint8 (n,), where n is a multiple of 8; None becomes n = 0.
+    """Packs `value` into a uint8 tensor (n,), where n is a multiple of 8. For None, n is 0.
 
-    The bytes hold the number of parts and the length of each part (int64), then the parts: the
-    pickle and the memory of each NumPy array that it refers to.
+    The bytes contain the number of parts and the length of each part (int64), followed by the
+    parts: the pickle, and the memory of each NumPy array that it refers to.
     """
     if value is None:
         return torch.empty(0, dtype=torch.uint8)
@@ -38,7 +38,7 @@ def pack(value: Any) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Any:
-    """Returns the packed value; `packed` may have trailing bytes. Arrays share its memory."""
+    """Unpacks a value. `packed` may have trailing bytes. Arrays in the result share its memory."""
     if not len(packed):
         return None
     found = packed.numpy()
@@ -56,12 +56,12 @@ def broadcast_object(
     group: dist.ProcessGroup,
     wait: Callable[[dist.Work], None],
 ) -> Any:
-    """Returns the `value` (picklable) of rank `source` on every rank of a gloo group.
+    """Returns the (picklable) `value` of rank `source` on every rank of a gloo group.
 
     Args:
-        value: Value to send; ignored on other ranks than the source.
+        value: Value to send; ignored on ranks other than the source.
         source: Global rank of the source.
-        group: Group whose ranks all call this function.
+        group: Gloo group. All of its ranks must call this function.
         wait: Function that waits for a collective.
     """
     packed = pack(value if is_source else None)

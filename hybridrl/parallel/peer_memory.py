@@ -1,7 +1,8 @@
-"""Memory of one rank that the other ranks of its host read directly, without messages.
+"""Provides memory on each rank that the other ranks on the same host read directly, without
+messages.
 
-On GPUs it is torch's symmetric memory, over NVLink or another link. On CPU it is memory-backed
-files that all processes map. Every rank has a piece of the same size.
+On GPUs, this is torch's symmetric memory, over NVLink or another link. On CPU, it consists of
+memory-backed files that all processes map. All ranks have pieces of the same size.
 
 Who waits for whom: all ranks call `allocate` with the same size, and `barrier` in the same order.
 """
@@ -25,7 +26,7 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class Members(Protocol):
-    """The ranks that share memory, numbered from 0: those of a job or of a group."""
+    """The ranks that share memory, numbered from 0: all ranks of a job or of a group."""
 
     @property
     def rank(self) -> int:
@@ -38,7 +39,7 @@ class Members(Protocol):
         ...
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Returns every rank's `value`, in order; collective."""
+        """Returns every rank's `value`, in rank order; collective."""
         ...
 
 
@@ -46,24 +47,24 @@ class PeerMemory(Protocol):
     """A piece of memory on every rank of a group."""
 
     def of(self, rank: int) -> Tensor:
-        """Returns a rank's piece as bytes; only this rank's own piece is writable."""
+        """Returns a rank's piece as a byte tensor. A rank may write only to its own piece."""
         ...
 
     def barrier(self) -> None:
-        """Orders later work of any rank after earlier work of all ranks.
+        """Makes work that any rank starts later wait for work that all ranks started earlier.
 
-        It acts on the device's current stream, or on the host if the memory is host memory.
+        It applies to the current stream of the device, or to the host if the memory is on the host.
         """
         ...
 
 
 def host_id() -> str:
-    """Returns an id that is equal for all processes of a host and differs between hosts."""
+    """Returns an id that is the same for all processes on a host and differs between hosts."""
     return BOOT_ID.read_text() if BOOT_ID.exists() else socket.gethostname()
 
 
 def why_unreachable(device: torch.device, hosts: Sequence[str]) -> str:
-    """Returns why this rank cannot read all other ranks' memory; "" if it can.
+    """Returns the reason why this rank cannot read the memory of all other ranks; "" if it can.
 
     Args:
         device: This rank's device.
@@ -86,10 +87,11 @@ def why_unreachable(device: torch.device, hosts: Sequence[str]) -> str:
 
 
 def why_unusable(device: torch.device, timeout_s: float, ranks: Members) -> str:
-    """Returns why memory of reachable peers cannot be shared; "" if it can; collective.
+    """Returns the reason why memory cannot be shared with reachable peers; "" if it can.
+    Collective.
 
-    Containers may forbid a system call that sharing needs (pidfd_getfd of another process). On CPU,
-    a path of a process in another container may be an unrelated file.
+    Containers may forbid a system call that sharing requires (pidfd_getfd on another process). On
+    CPU, the path to a process in another container may lead to an unrelated file.
     """
     failure = ""
     try:
@@ -115,14 +117,14 @@ def allocate(num_bytes: int, device: torch.device, timeout_s: float, ranks: Memb
     """Allocates a zeroed piece of `num_bytes` on every rank; collective.
 
     Args:
-        num_bytes: Size of each rank's piece, equal on all ranks.
+        num_bytes: Size of each rank's piece; must be the same on all ranks.
         device: This rank's device.
-        timeout_s: Timeout of a barrier between GPUs, seconds.
-        ranks: Ranks that share the memory; all ranks of the job for GPUs.
+        timeout_s: Timeout of a barrier between GPUs, in seconds.
+        ranks: Ranks that share the memory. On GPUs, these must be all ranks of the job.
 
     Raises:
-        OSError, RuntimeError: The device has no memory left, or the memory cannot be shared.
-            Missing host memory is noticed only when the piece is written.
+        OSError, RuntimeError: The device has no memory left, or the memory cannot be shared. A lack
+            of host memory is detected only when the piece is written.
     """
     if device.type == "cpu":
         return _HostMemory(num_bytes, ranks)
@@ -133,7 +135,7 @@ class _SymmetricMemory:
     """Torch's symmetric memory over all ranks of the job."""
 
     def __init__(self, num_bytes: int, device: torch.device, timeout_s: float) -> None:
-        # Nothing here uses NVLink multicast, which some hosts lack.
+        # Disable NVLink multicast, because it is not used here and some hosts lack it.
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         import torch.distributed._symmetric_memory as symmetric  # fails to load on CPU builds
 
@@ -150,7 +152,8 @@ class _SymmetricMemory:
         return self._handle.get_buffer(rank, (self._num_bytes,), torch.uint8)
 
     def barrier(self) -> None:
-        # If a rank never comes, the timeout destroys this rank's CUDA context; later calls raise.
+        # If a rank never arrives, the timeout destroys this rank's CUDA context, and later calls
+        # raise errors.
         self._handle.barrier(channel=0, timeout_ms=self._timeout_ms)
 
 
@@ -177,11 +180,11 @@ class _HostMemory:
         return self._pieces[rank]
 
     def barrier(self) -> None:
-        self._ranks.gather_objects(None)  # 8 bytes a rank
+        self._ranks.gather_objects(None)  # sends 8 bytes per rank
 
 
 def _has_atomics(one: int, other: int) -> bool:
-    """Returns whether a GPU has the atomics on another GPU's memory that barriers need."""
+    """Whether a GPU supports the atomics on another GPU's memory that barriers need."""
     driver, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(1)
     code = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), NATIVE_ATOMICS, one, other)
     return code != 0 or found.value != 0  # assume support if the driver does not say

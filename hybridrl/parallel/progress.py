@@ -1,7 +1,8 @@
-"""Counts the rounds of work of this process, so that others can see whether it makes progress.
+"""Counts rounds of work in this process, so that the heartbeat can tell whether the process makes
+progress.
 
-Loops with short rounds count them: engine steps, micro-batches, reward results, tensors of a file.
-Phases and collectives are counted elsewhere (heartbeat.py). Imports no torch.
+Loops whose rounds are short count each round: engine steps, micro-batches, reward results, tensors
+in a file. Phases and collectives are counted elsewhere (heartbeat.py). Does not import torch.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ _ROUNDS = [0]
 
 
 def advance() -> None:
-    """Counts a round. Rounds counted by two threads at the same time may count as one."""
+    """Counts a round. If two threads call this at the same time, only one round may be counted."""
     _ROUNDS[0] += 1
 
 
 def num_rounds() -> int:
-    """Returns the number of rounds so far."""
+    """Returns the number of rounds counted so far."""
     return _ROUNDS[0]

@@ -1,9 +1,10 @@
-"""Communication among the ranks of an engine replica, and among the ranks of all engines.
+"""Lets the ranks of an engine replica communicate, and the ranks of all engines.
 
 Who waits for whom: all ranks of a replica call `broadcast_object` or `is_any` together, and wait
-for each other as long as they are alive; the first rank may wait for a tool. Replicas are
-independent. All ranks with an engine call `EngineGroup.begin_sum` together, while other threads and
-ranks may communicate over the world. Creating the groups is collective over the world.
+for each other as long as they are alive, because the first rank may be waiting for a tool. Replicas
+do not wait for each other. All ranks with an engine call `EngineGroup.begin_sum` together; other
+threads and ranks may communicate over the world at the same time. Creating the groups is collective
+over the world.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from hybridrl.parallel.watch import even
 
 
 class ReplicaGroup:
-    """The ranks of this rank's engine replica.
+    """Communication among the ranks of this rank's engine replica.
 
     Args:
-        layout: Replicas over all ranks.
+        layout: Layout of all replicas.
     """
 
     def __init__(self, layout: RolloutLayout, rank: int, heartbeat: Heartbeat) -> None:
@@ -43,7 +44,7 @@ class ReplicaGroup:
                 self._source = layout.assignment.index((replica, 0))
 
     def broadcast_object(self, value: Any) -> Any:
-        """Returns the first rank's `value` (picklable) on all ranks of the replica."""
+        """Returns the (picklable) `value` of the first rank on all ranks of the replica."""
         if self._group is None:
             return value
 
@@ -53,7 +54,7 @@ class ReplicaGroup:
         return broadcast_object(value, self.is_first, self._source, self._group, wait)
 
     def is_any(self, value: bool) -> bool:
-        """Returns whether `value` is true on any rank of the replica."""
+        """Whether `value` is true on any rank of the replica."""
         if self._group is None:
             return value
         flag = torch.tensor([int(value)])
@@ -66,10 +67,10 @@ class ReplicaGroup:
 
 
 class EngineGroup:
-    """The ranks that have an engine.
+    """Communication among the ranks that have an engine.
 
     Args:
-        layout: Replicas over all ranks.
+        layout: Layout of all replicas.
     """
 
     def __init__(self, layout: RolloutLayout, rank: int, heartbeat: Heartbeat) -> None:
@@ -80,10 +81,10 @@ class EngineGroup:
             self._group = group if rank in layout.ranks else None
 
     def begin_sum(self, values: torch.Tensor) -> Callable[[], torch.Tensor]:
-        """Starts to sum `values`, on the CPU, over the ranks with an engine.
+        """Starts summing `values`, on the CPU, over all ranks with an engine.
 
-        Returns a function that waits for the sum and returns it; it raises PeerError if a rank is
-        lost or stays away.
+        Returns a function that waits for the sum and returns it. The function raises PeerError if a
+        rank is lost or does not arrive.
         """
         total, what = values.clone(), "a sum of generation progress"
         if self._group is None:

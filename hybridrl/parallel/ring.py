@@ -1,10 +1,10 @@
-"""Sends files around a ring of hosts: every rank sends to a rank of the next host.
+"""Sends files around a ring of hosts: every rank sends its files to a rank on the next host.
 
-Who waits for whom: a rank waits for the ranks that send to it, and until its own files have
-arrived. It uses a group of its own, so that a thread can exchange files while the main thread uses
-other groups. A rank that cannot read its files sends none, and a rank that cannot write still
-receives, so that no rank waits in vain. If the exchange fails, `close_connections` wakes the
-waiting ranks.
+Who waits for whom: a rank waits for the ranks that send files to it, and until its own files have
+arrived. The ring has its own process group, so that a thread can exchange files while the main
+thread uses other groups. A rank that cannot read its files sends an empty list, and a rank that
+cannot write still receives, so that no rank waits in vain. If the exchange fails,
+`close_connections` wakes the waiting ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ UNUSED_TAG = 1 << 20  # no send or receive uses this tag
 
 
 def next_of(hosts: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Returns the rank, on the next host, that each rank sends to; empty for one host.
+    """For each rank, returns the rank on the next host that it sends to; {} if there is only one
+    host.
 
     Args:
         hosts: Ranks of each host, in ring order.
@@ -52,24 +53,24 @@ class HostRing:
     def exchange(
         self, folder: Path, names: Sequence[str], failure: Exception | None = None
     ) -> tuple[Exception | None, dict[Path, int]]:
-        """Sends files, and writes the files that arrive. After a failure the group stays usable.
+        """Sends files, and writes the files that arrive. The group remains usable after a failure.
 
         Args:
-            folder: Folder of all files; its subfolders exist.
-            names: This rank's files in it.
-            failure: Earlier failure of this rank, which then sends no files.
+            folder: Folder that contains all files. Its subfolders must exist.
+            names: Names of this rank's files, relative to the folder.
+            failure: Earlier failure of this rank. If given, the rank sends no files.
 
         Returns:
-            Failure of this rank, or None; and the size in bytes of each file that arrived.
+            The failure of this rank, or None; and the size in bytes of each file that arrived.
 
         Raises:
-            RuntimeError: A connection is closed.
+            RuntimeError: A connection was closed.
         """
         files: list[tuple[str, int]] = []
         content: list[torch.Tensor] = []
         scratch = torch.empty(0, dtype=torch.uint8)
-        # Everything that may fail on this rank alone comes before the first byte. Torch raises
-        # RuntimeError if a file or memory is missing.
+        # Everything that may fail on this rank alone happens before the first byte is sent. Torch
+        # raises RuntimeError if a file is missing or memory runs out.
         try:
             if self._sources:
                 scratch = torch.empty(CHUNK_BYTES, dtype=torch.uint8)
@@ -93,9 +94,9 @@ class HostRing:
     def _receive(
         self, folder: Path, source: int, scratch: torch.Tensor, received: dict[Path, int]
     ) -> Exception | None:
-        """Receives a rank's files and adds their sizes to `received`.
+        """Receives files from a rank and adds their sizes to `received`.
 
-        Files that cannot be written are received into `scratch`.
+        The content of files that cannot be written is received into `scratch`.
         """
         size = torch.zeros(1, dtype=torch.int64)
         dist.recv(size, source, self._group)
@@ -125,10 +126,11 @@ class HostRing:
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
-    """Closes a gloo group's connections to all ranks, which makes the group unusable.
+    """Closes a gloo group's connections to all ranks. This makes the group unusable.
 
-    Ranks that wait in the group get a RuntimeError. A gloo group's `abort` does nothing (torch
-    2.13). Instead, each receive that times out closes the group's connections.
+    Ranks that wait in the group then raise RuntimeError. The `abort` method of a gloo group does
+    nothing (torch 2.13), so this function uses the fact that a receive closes the group's
+    connections when it times out.
     """
     for rank in range(group.size()):
         if rank != group.rank():
@@ -143,7 +145,7 @@ def _header(files: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
 
 
 def _chunks(folder: Path, files: Sequence[tuple[str, int]]) -> list[torch.Tensor]:
-    """Maps the files' content into memory, as chunks."""
+    """Maps the content of files into memory, in chunks."""
     found: list[torch.Tensor] = []
     for name, size in files:
         if size:
@@ -154,9 +156,10 @@ def _chunks(folder: Path, files: Sequence[tuple[str, int]]) -> list[torch.Tensor
 
 
 def _room(file: Path, size: int) -> torch.Tensor:
-    """Gives a file a size and maps its content into memory.
+    """Sets the size of a file, and maps its content into memory.
 
-    Space is reserved here, because a full disk would end the process when the memory is written.
+    Disk space is reserved first, because on a full disk, writing to the mapped memory would kill
+    the process.
     """
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:

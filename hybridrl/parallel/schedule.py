@@ -1,8 +1,8 @@
 """Runs micro-batches through the pipeline with Megatron's schedules.
 
-Who waits for whom: all ranks of one model replica (its tensor, context and pipeline ranks) call
-`forward_backward` or `forward_only` with the same micro-batches at the same time. Replicas wait for
-each other in the gradient reduction, so all replicas must have the same number of micro-batches.
+Who waits for whom: all ranks of a model replica (its tensor, context and pipeline ranks) call
+`forward_backward` or `forward_only` together, with the same micro-batches. Replicas wait for each
+other in the gradient reduction, so all replicas must have the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ def forward_backward(
     forward: Forward[Item],
     loss: Callable[[Any, Item], tuple[torch.Tensor, Any]],
 ) -> list[Any]:
-    """Accumulates gradients over all micro-batches and reduces them over the replicas.
+    """Accumulates gradients over all micro-batches, and reduces them over replicas.
 
     Args:
-        chunks: Model chunks of this stage (one without a virtual pipeline), wrapped for data
-            parallelism.
-        micro_batches: Inputs of `forward`, in order.
-        lengths: Positions of each micro-batch that this context-parallel rank computes.
+        chunks: Model chunks of this stage, wrapped for data parallelism. There is only one if there
+            is no virtual pipeline.
+        micro_batches: Inputs to `forward`, in order.
+        lengths: For each micro-batch, number of positions that this context-parallel rank computes.
         forward: Function that runs one chunk on one micro-batch and returns its output.
-        loss: Function that takes the last chunk's output and returns the loss, already divided by
-            the global denominator, and an extra value. Called on the last stage only.
+        loss: Function that receives the last chunk's output. It returns the loss, already divided
+            by the global denominator, and an extra value. It is called only on the last stage.
 
     Returns:
-        Extra values of `loss`, in order, on the last stage; an empty list on other stages.
+        On the last stage, the extra values that `loss` returned, in order; on other stages, an
+        empty list.
     """
 
     def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[[Any], Any]]:
@@ -49,7 +50,8 @@ def forward_backward(
         work = next(data)
 
         def loss_of(output: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-            # With three values instead of two, Megatron divides the loss by nothing.
+            # If the function returns three values instead of two, Megatron does not divide the
+            # loss.
             value, extra = loss(output, work)
             return value, torch.ones((), dtype=torch.int, device=value.device), extra
 
@@ -67,7 +69,7 @@ def forward_only(
     """Runs all micro-batches without gradients; see `forward_backward` for the arguments.
 
     Returns:
-        Outputs of the last chunk, in order, on the last stage; an empty list on other stages.
+        On the last stage, the outputs of the last chunk, in order; on other stages, an empty list.
     """
 
     def step(data: Iterator[Item], chunk: torch.nn.Module) -> tuple[Any, Callable[..., Any]]:
@@ -85,7 +87,7 @@ def forward_only(
 def finalize_summed_gradients(
     chunks: Sequence[torch.nn.Module], num_tokens: object = None, **kwargs: Any
 ) -> None:
-    """Reduces gradients as Megatron does, but without its division.
+    """Reduces gradients as Megatron does, but without dividing them.
 
     The losses are already divided by the global denominator.
     """

@@ -1,4 +1,6 @@
-"""Stacks of this process's threads, and the state of other processes of this host. No torch."""
+"""Reads the stacks of this process's threads, and the state of other processes on this host. Does
+not import torch.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,9 @@ from typing import IO
 
 from hybridrl.parallel import failure
 
-NUM_FRAMES = 3  # shown in one line
+NUM_FRAMES = 3  # innermost frames that one line shows
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
-# Files on the stack during a compilation, which takes long but does end.
+# A compilation is running if one of these files is on the stack. It may take long, but it ends.
 COMPILERS = tuple(
     os.path.join(*parts)
     for parts in (
@@ -31,24 +33,26 @@ COMPILERS = tuple(
         ("triton", "compiler", "compiler.py"),
     )
 )
-# Python's standard library, whose callers are more informative.
+# Frames in Python's standard library are skipped, because their callers are more informative.
 STDLIB = os.path.dirname(os.__file__) + os.sep
-# Writes a rank's stacks to its log, from C, even while its interpreter is blocked.
+# Signal that makes a rank write its stacks to its log. A C handler does this, even while the
+# interpreter is blocked.
 STACKS_SIGNAL = signal.SIGUSR2
-# Lines that faulthandler writes for a thread and for each call. Non-ASCII characters are escaped.
+# Formats of the lines that faulthandler writes for a thread and for a call. Non-ASCII characters
+# are escaped.
 THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 CALL = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 ESCAPED = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 
 
 def calls_of_threads() -> dict[int, list[FrameSummary]]:
-    """Returns the stack of each Python thread, innermost call first, by its `get_ident`.
+    """Returns the stack of each Python thread by its `get_ident`, with the innermost call first.
 
-    Python 3.11 cannot inspect another thread's frames (sys._current_frames, f_back) safely.
-    Creating a frame object may start a garbage collection, in which a finalizer lets the other
-    thread continue; the frame object is then stale, and the next f_back ends the process by
-    SIGSEGV. faulthandler creates no objects, so Python 3.11 uses it. It covers the newest 100
-    threads and their 100 innermost calls, and nothing if no file can be opened.
+    In Python 3.11, inspecting another thread's frames (sys._current_frames, f_back) is unsafe.
+    Creating a frame object may trigger a garbage collection, in which a finalizer may let the other
+    thread continue. The frame object is then stale, and the next f_back crashes the process with
+    SIGSEGV. faulthandler creates no objects, so it is used for Python 3.11. It reports only the
+    newest 100 threads and their 100 innermost calls, and nothing if no file can be opened.
     """
     if sys.version_info < (3, 12):
         return _written_calls()
@@ -62,7 +66,7 @@ def calls_of_threads() -> dict[int, list[FrameSummary]]:
 
 
 def _written_calls() -> dict[int, list[FrameSummary]]:
-    """Returns the stacks that faulthandler writes."""
+    """Returns the stacks of all threads, parsed from the output of faulthandler."""
     try:
         with _file_in_memory() as file:
             faulthandler.dump_traceback(file, all_threads=True)
@@ -85,7 +89,9 @@ def _written_calls() -> dict[int, list[FrameSummary]]:
 
 
 def _file_in_memory() -> IO[bytes]:
-    """Opens a file whose writer never blocks, unlike a pipe: no other thread could read then."""
+    """Opens a file in memory. A pipe could block its writer, because no other thread runs to read
+    it.
+    """
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("stacks"), "w+b", buffering=0)
     return tempfile.TemporaryFile(buffering=0)
@@ -100,13 +106,14 @@ def _is_of_python(file: str) -> bool:
 
 
 def position(thread: int, own: str) -> tuple[str, bool, bool]:
-    """Returns a thread's innermost lines, whether it is in a collective, and whether it compiles.
+    """Returns where a thread is (its innermost lines), whether it is in a collective, and whether
+    it is compiling.
 
-    Frames of Python's standard library are left out, except the innermost frame.
+    Frames in Python's standard library are left out, except for the innermost frame.
 
     Args:
         thread: `get_ident` of the thread.
-        own: File whose innermost frames are left out, because they wait or call this function.
+        own: File to skip in the innermost frames, because they only wait or call this function.
     """
     calls = calls_of_threads().get(thread, [])
     calls = list(dropwhile(lambda call: call.filename == own, calls))
@@ -123,7 +130,7 @@ def position(thread: int, own: str) -> tuple[str, bool, bool]:
 
 
 def print_stacks() -> None:
-    """Writes the Python stacks of all threads to this rank's log, or to stderr without one."""
+    """Writes the Python stacks of all threads to this rank's log, or to stderr if it has no log."""
     file = failure.rank_file(".log")
     try:
         with file.open("a") if file is not None else contextlib.nullcontext(sys.stderr) as out:
@@ -133,7 +140,7 @@ def print_stacks() -> None:
 
 
 def host_id() -> str:
-    """Returns an id that processes share if they can see each other's state in /proc."""
+    """Returns an id that is equal for processes that can see each other's state in /proc."""
     parts = [socket.gethostname()]
     for file in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         with contextlib.suppress(OSError):  # not Linux
@@ -143,7 +150,7 @@ def host_id() -> str:
 
 
 def why_dead(pid: int) -> str | None:
-    """Returns why a process of this host cannot continue; None if it can."""
+    """Returns the reason why a process on this host cannot continue; None if it can."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except FileNotFoundError:
@@ -166,6 +173,6 @@ def process_status(pid: int) -> dict[str, str]:
 
 
 def writes_stacks(pid: int) -> bool:
-    """Returns whether a process handles STACKS_SIGNAL, which would end it otherwise."""
+    """Whether a process handles STACKS_SIGNAL. The signal would kill a process that does not."""
     caught = int(process_status(pid).get("SigCgt", "0"), 16)
     return bool(caught >> (STACKS_SIGNAL - 1) & 1)

@@ -1,12 +1,12 @@
-"""Communication between pipeline stages without an exchange of shapes.
+"""Lets pipeline stages communicate without exchanging tensor shapes.
 
-A stage waits, on its device only, for activations from the previous stage and for gradients from
-the next stage.
+Who waits for whom: a stage waits, on its device only, for activations from the previous stage and
+for gradients from the next stage.
 
 Micro-batches of packed samples differ in length. Megatron therefore sends the shape of each tensor
-before the tensor. Its host waits for the shape and for the whole device
-(`P2PCommunicator._communicate_shapes`), and launches nothing meanwhile. Here all stages plan the
-same micro-batches, so each stage knows the shapes and no host waits.
+before the tensor itself. The receiving host waits for the shape and for its whole device
+(`P2PCommunicator._communicate_shapes`), and launches no kernels during this time. Here, all stages
+plan the same micro-batches, so each stage knows the shapes in advance and no host waits.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ NOTHING = [0, 0, 0]
 class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
     """Megatron's communicator between stages, for micro-batches of known lengths.
 
-    One object serves one run of a schedule. Every stage runs the forward passes of its model chunks
-    in the same order, and the backward passes in the same order but starting with the last chunk.
+    Each execution of a schedule needs a new object. All stages run the forward passes in the same
+    order of micro-batches and chunks. Backward passes follow the same order, with chunks numbered
+    from the last.
 
     Args:
         config: Megatron's config of the model.
-        lengths: Positions of each micro-batch that this context-parallel rank computes.
+        lengths: For each micro-batch, number of positions that this context-parallel rank computes.
         num_chunks: Number of model chunks in each stage.
     """
 
@@ -63,11 +64,11 @@ class KnownShapes(P2PCommunicator):  # type: ignore[misc]  # Megatron is untyped
         recv_prev: bool,
         recv_next: bool,
     ) -> tuple[list[int], list[int]]:
-        """Returns the shapes of the tensors from the previous and from the next stage.
+        """Returns the shapes of the tensors that arrive from the previous and from the next stage.
 
         Raises:
-            RuntimeError: A tensor to be sent has another shape than its receiver expects. The
-                receiver only notices by its timeout.
+            RuntimeError: A tensor to be sent does not have the shape that its receiver expects. The
+                receiver itself would only time out.
         """
         check(tensor_send_next, self._sent)
         check(tensor_send_prev, self._sent_back)
@@ -97,8 +98,8 @@ def next_of(shapes: Iterator[list[int]]) -> list[int]:
 
 
 def stage_groups() -> ProcessGroupCollection:
-    """Returns the process groups of a schedule. Megatron-Core 0.16.1 and 0.19 collect them only
-    if the caller passes no communicator.
+    """Returns the process groups that a schedule needs. Megatron-Core 0.16.1 and 0.19 collect them
+    only if the caller passes no communicator.
     """
     groups = ProcessGroupCollection()
     groups.tp = parallel_state.get_tensor_model_parallel_group()
@@ -110,6 +111,6 @@ def stage_groups() -> ProcessGroupCollection:
     groups.dp_cp = parallel_state.get_data_parallel_group(
         with_context_parallel=True, partial_data_parallel=False
     )
-    # Megatron-Core 0.19 reads it if routers have biases.
+    # Megatron-Core 0.19 reads this group if routers have biases.
     groups.tp_dp_cp = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     return groups

@@ -1,16 +1,20 @@
-"""Signals that ask a run to save and end, in the launcher and in ranks. No torch."""
+"""Defines the signals that ask a run to save and stop, for the launcher and for ranks. Does not
+import torch.
+"""
 
 from __future__ import annotations
 
 import signal
 
-# Schedulers send SIGUSR1 shortly before the time limit. The system sends SIGHUP when a terminal
-# closes.
+# Signals that are treated as SIGTERM. Schedulers send SIGUSR1 shortly before the time limit. The
+# system sends SIGHUP when a terminal closes.
 STAND_FOR_SIGTERM = (signal.SIGUSR1, signal.SIGHUP)
 
 
 def noted_signals() -> list[signal.Signals]:
-    """Returns the signals that a run handles, without SIGHUP if it is ignored (nohup)."""
+    """Returns the signals that a run handles. SIGHUP is left out if the process ignores it
+    (nohup).
+    """
     signals = [signal.SIGINT, signal.SIGTERM, *STAND_FOR_SIGTERM]
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         signals.remove(signal.SIGHUP)
@@ -18,12 +22,12 @@ def noted_signals() -> list[signal.Signals]:
 
 
 def meaning(number: int) -> int:
-    """Returns the signal, SIGINT or SIGTERM, that `number` is treated as."""
+    """Returns which signal `number` is treated as: SIGINT or SIGTERM."""
     return signal.SIGTERM if number in STAND_FOR_SIGTERM else number
 
 
 def may_be_second(number: int) -> bool:
-    """Returns whether this signal, after another one, asks the run to end immediately.
+    """Whether this signal, if it follows another one, asks the run to end immediately.
 
     Shells and the system send SIGHUP several times when a terminal is closed.
     """

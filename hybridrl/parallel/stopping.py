@@ -1,13 +1,15 @@
-"""Handles SIGINT, SIGTERM, SIGUSR1 and SIGHUP in training: all ranks save and end together.
+"""Handles SIGINT, SIGTERM, SIGUSR1 and SIGHUP during training, so that all ranks save and end
+together.
 
-Who waits for whom: a handler only records the signal. Ranks exchange it with their regular
-exchanges of values (`World.stop_signal`), and heartbeats carry it to ranks that received none, so
-that all ranks raise StopAsked at the same place. If the step has not changed weights yet, it is
-abandoned and its finished and unfinished responses are saved; otherwise the step is finished first.
+Who waits for whom: a handler only records the signal. Heartbeats carry it to ranks that did not
+receive it. Ranks also include it in their regular exchanges of values (`World.stop_signal`), so
+that all ranks raise StopAsked at the same point. If the current step has not changed weights yet,
+it is abandoned, and its finished and unfinished responses are saved. Otherwise the step is finished
+first.
 
-SIGUSR1 (a scheduler is about to take the machine), SIGHUP (the terminal was closed) and a file
-(`Notice`) act like SIGTERM. A thread checks for the file, and ends a process that does not start
-saving in time, because a phase that hangs cannot be interrupted otherwise.
+SIGUSR1 (a scheduler is about to reclaim the machine), SIGHUP (the terminal was closed) and a file
+(`Notice`) act like SIGTERM. A thread checks for the file. It also ends the process if it does not
+start saving in time, because a phase that hangs cannot be interrupted in any other way.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from hybridrl.parallel import failure
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.stop_signals import may_be_second, meaning, noted_signals
 
-# A second signal within this time is a copy of the first: terminals, torchrun and schedulers signal
-# both the launcher and the ranks, and the launcher forwards the signal.
+# A second signal within this time is considered a copy of the first, because terminals, torchrun
+# and schedulers send a signal to both the launcher and the ranks, and the launcher forwards it.
 SAME_SIGNAL_S = 3.0
-LOOK_S = 0.5  # interval of checks for the file and the deadline
+LOOK_S = 0.5  # interval between checks for the file and the deadline
 
 
 class StopAsked(Exception):
-    """Some rank was asked to stop; raised on all ranks at the same place.
+    """A rank was asked to stop. All ranks raise it at the same point.
 
     Args:
         number: Number of the signal.
@@ -48,8 +50,8 @@ class StopAsked(Exception):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
     def end(self) -> BaseException:
-        """Returns the exception that ends the process as the signal would: KeyboardInterrupt for
-        SIGINT, SystemExit with 128 + the signal's number for others.
+        """Returns the exception with which the process should end: KeyboardInterrupt for SIGINT,
+        else SystemExit with code 128 plus the signal's number.
         """
         if self.number == signal.SIGINT:
             return KeyboardInterrupt(str(self))
@@ -58,11 +60,11 @@ class StopAsked(Exception):
 
 @dataclass(frozen=True)
 class Notice:
-    """A file that asks a run to stop, and the time that ranks have to start saving.
+    """A file that asks a run to stop, and how much time ranks have to start saving.
 
     Args:
-        grace_s: Seconds from the signal until a rank must start to save; otherwise its process
-            ends. Saving may take longer.
+        grace_s: Seconds after the signal by which a rank must start saving; otherwise its process
+            is ended. Saving itself may take longer.
         file: File that acts like SIGTERM when it appears. Rank 0 checks for it and removes it.
     """
 
@@ -71,9 +73,10 @@ class Notice:
 
 
 def check_stop(world: World) -> None:
-    """Raises StopAsked if a rank had been asked to stop at the last exchange of values.
+    """Raises StopAsked if, at the last exchange of values, any rank had been asked to stop.
 
-    All ranks call it at the same place. No exchange among only some ranks may come in between.
+    All ranks must call it at the same point, with no exchange among only some ranks since the last
+    common exchange.
     """
     if world.stop_signal:
         raise StopAsked(world.stop_signal)
@@ -85,12 +88,12 @@ def stops_on_signals(
 ) -> Iterator[None]:
     """Records signals for `StopAsked` while the block runs; a second signal ends the process.
 
-    In another thread than the main one, signals keep their handlers, since Python calls handlers
-    only in the main thread. An exception by which users' code ends the process (sys.exit) is an
-    error, not a stop.
+    If called in a thread other than the main thread, it leaves signal handlers unchanged, because
+    Python runs handlers only in the main thread. If user code ends the process with an exception
+    (sys.exit), this is an error, not a stop.
 
     Args:
-        save: Function that saves after a stop. Signals are still recorded while it runs.
+        save: Function that saves the run after a stop. Signals are still recorded while it runs.
 
     Raises:
         KeyboardInterrupt, SystemExit: The run was stopped; see `StopAsked.end`.
@@ -111,16 +114,17 @@ def stops_on_signals(
     finally:
         is_saving.set()
         for number, handler in before.items():
-            # None stands for a handler of a C library, which Python cannot restore.
+            # None means that a C library had set the handler, which Python cannot restore.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         world.forget_stop()
 
 
 def _look(world: World, notice: Notice, is_saving: threading.Event) -> None:
-    """Checks for the file, and for the end of the grace period, until the ranks save."""
+    """Checks for the file, and whether the grace period is over, until the ranks save."""
     since: float | None = None
     while not is_saving.wait(LOOK_S):
-        # Path.exists would raise if a file system does not respond for a while (ESTALE).
+        # Not Path.exists, which raises an error if a file system does not respond for a while
+        # (ESTALE).
         is_asked = world.rank == 0 and os.path.exists(notice.file)
         if is_asked and not world.heartbeat.stop_signal:
             with contextlib.suppress(OSError):
@@ -133,7 +137,7 @@ def _look(world: World, notice: Notice, is_saving: threading.Event) -> None:
 
 
 def _end_unsaved(number: int, grace_s: float, world: World) -> None:
-    """Ends this process because a phase did not end in time. Existing checkpoints stay."""
+    """Ends this process because a phase did not end in time. Existing checkpoints remain intact."""
     if "RANK" not in os.environ:  # the process is the user's notebook
         return
     message = (
@@ -153,7 +157,7 @@ def _is_main_thread() -> bool:
 
 
 def _note_signals(world: World) -> dict[signal.Signals, Any]:
-    """Sets the handlers and returns the previous ones."""
+    """Sets the handlers. Returns the previous handlers."""
     first: list[float] = []
 
     def note(number: int, frame: FrameType | None) -> None:

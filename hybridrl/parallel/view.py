@@ -1,4 +1,4 @@
-"""A module with some names replaced, for libraries that assume a single world."""
+"""Wraps a module and replaces some of its names, for libraries that assume a single world."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Waits in the job's key-value store for ranks that may never come.
+"""Waits in the job's key-value store for ranks that may never arrive.
 
 Who waits for whom: in a WaitingRoom, the ranks of one `World.all_agree` wait for each other once a
 rank has failed. In `timed_barrier`, all ranks wait for each other for a limited time.
@@ -17,8 +17,9 @@ import torch.distributed as dist
 from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.heartbeat import POLL_S
 
-# Time that a failed rank waits for the others in `all_agree`, and the longest interval between two
-# checks of the store. Hundreds of ranks may wait for a straggler for hours.
+# How long a failed rank waits for other ranks in `all_agree`, and the longest interval between two
+# checks of the store. The interval is long, because hundreds of ranks may wait hours for a
+# straggler.
 PATIENCE_S = 10.0
 MAX_POLL_S = 2.0
 _NUMBERS = itertools.count()  # numbers of agreements, equal on all ranks
@@ -26,12 +27,14 @@ _WRITTEN: list[int] = []  # numbers of agreements in which this rank was the fir
 
 
 class WaitingRoom:
-    """Store entries of one `all_agree`, used once a rank waits long or has failed.
+    """Entries in the store for one call of `all_agree`. They are used once a rank has waited for
+    some time, or has failed.
 
-    The store needs no peer to answer. `waiting` counts the ranks that are in the gather or about to
-    enter it. `failed` has the first failure. `left` means that a failed rank has given up waiting.
-    The rank that created `waiting` deletes it two agreements later: a rank starts an agreement only
-    after all have entered the previous one, so all have left the one before that.
+    The store works even if peers do not respond. `waiting` counts the ranks that are in the gather
+    or about to enter it. `failed` contains the first failure. `left` means that a failed rank has
+    stopped waiting. The rank that created `waiting` deletes it two agreements later. This is safe,
+    because a rank starts an agreement only after all ranks have entered the previous one, so all
+    ranks have left the agreement before that.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -46,7 +49,7 @@ class WaitingRoom:
                 dist.PrefixStore(f"hybridrl/agreement/{number}", store).delete_key("waiting")
 
     def wait_in_failure(self, message: str) -> bool:
-        """Records this rank's failure and waits for the other ranks; returns whether all came."""
+        """Records this rank's failure and waits for other ranks. Returns whether all arrived."""
         try:
             self._store.compare_set("failed", "", f"{self._rank} {message}")
             self._store.add("waiting", 1)
@@ -66,7 +69,9 @@ class WaitingRoom:
         return False
 
     def look(self) -> None:
-        """Raises if a failed rank has left; called while a rank that did not fail waits."""
+        """Raises an error if a failed rank has left. Ranks that did not fail call it while they
+        wait.
+        """
         now = time.monotonic()
         if now < self._next_look:
             return
@@ -80,7 +85,9 @@ class WaitingRoom:
             raise self.first_failure() or RuntimeError("a rank that failed has left")
 
     def first_failure(self) -> PeerError | None:
-        """Returns the error of the first rank that failed; None if it is unknown or this rank."""
+        """Returns the error of the first rank that failed; None if it is unknown, or if this rank
+        failed first.
+        """
         try:
             if not self._store.check(["failed"]):
                 return None
@@ -94,10 +101,10 @@ class WaitingRoom:
 class BarrierOutcome(StrEnum):
     """How a `timed_barrier` ended."""
 
-    READY = "ready"  # all ranks came and became ready
-    UNREADY = "unready"  # all came, some did not become ready in time
-    LATE = "late"  # some did not come in time
-    LOST = "lost"  # some rank is lost
+    READY = "ready"  # all ranks arrived and became ready
+    UNREADY = "unready"  # all ranks arrived, but some did not become ready in time
+    LATE = "late"  # some ranks did not arrive in time
+    LOST = "lost"  # a rank is lost
 
 
 def timed_barrier(
@@ -111,15 +118,18 @@ def timed_barrier(
     """Waits for a limited time until all ranks have called this function and are ready.
 
     Ranks meet in the job's key-value store, so the barrier needs no process group. The first rank
-    that decides does so for all. A later rank gets the same outcome immediately.
+    that decides on an outcome does so for all ranks. Later ranks return the same outcome
+    immediately.
 
     Args:
-        name: Name of the barrier, equal on all ranks and unique to this use.
+        name: Name of the barrier; must be the same on all ranks, and unique to this use.
         size: Number of ranks.
-        within_s: Longest wait of this rank if all ranks have come.
-        come_within_s: Longest wait for ranks that have not come; at most `within_s`.
-        is_ready: Function that returns whether this rank is ready; called until it is.
-        is_lost: Function that returns whether a rank is known to be lost; called repeatedly.
+        within_s: Maximum time that this rank waits if all ranks have arrived.
+        come_within_s: Maximum time that this rank waits for ranks that have not arrived; at most
+            `within_s`.
+        is_ready: Function that returns whether this rank is ready. It is called until it returns
+            True.
+        is_lost: Function that returns whether a rank is known to be lost. It is called repeatedly.
     """
     store = dist.distributed_c10d._get_default_store()
     store = dist.PrefixStore(f"hybridrl/barrier/{name}", store)

@@ -1,15 +1,16 @@
-"""Decides from the heartbeats of all ranks which ranks are lost and who waits for whom. No torch.
+"""Determines from the heartbeats of all ranks which ranks are lost, and which ranks wait for which.
+Does not import torch.
 
-Pure: rank 0 collects a `Beat` of every rank, passes them to `Watch` at regular intervals
-(heartbeat.py), and publishes its verdict. Time is counted in intervals, so that no rank appears
-silent after rank 0 itself was stopped or its host slept.
+Pure logic: rank 0 collects a `Beat` from every rank, passes them to `Watch` at regular intervals
+(heartbeat.py), and publishes the verdict. Time is counted in intervals, so that ranks do not appear
+silent after rank 0 itself was stopped or its host was suspended.
 
-A rank without heartbeats is lost, unless another rank on its host reports that its process runs. In
-that case native code holds the interpreter, for example a library that loads from a slow disk. A
-rank that is alone on its host has nobody to report on it, so it gets ALONE_FACTOR times as long;
-its launcher notices immediately if the process ends. A rank with heartbeats is never lost, however
-long its work takes. Messages name it once a minute while others wait for it, and it is given up
-after `run.stall_timeout_s`, if that is set.
+A rank that stops sending heartbeats is lost, unless another rank on its host reports that its
+process runs. In that case, native code blocks the interpreter, for example while a library loads
+from a slow disk. If a rank is alone on its host, no other rank can report on it, so it is lost only
+after ALONE_FACTOR times as long; its launcher notices immediately if the process ends. A rank that
+sends heartbeats is not lost, however long its work takes. While other ranks wait for it, messages
+name it once a minute, and the job ends after `run.stall_timeout_s`, if this is set.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-NOTICE_S = 60.0  # waits longer than this are reported, at this interval
-MAX_NAMED = 4  # ranks named in one message
-# A rank that is alone on its host gets this many times `silent_s` before it is lost.
+NOTICE_S = 60.0  # longer waits are reported repeatedly, at this interval
+MAX_NAMED = 4  # maximum number of ranks that one message names
+# A rank that is alone on its host is lost only after this many times `silent_s`.
 ALONE_FACTOR = 4
 
 
@@ -35,7 +36,7 @@ class Wait:
 
     Args:
         number: Number of the collective in the group, from 1.
-        ranks: Ranks of the group; None for all.
+        ranks: Ranks in the group; None for all ranks.
         what: Work that precedes the collective.
     """
 
@@ -54,7 +55,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Call:
-    """A rank's call of torch.distributed.
+    """A rank's call to torch.distributed.
 
     Args:
         group: Torch's name and description of the process group.
@@ -74,7 +75,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """The call as text for messages."""
+        """Text for messages that describes the call."""
         return f"{self.what}, #{self.number} of group {self.group} ({ranks_text(self.ranks)})"
 
 
@@ -86,19 +87,20 @@ class Beat:
         count: Number of the heartbeat.
         host_id: Id of the host; equal for ranks that can see each other's processes.
         part: Current part of `World.all_agree` or `World.arrive`; empty outside of them.
-        at: Innermost lines of the main thread's stack.
+        at: Innermost lines on the main thread's stack.
         entered: Number of collectives that the rank has entered, by group.
-        wait: Current wait of the main thread, if any.
+        wait: What the main thread is currently waiting for, if anything.
         within: Seconds since the rank began a part whose collectives have no timeout (files are
             written or read); None outside of such parts.
-        is_in_collective: Whether the main thread is in a call of torch.distributed.
-        found: Faults of other ranks' processes on the same host.
+        is_in_collective: Whether the main thread is in a call to torch.distributed.
+        found: By rank, why the process of another rank on the same host cannot continue.
         knows: Whether the rank has read the verdict.
-        stop_signal: Signal that asked this rank (for rank 0: any rank) to save and end; 0 if none.
+        stop_signal: Number of the signal that asked this rank (for rank 0: any rank) to save and
+            stop; 0 if none.
         stop_epoch: Number of times that the rank has forgotten signals. Only signals of the same
             epoch count.
         idle_s: Seconds without progress.
-        latest: Unfinished calls and the last call in each group, if the rank is idle.
+        latest: Unfinished calls and the last call in each group, if the rank makes no progress.
     """
 
     count: int
@@ -137,14 +139,14 @@ class Beat:
 
     @property
     def where(self) -> str:
-        """What the rank is doing, as text for messages."""
+        """Text for messages that describes what the rank is doing."""
         part = f", {self.part}" if self.part else ""
         return f"in phase '{self.phase}'{part}" + (f", at {self.at}" if self.at else "")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Reason why all ranks must end; `culprit` is the first rank to blame, or None."""
+    """Reason why all ranks must end. `culprit` is the first rank that caused it, or None."""
 
     message: str
     culprit: int | None
@@ -166,7 +168,7 @@ class Watch:
         every_s: Seconds between two calls of `look`.
         silent_s: Seconds without a heartbeat after which a rank may be lost.
         collective_timeout_s: Timeout of a collective that all ranks have entered.
-        stall_timeout_s: Longest wait for ranks that are alive; None for no limit.
+        stall_timeout_s: Maximum time that ranks wait for ranks that are alive; None for no limit.
     """
 
     def __init__(
@@ -184,7 +186,7 @@ class Watch:
         self._noticed_s = 0.0
 
     def look(self, beats: Sequence[Beat]) -> Verdict | None:
-        """Records the latest heartbeats; returns a verdict if all ranks must end."""
+        """Records the latest heartbeats. Returns a verdict if all ranks must end, else None."""
         for rank, beat in enumerate(beats):
             is_new = self._counts.get(rank) != beat.count or beat.has_left
             self._silent[rank] = 0 if is_new else self._silent[rank] + 1
@@ -192,7 +194,7 @@ class Watch:
         return self._lost(beats) or self._stalled(beats) or self._unfinished(beats)
 
     def is_silent(self, rank: int) -> bool:
-        """Returns whether a rank's last heartbeat is at least `silent_s` old."""
+        """Whether a rank's last heartbeat is at least `silent_s` old."""
         return self.silent_for_s(rank) >= self.silent_s
 
     def silent_for_s(self, rank: int) -> float:
@@ -200,7 +202,9 @@ class Watch:
         return self._silent.get(rank, 0) * self.every_s
 
     def notice(self, beats: Sequence[Beat]) -> str | None:
-        """Returns a message on who waits for whom, once a minute during a longer wait."""
+        """Returns a message about which ranks wait for which: once a minute during a long wait,
+        else None.
+        """
         waits = [beat.wait.seconds for beat in beats if beat.wait is not None]
         withins = [beat.within for beat in beats if beat.within is not None]
         longest = max([*waits, *withins], default=0.0)
@@ -272,7 +276,7 @@ class Watch:
         return None
 
     def _unfinished(self, beats: Sequence[Beat]) -> Verdict | None:
-        """Finds a collective that all ranks have entered but that does not end."""
+        """Returns a verdict if all ranks have entered a collective that does not end."""
         waits = {wait.key: wait for beat in beats if (wait := beat.wait) is not None}
         entered = {key: wait for key, wait in waits.items() if not missing_ranks(wait, beats)}
         looks = {key: self._entered_by_all.get(key, 0) + 1 for key in entered}
@@ -288,7 +292,7 @@ class Watch:
         return None
 
     def described(self, ranks: Sequence[int], beats: Sequence[Beat]) -> str:
-        """Describes what ranks are doing; names at most MAX_NAMED of them."""
+        """Describes what ranks are doing. Names at most MAX_NAMED of them."""
         named = [
             f"rank {rank} on host {beats[rank].host}"
             + (
@@ -304,7 +308,7 @@ class Watch:
 
 
 class HangObserver(Protocol):
-    """Reports hangs; `run` is the run folder, or None."""
+    """Reports hangs. `run` is the run folder, or None."""
 
     def look(self, beats: Sequence[Beat], silent: Sequence[int], run: Path | None) -> list[str]:
         """Records the latest heartbeats; returns the messages to print."""
@@ -317,7 +321,9 @@ class HangObserver(Protocol):
         silent: Sequence[int],
         run: Path | None,
     ) -> str:
-        """Writes a report of every rank's state; returns the message with the report's path."""
+        """Writes a report about the state of every rank. Returns the message with the report's path
+        added.
+        """
 
 
 # Creates an observer from a function that makes all ranks write their stacks to their logs.
@@ -326,23 +332,25 @@ _OBSERVE: list[ObserveHangs] = []
 
 
 def observe_hangs(make: ObserveHangs) -> None:
-    """Sets the observer for heartbeats that this process starts from now on."""
+    """Sets the observer for all heartbeats that this process starts later."""
     _OBSERVE[:] = [make]
 
 
 def hang_observer(ask_stacks: Callable[[Sequence[int]], None]) -> HangObserver | None:
-    """Returns a new observer for a heartbeat; None if this process has none."""
+    """Creates the observer for a heartbeat; returns None if none was set."""
     return _OBSERVE[0](ask_stacks) if _OBSERVE else None
 
 
 def missing_ranks(wait: Wait, beats: Sequence[Beat]) -> list[int]:
-    """Returns the ranks that have not entered the collective of a wait."""
+    """Returns the ranks that have not entered the collective that `wait` describes."""
     ranks = range(len(beats)) if wait.ranks is None else wait.ranks
     return [rank for rank in ranks if beats[rank].entered.get(wait.group, 0) < wait.number]
 
 
 def even(ranks: Sequence[int]) -> Sequence[int]:
-    """Returns evenly spaced ranks as a range, which keeps heartbeats short; others unchanged."""
+    """Converts evenly spaced ranks to a range, to keep heartbeats short. Returns other ranks
+    unchanged.
+    """
     if not ranks:
         return ranks
     found = range(ranks[0], ranks[-1] + 1, max(ranks[1] - ranks[0], 1) if len(ranks) > 1 else 1)
@@ -350,7 +358,7 @@ def even(ranks: Sequence[int]) -> Sequence[int]:
 
 
 def _range_ends(ranks: range) -> dict[str, tuple[int, int, int]]:
-    """Returns a range of ranks, of which there may be thousands, as JSON."""
+    """Converts a range to JSON as its ends, because it may contain thousands of ranks."""
     return {"range": (ranks.start, ranks.stop, ranks.step)}
 
 

@@ -1,8 +1,8 @@
-"""Runs `hybridrl check --cluster`: queries every node and reports what should be fixed. No torch.
+"""Runs `hybridrl check --cluster`: queries every node, and reports problems. Does not import torch.
 
-Who waits for whom: this process queries all nodes at the same time, with a command for each
-question (probe.py), and waits for each answer up to ANSWER_S. A node that does not answer is a
-finding; the other nodes continue without it.
+Who waits for whom: this process queries all nodes at the same time. It runs one command per
+question (probe.py), and waits up to ANSWER_S for each reply. A node that does not reply is reported
+as a finding; the other nodes continue without it.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ from hybridrl.services.launch.hosts import any_port, forwarded, read_hostfile, r
 from hybridrl.services.launch.ray_cluster import alive_nodes, connect, dead_nodes
 
 PROGRAM = (sys.executable, "-m", "hybridrl.services.cluster_check.probe")
-# Includes the time to find the failing pair if an all-reduce over the node's GPUs fails.
+# If an all-reduce over a node's GPUs fails, this includes the time to find the failing pair.
 ANSWER_S = 420.0
-# Variables passed to probes on other nodes. API keys are excluded: command lines are public.
+# Variables to pass to probes on other nodes. API keys are excluded, because other users can read
+# command lines.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NCCL_", "GLOO_", "HYBRIDRL_CACHE")
 
 
 class NodeLost(Exception):
-    """A node does not answer; the message is the last line of its output."""
+    """A node does not reply. The message is the last line of its output."""
 
 
-# Asks a node a question and returns its reply; raises NodeLost.
+# Function that asks a node a question and returns its reply. It may raise NodeLost.
 Reach = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
 
 def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the probe with a command; returns its reply, with `ahead_s` of the node's clock.
+    """Runs the probe through a command. Returns its reply, with `ahead_s` added: how far the node's
+    clock is ahead.
 
     Raises:
-        NodeLost: The node does not answer.
+        NodeLost: The node does not reply.
         UserError: The command does not exist.
     """
     try:
@@ -57,7 +59,7 @@ def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            errors="replace",  # login banners may have any encoding
+            errors="replace",  # a login banner may have any encoding
             env={"OMP_NUM_THREADS": "1", **os.environ},
             start_new_session=True,
         )
@@ -69,7 +71,7 @@ def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
     timer = threading.Timer(ANSWER_S, process.kill)
     timer.start()
     reply, last = None, ""
-    with suppress(OSError):  # the process has ended; its last line says why
+    with suppress(OSError):  # the process has ended; its last line contains the reason
         process.stdin.write(json.dumps(question) + "\n")
         process.stdin.close()
     for line in process.stdout:
@@ -85,7 +87,7 @@ def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather(names: Sequence[str], reach: Reach, folder: Path) -> ClusterFacts:
-    """Returns facts about the nodes, their links and their shared folder.
+    """Collects facts about the nodes, their links and their shared folder.
 
     Args:
         names: Names of the nodes.
@@ -95,7 +97,7 @@ def gather(names: Sequence[str], reach: Reach, folder: Path) -> ClusterFacts:
     lost: dict[str, str] = {}
 
     def all_of(nodes: Sequence[str], question: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
-        """Asks all nodes at the same time; records those that fail in `lost`."""
+        """Asks all nodes at the same time. Records nodes that fail in `lost`."""
 
         def one(node: str) -> dict[str, Any] | None:
             try:
@@ -162,7 +164,7 @@ def gather(names: Sequence[str], reach: Reach, folder: Path) -> ClusterFacts:
 
 
 def text(facts: ClusterFacts, findings: Sequence[Finding]) -> str:
-    """Returns the report as text: a line for each node and pair, then the findings."""
+    """Returns the report as text: one line per node and per pair, followed by the findings."""
     lines = []
     for node in facts.nodes:
         has = {name: node.versions.get(name) for name in ("hybridrl", "python", "torch", "GPUs")}
@@ -188,10 +190,10 @@ def check_cluster(
 
     Args:
         hostfile: File that lists the nodes.
-        slurm: Whether the nodes are those of the Slurm allocation.
-        ray: Address of the Ray cluster with the nodes.
+        slurm: Whether to check the nodes in the current Slurm allocation.
+        ray: Address of the Ray cluster that contains the nodes.
         ssh: Program that reaches hosts, with its options.
-        folder: Folder in which runs are written, on a file system shared by the nodes.
+        folder: Folder in which runs are written, on a file system that the nodes share.
         as_json: Whether to print one JSON object instead of text.
     """
     given = {"--hostfile": hostfile, "--slurm": slurm or None, "--ray": ray}
@@ -234,10 +236,10 @@ def _variables() -> dict[str, str]:
 
 @contextmanager
 def _ray_nodes(address: str) -> Iterator[tuple[list[str], Reach]]:
-    """Yields the nodes of a Ray cluster and a function that asks them.
+    """Yields the names of the nodes in a Ray cluster, and a function that asks a node a question.
 
-    It asks by a task without resources, so that other jobs may use the cluster meanwhile. Nodes
-    that Ray has lost are included, and do not answer.
+    The function runs a Ray task that reserves no resources, so that other jobs can use the cluster
+    at the same time. Nodes that Ray has lost are included, but do not reply.
     """
     ray = connect(address)
     try:

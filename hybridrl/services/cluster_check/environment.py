@@ -1,7 +1,8 @@
-"""Checks the installation for `hybridrl check`: versions, what works, and how to fix problems.
+"""Checks the installation for `hybridrl check`: versions, working functions, and how to fix
+problems.
 
-Imports torch only for the last checks. The process group of this process has one rank; an
-all-reduce over GPUs runs in separate processes (gpu_links.py).
+Imports torch only for the last checks. This process creates only a process group of one rank;
+separate processes run an all-reduce over GPUs (gpu_links.py).
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Item:
     """One line of the report.
 
     Args:
-        name: Name of the package or function that was checked.
-        status: Result; "absent" means optional and not installed.
-        found: Version, number or error.
-        fix: Command that fixes a problem, else empty.
+        name: Name of the checked package or function.
+        status: Result of the check. "absent" means optional and not installed.
+        found: Version, number or error that was found.
+        fix: Command that fixes the problem; "" if there is none.
     """
 
     name: str
@@ -42,7 +43,7 @@ class Item:
 
 
 def inspect() -> list[Item]:
-    """Returns the report, in the order in which to fix problems."""
+    """Returns the items of the report, in the order in which problems should be fixed."""
     items = [_python(), *_packages(), *_engines(), _apex()]
     if any(item.name == "torch" and item.found != "not installed" for item in items):
         items += _torch_probes()
@@ -82,7 +83,7 @@ def _packages() -> Iterator[Item]:
 
 
 def _engines() -> Iterator[Item]:
-    """Checks the packages of engines as a run with the engine does."""
+    """Checks the packages of each engine in the same way as a run that uses the engine."""
     for name in ENGINES:
         package = engine_package(name)
         if package is None:
@@ -98,7 +99,9 @@ def _engines() -> Iterator[Item]:
 
 
 def _with_tests(found: str, tested: Mapping[str, str]) -> str:
-    """Returns a version with the hardware it was tested on, or the tested versions."""
+    """Returns the version with the hardware on which it was tested, or with a list of tested
+    versions.
+    """
     known = found.partition("+")[0]  # without the local version label
     if known in tested:
         return f"{found}, tested on {tested[known]}"
@@ -107,10 +110,10 @@ def _with_tests(found: str, tested: Mapping[str, str]) -> str:
 
 
 def _apex() -> Item:
-    """Distinguishes NVIDIA's apex from PyPI's package of the same name.
+    """Checks that `apex` is NVIDIA's package, not the package with the same name on PyPI.
 
-    Megatron 0.16.1 uses FusedLayerNorm of any importable `apex`; models with RMSNorm then fail to
-    build.
+    Megatron 0.16.1 imports FusedLayerNorm from any importable `apex`. With the wrong package,
+    models with RMSNorm cannot be built.
     """
     if find_spec("apex") is None:
         return Item("apex", "absent", "not installed, optional")
@@ -140,12 +143,12 @@ def _torch_probes() -> Iterator[Item]:
 
 
 def _gpu_sum(num_gpus: int) -> Item:
-    """Runs a short all-reduce over the GPUs; finds the failing pair if it fails."""
+    """Runs a short all-reduce over the GPUs. If it fails, finds the pair of GPUs that fails."""
     works, found = gpu_links.judge(num_gpus)
     if works:
         return Item("all-reduce", "ok", found)
     gpus = ",".join(map(str, range(num_gpus)))
-    # Direct copies between GPUs often fail because of the host's IOMMU or ACS.
+    # Direct copies between GPUs often fail because of the host's IOMMU or ACS settings.
     fix = (
         f"NCCL_DEBUG=INFO python -m hybridrl.services.cluster_check.gpu_links {gpus}; if it works "
         "with export NCCL_P2P_DISABLE=1, turn off IOMMU and ACS of the host"

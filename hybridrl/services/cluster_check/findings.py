@@ -1,4 +1,4 @@
-"""Derives the findings of `hybridrl check --cluster` from measured facts; pure."""
+"""Derives the findings of `hybridrl check --cluster` from measured facts. Pure functions."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from statistics import median
 from hybridrl.services.cluster_check.probe import GpuFacts, NodeFacts
 
 GIB = 2**30
-MAX_CLOCK_S = 2.0  # checkpoints and locks (stale after 90 s) are ordered by file times
-MIN_FILES = 16_384  # a rank's sockets to thousands of ranks, and files of data and caches
+MAX_CLOCK_S = 2.0  # file times order checkpoints, and show stale locks (older than 90 s)
+MIN_FILES = 16_384  # for sockets to thousands of ranks, data files and caches
 MIN_FREE_BYTES = {"run": 20 * GIB, "temporary": 2 * GIB, "cache": 10 * GIB, "shared memory": GIB}
-MAX_USED_GPU_BYTES = GIB  # an idle process's CUDA context takes about half of it
-SLOW_GPU = 0.8  # share of equal GPUs' median rate; healthy GPUs differ by less than 10%
-SLOW_PAIR = 0.5  # share of the fastest pair's rate
+MAX_USED_GPU_BYTES = GIB  # the CUDA context of an idle process takes about half of this
+SLOW_GPU = 0.8  # fraction of the median over equal GPUs; healthy GPUs differ by less than 10%
+SLOW_PAIR = 0.5  # fraction of the rate of the fastest pair
 
 
 MOVES = {
@@ -28,7 +28,9 @@ MOVES = {
 
 @dataclass(frozen=True)
 class PairFacts:
-    """The link between two nodes over "gloo" or "nccl", with the rate of one direction."""
+    """Facts about the link between two nodes over "gloo" or "nccl", with its rate in one
+    direction.
+    """
 
     first: str
     second: str
@@ -42,11 +44,11 @@ class ClusterFacts:
 
     Args:
         folder: Folder in which runs are written.
-        nodes: Nodes that answered.
-        unreachable: Last line of output of each node that did not answer.
+        nodes: Nodes that replied.
+        unreachable: Last line of output from each node that did not reply.
         pairs: Measured links.
-        all_reduce: (backend, GB/s or None, error or "") of each all-reduce over all nodes.
-        unseen: For each node, the nodes whose files it does not see in the folder.
+        all_reduce: For each all-reduce over all nodes: (backend, GB/s or None, error or "").
+        unseen: For each node, the nodes whose files it cannot see in the folder.
     """
 
     folder: str = ""
@@ -59,7 +61,7 @@ class ClusterFacts:
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem to fix; `where` is the node, GPU or pair."""
+    """A problem to fix. `where` names the node, GPU or pair."""
 
     kind: str
     where: str
@@ -68,7 +70,7 @@ class Finding:
 
 
 def judge(facts: ClusterFacts, ssh: str = "ssh") -> list[Finding]:
-    """Returns all findings; remedies use `ssh` as the command that reaches nodes."""
+    """Returns all findings. Remedies use `ssh` as the command to reach nodes."""
     found = [
         Finding("node-unreachable", node, reason, f"{ssh} {node} true")
         for node, reason in facts.unreachable.items()
@@ -81,7 +83,7 @@ def judge(facts: ClusterFacts, ssh: str = "ssh") -> list[Finding]:
 
 
 def _software(node: NodeFacts) -> Iterator[Finding]:
-    """Checks the packages and the GPUs of a node."""
+    """Checks the packages and the GPUs on a node."""
     for package, found, fix in node.problems:
         yield Finding("package", node.node, f"{package}: {found}", fix)
     if max(len(node.gpus), node.num_gpus_on_bus) > node.num_torch_gpus:
@@ -123,7 +125,7 @@ def _names(node: NodeFacts) -> Iterator[Finding]:
 
 
 def _room(node: NodeFacts, folder: str) -> Iterator[Finding]:
-    """Checks the limits and the disk space of a node."""
+    """Checks the limits and the disk space on a node."""
     name, for_good = node.node, "for good in /etc/security/limits.conf"
     if 0 <= node.max_files < MIN_FILES:
         found = f"the limit of open files is {node.max_files}; needed: {MIN_FILES}"
@@ -143,7 +145,7 @@ def _room(node: NodeFacts, folder: str) -> Iterator[Finding]:
 
 
 def _differing(facts: ClusterFacts) -> Iterator[Finding]:
-    """Finds nodes whose versions differ from those of most nodes."""
+    """Finds nodes whose versions differ from the versions on most nodes."""
     for name in dict.fromkeys(name for node in facts.nodes for name in node.versions):
         values = [node.versions.get(name, "none") or "none" for node in facts.nodes]
         common = Counter(values).most_common(1)[0][0]
@@ -155,7 +157,9 @@ def _differing(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _clocks(facts: ClusterFacts) -> Iterator[Finding]:
-    """Compares clocks with the median node's, or with this host's for one or two nodes."""
+    """Compares each clock with the median clock or, if there are only one or two nodes, with this
+    host's clock.
+    """
     ahead_s = sorted(node.clock_ahead_s for node in facts.nodes)
     middle = ahead_s[(len(ahead_s) - 1) // 2] if len(ahead_s) > 2 else 0.0
     for node in facts.nodes:
@@ -182,7 +186,7 @@ def _slow_gpus(facts: ClusterFacts) -> Iterator[Finding]:
 
 
 def _links(facts: ClusterFacts) -> Iterator[Finding]:
-    """Checks the links between the nodes that answered."""
+    """Checks the links between nodes that replied."""
     nodes = {node.node: node for node in facts.nodes}
     for node in facts.nodes:
         for peer, fault in node.unconnected.items():

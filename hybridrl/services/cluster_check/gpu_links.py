@@ -1,8 +1,8 @@
-"""Runs a short all-reduce over this host's GPUs, and finds the GPUs and pairs that fail.
+"""Runs a short all-reduce over this host's GPUs, and finds GPUs and pairs of GPUs that fail.
 
-`python -m hybridrl.services.cluster_check.gpu_links 0,1 [cuda|cpu]` runs it over the given GPUs.
-This process starts one process per GPU and kills all of them on a timeout or if one fails. Only
-those processes import torch.
+`python -m hybridrl.services.cluster_check.gpu_links 0,1 [cuda|cpu]` uses only the given GPUs. This
+process starts one process per GPU, and kills all of them if one fails or the time limit expires.
+Only the started processes import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from hybridrl.services.cluster_check.links import rounds
 
 NUM_BYTES = 64 << 20
 REPEATS = 5
-# Timeouts for all GPUs and for each pair; importing torch and starting NCCL takes seconds.
+# Time limits for all GPUs together and for each pair. Importing torch and starting NCCL takes
+# seconds.
 TOGETHER_S, PAIR_S = 60.0, 30.0
 MAX_CHARACTERS = 300
 MAX_NAMED = 4
@@ -34,8 +35,8 @@ class Sum:
     """The result of an all-reduce.
 
     Args:
-        gb_per_s: Bytes per rank divided by seconds; None if it failed.
-        fault: Error message, else empty.
+        gb_per_s: Gigabytes per rank divided by seconds; None if the all-reduce failed.
+        fault: Error message; "" if there was no error.
     """
 
     gb_per_s: float | None
@@ -46,7 +47,7 @@ Reduce = Callable[[Sequence[int], float], Sum]
 
 
 def all_reduce(gpus: Sequence[int], limit_s: float, device: str = "cuda") -> Sum:
-    """Runs an all-reduce over GPUs (torch's numbers), or over gloo if `device` is cpu."""
+    """Runs one all-reduce over GPUs (by torch's numbers), or over gloo if `device` is cpu."""
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder) / f"{rank}.log" for rank in range(len(gpus))]
         started = []
@@ -79,14 +80,16 @@ def all_reduce(gpus: Sequence[int], limit_s: float, device: str = "cuda") -> Sum
 
 
 def judge(count: int, reduce: Reduce = all_reduce) -> tuple[bool, str]:
-    """Returns whether an all-reduce over all GPUs works, and its rate or the failing pairs."""
+    """Returns whether an all-reduce over all GPUs works, and text with its rate or the failing
+    pairs.
+    """
     together = reduce(range(count), TOGETHER_S)
     if not together.fault:
         over = f"over {count} GPUs, {together.gb_per_s:.3g} GB/s a GPU" if count > 1 else "on 1 GPU"
         return True, f"works {over}"
     failing = _failing_pairs(count, reduce)
     texts = []
-    for gpu in range(count):  # report a GPU that fails in all of its pairs once
+    for gpu in range(count):  # if a GPU fails in all of its pairs, report it only once
         own = [pair for pair in failing if gpu in pair]
         if len(own) == count - 1 > 1:
             texts.append(f"GPU {gpu} with each of the others: {failing[own[0]]}")
@@ -99,7 +102,7 @@ def judge(count: int, reduce: Reduce = all_reduce) -> tuple[bool, str]:
 
 
 def _failing_pairs(count: int, reduce: Reduce) -> dict[tuple[int, int], str]:
-    """Returns the pairs of GPUs whose all-reduce fails, with the errors."""
+    """Returns the pairs of GPUs whose all-reduce fails, with their errors."""
     with ThreadPoolExecutor(count) as pool:
         return {
             pair: one.fault
@@ -110,7 +113,7 @@ def _failing_pairs(count: int, reduce: Reduce) -> dict[tuple[int, int], str]:
 
 
 def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
-    """Runs one rank of some all-reduces; returns the GB/s of the fastest."""
+    """Runs one rank of several all-reduces. Returns the GB/s of the fastest."""
     import datetime
 
     import torch
@@ -132,7 +135,7 @@ def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
             torch.cuda.synchronize()
         began = time.perf_counter()
         dist.all_reduce(block)
-        wrong = float((block - size).abs().max())  # waits for the all-reduce
+        wrong = float((block - size).abs().max())  # waits until the all-reduce has finished
         best = min(best, time.perf_counter() - began)
         if wrong:
             raise RuntimeError(f"the sum is off by {wrong:g}")
@@ -141,12 +144,12 @@ def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a rank, or an all-reduce over the named GPUs; returns the exit code."""
+    """Runs one rank, or an all-reduce over the given GPUs. Returns the exit code."""
     if arguments[:1] == ["--rank"]:
         device, gpu, rank, size, store = arguments[1:]
         try:
             print(json.dumps(_rank(device, int(gpu), int(rank), int(size), store)), flush=True)
-        except Exception as error:  # report any error of a faulty GPU in one line
+        except Exception as error:  # report any error on a faulty GPU in one line
             print(f"{type(error).__name__}: {said(error)}", flush=True)
             return 1
         return 0

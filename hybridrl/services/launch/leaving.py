@@ -1,11 +1,11 @@
-"""Ended processes that still hold memory, and ranks that wait for them. No torch.
+"""Tracks ended processes that still hold memory, and makes new ranks wait for them. Does not import
+torch.
 
 Who waits for whom: a rank waits in `wait_for_gate` for its launcher, which waits for the processes.
-
-The kernel takes seconds to free page-locked host memory and GPU memory of a rank. The exit code of
-a killed rank is known before that, so the ranks of the next start can import modules meanwhile.
-Invariant: a rank takes no GPU memory and reads no copy of the state before all processes of earlier
-starts are gone.
+The kernel takes seconds to free a rank's page-locked host memory and GPU memory. The exit code of a
+killed rank is known earlier, so ranks of the next start can already import modules during this
+time. Invariant: a rank neither allocates GPU memory nor reads a copy of the state until all
+processes from earlier starts are gone.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ GATE_FD = (
     "HYBRIDRL_GATE_FD"  # descriptor of a pipe that closes when the ranks of earlier starts are gone
 )
 EXIT_CODE = 49  # field of /proc/PID/stat, counted from the state (proc(5), field 52)
-SLOW_S = 30.0  # a process that takes longer to free its memory is reported
+SLOW_S = 30.0  # processes that take longer to free their memory are reported
 
 
 def is_killed(pid: int) -> bool:
-    """Returns whether a process has got SIGKILL and runs no more code.
+    """Whether a process has received SIGKILL and executes no more code.
 
-    That is known before its memory is freed. Returns False if the system does not report it (not
-    Linux).
+    This is known before its memory is freed. Returns False on systems that do not report it (other
+    than Linux).
 
     Args:
-        pid: Id of a child process that has not been waited for.
+        pid: Id of a child process that no one has waited for yet.
     """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -43,18 +43,18 @@ def is_killed(pid: int) -> bool:
 
 
 class Leaving:
-    """Ended rank processes, until the kernel has freed their memory."""
+    """Tracks rank processes that have ended until the kernel has freed their memory."""
 
     def __init__(self) -> None:
         self._processes: list[tuple[str, subprocess.Popen[bytes]]] = []
 
     def take(self, processes: Sequence[tuple[str, subprocess.Popen[bytes]]]) -> None:
-        """Adds processes that need no further signal, each with a name for messages."""
+        """Adds processes that have ended or been killed, each with a name for messages."""
         self._processes += processes
 
     def wait(self) -> None:
-        """Waits until all processes are gone; prints which take long."""
-        for name, process in list(self._processes):  # another thread may add some
+        """Waits until all processes are gone. Prints which processes take long."""
+        for name, process in list(self._processes):  # another thread may add processes
             try:
                 process.wait(SLOW_S)
             except subprocess.TimeoutExpired:
@@ -62,7 +62,9 @@ class Leaving:
                 process.wait()
 
     def gate(self) -> int | None:
-        """Returns the descriptor for GATE_FD, which the caller closes; None if all are gone."""
+        """Returns the descriptor for GATE_FD, which the caller must close; None if all processes
+        are gone.
+        """
         self._processes = [one for one in self._processes if one[1].poll() is None]
         if not self._processes:
             return None
@@ -79,9 +81,9 @@ class Leaving:
 
 
 def wait_for_gate() -> None:
-    """Waits until the ranks of earlier starts are gone; called before a rank uses its GPU.
+    """Waits until the ranks of earlier starts are gone. Must be called before a rank uses its GPU.
 
-    If the launcher ends, so do the wait and this process (`launch.die_with_launcher`).
+    If the launcher ends, this process ends too (`launch.die_with_launcher`).
     """
     if (descriptor := os.environ.pop(GATE_FD, None)) is not None:
         with os.fdopen(int(descriptor), "rb") as pipe:

@@ -1,8 +1,8 @@
-"""Starts the ranks of one machine and watches them. No torch.
+"""Starts and monitors the ranks on one machine. Does not import torch.
 
-Who waits for whom: the launcher waits for all ranks of its machine. If a rank fails, the others are
+Who waits for whom: the launcher waits for all ranks on its machine. If a rank fails, the others are
 ended after GRACE_S and killed after KILL_AFTER_S. If a rank was killed, the others are ended
-immediately, since their work is lost anyway. Ranks die with their launcher.
+immediately, because their work is lost anyway. If the launcher dies, its ranks die too.
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from hybridrl.services.launch.copied_stderr import CopiedStderr
 from hybridrl.services.launch.leaving import GATE_FD, Leaving, is_killed
 from hybridrl.services.launch.rank_ends import EndedRank, Outcome, conclude
 
-PROGRAM = ("-m", "hybridrl.cli.main")  # first arguments of Python in a rank
+PROGRAM = ("-m", "hybridrl.cli.main")  # first arguments for Python in a rank
 LOGS = "logs"  # folder in the run folder
 POLL_S = 0.1
-GRACE_S = 3.0  # time for other ranks to report the same mistake after the first failure
+GRACE_S = 3.0  # time that other ranks have to report the same mistake after the first failure
 KILL_AFTER_S = 10.0
-LEAVE_S = CLOSE_S + KILL_AFTER_S  # time for the other ranks to stop; rank 0 closes its trackers
+LEAVE_S = CLOSE_S + KILL_AFTER_S  # time that other ranks have to stop; rank 0 closes its trackers
 NOTICE_S = 1.0  # ranks still running after a signal are saving, which is reported; then every
 NOTICE_EVERY_S = 15.0
 SAME_SIGNAL_S = 1.0  # signals closer than this count as one
 STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of ranks that saved and ended
 PR_SET_PDEATHSIG = 1
 LOCAL = "127.0.0.1"
-STACKS_S = 0.5  # time for ranks to write their stacks
+STACKS_S = 0.5  # time that ranks have to write their stacks
 
 
 @dataclass(frozen=True)
 class Share:
-    """The ranks of a job that one launcher starts: `count` ranks from `first` on.
+    """The ranks that one launcher of a job starts: `count` ranks, beginning with `first`.
 
     Args:
-        address: Address of rank 0's machine, as known to all machines.
-        port: Port of the job's store on it; 0 for any port, if this launcher starts all ranks.
+        address: Address of rank 0's machine, which all machines can resolve.
+        port: Port of the job's store on that machine. If this launcher starts all ranks, 0 selects
+            any port.
     """
 
     count: int
@@ -67,7 +68,7 @@ class Share:
 
     @staticmethod
     def whole(world_size: int) -> Share:
-        """Returns the share of a launcher that starts all ranks."""
+        """Returns the share for a launcher that starts all ranks."""
         return Share(world_size, 0, world_size)
 
 
@@ -94,7 +95,9 @@ class _Rank:
 
     @property
     def stopped_by(self) -> int:
-        """Signal by which the rank was asked to stop and did; 0 if none."""
+        """Number of the signal that asked the rank to stop, if the rank stopped because of it; else
+        0.
+        """
         code = self.code
         return code - 128 if code in STOP_CODES and not self.failed else 0
 
@@ -105,7 +108,7 @@ class _Rank:
 
 
 def is_rank() -> bool:
-    """Returns whether hybridrl's launcher or torchrun started this process as a rank."""
+    """Whether hybridrl's launcher or torchrun started this process as a rank."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -127,12 +130,12 @@ def launch(
     """Runs `hybridrl ARGUMENTS` as local ranks and waits for all of them.
 
     Args:
-        log_dir: Folder of `rank_N.log` (appended to), `rank_N.phase` and `rank_N.error`.
-        program: Arguments of Python that replace hybridrl's, for tests.
-        environment: Additional variables of the ranks.
+        log_dir: Folder for `rank_N.log` (text is appended), `rank_N.phase` and `rank_N.error`.
+        program: Arguments for Python that replace hybridrl's, for tests.
+        environment: Additional environment variables for the ranks.
 
     Returns:
-        The exit code: 0, 2 if a rank met a user's mistake, 128 + the number of the signal that
+        The exit code: 0 for success, 2 for a user's mistake, 128 plus the number of the signal that
             stopped the job (130, 143), 1 for anything else.
     """
     command = [*program, *arguments]
@@ -147,15 +150,15 @@ def run_ranks(
     steer: Callable[[list[int]], None] | None = None,
     leaving: Leaving | None = None,
 ) -> Outcome:
-    """Runs this machine's ranks of a job and waits for them.
+    """Runs the job's ranks on this machine and waits for them.
 
     Args:
-        command: Arguments of Python.
-        steer: Function called once with the list of signals to send to the ranks, to which it may
-            append from a thread. A second signal ends the ranks immediately.
-        leaving: Ended processes of earlier starts, for which these ranks wait; receives the
-            processes of this start. None if this is the only start, which waits for its own
-            processes.
+        command: Arguments for Python.
+        steer: Function called once with the list of signals to send to the ranks. It may append
+            signals later, from a thread. A second signal ends the ranks immediately.
+        leaving: Tracker for processes from earlier starts, for which these ranks wait. The
+            processes of this start are added to it. None if this is the only start; it then waits
+            for its own processes.
     """
     ranks: list[_Rank] = []
     copied, of_starts = CopiedStderr(), leaving or Leaving()
@@ -176,8 +179,8 @@ def run_ranks(
     copied.finish(is_gone=all(rank.process.returncode is not None for rank in ranks))
     host = socket.gethostname()
     ended = [EndedRank(rank.index, codes[rank.index], str(rank.log), host) for rank in ranks]
-    # After a signal, ranks end without a report. A report means that the rank could not save, and
-    # SIGKILL never comes from the launcher at this point.
+    # After a signal, a rank normally ends without a report. A rank with a report could not save,
+    # and a SIGKILL at this point was not sent by the launcher.
     blamable = [
         rank.index
         for rank in culprits
@@ -197,10 +200,10 @@ def _start_all(
     environment: Mapping[str, str],
     gate: int | None,
 ) -> None:
-    """Starts the ranks and appends each to `ranks` when it runs; closes `gate`."""
+    """Starts the ranks, appends each to `ranks` once it runs, and closes `gate`."""
     try:
-        # Rank 0 serves the job's store on this socket. A port that is only chosen here could be
-        # taken by others while the rank imports torch.
+        # Rank 0 serves the job's store on this socket. It is bound here, because another process
+        # could take the port while the rank imports torch.
         with socket.socket() as server:
             if share.first == 0:
                 _bind(server, share)
@@ -217,7 +220,7 @@ def _start_all(
 
 
 def _bind(server: socket.socket, share: Share) -> None:
-    """Binds the port of the job's store."""
+    """Binds the socket to the port of the job's store."""
     server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, share.port != 0)
     try:
         server.bind((LOCAL if share.address == LOCAL else "", share.port))
@@ -231,8 +234,8 @@ def _bind(server: socket.socket, share: Share) -> None:
 
 
 def _make_log_dir(log_dir: Path, share: Share) -> None:
-    """Creates the folder and removes files of an earlier start: those of these ranks, or of all
-    ranks if this launcher starts all.
+    """Creates the folder, and removes files that these ranks left at an earlier start. If this
+    launcher starts all ranks, removes the files of all ranks.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -261,10 +264,12 @@ def launch_run(
     folder: Path,
     start: Callable[..., int] | None = None,
 ) -> int:
-    """Runs ranks that write to a run folder, by `start` or else `launch`; locks the folder.
+    """Runs ranks that write to a run folder, and locks the folder. `start` replaces `launch` if
+    given.
 
-    If a user's mistake that only ranks can find (a reward that raises) ends a new run before its
-    first step, only the logs stay, so that the next start may have another config.
+    If a new run ends before its first step because of a mistake that only ranks can detect (such as
+    a reward that raises an error), only the logs are kept, so that the next start may use another
+    config.
     """
     is_new = not folder.is_dir() or {path.name for path in folder.iterdir()} <= {LOGS}
     try:
@@ -295,7 +300,7 @@ def launch_run(
 
 
 def launch_without_run(arguments: Sequence[str], world_size: int) -> int:
-    """Runs ranks without a run folder; keeps their logs only if a message refers to them."""
+    """Runs ranks without a run folder. Keeps their logs only if a message refers to them."""
     log_dir = Path(tempfile.mkdtemp(prefix=f"hybridrl-{arguments[0]}-"))
     code = launch(arguments, world_size, log_dir)
     if code != 1:
@@ -306,9 +311,9 @@ def launch_without_run(arguments: Sequence[str], world_size: int) -> int:
 def _environment(
     share: Share, index: int, port: int, log_dir: Path, further: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns the environment of a rank."""
+    """Returns the environment variables for a rank."""
     environment = {
-        "OMP_NUM_THREADS": "1",  # ranks already share the cores
+        "OMP_NUM_THREADS": "1",  # the ranks already use all cores
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # print Python stacks if native code crashes
         **os.environ,
@@ -322,7 +327,7 @@ def _environment(
         LOG_DIR: str(log_dir.absolute()),
         **further,
     }
-    for name in (STORE_FD, GATE_FD):  # set if a rank launches other ranks
+    for name in (STORE_FD, GATE_FD):  # these are set if a rank launches other ranks
         environment.pop(name, None)
     return environment
 
@@ -335,7 +340,7 @@ def _start(
     copied: CopiedStderr,
     environment: dict[str, str],
 ) -> _Rank:
-    """Starts a rank, which inherits `descriptors` and finds them by its environment variables.
+    """Starts a rank. It inherits `descriptors`, whose numbers its environment variables contain.
 
     Rank 0 also writes to the console.
     """
@@ -363,10 +368,10 @@ def _start(
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Collects the signals that ask a run to stop, as SIGINT or SIGTERM, in a list.
+    """Collects the signals that ask a run to stop in a list, as SIGINT or SIGTERM.
 
-    Copies of the first signal count once; a terminal sends the signal to this process and to its
-    parent.
+    Copies of the first signal are ignored, because a terminal sends a signal to both this process
+    and its parent.
     """
     received: list[int] = []
     first: list[float] = []
@@ -386,10 +391,10 @@ def caught_signals() -> Iterator[list[int]]:
 
 
 def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
-    """Waits until all ranks are done, or must be ended, and forwards the first signal.
+    """Waits until all ranks are done or must be ended. Forwards the first signal.
 
-    Ranks must be ended if a second signal comes, if one is killed or lost, or if one has failed and
-    the grace period is over.
+    Ranks must be ended if a second signal arrives, if a rank was killed or lost, or if a rank has
+    failed and the grace period is over.
     """
     deadline, notice, is_told = float("inf"), float("inf"), False
     while len(received) < 2 and any(rank.code is None for rank in ranks):
@@ -418,15 +423,15 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
 
 
 def _is_one_killed(failed: Sequence[_Rank]) -> bool:
-    """Returns whether a rank got SIGKILL; other ranks then wait or report broken connections."""
+    """Whether a rank received SIGKILL. If so, other ranks wait, or report broken connections."""
     return any(rank.code == -signal.SIGKILL for rank in failed)
 
 
 def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
-    """Ends all ranks that still run, and their child processes; returns exit codes by rank.
+    """Ends all ranks that still run, and their child processes. Returns exit codes by rank.
 
-    If a rank has failed, the others first write their stacks. Ranks get SIGKILL instead of SIGTERM
-    if they are stopped, were already asked to end, or if one rank was killed.
+    If a rank has failed, the others write their stacks first. Ranks receive SIGKILL instead of
+    SIGTERM if they are suspended, if they were already asked to end, or if another rank was killed.
     """
     alive = [rank for rank in ranks if rank.code is None]
     failed = [] if received else [rank for rank in ranks if rank.failed]
@@ -447,13 +452,13 @@ def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
         time.sleep(POLL_S)
     if received or any(rank.code != 0 for rank in ranks):
         for rank in ranks:
-            with suppress(ProcessLookupError):  # usually the whole group has ended
+            with suppress(ProcessLookupError):  # usually the whole process group has ended
                 os.killpg(rank.process.pid, signal.SIGKILL)
     return {rank.index: _known_code(rank) for rank in ranks}
 
 
 def _known_code(rank: _Rank) -> int:
-    """Waits for the exit code of a rank that was ended."""
+    """Waits until a rank that is being ended has an exit code, and returns it."""
     while (code := rank.code) is None:
         time.sleep(POLL_S)
     return code

@@ -1,10 +1,12 @@
-"""Runs one machine's ranks in a job of `hybridrl launch --hostfile` or `--ray`. No torch.
+"""Runs the ranks on one machine of a job that `hybridrl launch --hostfile` or `--ray` started. Does
+not import torch.
 
-The launching command controls this process through stdin. The first line is an `Order` as JSON;
-each further line is the number of a signal for the ranks, or 0 as keep-alive. The end of stdin ends
-the ranks immediately, because the launching command is gone or another machine failed. Once a 0 has
-come, silence of LEASE_S does the same: the network is cut, and the job may have restarted
-elsewhere. The last output on stdout, after MARK, is the `Outcome` of the ranks as JSON.
+The launching command controls this process through stdin. The first line is an `Order` as JSON.
+Each further line is the number of a signal to send to the ranks, or 0 to keep the connection alive.
+When stdin ends, the ranks are ended immediately, because the launching command is gone or another
+machine failed. After the first 0, the ranks are also ended if no line arrives for LEASE_S, because
+the network may be cut and the job may have restarted elsewhere. The last output on stdout, after
+MARK, is the `Outcome` of the ranks as JSON.
 """
 
 from __future__ import annotations
@@ -24,21 +26,21 @@ from hybridrl.console import say
 from hybridrl.errors import UserError
 from hybridrl.services.launch.local_ranks import Share, run_ranks
 
-BEAT, BEAT_S = b"0\n", 5.0  # keep-alive line to a machine, and its interval
-LEASE_S = 25.0  # shorter than ssh's timeout (hosts.py)
+BEAT, BEAT_S = b"0\n", 5.0  # line that keeps the connection alive, and how often it is sent
+LEASE_S = 25.0  # must be shorter than the timeout of ssh (hosts.py)
 MARK = b"\0"
 
 
 @dataclass(frozen=True)
 class Order:
-    """Instructions for a machine.
+    """Instructions for one machine.
 
     Args:
-        share: Ranks that it starts.
-        command: Arguments of Python in each rank.
-        log_dir: Folder of the run's logs, shared by all machines.
-        environment: Variables of the ranks. They may contain API keys, so they are sent over stdin
-            and not in a command line, which others could read.
+        share: Ranks that the machine starts.
+        command: Arguments for Python in each rank.
+        log_dir: Folder for the run's logs, shared by all machines.
+        environment: Environment variables for the ranks. They are sent over stdin because they may
+            contain API keys, and other users could read a command line.
     """
 
     share: Share
@@ -47,18 +49,18 @@ class Order:
     environment: dict[str, str]
 
     def to_line(self) -> bytes:
-        """Returns the order as one line of JSON."""
+        """Converts the order to one line of JSON."""
         return json.dumps(asdict(self)).encode() + b"\n"
 
     @staticmethod
     def from_line(line: bytes) -> Order:
-        """Returns the order that `to_line` wrote."""
+        """Parses a line that `to_line` returned."""
         found = json.loads(line)
         return Order(**{**found, "share": Share(**found["share"])})
 
 
 def main() -> int:
-    """Runs the ranks of this machine; returns 0, or 2 if they cannot be started."""
+    """Runs the ranks on this machine. Returns 0, or 2 if they cannot be started."""
     order = Order.from_line(_read_line())
     log_dir = Path(order.log_dir)
     try:
@@ -82,7 +84,7 @@ def main() -> int:
 
 
 def _obey(received: list[int]) -> None:
-    """Appends the signals from stdin to those for the ranks."""
+    """Appends signals that arrive on stdin to the list of signals for the ranks."""
 
     def listen() -> None:
         lease_s: float | None = None
@@ -97,7 +99,7 @@ def _obey(received: list[int]) -> None:
 
 
 def _read_line() -> bytes:
-    """Reads a line of stdin without buffering; empty at the end."""
+    """Reads one line from stdin without buffering. Returns an empty line at the end of stdin."""
     line = b""
     while not line.endswith(b"\n"):
         if not (byte := os.read(0, 1)):

@@ -1,4 +1,4 @@
-"""Settings that are chosen once per run and are equal on all ranks: hub commits and the layout.
+"""Chooses settings once, so that they are the same on all ranks: hub commits and the layout.
 
 Imports torch only under torchrun.
 """
@@ -19,15 +19,16 @@ from hybridrl.parallel.host_gpus import local_host
 from hybridrl.services.launch.local_ranks import is_rank
 from hybridrl.services.planner.choose import overrides_of, with_layout
 
-HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # hub names with their commits, as JSON, for the ranks
+HUB_NAMES = "HYBRIDRL_HUB_NAMES"  # passes hub names and commits to the ranks, as JSON
 
 
 def laid_out(config: Config, world_size: int) -> tuple[Config, list[str]]:
-    """Returns the config with its layout, and the chosen values as overrides for the ranks.
+    """Returns the config with its layout filled in, and the chosen values as overrides for the
+    ranks.
 
-    The process that starts the ranks calls it.
+    Called by the process that starts the ranks.
     """
-    # Ranks get the layout from rank 0 or from the launcher.
+    # Ranks receive the layout from rank 0 or from the launcher.
     if is_rank() or not config.layout.is_open(world_size):
         return config, []
     found = with_layout(config, world_size, local_host())
@@ -38,7 +39,9 @@ def laid_out(config: Config, world_size: int) -> tuple[Config, list[str]]:
 
 
 def fits_on(config: Config, world_size: int) -> bool:
-    """Returns whether a number of ranks can train a run, with its layout or a chosen one."""
+    """Whether `world_size` ranks can train the run, with the configured layout or an automatic
+    one.
+    """
     try:
         found = with_layout(config, world_size, local_host())
     except ConfigError:
@@ -47,7 +50,7 @@ def fits_on(config: Config, world_size: int) -> bool:
 
 
 def with_commits(config: Config) -> Config:
-    """Returns the config with every hub name at a commit.
+    """Returns the config with every hub name pinned to a commit.
 
     The launcher resolves the commits and passes them to its ranks. Under torchrun, rank 0 resolves
     them.

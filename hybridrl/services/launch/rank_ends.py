@@ -1,8 +1,8 @@
-"""Reports how the ranks of a job ended. No torch.
+"""Reports how the ranks of a job ended. Does not import torch.
 
-Outcomes of several machines are merged, so that the report is the same as for one machine. The exit
-code is 2 for a user's mistake, 0 for success, 128 + the signal's number if a signal stopped the
-job, else 1.
+Outcomes from several machines are merged, so that the report is the same as for one machine. The
+exit code is 0 for success, 2 for a user's mistake, 128 plus the signal's number if a signal stopped
+the job, and otherwise 1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hybridrl.parallel.failure import Failure
 from hybridrl.services.liveness.hang_reports import newest_report
 
 LOG_LINES_SHOWN = 20
-OWN_ERRORS = ("mistake", "error")  # kinds of failures that would happen again
+OWN_ERRORS = ("mistake", "error")  # kinds of failures that would recur after a restart
 
 
 @dataclass(frozen=True)
 class EndedRank:
-    """A rank whose process has ended; `code` is the exit code, -N for signal N."""
+    """A rank whose process has ended. `code` is its exit code, or -N for signal N."""
 
     index: int
     code: int
@@ -33,7 +33,7 @@ class EndedRank:
 
     @property
     def failure(self) -> Failure | None:
-        """Failure that the rank reported; None if it reported none."""
+        """Failure that the rank reported, or None."""
         return Failure.read(Path(self.log).with_suffix(".error"))
 
     @property
@@ -43,7 +43,7 @@ class EndedRank:
 
     @property
     def phase(self) -> str:
-        """Last phase of the rank."""
+        """Phase in which the rank ended."""
         file = Path(self.log).with_suffix(".phase")
         try:
             return file.read_text().strip()
@@ -53,11 +53,11 @@ class EndedRank:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the ranks of a launcher ended.
+    """Describes how the ranks of a launcher ended.
 
     Args:
-        culprits: Numbers of the ranks that failed first; the launcher ended the others.
-        stopped_by: Signal that asked the ranks to stop; 0 if none.
+        culprits: The ranks that failed first. The launcher ended all others.
+        stopped_by: Number of the signal that asked the ranks to stop; 0 if none.
         fault: Reason why the log of rank 0 is incomplete; None if it is complete.
     """
 
@@ -68,13 +68,13 @@ class Outcome:
 
     @staticmethod
     def from_json(text: str) -> Outcome:
-        """Returns the outcome from the JSON of `asdict`."""
+        """Parses an outcome from JSON that was created with `asdict`."""
         found = json.loads(text)
         return Outcome(**{**found, "ranks": [EndedRank(**rank) for rank in found["ranks"]]})
 
     @staticmethod
     def together(parts: Sequence[Outcome]) -> Outcome:
-        """Merges the outcomes of several launchers of one job."""
+        """Merges outcomes from several launchers of the same job."""
         signals = [part.stopped_by for part in parts if part.stopped_by]
         faults = [part.fault for part in parts if part.fault is not None]
         return Outcome(
@@ -86,10 +86,11 @@ class Outcome:
 
 
 def lost_ranks(outcome: Outcome) -> list[int]:
-    """Returns the ranks that were killed by a signal or fell silent.
+    """Returns the ranks that were killed by a signal or stopped sending heartbeats.
 
-    Returns none if a rank failed with its own error, which would happen again. SIGKILL always
-    comes from outside; other ranks then report errors only because their connections broke.
+    Returns [] if a rank failed with its own error, because this would recur. After a SIGKILL, which
+    always comes from outside the job, errors of other ranks do not count, because they only report
+    broken connections.
     """
     culprits = [rank for rank in outcome.ranks if rank.index in outcome.culprits]
     killed = [rank.index for rank in culprits if rank.code < 0]
@@ -105,10 +106,11 @@ def lost_ranks(outcome: Outcome) -> list[int]:
 
 
 def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
-    """Returns whether ranks of this node were lost, if each node of a job decides alone.
+    """Whether ranks on this node were lost. For jobs in which each node decides on its own.
 
-    A rank of another node may have failed with its own error before; its file is in the shared
-    folder of logs. After a SIGKILL such a file may only report a broken connection.
+    A rank on another node may have failed with its own error before. Its error file is in the
+    shared log folder. After a SIGKILL, such a file does not count, because it may only report a
+    broken connection.
     """
     if not lost_ranks(outcome):
         return False
@@ -119,7 +121,7 @@ def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
 
 
 def conclude(outcome: Outcome, log_dir: Path) -> int:
-    """Prints how the ranks ended, unless all succeeded; returns the exit code."""
+    """Prints how the ranks ended, unless all succeeded. Returns the exit code."""
     if outcome.stopped_by and not outcome.culprits:
         name = signal.Signals(outcome.stopped_by).name
         say(f"hybridrl: stopped by {name}")
@@ -132,7 +134,8 @@ def conclude(outcome: Outcome, log_dir: Path) -> int:
 
 
 def _report(outcome: Outcome, log_dir: Path) -> int:
-    """Prints which rank failed first and why, also to the other ranks' logs.
+    """Prints which rank failed first and why, and appends this message to the logs of the other
+    ranks.
 
     Returns the exit code.
     """
@@ -144,8 +147,8 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
         unknown = f"rank {mistaken[0].index} ended with a user's mistake; see {mistaken[0].log}"
         say(unknown if failure is None else failure.message)
         return 2
-    # A killed rank breaks the others' connections. Otherwise the first failure is the cause, unless
-    # it blames another rank.
+    # If a rank was killed, it is the cause, because this breaks the other ranks' connections.
+    # Otherwise the first failure is the cause, unless it names another rank as the culprit.
     first = min(culprits, key=lambda rank: _order(rank.code, rank.failure))
     failure, code = first.failure, first.code
     if code > 0 and failure is not None and failure.culprit is not None:
@@ -174,12 +177,12 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
 
 
 def _log_of(index: int, ranks: Mapping[int, EndedRank], log_dir: Path) -> str:
-    """Returns the path of a rank's log, which another machine's launcher may have written."""
+    """Returns the path of a rank's log. The launcher on another machine may have written it."""
     return ranks[index].log if index in ranks else str(log_dir / f"rank_{index}.log")
 
 
 def _phase_began(log: str) -> float:
-    """Returns the start time of a rank's last phase; reports before it are about other hangs."""
+    """Returns when a rank's last phase began. Earlier hang reports are about other hangs."""
     file = Path(log).with_suffix(".phase")
     try:
         return file.stat().st_mtime
@@ -188,14 +191,15 @@ def _phase_began(log: str) -> float:
 
 
 def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:
-    """Returns a sort key of failures; the most likely cause comes first."""
+    """Returns a key that sorts failures so that the most likely cause comes first."""
     is_of_peer = failure is not None and failure.kind in ("peer", "lost")
-    # A rank without a report breaks connections, which other ranks report as their own errors.
+    # A rank that ends without a report breaks connections. Other ranks then report this as their
+    # own error.
     return code >= 0, is_of_peer, 0.0 if failure is None else failure.time
 
 
 def _append(rank: EndedRank, message: str) -> str | None:
-    """Appends the message to a rank's log; returns the error if that fails."""
+    """Appends a message to a rank's log. Returns an error text if this fails, else None."""
     try:
         with Path(rank.log).open("a") as file:
             print(message, file=file)
@@ -205,7 +209,9 @@ def _append(rank: EndedRank, message: str) -> str | None:
 
 
 def _tail(rank: EndedRank) -> str:
-    """Returns the end of a log; empty for rank 0, whose log is on the console already."""
+    """Returns the last lines of a rank's log; "" for rank 0, because the console already shows its
+    output.
+    """
     if rank.index == 0:
         return ""
     return "\n".join(Path(rank.log).read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:])

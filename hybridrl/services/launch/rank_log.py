@@ -1,9 +1,9 @@
-"""Opens a rank's log: for all of its output under torchrun, and for its stacks on request. No
+"""Opens a rank's log: for all output under torchrun, and for stacks on request. Does not import
 torch.
 
-hybridrl's launcher redirects its ranks' output to their logs. Under torchrun a rank opens its own
-log in the run folder and copies its output there with a separate process (tee), so that messages of
-a crash are kept.
+hybridrl's launcher redirects the output of its ranks to their logs. Under torchrun, a rank opens
+its own log in the run folder. A separate process (tee) copies the rank's output there, so that
+messages from a crash are not lost.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from hybridrl.console import say
 from hybridrl.parallel.failure import LOG_DIR, rank_file
 from hybridrl.parallel.stacks import STACKS_SIGNAL
 
-_COPIERS: list[subprocess.Popen[bytes]] = []  # never waited for
-# It outlives the rank, ignores the signals that both receive, and ends at the end of its input. By
-# ignoring SIGPIPE it continues to write the log after the console is gone.
+_COPIERS: list[subprocess.Popen[bytes]] = []  # no one waits for these processes
+# This process outlives the rank, ignores signals that both receive, and ends when its input ends.
+# It ignores SIGPIPE, so that it keeps writing the log after the console is gone.
 TEE = 'trap "" HUP INT TERM USR1 PIPE; exec tee -a "$0"'
 
 
 def log_to(folder: Path) -> None:
-    """Copies this rank's stderr and, except for rank 0, stdout to `folder/rank_N.log`.
+    """Copies this rank's stderr to `folder/rank_N.log`, and also its stdout unless it is rank 0.
 
-    The run itself logs the steps of rank 0. If the log cannot be opened, output goes to the console
-    only.
+    The run itself logs rank 0's steps. If the log cannot be opened, output is written only to the
+    console.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,9 @@ def log_to(folder: Path) -> None:
 
 
 def write_stacks_on_signal() -> None:
-    """Makes STACKS_SIGNAL write this rank's Python stacks to its log, or to stderr without one."""
+    """Makes STACKS_SIGNAL write this rank's Python stacks to its log, or to stderr if it has no
+    log.
+    """
     file = rank_file(".log")
     try:
         out = sys.stderr if file is None else file.open("a")  # stays open until the process ends

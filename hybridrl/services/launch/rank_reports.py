@@ -1,4 +1,4 @@
-"""Passes a report from ranks to the command that started them. No torch."""
+"""Passes a report from ranks to the command that started them. Does not import torch."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ REPORT = "report.json"
 def report_of_ranks(arguments: Sequence[str], world_size: int) -> dict[str, Any] | int:
     """Runs `hybridrl ARGUMENTS` as local ranks.
 
-    Returns their report, or the exit code if they failed.
+    Returns the report that they wrote, or their exit code if they failed.
     """
     log_dir = Path(tempfile.mkdtemp(prefix="hybridrl-report-"))
     code = launch(arguments, world_size, log_dir)
     report: dict[str, Any] = {}
     if code == 0:
         report = json.loads((log_dir / REPORT).read_text(encoding="utf-8"))
-    if code != 1:  # an error message refers to the logs
+    if code != 1:  # with code 1, an error message refers to the logs
         shutil.rmtree(log_dir)
     return code or report
 
 
 def leave_for_parent(report: dict[str, Any]) -> bool:
-    """Writes the report for the parent process; returns False if there is no parent."""
+    """Writes the report for the parent process. Returns False if no parent process expects one."""
     file = rank_file(".log")
     if file is None or not is_launched():
         return False

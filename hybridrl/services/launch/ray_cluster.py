@@ -1,8 +1,9 @@
-"""Nodes of a Ray cluster for `hybridrl launch --ray`. No torch; Ray is imported on use.
+"""Runs ranks on the nodes of a Ray cluster, for `hybridrl launch --ray`. Does not import torch;
+imports Ray only when it is used.
 
-An actor on each node runs node.py, which runs the node's ranks, as ssh does for a hostfile. If an
-actor is lost, its node counts as lost until it answers again. Nodes share the working folder, the
-Python environment and the run folder.
+An actor on each node runs node.py, as ssh does for a hostfile; node.py runs the ranks. If an actor
+is lost, its node is considered lost until it responds again. Nodes must share the working folder,
+the Python environment and the run folder.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from hybridrl.errors import ConfigError, UserError, said
 from hybridrl.services.launch.connections import Connection, Host
 from hybridrl.services.launch.node import Order
 
-ANSWER_S = 60.0  # timeout of an actor's answer
-ASK_S = 20.0  # timeout of a node's answer about its version and folder
-CONNECT_S = 10.0  # timeout of the connection to the cluster
-FREE_S = 10.0  # time until the slots of an ended actor are free
-POLL_S = 0.2  # time that an actor waits for output before it answers
+ANSWER_S = 60.0  # maximum time that an actor may take to reply
+ASK_S = 20.0  # maximum time that a node may take to report its version and folder
+CONNECT_S = 10.0  # timeout for connecting to the cluster
+FREE_S = 10.0  # maximum time until the slots of an ended actor are free
+POLL_S = 0.2  # time that an actor waits for output before it replies
 # Ray's codes for nodes that were stopped, or that the autoscaler removed because they were idle.
 STOPPED = (1, 4)
 INSTALL = "pip install 'hybridrl[ray]'"
@@ -69,7 +70,7 @@ class NodeActor:
                 self._process.stdin.close()
 
     def poll(self) -> tuple[int | None, list[tuple[int, bytes]]]:
-        """Returns the exit code, or None, and the new output with its descriptor (1 or 2)."""
+        """Returns the exit code, or None, and new output as (descriptor 1 or 2, block)."""
         self._has_output.wait(POLL_S)
         self._has_output.clear()
         code = self._process.poll()
@@ -86,7 +87,7 @@ class NodeActor:
 
 
 class RayConnection(Connection):
-    """A connection to node.py in an actor.
+    """A connection to node.py that runs in an actor.
 
     Args:
         actor: Handle of the actor.
@@ -142,7 +143,7 @@ class RayConnection(Connection):
 
     @property
     def how(self) -> str:
-        """How it ended, as text."""
+        """Text that describes how node.py ended."""
         return f"was lost: {self._fault}" if self._fault else super().how
 
 
@@ -151,10 +152,12 @@ class RayCluster:
 
     Args:
         address: HOST:PORT of the cluster, or "auto".
-        has_gpus: Whether each rank gets a GPU if the cluster has any; otherwise it gets a CPU slot.
+        has_gpus: Whether each rank reserves a GPU, if the cluster has GPUs; otherwise it reserves a
+            CPU.
 
     Raises:
-        UserError: Ray is missing, the cluster does not answer, or a node differs from this host.
+        UserError: Ray is not installed, the cluster does not respond, or the installation on a node
+            differs from this host.
 
     Attributes:
         unit: Kind of a slot, "GPU" or "CPU".
@@ -164,8 +167,8 @@ class RayCluster:
         self._ray = connect(address)
         self.unit = "GPU" if has_gpus and self._ray.cluster_resources().get("GPU") else "CPU"
         self._ids: dict[str, str] = {}  # ids of nodes that match this host, by address
-        self._refused: dict[str, str] = {}  # ids of nodes that do not match
-        self._taken: dict[str, int] = {}  # slots of the current or last start
+        self._refused: dict[str, str] = {}  # ids of nodes whose installation does not match
+        self._taken: dict[str, int] = {}  # slots that the current or last start uses
         self._connections: list[RayConnection] = []
         if wrong := self._ask_new(set()):
             self.close()
@@ -177,7 +180,9 @@ class RayCluster:
         return self.unit == "GPU"
 
     def lost_nodes(self) -> str:
-        """Returns the nodes that Ray has lost, as the end of a message; empty if none."""
+        """Returns text about the nodes that Ray has lost, to append to a message; empty if there
+        are none.
+        """
         lost = dead_nodes(self._ray.nodes())
         named = ", ".join(f"{address} ({why})" for address, why in lost.items())
         return f"; Ray lost {named}" if named else ""
@@ -199,13 +204,13 @@ class RayCluster:
         return self._connections[-1]
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns the nodes with free slots, most slots first.
+        """Returns the nodes with free slots, those with the most slots first.
 
-        Checks the versions and folders of nodes that are new or were lost.
+        Nodes that are new or were lost are checked first.
         """
         try:
             for name, error in self._ask_new(down).items():
-                if name not in down:  # nodes that are down are checked repeatedly
+                if name not in down:  # nodes that are down are checked again and again
                     say(f"hybridrl: {error}")
             free = self._free()
         except (self._ray.exceptions.RayError, RuntimeError, ConnectionError) as error:
@@ -215,7 +220,7 @@ class RayCluster:
         return sorted(found, key=lambda host: -host.slots)
 
     def close(self) -> None:
-        """Leaves the cluster."""
+        """Disconnects from the cluster."""
         self._ray.shutdown()
 
     def _on(self, node: str) -> Any:
@@ -223,9 +228,10 @@ class RayCluster:
         return strategies.NodeAffinitySchedulingStrategy(node, soft=False)
 
     def _ask_new(self, down: Set[str]) -> dict[str, UserError]:
-        """Checks the nodes that are new or were lost, and keeps those that match this host.
+        """Checks nodes that are new or were lost, and records those whose installation matches this
+        host.
 
-        Returns the errors of the other nodes.
+        Returns the errors for all other nodes, by address.
         """
         alive = alive_nodes(self._ray.nodes())
         kept = {n: i for n, i in self._ids.items() if alive.get(n) == i and n not in down}
@@ -233,7 +239,7 @@ class RayCluster:
         folder = os.getcwd()
 
         def setup() -> tuple[str, bool]:
-            import hybridrl  # imported on that node; Ray would send this host's module
+            import hybridrl  # imported on that node, because Ray would send this host's module
 
             return hybridrl.__version__, os.path.isdir(folder)
 
@@ -264,9 +270,10 @@ class RayCluster:
         return wrong
 
     def _free(self) -> dict[str, int]:
-        """Returns the slots of each node that this job may use: free slots and its own.
+        """Returns how many slots on each node this job may use: free slots, and slots that it
+        already uses.
 
-        Ray counts the slots of an actor as used for a moment after its end.
+        For a moment after an actor has ended, Ray still reports its slots as used.
         """
         from ray._private.state import available_resources_per_node  # Ray has no public function
 
@@ -287,14 +294,14 @@ class RayCluster:
 
 
 def alive_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns Ray's ids of the nodes that are alive, by address."""
+    """Returns Ray's ids for all nodes that are alive, by address."""
     return {node["NodeManagerAddress"]: node["NodeID"] for node in nodes if node["Alive"]}
 
 
 def dead_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Returns the nodes that Ray has lost, by address, with Ray's reason.
+    """Returns the reason that Ray gives for each lost node, by address.
 
-    Nodes that were stopped or have come back are left out.
+    Nodes that were stopped, or that have returned, are left out.
 
     Args:
         nodes: Result of `ray.nodes()`.
@@ -310,16 +317,16 @@ def dead_nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:
 
 
 def connect(address: str) -> Any:
-    """Connects to a cluster and returns the module `ray`.
+    """Connects to a cluster. Returns the module `ray`.
 
     Raises:
-        UserError: Ray is missing, or the cluster does not answer.
+        UserError: Ray is not installed, or the cluster does not respond.
     """
     if "://" in address or address in ("", "local"):
         allowed = 'HOST:PORT of a running cluster, or "auto"'
         raise UserError("--ray", address, allowed, "Start `ray start --head`.")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # send no usage statistics
-    # Let tasks without GPUs see their node's GPUs.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # do not send usage statistics
+    # Allow tasks that reserve no GPU to see the GPUs on their node.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
         import ray
@@ -328,7 +335,7 @@ def connect(address: str) -> Any:
         raise UserError("--ray", said(error), "Ray", f"Run: {INSTALL}") from error
     host, _, port = address.rpartition(":")
     try:
-        if port.isdecimal():  # Ray notices only after minutes that nothing listens
+        if port.isdecimal():  # checked first, because Ray takes minutes to fail
             socket.create_connection((host, int(port)), CONNECT_S).close()
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (OSError, ValueError, RuntimeError, ray.exceptions.RayError) as error:

@@ -1,10 +1,10 @@
-"""Restarts the ranks of a run after ranks or hosts are lost. No torch.
+"""Restarts the ranks of a run after ranks or hosts are lost. Does not import torch.
 
-The ranks continue from the newest state with the same batches, as at any start. A rank is lost if
-it ends by an unexpected signal, falls silent, or its host fails. A rank's own error is no reason
-to restart, since it would happen again. If a start loses a rank before its first step, the next
-start leaves that rank out; after another loss, all ranks are tried again. An `ElasticJob` chooses
-where ranks run: on one host here, on several in hosts_job.py.
+As at any start, the ranks continue from the newest state with the same batches. A rank is lost if
+an unexpected signal ends it, if it stops sending heartbeats, or if its host fails. A rank's own
+error does not cause a restart, because the error would recur. If a start loses a rank before its
+first step, the next start leaves that rank out; after another loss, all ranks are tried again. An
+`ElasticJob` chooses where ranks run: on one host (here) or on several hosts (hosts_job.py).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hybridrl.services.launch.rank_ends import conclude, lost_ranks
 
 @dataclass(frozen=True)
 class End:
-    """How one start of a job ended.
+    """Describes how one start of a job ended.
 
-    `kind` is "lost" if ranks were lost, "wider" if they saved and ended because more ranks can run,
-    else "over".
+    `kind` is "lost" if ranks were lost, "wider" if ranks saved and ended because more ranks can
+    run, and otherwise "over".
     """
 
     code: int
@@ -37,29 +37,30 @@ class End:
 
 
 class ElasticJob(Protocol):
-    """Ranks of a job that can be started several times."""
+    """A job whose ranks can be started several times."""
 
     @property
     def where(self) -> str:
-        """The ranks of the next start and their hosts, as text."""
+        """Text that describes the ranks of the next start and their hosts."""
 
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
-        """Runs `hybridrl ARGUMENTS` as the ranks and waits for them."""
+        """Runs `hybridrl ARGUMENTS` in every rank, and waits for all ranks."""
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
-        """Chooses the ranks of the next start after a loss; returns whether there are any.
+        """Chooses the ranks for the next start after a loss. Returns whether a start is possible.
 
         Args:
-            comes_back: Whether to try all ranks again, including those lost before.
-            received: Signals that arrive meanwhile, which end the wait.
+            comes_back: Whether to try all ranks again, including ranks that were lost before.
+            received: Signals that this process has received. A signal during the call ends the
+                wait.
         """
 
     def close(self) -> None:
-        """Returns when all processes of all starts are gone."""
+        """Waits until all processes from all starts are gone."""
 
 
 class ElasticLaunch:
-    """Starts and restarts the ranks of a run; called like `launch`.
+    """Starts and restarts the ranks of a run. It is called like `launch`.
 
     Args:
         max_restarts: Maximum number of restarts.
@@ -75,7 +76,7 @@ class ElasticLaunch:
         log_dir: Path,
         environment: Mapping[str, str] = MappingProxyType({}),
     ) -> int:
-        """Runs the ranks until they are done or may not restart; see `launch`."""
+        """Runs the ranks until they are done or must not restart again; see `launch`."""
         try:
             return self._run(arguments, log_dir, environment)
         finally:
@@ -97,7 +98,8 @@ class ElasticLaunch:
                     return 128 + received[0]
                 if not is_settled:
                     return end.code
-            # After a restart, the newest checkpoint descends from the previous one that was chosen.
+            # After a restart, use the newest checkpoint, because it descends from the chosen
+            # previous one.
             given = ["newest" if one == "previous" else one for one in given]
             reason = f"restart {num_restarts} of {self._max_restarts} (run.max_restarts)"
             reason = reason if end.kind == "lost" else "hosts have come back"
@@ -105,12 +107,12 @@ class ElasticLaunch:
 
 
 class LocalJob:
-    """The ranks of one host, as an `ElasticJob`.
+    """Ranks on one host, as an `ElasticJob`.
 
     Args:
         size: Number of ranks at the first start.
-        fits: Function that returns whether a number of ranks can train the run.
-        program: Arguments of Python that replace hybridrl's, for tests.
+        fits: Function that returns whether a given number of ranks can train the run.
+        program: Arguments for Python that replace hybridrl's, for tests.
     """
 
     def __init__(
@@ -121,13 +123,13 @@ class LocalJob:
 
     @property
     def where(self) -> str:
-        """The number of ranks of the next start, as text."""
+        """Text that describes the number of ranks in the next start."""
         return f"{self._size} ranks"
 
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
         """Runs the ranks and waits for them.
 
-        Memory of killed ranks may not be free yet; the ranks of the next start wait for it.
+        The memory of killed ranks may not be free yet. The ranks of the next start wait for it.
         """
         command, share = [*self._program, *arguments], Share.whole(self._size)
         outcome = run_ranks(command, share, log_dir, environment, leaving=self._leaving)
@@ -136,7 +138,7 @@ class LocalJob:
         return End(code, "lost" if is_lost else "over")
 
     def settle(self, comes_back: bool, received: Sequence[int]) -> bool:
-        """Chooses the number of ranks of the next start; always returns True."""
+        """Chooses the number of ranks for the next start. Always returns True."""
         if comes_back:
             self._size = self._full
         else:
@@ -145,18 +147,18 @@ class LocalJob:
         return True
 
     def close(self) -> None:
-        """Returns when all processes of all starts are gone."""
+        """Waits until all processes from all starts are gone."""
         self._leaving.wait()
 
 
 def _has_stepped(folder: Path, num_starts: int) -> bool:
-    """Returns whether the run has recorded a step since its first `num_starts` starts."""
+    """Whether the run has recorded a step since its first `num_starts` starts."""
     starts = read_starts(folder)[num_starts:]
     return bool(starts) and _last_step(folder) > max(int(one["after_step"]) for one in starts)
 
 
 def _last_step(folder: Path) -> int:
-    """Returns the last recorded step of a run; 0 if there is none or its line is incomplete."""
+    """Returns the last step that a run recorded; 0 if there is none or its line is incomplete."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         line = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
         return int(json.loads(line)["step"])

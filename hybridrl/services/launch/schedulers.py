@@ -1,8 +1,10 @@
-"""Files for schedulers: an sbatch file, a JobSet or a PyTorchJob, from templates/. No torch.
+"""Renders files for schedulers from templates/: an sbatch file, a JobSet or a PyTorchJob. Does not
+import torch.
 
-Each runs `hybridrl launch --node K` once on every node, which starts the node's ranks. A job that
-the scheduler restarts continues from its newest checkpoint. Within a Slurm job, lost ranks restart
-up to `run.max_restarts` times, with the same number of ranks, as long as the job keeps its nodes.
+Each file runs `hybridrl launch --node K` once on every node, to start the ranks on this node. If
+the scheduler restarts a job, it continues from its newest checkpoint. Within a Slurm job, ranks are
+restarted up to `run.max_restarts` times after a loss, with the same number of ranks, as long as the
+job keeps its nodes.
 """
 
 from __future__ import annotations
@@ -14,26 +16,26 @@ from pathlib import Path
 from typing import Any, Literal
 
 JobKind = Literal["jobset", "pytorchjob"]
-PORT = "29500"  # free in Kubernetes, where each pod has its own address
-MAX_RESTARTS = 3  # of a Kubernetes job if the run sets none
-# Exit code of a node whose ranks were lost and may restart. It is above all other exit codes,
-# because srun returns the largest one, and it is not the code of a signal.
+PORT = "29500"  # always free in Kubernetes, because each pod has its own address
+MAX_RESTARTS = 3  # for a Kubernetes job if the run sets no number
+# Exit code of a node whose ranks were lost and may restart. It is larger than all other exit codes,
+# because srun returns the largest, and it does not denote a signal.
 LOST = 200
-RESTARTS = "HYBRIDRL_RESTARTS"  # number of restarts of the job
+RESTARTS = "HYBRIDRL_RESTARTS"  # number of times that the job has restarted
 
 
 @dataclass(frozen=True)
 class NodeJob:
-    """A job that runs one command on each of several nodes.
+    """A job that runs the same command on each of several nodes.
 
     Args:
         slots: Number of ranks per node.
         has_gpus: Whether each rank has a GPU.
         arguments: CONFIG, overrides and options of `hybridrl launch`.
-        folder: Working folder of the command.
-        environment: Variables of the command.
-        stop_s: Seconds for the ranks to save before the job ends.
-        max_restarts: Number of restarts after lost ranks.
+        folder: Working folder for the command.
+        environment: Environment variables for the command.
+        stop_s: Seconds that ranks have to save before the job ends.
+        max_restarts: Maximum number of restarts after ranks are lost.
     """
 
     name: str
@@ -47,7 +49,7 @@ class NodeJob:
     max_restarts: int = 0
 
     def node_command(self, program: Sequence[str], node: str, address: str, port: str) -> str:
-        """Returns the shell command of a node; `node`, `address` and `port` are shell words."""
+        """Returns the shell command for a node. `node`, `address` and `port` are shell words."""
         sizes = f"--nodes {self.num_nodes} --slots {self.slots}"
         place = f"--node {node} {sizes} --address {address} --port {port}"
         return f"{shlex.join(program)} launch {place} {shlex.join(self.arguments)}"
@@ -56,12 +58,12 @@ class NodeJob:
 def slurm_script(
     job: NodeJob, program: Sequence[str], options: Sequence[str], output: Path | None
 ) -> str:
-    """Returns an sbatch file, whose text also runs inside an allocation.
+    """Returns the text of an sbatch file. It also works as a script inside an allocation.
 
     Args:
         program: Command that runs `hybridrl`.
-        options: Additional options of sbatch, as --name=value; they replace those of the template.
-        output: File for the job's output, with Slurm's patterns; None for Slurm's default.
+        options: Additional sbatch options, as --name=value. They override options in the template.
+        output: File for the job's output; may contain Slurm's patterns. None for Slurm's default.
     """
     gpus = {"gpus-per-node": job.slots} if job.has_gpus else {}
     given = {
@@ -94,15 +96,16 @@ def manifest(
     """Returns a Kubernetes manifest as YAML.
 
     Args:
-        image: Image of the containers, with `hybridrl` on its PATH.
-        volumes: Names of volume claims with their mount paths.
+        image: Container image in which `hybridrl` is on the PATH.
+        volumes: Pairs of a volume claim's name and its mount path.
     """
     program = ["hybridrl"]
     if kind == "jobset":
-        first = f"{job.name}-node-0-0.{job.name}"  # the first pod, by JobSet's headless service
+        first = f"{job.name}-node-0-0.{job.name}"  # the first pod, in JobSet's headless service
         script = "exec " + job.node_command(program, '"$JOB_COMPLETION_INDEX"', first, PORT)
     else:
-        # The operator numbers pods by variables that torch uses for ranks, which pods are not.
+        # The operator numbers pods with variables that torch reads as ranks, but a pod is not a
+        # rank.
         node = job.node_command(program, '"$node"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
         script = f'node="$RANK"; unset RANK WORLD_SIZE; exec {node}'
     return _rendered(

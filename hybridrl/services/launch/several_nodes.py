@@ -1,7 +1,9 @@
-"""Runs `hybridrl train` on several machines: by ssh, Ray, Slurm or Kubernetes. No torch.
+"""Runs `hybridrl train` on several machines over ssh, Ray, Slurm or Kubernetes. Does not import
+torch.
 
-All of them start ranks as `hybridrl train` does on one machine, with the same environment
-variables, log files and exit codes; a single node also has the exit code LOST.
+In each case, ranks start as with `hybridrl train` on one machine, with the same environment
+variables, log files and exit codes. The only addition is exit code LOST, for the command that runs
+on a single node.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Run:
 
     Args:
         arguments: CONFIG, overrides and options of `hybridrl train`.
-        resume: Checkpoint from which the run continues.
+        resume: Checkpoint from which the run resumes.
     """
 
     config: Config
@@ -56,7 +58,9 @@ class Run:
 
     @property
     def fits(self) -> Callable[[int], bool] | None:
-        """Function that returns whether a number of ranks can train; None without restarts."""
+        """Function that returns whether a given number of ranks can train. None if restarts are
+        off.
+        """
         if not self.config.run.max_restarts:
             return None
         return lambda size: fits_on(self.config, size)
@@ -67,11 +71,11 @@ class NodeSizes:
     """Resources that a job requests from a scheduler.
 
     Args:
-        nodes: Number of nodes; None for that of the allocation.
+        nodes: Number of nodes; None for the number in the allocation.
         slots: Number of ranks per node; None for the number of GPUs per node in the allocation.
         has_gpus: Whether each rank has a GPU.
-        stop_s: Seconds for the ranks to save before the job ends.
-        folder: Working folder of the command; None for the current one.
+        stop_s: Seconds that ranks have to save before the job ends.
+        folder: Working folder for the command; None for the current folder.
     """
 
     nodes: int | None
@@ -81,7 +85,7 @@ class NodeSizes:
     folder: str | None = None
 
     def job(self, run: Run, in_allocation: bool = False) -> NodeJob:
-        """Returns the job of a run."""
+        """Returns the job that trains a run."""
         nodes, slots = counts(self.nodes, self.slots, in_allocation)
         return NodeJob(
             name=run.config.run.name,
@@ -97,7 +101,9 @@ class NodeSizes:
 
 
 def counts(nodes: int | None, slots: int | None, in_allocation: bool = False) -> tuple[int, int]:
-    """Returns the numbers of nodes and of ranks per node, from the options or the allocation."""
+    """Returns the number of nodes, and the number of ranks per node, from options or the
+    allocation.
+    """
     slurm = os.environ if in_allocation else {}
     each = slurm.get("SLURM_GPUS_ON_NODE")
     each = each or slurm.get("SLURM_GPUS_PER_NODE", "").rpartition(":")[2]
@@ -117,7 +123,7 @@ def on_hosts(
     address: str | None,
     port: int | None,
 ) -> int:
-    """Runs the ranks on hosts over ssh; returns the exit code."""
+    """Runs the ranks on hosts over ssh. Returns the exit code."""
     hosts = read_hostfile(hostfile)
     slots = sum(host.slots for host in hosts)
     world_size = world or slots
@@ -137,7 +143,7 @@ def on_hosts(
 
 
 def on_ray(run: Run, address: str, world: int | None, has_gpus: bool) -> int:
-    """Runs the ranks on the nodes of a Ray cluster; returns the exit code."""
+    """Runs the ranks on the nodes of a Ray cluster. Returns the exit code."""
     cluster = RayCluster(address, has_gpus)
     try:
         hosts = cluster.hosts(set())
@@ -181,7 +187,7 @@ def on_node(
     address: str | None,
     port: int | None,
 ) -> int:
-    """Runs the ranks of one node; returns LOST if they may restart.
+    """Runs the ranks on one node. Returns the exit code: LOST if ranks were lost and may restart.
 
     Rank 0 locks the run folder, because no process controls all nodes.
     """
@@ -193,7 +199,8 @@ def on_node(
     parts = [Share(each, n * each, num_nodes * each, address, port) for n in range(num_nodes)]
     _validate(run, parts)
     logs = run_folder(run.config) / "logs"
-    # After a restart, the newest checkpoint descends from the previous one that the user chose.
+    # After a restart, use the newest checkpoint, because it descends from the previous one that the
+    # user chose.
     starts = sum(int(os.environ.get(name, "0")) for name in (RESTARTS, "SLURM_RESTART_COUNT"))
     given = ["newest" if starts and one == "previous" else one for one in run.arguments]
     outcome = run_ranks([*PROGRAM, "train", *given], parts[node], logs)
@@ -203,7 +210,7 @@ def on_node(
 
 
 def by_slurm(run: Run, sizes: NodeSizes, options: Sequence[str], dry_run: bool) -> int:
-    """Submits the job, or runs it in the current allocation; returns the exit code."""
+    """Submits the job, or runs it in the current allocation. Returns the exit code."""
     in_allocation = "SLURM_JOB_ID" in os.environ and not dry_run
     job = sizes.job(run, in_allocation)
     laid, _ = laid_out(run.config, job.num_nodes * job.slots)

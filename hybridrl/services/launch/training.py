@@ -1,5 +1,5 @@
-"""Runs `hybridrl train` on this host: chooses the layout, validates it and starts the ranks. No
-torch.
+"""Runs `hybridrl train` on this host: chooses the layout, validates the run and starts the ranks.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ def launch_training(
     """Runs the ranks of a training run, and restarts them up to `run.max_restarts` times.
 
     Args:
-        config: Config as written, with hub names at their commits.
-        arguments: Arguments of `hybridrl` in a rank.
-        world_size: Number of ranks; None for this host's GPUs or the size of the layout.
-        resume: Checkpoint from which to continue.
+        config: Config as the user wrote it, with hub names pinned to commits.
+        arguments: Arguments for `hybridrl` in each rank.
+        world_size: Number of ranks. If None, the size of the layout or the number of GPUs on this
+            host.
+        resume: Checkpoint from which to resume.
 
     Returns:
         The exit code.
 
     Raises:
-        ConfigError: The config has errors that are visible before ranks start.
+        ConfigError: The config has errors that can be detected before ranks start.
         UserError: The run folder cannot be created, or another run uses it.
     """
     size = world_size or default_world_size(config, num_local_gpus())

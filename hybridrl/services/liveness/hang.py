@@ -1,13 +1,14 @@
-"""Finds hangs: ranks without progress for which other ranks wait. No torch.
+"""Detects hangs: ranks that make no progress while other ranks wait for them. Does not import
+torch.
 
-Pure: `HangWatch` examines the heartbeats of all ranks (watch.py) at intervals. A rank is idle once
-none of its counters has changed for some time: its phase, its collectives, and the rounds of its
-loops (progress.py). An idle rank alone is no fault. It is a hang if other idle ranks wait for it,
-or if all waiting ranks are in different collectives. A slow rank makes progress, and a rank that
-waits for a slow rank waits for one that makes progress. A send and its receive are one operation:
-two ranks inside it wait for nobody else, and it is reported as slow.
+Pure logic: `HangWatch` examines the heartbeats of all ranks (watch.py) at intervals. A rank is idle
+if none of its counters has changed for some time: its phase, its collectives, and the rounds of its
+loops (progress.py). An idle rank alone is not a hang. There is a hang if other idle ranks wait for
+an idle rank, or if all waiting ranks are in different collectives. A slow rank is not a hang,
+because it makes progress. A send and its receive form one operation. Two ranks inside it wait for
+no other rank, so it is reported as slow.
 
-Hangs are reported and do not end the run. `run.stall_timeout_s` limits such waits (watch.py).
+Hangs are reported but do not end the run. `run.stall_timeout_s` limits such waits (watch.py).
 """
 
 from __future__ import annotations
@@ -29,29 +30,30 @@ from hybridrl.parallel.watch import (
 
 @dataclass(frozen=True)
 class Hang:
-    """Ranks without progress: the suspected ranks, and a message."""
+    """A detected hang: the suspected ranks, and a message."""
 
     suspects: Sequence[int]
     message: str
 
 
 class HangWatch:
-    """Examines the heartbeats of all ranks at intervals; returns each hang once.
+    """Examines the heartbeats of all ranks at intervals. Reports each hang only once.
 
     Args:
-        idle_s: Seconds without progress after which a rank counts as idle, in a step.
-        start_s: The same before the first step, while models are loaded and engines started.
+        idle_s: Seconds without progress after which a rank is idle, during steps.
+        start_s: Seconds without progress after which a rank is idle before the first step, while
+            models load and engines start.
     """
 
     def __init__(self, idle_s: float, start_s: float) -> None:
         self._idle_s, self._start_s = idle_s, start_s
-        self._longest: dict[str, float] = {}  # longest finished pause of each phase, seconds
+        self._longest: dict[str, float] = {}  # longest ended pause of each phase, in seconds
         self._before: dict[int, Beat] = {}
         self._reported: Hang | None = None
         self._paused_s = 0.0
 
     def look(self, beats: Sequence[Beat]) -> Hang | None:
-        """Records the latest heartbeats; returns a hang that has not been reported yet."""
+        """Records the latest heartbeats. Returns a hang that has not been reported yet, or None."""
         for rank, beat in enumerate(beats):
             before = self._before.get(rank, beat)
             if beat.idle_s < before.idle_s and not _is_waiting(before):
@@ -69,7 +71,7 @@ class HangWatch:
         return found
 
     def over(self, beats: Sequence[Beat]) -> str | None:
-        """Returns a message once the reported ranks make progress again."""
+        """Returns a message once the reported ranks make progress again, else None."""
         if self._reported is None:
             return None
         suspects = self._reported.suspects
@@ -80,16 +82,16 @@ class HangWatch:
         return f"{ranks_text(suspects)} continued after {paused_s:.0f} s"
 
     def bound_s(self, beat: Beat) -> float:
-        """Returns the seconds without progress after which a rank counts as idle.
+        """Returns the seconds without progress after which this rank is idle.
 
-        They are at least twice the longest finished pause in the same phase.
+        The result is at least twice the longest pause in the same phase that has ended.
         """
         least = self._idle_s if ", step " in beat.phase else self._start_s
         return max(least, 2 * self._longest.get(_name(beat), 0.0))
 
 
 def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
-    """Returns the hang of the idle ranks (`still`), or None."""
+    """Returns the hang, if any, among the idle ranks (`still`)."""
     calls, transfers = _Calls(beats, still), _transfers(beats, still)
     awaited = {rank: _awaited(rank, beats, still, calls) for rank in still}
     waits_for_slow = {rank for rank in still if awaited[rank] - still}
@@ -98,14 +100,14 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
     of_others = {other for rank in still for other in awaited[rank] & still}
     elsewhere = sorted(rank for rank in of_others if not _is_waiting(beats[rank]))
     if elsewhere:
-        waiting = [  # includes ranks that have not waited long
+        waiting = [  # including ranks that have not waited long
             rank
             for rank in range(len(beats))
             if _awaited(rank, beats, still, calls) & set(elsewhere) and _is_waiting(beats[rank])
         ]
         return Hang(elsewhere, _elsewhere_text(elsewhere, beats, waiting))
     in_transfers = {rank for ranks in transfers.values() for rank in ranks}
-    behind = set(in_transfers)  # with the ranks that wait for them
+    behind = set(in_transfers)  # and the ranks that wait for them
     while grown := {rank for rank in still - behind if awaited[rank] & behind}:
         behind |= grown
     places: dict[str, list[int]] = {}
@@ -128,7 +130,7 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
 
 
 class _Calls:
-    """The calls of idle ranks, by group."""
+    """Stores the calls of idle ranks by group."""
 
     def __init__(self, beats: Sequence[Beat], still: set[int]) -> None:
         self._of_groups: dict[tuple[str, int, int], dict[int, Call]] = {}
@@ -153,9 +155,9 @@ class _Calls:
         return self._missing[wait.key]
 
     def behind(self, call: Call) -> set[int]:
-        """Returns the idle ranks that keep a call from ending.
+        """Returns the idle ranks that prevent a call from ending.
 
-        They have not reached it yet, or are in another operation with the same number.
+        They have not reached the call yet, or are in another operation with the same number.
         """
         if call.is_p2p:
             return set() if call.peer is None else {call.peer}
@@ -173,7 +175,7 @@ class _Calls:
 
 
 def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -> set[int]:
-    """Returns the ranks for which a rank waits, as far as known."""
+    """Returns the ranks for which `rank` is known to wait."""
     beat, found = beats[rank], set[int]()
     if beat.wait is not None:
         found |= calls.missing(beat.wait)
@@ -181,16 +183,16 @@ def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -
         if not call.is_over and not _meets(rank, call, beats):
             found |= calls.behind(call)
     if not found and _is_in_unrecorded(beat):
-        # A send or receive that is not recorded, so its peer may be any rank that does not wait.
+        # This send or receive is not recorded, so its peer may be any rank that is not waiting.
         found |= {other for other in still if not _is_waiting(beats[other])}
     return {other for other in found - {rank} if not beats[other].has_left}
 
 
 def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
-    """Returns the sends and receives in which idle ranks are together, by name.
+    """Returns, by name, the sends and receives in which both peers are idle, with these ranks.
 
-    Those over gloo are not recorded. If several ranks are in unrecorded ones, each may be another's
-    peer, so none of them is suspected to be in the wrong place.
+    Sends and receives over gloo are not recorded. If several ranks are in unrecorded calls, they
+    may be peers of each other, so none of them is suspected to be in the wrong place.
     """
     found: dict[str, list[int]] = {}
     for rank in sorted(still):
@@ -203,7 +205,7 @@ def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
                 found[name] = ends
     idle_s = {rank: beat.idle_s for rank, beat in enumerate(beats) if _is_in_unrecorded(beat)}
     longest_s = max((idle_s[rank] for rank in still & idle_s.keys()), default=math.inf)
-    # A peer that came one heartbeat later is not idle yet, so half of the time is enough.
+    # A peer that arrived one heartbeat later is not idle yet, so half of the time is enough.
     unrecorded = [rank for rank, one_s in idle_s.items() if one_s > longest_s / 2]
     if len(unrecorded) > 1:
         found["a send with its receive"] = unrecorded
@@ -211,7 +213,7 @@ def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
 
 
 def _meets(rank: int, call: Call, beats: Sequence[Beat]) -> bool:
-    """Returns whether a call is a send or a receive whose peer is in the matching call."""
+    """Whether a call is a send or a receive whose peer is in the matching call."""
     if not call.is_p2p or call.peer is None:
         return False
     is_send, tensors = call.what.startswith("send"), call.what.partition(" of ")[2]
@@ -226,13 +228,13 @@ def _meets(rank: int, call: Call, beats: Sequence[Beat]) -> bool:
 
 
 def _is_in_unrecorded(beat: Beat) -> bool:
-    """Returns whether a rank is in a call that is not recorded: a send or receive over gloo."""
+    """Whether a rank is in an unrecorded call: a send or receive over gloo."""
     is_recorded = any(not call.is_over for call in beat.latest)
     return beat.is_in_collective and beat.wait is None and not is_recorded
 
 
 def _differ(one: Call, other: Call) -> bool:
-    """Returns whether two calls of the same number are different operations."""
+    """Whether two calls with the same number are different operations."""
     return one.what.split(" of ")[0] != other.what.split(" of ")[0]
 
 
@@ -245,7 +247,7 @@ def _is_waiting(beat: Beat) -> bool:
 
 
 def waits_in(beat: Beat) -> str:
-    """Returns the collective in which a rank waits; empty if it is in none."""
+    """Returns the name of the collective in which a rank waits; "" if it waits in none."""
     pending = [call for call in beat.latest if not call.is_over]
     if pending:
         return pending[0].name
@@ -271,9 +273,9 @@ def _elsewhere_text(suspects: Sequence[int], beats: Sequence[Beat], waiting: Seq
 def _slow_transfers(
     transfers: Mapping[str, Sequence[int]], beats: Sequence[Beat], waiting: Sequence[int]
 ) -> Hang | None:
-    """Returns a report on slow sends and receives, or None if there are none.
+    """Returns a hang that reports slow sends and receives, or None if there are none.
 
-    `waiting` are the ranks that wait for them.
+    `waiting` lists the ranks that wait for them.
     """
     if not transfers:
         return None

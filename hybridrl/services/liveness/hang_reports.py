@@ -1,7 +1,8 @@
-"""Reports hangs on the console, and writes the state of every rank to a file. No torch.
+"""Reports hangs on the console, and writes the state of every rank to a file. Does not import
+torch.
 
-The rank that judges (parallel/heartbeat.py) calls this with the heartbeats of all ranks. A hang
-does not end the run. On request, each rank writes its stacks to its own log.
+The rank that examines heartbeats (parallel/heartbeat.py) calls it with the heartbeats of all ranks.
+A hang does not end the run. On request, each rank writes its stacks to its own log.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from pathlib import Path
 from hybridrl.parallel.watch import Beat, Call, ranks_text
 from hybridrl.services.liveness.hang import HangWatch, waits_in
 
-HANGS = "hangs"  # folder of reports, in the run folder
-# Seconds without progress. With the intervals of heartbeats, a hang is reported within 40 s. Before
-# the first step, ranks load models and start engines for minutes.
+HANGS = "hangs"  # folder for reports in the run folder
+# Seconds without progress after which a rank is idle. Including the intervals between heartbeats, a
+# hang is reported within 40 s. Before the first step, ranks may load models and start engines for
+# minutes.
 HANG_S, START_HANG_S = 25.0, 300.0
 STEP = re.compile(r"step (\d+)")
 
 
 class HangReports:
-    """Finds and reports hangs, as a `HangObserver` of the heartbeat.
+    """Detects and reports hangs, as the heartbeat's `HangObserver`.
 
     Args:
         ask_stacks: Function that makes all ranks write their stacks to their logs.
@@ -33,7 +35,7 @@ class HangReports:
         self._watch = HangWatch(HANG_S, START_HANG_S)
 
     def look(self, beats: Sequence[Beat], silent: Sequence[int], run: Path | None) -> list[str]:
-        """Records the latest heartbeats; returns the messages to print."""
+        """Records the latest heartbeats. Returns messages to print."""
         over = self._watch.over(beats)
         hang = self._watch.look(beats)
         messages = [over] if over is not None else []
@@ -50,9 +52,9 @@ class HangReports:
         silent: Sequence[int],
         run: Path | None,
     ) -> str:
-        """Writes a report of every rank's state to the run folder.
+        """Writes a report about the state of every rank to the run folder.
 
-        Returns the message with the report's path.
+        Returns the message with the path of the report added.
         """
         if run is None:
             return message
@@ -70,7 +72,9 @@ class HangReports:
 def report_text(
     message: str, suspects: Sequence[int], beats: Sequence[Beat], silent: Sequence[int]
 ) -> str:
-    """Returns the message and the state of every rank, suspected ranks first."""
+    """Returns the text of a report: the message, and the state of every rank, suspected ranks
+    first.
+    """
     lines = [message, "", "Stacks are in logs/rank_N.log.", ""]
     for rank in sorted(range(len(beats)), key=lambda rank: (rank not in suspects, rank)):
         beat, mark = beats[rank], " (suspected)" if rank in suspects else ""
@@ -86,9 +90,9 @@ def report_text(
 
 
 def newest_report(run: Path, since: float) -> tuple[Path, str] | None:
-    """Returns the newest report in a run folder, with its message.
+    """Returns the path and the message of the newest report in a run folder.
 
-    Returns None if no report was written after `since`, seconds since the epoch.
+    Returns None if no report was written after `since` (in seconds since the epoch).
     """
     with contextlib.suppress(OSError):  # another host may remove the folder
         found = [(file.stat().st_mtime, file) for file in (run / HANGS).glob("step_*.txt")]
@@ -108,7 +112,7 @@ def _state(rank: int, beats: Sequence[Beat], silent: Sequence[int]) -> str:
 
 
 def _unlike_groups(beats: Sequence[Beat]) -> dict[str, dict[str, list[int]]]:
-    """Returns the ranks at each call, for process groups whose ranks are at different calls."""
+    """For process groups whose ranks are at different calls, returns the ranks at each call."""
     found: dict[str, dict[str, list[int]]] = {}
     for rank, beat in enumerate(beats):
         for call in beat.latest:
