@@ -1,4 +1,4 @@
-"""Half-open rectangles of tensor elements: intersection, translation, exact tiling. No torch."""
+"""Intersects, translates and checks half-open rectangles of tensor elements. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 
 def whole(shape: Shape) -> Box:
-    """Returns the box of all elements of a tensor of `shape`."""
+    """Returns the box that contains all elements of a tensor of `shape`."""
     return tuple((0, size) for size in shape)
 
 
@@ -21,7 +21,7 @@ def sizes(box: Box) -> Shape:
 
 
 def volume(box: Box) -> int:
-    """Returns the number of elements of a box."""
+    """Returns the number of elements in a box."""
     return prod(stop - start for start, stop in box)
 
 
@@ -32,14 +32,14 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def moved(box: Box, origin: Box, target: Box) -> Box:
-    """Returns `box`, a part of `origin`, at the same offset within the equally large `target`."""
+    """Translates `box` from `origin` to `target`, which has the same size."""
     return tuple(
         (a + t - o, b + t - o) for (a, b), (o, _), (t, _) in zip(box, origin, target, strict=True)
     )
 
 
 def span_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """Yields boxes of elements `start` to `stop` of a tensor of `shape`, in row-major order."""
+    """Yields boxes that cover elements `start` to `stop` of a tensor, in row-major order."""
     if not shape:
         yield ()
         return
@@ -59,7 +59,7 @@ def span_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 def tiling_fault(
     boxes: Sequence[Box], shape: Shape, allow_overlap: bool = False
 ) -> tuple[str, Box] | None:
-    """Returns the first fault of a tiling of a tensor of `shape`; None if there is none.
+    """Returns the first fault in a tiling of a tensor; None if the tiling is correct.
 
     Args:
         boxes: Rectangles that should cover each element exactly once.
@@ -67,7 +67,7 @@ def tiling_fault(
         allow_overlap: Whether an element may be covered more than once.
 
     Returns:
-        "outside", "overlap" or "hole", and the first rectangle of elements with this fault.
+        "outside", "overlap" or "hole", and the first rectangle that has this fault.
     """
     if len(boxes) == 1 and boxes[0] == whole(shape):
         return None
@@ -77,7 +77,7 @@ def tiling_fault(
         )
         if not fits:
             return "outside", box
-    # Cut every dim at every edge of a box, so that each box consists of whole cells.
+    # Split every dim at all edges of boxes, so that each box consists of whole cells.
     cuts = [
         sorted({0, size, *(edge for box in boxes for edge in box[dim])})
         for dim, size in enumerate(shape)
@@ -97,7 +97,7 @@ def tiling_fault(
 
 
 def show(box: Box) -> str:
-    """Returns a box in indexing notation, such as `[0:4, 8:16]`."""
+    """Formats a box in indexing notation, such as `[0:4, 8:16]`."""
     return "[" + ", ".join(f"{start}:{stop}" for start, stop in box) + "]"
 
 

@@ -1,8 +1,7 @@
-"""Cuts of a weight table row: the slices of its HF tensors that a tensor-parallel rank holds, in
-order.
+"""Computes which slices of a weight table row's HF tensors a tensor-parallel rank holds.
 
-Owns the cuts for Megatron and for engines with fused projections, and the errors of sizes that do
-not divide. weights.py decides which rows a rank holds and under which names. Pure data, no torch.
+Covers Megatron and engines with fused projections, and raises the errors for sizes that are not
+divisible. weights.py decides which rows a rank holds and under which names. Pure data, no torch.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ ENGINE_VOCAB_MULTIPLE = 64
 
 
 class Run(NamedTuple):
-    """Slices `start` to `stop` of one part of a table row."""
+    """Slices `start` to `stop` of one HF tensor of a table row."""
 
     part: int
     start: int
@@ -25,7 +24,7 @@ class Run(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """One rank's part of a row: runs stacked along `dim`, then `num_padding` slices of padding."""
+    """One rank's shard of a row: runs stacked along `dim`, then `num_padding` padding slices."""
 
     dim: int
     runs: Sequence[Run]
@@ -33,7 +32,7 @@ class Cut(NamedTuple):
 
 
 def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
-    """Returns Megatron's cut of a row without experts.
+    """Returns the shard of a row without experts that a Megatron rank holds.
 
     Raises:
         ModelError: The sizes do not divide.
@@ -52,7 +51,7 @@ def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
 
 
 def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
-    """Returns the cut of a row without experts for an engine with fused projections.
+    """Returns the shard of a row without experts that an engine rank with fused projections holds.
 
     Raises:
         ModelError: The sizes do not divide.
@@ -70,14 +69,14 @@ def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
 
 
 def plain_cut(row: Row, tp: int, tp_rank: int, key: str = "train.tp or rollout.tp") -> Cut:
-    """Returns the cut of a row whose parts are cut separately.
+    """Returns the shard of a row whose HF tensors are sharded separately.
 
     Args:
-        row, tp, tp_rank: The row, the number of ranks, and the rank.
-        key: Knob that the user may change, for the error.
+        row, tp, tp_rank: Row of the weight table, number of ranks, and the rank.
+        key: Knob that the error tells the user to change.
 
     Raises:
-        ModelError: `tp` does not divide a part.
+        ModelError: `tp` does not divide one of the HF tensors.
     """
     if row.kind == "replicated":
         return Cut(0, [Run(part, 0, shape[0]) for part, shape in enumerate(row.shapes)])
@@ -96,7 +95,7 @@ def _vocab_cut(row: Row, padded: int, tp: int, tp_rank: int) -> Cut:
 def _heads(
     row: Row, shape: ModelShape, tp: int, tp_rank: int
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Returns the ranges of query heads and key-value heads of a rank."""
+    """Returns the ranges of query heads and of key-value heads that a rank holds."""
     queries = _even(row, shape.num_heads, tp, tp_rank)
     if tp <= shape.num_kv_heads:
         return queries, _even(row, shape.num_kv_heads, tp, tp_rank)
@@ -107,10 +106,10 @@ def _heads(
 
 
 def _interleaved(row: Row, shape: ModelShape) -> list[Run]:
-    """Returns the rows of Megatron's whole linear_qkv: per KV head its queries, its key, its value.
+    """Returns all rows of Megatron's linear_qkv: for each KV head, its queries, key and value.
 
-    A rank holds an even share of these rows. With fewer KV heads than ranks the cut falls inside a
-    head's group, and Megatron gathers the activations (transformer/attention.py,
+    Each rank holds an equal share of these rows. With fewer KV heads than ranks, a share is only
+    part of a head's group, and Megatron gathers the activations (transformer/attention.py,
     get_query_key_value_tensors).
     """
     head, group = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
@@ -152,7 +151,7 @@ def _cut_error(row: Row, size: int, tp: int, key: str = "train.tp or rollout.tp"
 
 
 def table_error(name: str, found: str) -> ModelError:
-    """Returns the error of a weight table that does not describe its model."""
+    """Returns the error for a weight table that does not match its model."""
     return ModelError(
         f"weight table: {name}",
         found,

@@ -1,9 +1,9 @@
-"""Stacks of experts: the same matrix of each of a rank's experts in a layer, in order. No torch.
+"""Finds stacks: the same matrix of all of a rank's experts in a layer, in order. No torch.
 
-Megatron keeps the matrix of each expert as a parameter; inference engines keep all of a layer in
-one tensor (experts, rows, columns). If the trainer's matrices follow one another in memory at equal
-distances, they already are such a tensor. Owns which parameters form a stack, and the order in
-which Megatron's wrapper must receive them for its buffers to hold stacks.
+In Megatron, each expert's matrix is a parameter; inference engines store a layer's matrices as one
+tensor (experts, rows, columns). If the trainer's matrices are equally spaced in memory, they
+already form such a tensor. This module decides which parameters form a stack, and in which order
+Megatron's wrapper must receive them so that its buffers contain stacks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from math import lcm, prod
 from hybridrl.models.boxes import Shape
 from hybridrl.parallel.layout import TrainLayout
 
-# Experts as separate modules, and in transformer-engine's grouped layer.
+# Names of experts that are separate modules, and of experts in transformer-engine's grouped layer.
 _NAMES = (
     re.compile(
         r"(?P<mixture>.*\.mlp\.experts)\.local_experts\.(?P<place>\d+)\.(?P<matrix>.*)\.weight"
@@ -25,10 +25,10 @@ _NAMES = (
 
 
 def place_in_stack(name: str) -> tuple[str, int] | None:
-    """Returns the stack of a Megatron parameter and its index there; None if it is in no stack.
+    """Returns the stack that a Megatron parameter belongs to and its index there, or None.
 
     Args:
-        name: Megatron's name, or the local name in a layout.
+        name: Megatron's name of the parameter, or its local name in a layout.
     """
     for pattern in _NAMES:
         if found := pattern.fullmatch(name):
@@ -37,30 +37,29 @@ def place_in_stack(name: str) -> tuple[str, int] | None:
 
 
 def is_run(names: Sequence[str]) -> bool:
-    """Whether parameters are consecutive in one stack."""
+    """Whether parameters are consecutive members of one stack."""
     places = [place_in_stack(name) for name in names]
     first = places[0]
     return first is not None and places == [(first[0], first[1] + i) for i in range(len(names))]
 
 
 def stacks_are_even(shapes: Mapping[str, Shape], layout: TrainLayout, has_buckets: bool) -> bool:
-    """Whether experts of a stack are certainly at equal distances in Megatron's buffers.
+    """Whether the experts of each stack are certainly equally spaced in Megatron's buffers.
 
-    A buffer with several buckets (gradients are reduced during the backward pass) pads each bucket
-    to a multiple of its data-parallel size and of 128 (param_and_grad_buffer.py, 0.16.1), and a
-    bucket may end inside a stack. There is no padding if every parameter is such a multiple. Stacks
-    can be even although the result is False: a buffer of less than 40 million elements has one
-    bucket.
+    If gradients are reduced during the backward pass, a buffer has several buckets. Megatron pads
+    each bucket to a multiple of its data-parallel size and of 128 (param_and_grad_buffer.py,
+    0.16.1), and a bucket may end inside a stack. If the size of every parameter is such a multiple,
+    there is no padding. If the result is False, stacks may still be evenly spaced, because buffers
+    with less than 40 million elements have a single bucket.
 
     Args:
         shapes: Shapes of a rank's parameters by local name.
         layout: Training layout.
-        has_buckets: Whether buffers have several buckets, which `train.fuse_param_gather` turns
-            off.
+        has_buckets: Whether buffers have several buckets; False with `train.fuse_param_gather`.
     """
     if not has_buckets or layout.dp * layout.cp == 1:
         return True
-    # With ep = 1, experts are in one buffer with all other parameters.
+    # With ep = 1, experts share one buffer with all other parameters.
     own = layout.ep > 1
     divisor = lcm(layout.edp if own else layout.dp * layout.cp, 128)
     sizes = (prod(s) for name, s in shapes.items() if not own or place_in_stack(name))
@@ -68,13 +67,13 @@ def stacks_are_even(shapes: Mapping[str, Shape], layout: TrainLayout, has_bucket
 
 
 def in_stacks(names: Sequence[str]) -> list[str]:
-    """Returns the parameters of a chunk in the order in which Megatron's wrapper must receive them.
+    """Returns a chunk's parameters in the order in which Megatron's wrapper must receive them.
 
-    Megatron's buffers hold parameters in reverse order, so the reverse of the result has every
-    stack in one piece and ascending.
+    Megatron's buffers store parameters in reverse order, so the reverse of the result must contain
+    each stack contiguously and in ascending order.
 
     Args:
-        names: Parameters in the order of the modules; only experts of one layer change places.
+        names: Parameters in module order; only experts within a layer are reordered.
     """
     stacks: dict[str, list[tuple[int, str]]] = {}
     for name in names:
@@ -85,6 +84,6 @@ def in_stacks(names: Sequence[str]) -> list[str]:
         place = place_in_stack(name)
         if place is None:
             found.append(name)
-        elif place[0] in stacks:  # the first of its stack
+        elif place[0] in stacks:  # first member of its stack
             found += [expert for _, expert in sorted(stacks.pop(place[0]), reverse=True)]
     return found

@@ -1,4 +1,4 @@
-"""Detection of trainer failures that come from exploded weights."""
+"""Finds out whether exploded weights caused a failure of the trainer."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from hybridrl.training.model import ParallelModel
 
 
 def explosion_of(trained: Mapping[str, ParallelModel], symptom: object) -> UserError | None:
-    """Returns the error that names the first trained model with exploded weights; None if there is
-    none.
+    """Returns an error that names the first trained model whose weights exploded; None if none did.
 
-    Collective; all ranks get the same result. A model without an optimizer step so far is not
-    blamed.
+    Collective; all ranks receive the same result. Models that have not taken an optimizer step yet
+    are ignored.
 
     Args:
-        trained: Trained models by name, in the training phase.
-        symptom: The failure, which all ranks met.
+        trained: Trained models by name; they must be in the training phase.
+        symptom: The failure, which occurred on all ranks.
     """
     for name, model in trained.items():
         parts = model.world.gather_objects(exploded(model.weights_in_place()))

@@ -1,4 +1,4 @@
-"""Builds parallel models from the section `model`: architecture, mesh and weights."""
+"""Builds models from the config section `model` and loads or initializes their weights."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def model_source(
     config: ModelConfig, platform: Platform, longest: int | None = None
 ) -> ModelSource:
-    """Reads the model's config.json and finds its family.
+    """Reads the model's config.json and selects its family.
 
     Args:
         config: The section `model`.
-        platform: Platform that the model runs on.
+        platform: Platform on which the model runs.
         longest: See `ModelSource`.
     """
     hf_config = read_model_config(config)
@@ -41,9 +41,9 @@ def model_source(
 
 
 def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> ParallelModel:
-    """Builds a model over a mesh and fills in its weights, from `model.path` or from the seed.
+    """Builds a model on a mesh, with weights from `model.path` or initialized from the seed.
 
-    A critic starts from the policy's weights with a value head of zeros.
+    A critic starts from the policy's weights, with a value head that is all zeros.
     """
     model = ParallelModel(mesh, source, head, config.train)
     with mesh.world.all_agree("loading the weights"):
@@ -60,12 +60,12 @@ def build_model(mesh: Mesh, source: ModelSource, head: Head, config: Config) -> 
 def load_weights(
     model: ParallelModel, section: ModelConfig, missing_ok: Collection[str] = ()
 ) -> None:
-    """Loads this rank's part of the weights from an HF directory or hub name.
+    """Loads this rank's shard of the weights from an HF directory or a hub name.
 
     Args:
         model: Model to load into.
         section: The section `model`.
-        missing_ok: HF tensors that may be missing; their values stay as they are.
+        missing_ok: HF tensors that may be absent; the model keeps its values for them.
     """
     if model.mesh.is_member:
         shapes = hf_shapes(model.source.family, model.source.shape, model.head)

@@ -1,13 +1,14 @@
 """Memory that a trained model needs only during training: gradients and optimizer state.
 
-Gradients are dropped when rollout begins: every update clears them anyway. If an engine lends
-memory, the gradient buffers are views of it and nothing is freed or allocated. The optimizer state
-(fp32 masters and Adam's moments, 12 bytes per parameter, divided over the data-parallel ranks)
-stays on the device, or moves to pinned host memory and is copied back while log-probabilities are
-computed.
+Gradients are discarded when rollout begins, because every update clears them anyway. If an engine
+lends memory, the gradient buffers are views of that memory, and nothing is freed or allocated. The
+optimizer state (fp32 masters and Adam's moments, 12 bytes per parameter, sharded across the
+data-parallel ranks) either stays on the device, or moves to pinned host memory and is copied back
+while log-probabilities are computed.
 
-Order of calls: `release`, then `restore`, alternating; `wait` before anything reads the optimizer.
-Only storages are emptied and filled, so tensors and views stay valid. Local to a rank.
+Call `release` and `restore` alternately, `release` first; call `wait` before anything reads the
+optimizer state. Only storages are emptied and refilled, so tensors and views stay valid. Nothing
+here is collective.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from torch import Tensor
 from hybridrl.hybrid_engine.memory.lending import LentMemory
 from hybridrl.hybrid_engine.memory.phases import Restorable
 
-MOMENT_BYTES = 8  # Adam's two fp32 moments, per parameter that this rank's optimizer owns
-ALIGNMENT = 512  # bytes; alignment of each storage in a common buffer
+MOMENT_BYTES = 8  # Adam's two fp32 moments, for each parameter that this rank's optimizer owns
+ALIGNMENT = 512  # bytes; alignment of each storage within the shared buffer
 
 Place: TypeAlias = Callable[[Tensor, int, int], object]
-"""Moves a tensor's storage to an address, with a number of bytes (`ops.storage_placer`)."""
+"""Moves a tensor's storage to an address; the last argument is its size in bytes."""
 
 
 def flat_buffers(chunks: Sequence[Any]) -> list[Any]:
@@ -46,10 +47,10 @@ class TrainedModelMemory:
     Args:
         chunks: Megatron's data-parallel wrappers.
         optimizer: Megatron's optimizer.
-        weights: Parameters of the model; an fp32 model's optimizer has no other masters.
-        offloads: Whether the optimizer state leaves the device during rollout.
-        device: Device of the model.
-        max_tokens: Maximal number of tokens of a micro-batch.
+        weights: Parameters of the model. In an fp32 model they are also the optimizer's masters.
+        offloads: Whether the optimizer state moves to host memory during rollout.
+        device: Device that holds the model.
+        max_tokens: Maximum number of tokens in a micro-batch.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class TrainedModelMemory:
         max_tokens: int,
     ) -> None:
         self._device, self._max_tokens = device, max_tokens
-        self._fullest = (0, 0)  # tokens of the largest micro-batch, bytes of its passes
+        self._fullest = (0, 0)  # tokens in the largest micro-batch, bytes that its passes used
         self._chunks, self._optimizer = chunks, optimizer
         self._weight_storages = {weight.untyped_storage()._cdata for weight in weights}
         self._host = HostMirror(device) if offloads else None
@@ -71,27 +72,27 @@ class TrainedModelMemory:
         self._place: Place = _nothing
 
     def lay_gradients(self, memory: LentMemory, place: Place) -> None:
-        """Moves the gradient buffers into memory that an engine lends, from now on.
+        """Moves the gradient buffers permanently into memory that an engine lends.
 
         Args:
-            memory: Lent memory of at least `gradient_bytes`, in the released state.
-            place: Result of `ops.storage_placer`.
+            memory: Lent memory of at least `gradient_bytes`, currently released.
+            place: Function that `ops.storage_placer` returned.
 
         Raises:
-            RuntimeError: The gradients are not released.
+            RuntimeError: The gradient buffers are not released.
         """
         self._lent, self._place = memory, place
         address = memory.address
         for buffer in self._buffers:
             data = buffer.grad_data
             if data.untyped_storage().nbytes() > 0:
-                raise RuntimeError("gradients can be moved only while they are released")
+                raise RuntimeError("gradient buffers can only be moved while they are released")
             place(data, address, buffer.grad_data.nbytes)
-            buffer.grad_data_size = 0  # tells `restore` to allocate nothing
+            buffer.grad_data_size = 0  # makes `restore` skip this buffer
             address += aligned(buffer.grad_data.nbytes)
 
     def release(self) -> None:
-        """Frees the gradients and, after a copy to the host, the optimizer state."""
+        """Frees the gradients and, with offload, moves the optimizer state to the host."""
         self._has_stepped, self._fullest = False, (0, 0)
         if self._lent is not None:
             self._lent.release()
@@ -106,49 +107,49 @@ class TrainedModelMemory:
     def restore(self) -> None:
         """Allocates the gradient buffers and starts copying the optimizer state back.
 
-        Unlike Megatron's `restore_grad_buffers` it does not clear the buffers, since every update
-        does (`ParallelModel.accumulate`).
+        Unlike Megatron's `restore_grad_buffers`, it does not zero the buffers, because every update
+        zeroes them (`ParallelModel.accumulate`).
         """
         if self._lent is not None:
             self._lent.restore()
         for buffer in self._buffers:
-            if buffer.grad_data_size > 0:  # elements that the release has freed
+            if buffer.grad_data_size > 0:  # number of elements that `release` freed
                 buffer.grad_data.untyped_storage().resize_(buffer.grad_data.nbytes)
                 buffer.grad_data_size = 0
         if self._host is not None:
             self._host.restore()
 
     def wait(self) -> None:
-        """Makes later work on the device wait for the optimizer state.
+        """Makes the current stream wait until the optimizer state is back on the device.
 
         Raises:
-            RuntimeError: The state is on the host, because this is the rollout phase.
+            RuntimeError: The optimizer state is on the host, because this is the rollout phase.
         """
         if self._host is None:
             return
         if self._host.is_released:
-            raise RuntimeError("the optimizer state is on the host: enter the training phase")
+            raise RuntimeError("the optimizer state is on the host: enter the training phase first")
         self._host.wait()
 
     def gradient_bytes(self) -> int:
-        """Returns the size of the gradient buffers during training."""
+        """Returns the size that the gradient buffers have during training."""
         return sum(aligned(buffer.grad_data.nbytes) for buffer in self._buffers)
 
     @property
     def lent_bytes(self) -> int:
-        """Part of `gradient_bytes` that is in an engine's memory."""
+        """Number of gradient bytes that are in memory lent by an engine."""
         return 0 if self._lent is None else self._lent.num_lent_bytes
 
     @property
     def unseen_bytes(self) -> int:
-        """Bytes of gradients on the device that torch's allocator does not count.
+        """Bytes of gradients on the device that torch's allocator does not report.
 
-        The allocator counts gradients in an engine's memory as the engine's.
+        Gradients in memory lent by an engine are counted as engine memory.
         """
         return 0 if self._lent is None else self._lent.own_bytes
 
     def close(self) -> None:
-        """Ends the use of lent memory; the gradient buffers are empty afterwards."""
+        """Stops using lent memory; the gradient buffers are empty afterwards."""
         if self._lent is not None:
             for buffer in self._buffers:
                 self._place(buffer.grad_data, 0, 0)
@@ -160,11 +161,11 @@ class TrainedModelMemory:
         return flat_buffers(self._chunks)
 
     def weight_bytes(self) -> int:
-        """Returns the size of the trained parameters' buffers, freed or not."""
+        """Returns the size of the trained parameters' buffers, even if they are currently freed."""
         return sum(buffer.param_data.nbytes for buffer in self._buffers)
 
     def state_bytes(self) -> tuple[int, int]:
-        """Returns the bytes of the optimizer state, and the part that the first step allocates."""
+        """Returns the size of the complete optimizer state, and of its unallocated part."""
         missing = sum(
             parameter.numel() * MOMENT_BYTES
             for optimizer in self._adams()
@@ -178,21 +179,21 @@ class TrainedModelMemory:
 
     @property
     def offloads(self) -> bool:
-        """Whether the optimizer's state leaves the device during rollout."""
+        """Whether the optimizer state moves to host memory during rollout."""
         return self._host is not None
 
     def stepped(self) -> None:
-        """Records an optimizer step: everything that an update needs is now allocated."""
+        """Records that a step was taken, so everything that an update needs is now allocated."""
         self._has_stepped = True
 
     @property
     def may_stay(self) -> bool:
-        """Whether a step was taken since the last release, and the state may stay on the device."""
+        """Whether the state is never offloaded and a step was taken since the last release."""
         return self._host is None and self._has_stepped
 
     @contextmanager
     def watching(self, num_tokens: int) -> Iterator[None]:
-        """Measures the peak GPU memory of passes over micro-batches of at most `num_tokens`."""
+        """Measures peak GPU memory of passes over micro-batches of at most `num_tokens`."""
         if self._device.type == "cpu":
             yield
             return
@@ -203,16 +204,16 @@ class TrainedModelMemory:
 
     @property
     def growth_bytes(self) -> int:
-        """Additional memory that full micro-batches would need.
+        """Additional memory that passes over full micro-batches would need.
 
-        It extrapolates from the largest micro-batch since the last release; activations grow
-        linearly with the tokens.
+        Extrapolates linearly from the largest micro-batch since the last release, because
+        activations grow in proportion to the number of tokens.
         """
         tokens, taken = self._fullest
         return taken * max(0, self._max_tokens - tokens) // tokens if tokens else 0
 
     def bytes_to_come(self) -> int:
-        """Returns how much the optimizer state will grow on the device by the next rollout."""
+        """Returns how much the optimizer state on the device will grow until the next rollout."""
         return 0 if self._host is not None else self.state_bytes()[1]
 
     def _adams(self) -> Iterator[Any]:
@@ -220,12 +221,12 @@ class TrainedModelMemory:
             yield optimizer.optimizer
 
     def _state_storages(self) -> list[torch.UntypedStorage]:
-        """Returns the storages of masters and moments, in a fixed order, each once."""
+        """Returns each storage of masters and moments once, in a fixed order."""
         found: dict[int, torch.UntypedStorage] = {}
         for optimizer in self._adams():
             for parameter in _parameters(optimizer):
                 for tensor in (parameter, *optimizer.state.get(parameter, {}).values()):
-                    # Step counts are scalars, some of them on the host.
+                    # Skip step counts: they are scalars, and some are on the host.
                     if isinstance(tensor, Tensor) and tensor.dim() > 0:
                         storage = tensor.untyped_storage()
                         found.setdefault(storage._cdata, storage)
@@ -234,9 +235,9 @@ class TrainedModelMemory:
 
 @contextmanager
 def released(memories: Sequence[Restorable]) -> Iterator[None]:
-    """Keeps the memory of training free during the block.
+    """Releases training memory for the duration of the block.
 
-    If the block fails the memory stays free, since restoring it may be collective.
+    If the block raises, the memory stays released, because restoring it may be collective.
     """
     for memory in memories:
         memory.release()
@@ -246,10 +247,10 @@ def released(memories: Sequence[Restorable]) -> Iterator[None]:
 
 
 class HostMirror:
-    """Copy of device storages in page-locked host memory, so that transfers are asynchronous.
+    """Copies device storages asynchronously to page-locked host memory and back.
 
-    There is one buffer for all, since torch's pinned allocator rounds every size up to a power of
-    two.
+    All storages share one buffer, because torch's pinned allocator would round each size up to a
+    power of two.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -263,15 +264,15 @@ class HostMirror:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the storages that are copied here."""
+        """Total size of the storages that were copied to the host."""
         return sum(part.numel() for _, part in self._moved)
 
     def release(self, storages: Sequence[torch.UntypedStorage], max_bytes: int = 0) -> None:
         """Copies the storages to the host and frees them.
 
         Args:
-            storages: Device storages; they may differ from call to call.
-            max_bytes: Bytes that later calls will need; memory is pinned once for all.
+            storages: Device storages; each call may pass different ones.
+            max_bytes: Largest size that a later call will need, so that memory is pinned only once.
         """
         self.wait()
         sizes = [storage.nbytes() for storage in storages]
@@ -279,7 +280,7 @@ class HostMirror:
         for size in sizes:
             starts.append(total)
             total += aligned(size)
-        if total > self._buffer.numel():  # moments are allocated after the first release
+        if total > self._buffer.numel():  # Adam allocates its moments after the first release
             self._reserve(max(total, max_bytes + 3 * len(storages) * ALIGNMENT))
         self._moved = [
             (storage, self._buffer[start : start + size])
@@ -288,15 +289,15 @@ class HostMirror:
         with self._aside():
             for storage, part in self._moved:
                 part.copy_(self._bytes_of(storage), non_blocking=True)
-        self._synchronize()  # a sync point: memory is freed only after it was read
+        self._synchronize()  # a sync point: storages may be freed only once they have been copied
         for storage, _ in self._moved:
             storage.resize_(0)
         self.is_released = True
 
     def restore(self) -> None:
-        """Allocates the storages again and starts copying; `wait` before they are read.
+        """Reallocates the storages and starts copying them back; call `wait` before reading them.
 
-        Does nothing if nothing was released, for instance at the start of a run.
+        Does nothing if nothing was released, as at the start of a run.
         """
         if not self.is_released:
             return
@@ -310,13 +311,13 @@ class HostMirror:
         self.is_released = False
 
     def wait(self) -> None:
-        """Makes later work of the current stream wait for the copies of `restore`."""
+        """Makes the current stream wait for the copies that `restore` started."""
         if self._ready is not None:
             self._ready.wait()
             self._ready = None
 
     def _aside(self) -> Any:
-        """Returns a context whose copies run on another stream, after the current stream's work."""
+        """Returns a context in which copies run on a separate stream, after all queued work."""
         if self._stream is None:
             return torch.no_grad()
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -334,7 +335,8 @@ class HostMirror:
         if self._stream is not None:
             runtime, address = torch.cuda.cudart(), self._buffer.data_ptr()
             torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
-            # Also runs when this object is deleted: registered memory must not be freed.
+            # Also unregisters when this object is deleted, because registered memory must not be
+            # freed.
             self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
 
     def _synchronize(self) -> None:

@@ -1,6 +1,6 @@
-"""Difference between the engine's and the trainer's log-probabilities: metrics, bounds, warning.
+"""Compares the engine's log-probabilities with the trainer's: metrics, bounds and a warning.
 
-Owns the only table of bounds. Collective if each rank has the tokens of only some samples.
+Contains the only table of bounds. The metrics are collective if each rank holds only some samples.
 debug/diagnose.py finds the cause of a mismatch.
 """
 
@@ -26,12 +26,13 @@ WARN_EVERY_STEPS = 50
 
 @dataclass(frozen=True)
 class Bounds:
-    """Allowed differences between two implementations of one model.
+    """Largest acceptable differences between two implementations of the same model.
 
     Args:
-        refuse: Mean absolute difference of log-probabilities at the start of a run, nats.
-        warn: The same difference in a step.
-        residual: Relative RMS difference of a residual stream, per token.
+        refuse: Mean absolute difference of log-probabilities, in nats, above which a run does not
+            start.
+        warn: The same difference during a step, above which a warning is printed.
+        residual: Relative RMS difference of the residual stream, per token.
     """
 
     refuse: float
@@ -39,12 +40,13 @@ class Bounds:
     residual: float
 
 
-# float32: only the order of sums differs; measured below 1e-5 nats, and 5e-6 of a residual stream.
-# bfloat16: two implementations round differently in every layer. Random weights gave 0.01 nats with
-# 24 layers and 0.05 with 28 wider ones; wrong positions, heads or norms give about 1.
-# The warning comes at 0.02, a tenth of the usual clip range of 0.2: from there on rounding alone
-# moves the importance ratios visibly. A stream may differ by 8 units in bfloat16's last place
-# (measured with random weights: up to 0.02 after 24 layers, each adding less than 0.005).
+# float32: only the order of summation differs. Measured differences are below 1e-5 nats, and below
+# 5e-6 in the residual stream. bfloat16: the two implementations round differently in every layer.
+# Random weights gave 0.01 nats with 24 layers and 0.05 with 28 wider ones; wrong positions, heads
+# or norms give about 1. The warning threshold, 0.02, is a tenth of the usual clip range of 0.2:
+# above it, rounding alone changes the importance ratios noticeably. The residual stream may differ
+# by 8 units in bfloat16's last place (measured with random weights: up to 0.02 after 24 layers,
+# each of which added less than 0.005).
 BOUNDS = {
     torch.float32: Bounds(refuse=1e-3, warn=1e-3, residual=1e-5),
     torch.bfloat16: Bounds(refuse=0.2, warn=0.02, residual=8 * 2.0**-8),
@@ -52,17 +54,17 @@ BOUNDS = {
 
 
 def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, float]:
-    """Returns the mismatch of a step, over all of its sampled tokens, each counted once.
+    """Returns the mismatch metrics of a step, computed over all sampled tokens, each counted once.
 
-    `mismatch/kl` estimates KL(engine, trainer) by k3 (Schulman 2020,
-    joschu.net/blog/kl-approx.html): the mean of exp(d) - 1 - d with d = trainer's - engine's,
-    capped at 20 in the exponential. `mismatch/correlation` is Pearson's; NaN if either side is
-    constant.
+    `mismatch/kl` estimates KL(engine, trainer) with k3 (Schulman 2020,
+    joschu.net/blog/kl-approx.html): the mean of exp(d) - 1 - d, where d is the trainer's minus the
+    engine's log-probability, capped at 20 inside the exponential. `mismatch/correlation` is
+    Pearson's correlation, or NaN if either side is constant.
 
     Args:
-        batch: Batch with the engine's log-probabilities, `behaviour_logp_T`.
-        logp_T: The trainer's log-probabilities at the start of the step, (T,) like the batch's
-            columns.
+        batch: Batch that contains the engine's log-probabilities, `behaviour_logp_T`.
+        logp_T: The trainer's log-probabilities at the start of the step, shape (T,) like the
+            batch's columns.
     """
     over = OverTokens(batch)
     engine_R = response_values(batch.behaviour_logp_T, batch).double()
@@ -86,16 +88,16 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
 def behaviour_metrics(
     batch: RolloutBatch, logp_T: torch.Tensor, algorithm: Algorithm
 ) -> dict[str, float]:
-    """Returns the metrics of the mismatch, of off-policy samples, and of their correction."""
+    """Returns the metrics about the mismatch, off-policy samples, and the correction for them."""
     correction = algorithm.correction if isinstance(algorithm, PolicyGradient) else None
     return mismatch_metrics(batch, logp_T) | off_policy_metrics(batch, logp_T, correction)
 
 
 class MismatchWarning:
-    """Warns if a step's mean difference exceeds the bound, at most every 50 steps.
+    """Warns if the mean difference in a step exceeds the bound, at most once per 50 steps.
 
     Args:
-        dtype: Type of the model.
+        dtype: Data type of the model's parameters.
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -103,18 +105,18 @@ class MismatchWarning:
         self._last_step: int | None = None
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Returns the warning after a step, or None."""
+        """Returns the warning to print after a step, or None."""
         mean = metrics.get(MEAN)
-        # A mean that is not finite comes from a skipped step, which has its own message.
+        # A non-finite mean comes from a skipped step, which prints its own message.
         if mean is None or not math.isfinite(mean) or mean <= self._bound:
             return None
-        if metrics.get("lag/max", 0) > 0:  # samples of an older policy differ as expected
+        if metrics.get("lag/max", 0) > 0:  # samples from an older policy are expected to differ
             return None
         if self._last_step is not None and step - self._last_step < WARN_EVERY_STEPS:
             return None
         self._last_step = step
         return (
             f"warning: step {step}: {MEAN} is {mean:.2g}, above {self._bound:g} for {self._dtype}: "
-            "engine and trainer give the same tokens different log-probabilities. "
+            "the engine and the trainer compute different log-probabilities for the same tokens. "
             "To find the cause, run: hybridrl check --mismatch CONFIG"
         )

@@ -1,8 +1,8 @@
-"""One Megatron model over all ranks: weights, passes over micro-batches, and optimizer step.
+"""One Megatron model distributed over ranks: its weights, passes and optimizer step.
 
 The policy, the reference, the critic and a reward model are each a `ParallelModel`; they differ in
-the head, the loss, and whether they are trained. All public methods are collective over the world
-unless they say otherwise.
+their heads, their losses, and whether they are trained. All public methods are collective over the
+world unless their docstrings say otherwise.
 """
 
 from __future__ import annotations
@@ -68,20 +68,21 @@ from hybridrl.training.peer_weights import PeerWeights
 from hybridrl.training.trained_weights import TrainedWeights
 
 Loss = Callable[[Any, MicroBatch], tuple[torch.Tensor, Any]]
-"""Maps the last chunk's output and its micro-batch to the loss and an extra result."""
+"""Computes the loss and an extra result from the last chunk's output and its micro-batch."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Description of a model.
+    """A model's architecture, data type and files.
 
     Args:
-        family: Family of the model.
-        hf_config: Content of its config.json.
-        dtype: Type of its parameters in training.
-        family_key: Value of `model.family` that finds the family.
-        directory: Folder with its tokenizer files, if any.
-        longest: Tokens of the longest sequence, needed if positions depend on it (by_length.py).
+        family: Model family.
+        hf_config: Contents of the model's config.json.
+        dtype: Data type of the parameters during training.
+        family_key: Value of `model.family` that selects this family.
+        directory: Directory with the model's tokenizer files, if any.
+        longest: Length of the longest sequence in tokens, needed if rotary positions depend on it
+            (by_length.py).
     """
 
     family: Family
@@ -93,36 +94,36 @@ class ModelSource:
 
     @property
     def computed_config(self) -> Mapping[str, Any]:
-        """config.json with the positions that trainer, engines and transformers all compute."""
+        """config.json with rotary positions that trainer and engines compute alike."""
         return at_length(self.hf_config, self.longest)
 
     @property
     def files(self) -> ModelFiles:
-        """Files of the model's HF directory that a checkpoint keeps."""
+        """Files from the model's HF directory that checkpoints include."""
         dtype = str(self.dtype).removeprefix("torch.")
         return ModelFiles(self.hf_config, self.family_key, dtype, self.directory)
 
     @cached_property
     def extra_inputs(self) -> ExtraInputs | None:
-        """Inputs of the model other than tokens; None if there are none."""
+        """Inputs that the model needs in addition to tokens; None if there are none."""
         make = self.family.extra_inputs
         return None if make is None else make(self.hf_config)
 
     @property
     def shape(self) -> ModelShape:
-        """Sizes of the model."""
+        """Dimensions of the model."""
         return self.family.shape(self.hf_config)
 
 
 class ParallelModel:
-    """A model distributed over the ranks of a mesh.
+    """A model distributed across the ranks of a mesh.
 
     Args:
-        mesh: Ranks that hold the model, and its layout on them. Other ranks of the world hold no
-            part, but join collective calls.
-        source: Description of the model.
+        mesh: Ranks that hold the model, and its layout. Other ranks hold no part of it but must
+            join collective calls.
+        source: The model's architecture, data type and files.
         head: 'lm' or 'value'.
-        train: Micro-batch budget, recompute and optimizer knobs.
+        train: The config section `train`: micro-batch budget, recomputation and optimizer.
     """
 
     def __init__(self, mesh: Mesh, source: ModelSource, head: Head, train: TrainConfig) -> None:
@@ -149,7 +150,7 @@ class ParallelModel:
             self._chunks,
         )
         same_on_all_ranks(world, "sharing of prompts", str(shares), mesh.ranks)
-        # Ranks outside the mesh compute the schedule too.
+        # Ranks outside the mesh also compute the schedule.
         self.planner = BatchPlanner(
             mesh, source.shape, train, self.layers.kind, mesh.from_first(shares)
         )
@@ -188,7 +189,7 @@ class ParallelModel:
             )
 
     def replay_experts(self) -> None:
-        """Makes the model use the experts that the engine chose, for batches that record them.
+        """Makes the model reuse the experts that the engine selected, for batches that record them.
 
         Raises:
             UserError: A layer cannot replay experts.
@@ -198,31 +199,31 @@ class ParallelModel:
         self.planner.extra_inputs.append(ExpertInputs(self.source.shape))
 
     def read_scores(self, token: ScoreToken) -> None:
-        """Declares that the values of this model are scores of a reward model.
+        """Declares that this model's values are the scores of a reward model.
 
         Args:
-            token: Token of a response at which its score is read: the last one, or the one before.
+            token: Response token at which the score is read: the last one, or the one before it.
         """
         self.score_token = token
         self.planner.at_own_token = token == LAST
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """Modules of the model on this rank, with complete parameters."""
+        """This rank's modules of the model, with complete parameters."""
         self.complete_weights()
         return self._chunks
 
     @property
     def forward_chunks(self) -> Sequence[torch.nn.Module]:
-        """Modules to call for passes: Megatron's wrappers for a trained model, else `chunks`."""
+        """Modules to call: Megatron's wrappers for a trained model, otherwise `chunks`."""
         self.complete_weights()
         return self._forward_chunks
 
     def complete_weights(self) -> None:
-        """Completes the parameters if a step has delayed that (`train.fuse_param_gather`).
+        """Gathers the parameters if the last step postponed that (`train.fuse_param_gather`).
 
         Raises:
-            RuntimeError: They are freed until the training phase.
+            RuntimeError: The parameters are freed until the training phase.
         """
         if self.trained_weights is not None:
             with self.mesh.active():
@@ -237,7 +238,7 @@ class ParallelModel:
 
     @property
     def _names(self) -> tuple[Head, bool, bool]:
-        """Arguments of `megatron_layout` that determine the names of parameters."""
+        """Arguments of `megatron_layout` that determine the parameter names."""
         return self.head, self.layers.fuses_norms, self.layers.kind == "transformer_engine"
 
     def layout(self) -> RankLayout:
@@ -254,11 +255,11 @@ class ParallelModel:
         return megatron_layout(family, self.source.shape, self.mesh.layout, place, *self._names)
 
     def weight_source(self) -> FullWeights:
-        """Returns the weights from which an engine is written right after a step.
+        """Returns the weights from which an engine is updated immediately after a step.
 
-        With `train.fuse_param_gather` each rank provides only the parts that it has updated. With
-        `train.release_weights_in_rollout` there is no shard for engines to use, since its memory is
-        freed.
+        With `train.fuse_param_gather`, each rank provides only the parts that it updated. With
+        `train.release_weights_in_rollout`, engines cannot use the training shard in place, because
+        its memory is freed.
         """
         tensors = self.weights_in_place()
         shard = None
@@ -268,7 +269,7 @@ class ParallelModel:
         return FullWeights(self._updated_layouts(), tensors, unchanging, shard)
 
     def whole_weights(self) -> FullWeights:
-        """Returns the weights, complete on this rank until the next step."""
+        """Returns the weights, which stay complete on this rank until the next step."""
         return FullWeights(self._whole_layouts(), self.weights())
 
     def _whole_layouts(self) -> list[RankLayout]:
@@ -278,7 +279,7 @@ class ParallelModel:
         return [by_rank.get(rank, NOTHING) for rank in range(self.world.size)]
 
     def _updated_layouts(self) -> list[RankLayout]:
-        """Returns the layout of the parts of each rank's tensors that are new after a step."""
+        """Returns, for each rank, the layout of the tensor parts that a step updates there."""
         if not self.train.fuse_param_gather:
             return self._whole_layouts()
         ranges = owned_ranges(self._chunks, self._optimizer)
@@ -287,16 +288,16 @@ class ParallelModel:
         return gather_alike(owned_layout(self.layout(), ranges), self.world)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns this rank's parameters by local name, complete until the next step.
+        """Returns this rank's parameters by local name; they stay complete until the next step.
 
-        Writing to them changes the model.
+        Writing to these tensors changes the model.
         """
         return named_weights(self.chunks)
 
     def weights_in_place(self) -> dict[str, torch.Tensor]:
         """Returns this rank's parameters by local name in their current state; not collective.
 
-        Parts that other ranks own may be older than the last step, and with
+        Parts that other ranks own may not yet contain the last step's update, and with
         `train.release_weights_in_rollout` the memory may be freed.
         """
         return named_weights(self._chunks)
@@ -304,11 +305,11 @@ class ParallelModel:
     def make_trainable(
         self, peak_learning_rate: float, peer_weights: PeerWeights | None = None
     ) -> None:
-        """Adds gradient buffers and the optimizer; weights must be in place.
+        """Adds gradient buffers and the optimizer; the weights must already be loaded.
 
         Args:
-            peak_learning_rate: Peak of the schedule of `learning_rate`.
-            peer_weights: Memory for the parameters; by default Megatron allocates it.
+            peak_learning_rate: Peak value of the learning-rate schedule.
+            peer_weights: Shared memory for the parameters; by default Megatron allocates them.
         """
         self.peak_learning_rate = peak_learning_rate
         self._peer_weights = peer_weights
@@ -345,22 +346,22 @@ class ParallelModel:
 
     @property
     def peers(self) -> PeerMemory | None:
-        """Memory in which all ranks can read the parameters; None if there is none."""
+        """Peer memory with the parameters; None if they are in ordinary memory."""
         return None if self._peer_weights is None else self._peer_weights.memory
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
-        """Frozen parts of the trained model (`train.freeze`)."""
+        """Parts of the model that training leaves unchanged (`train.freeze`)."""
         return self.train.freeze
 
     @property
     def trained_family(self) -> Family:
-        """Family of the model, with the weight table of the trained parameters only."""
+        """Family of the model, with a weight table that contains only the trained parameters."""
         return trained_family(self.source.family, self.source.shape, self.frozen_parts, self.head)
 
     @property
     def backward(self) -> BackwardShares:
-        """Cost of a backward pass of the model."""
+        """Shares of the backward pass that the model needs."""
         source = self.source
         return backward_shares(source.family, source.shape, self.frozen_parts, self.head)
 
@@ -369,7 +370,7 @@ class ParallelModel:
         return {name: p.data for name, p in frozen(named_parameters(self._chunks)).items()}
 
     def freeze(self) -> None:
-        """Makes the model forward-only."""
+        """Freezes all parameters, so that the model only runs forward."""
         mark(named_parameters(self._chunks), ())
         for chunk in self._chunks:
             chunk.eval()
@@ -379,9 +380,7 @@ class ParallelModel:
         return self.planner.plan(batch, temperature)
 
     def forward_all(self, inputs: Sequence[ModelInput]) -> list[Any]:
-        """Runs every micro-batch forward; returns the outputs on the last stage, else an empty
-        list.
-        """
+        """Runs forward over all micro-batches; returns the outputs on the last stage only."""
         if not self.mesh.is_member:
             return []
         with self.mesh.active():
@@ -391,22 +390,23 @@ class ParallelModel:
     def accumulate(
         self, inputs: Sequence[ModelInput], loss: Loss, *more: tuple[Sequence[ModelInput], Loss]
     ) -> list[Any]:
-        """Runs forward and backward over every micro-batch; returns the extras of the losses.
+        """Runs forward and backward over all micro-batches; returns the losses' extra results.
 
-        For each micro-batch Megatron's schedule calls the chunks (`_forward`), of which the last
-        ends in a head (heads.py), then `loss` with the head's output, then backward.
+        For each micro-batch, Megatron's schedule calls the chunks (`_forward`), the last of which
+        ends in a head (heads.py). It then passes the head's output to `loss`, and runs backward.
 
         Args:
             inputs: Micro-batches of this rank.
-            loss: Loss of a micro-batch.
-            *more: Further micro-batches with their own losses, added to the same gradients.
+            loss: Loss function for one micro-batch.
+            *more: Further micro-batches with their own loss functions; their gradients are added to
+            the same sum.
         """
         if not self.mesh.is_member:
             return []
         chunks, passes = self.forward_chunks, [(inputs, loss), *more]
         for chunk in chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
-        self._optimizer.zero_grad()  # drops views of gradients; needs no optimizer state
+        self._optimizer.zero_grad()  # drops views of gradients; does not touch the optimizer state
         pairs = [(one, loss) for some, loss in passes for one in some]
         self._prepare_routers([one for some, _ in passes for one in some])
         assert self.memory is not None  # the model is trainable
@@ -421,10 +421,9 @@ class ParallelModel:
             )
 
     def _prepare_routers(self, inputs: Sequence[ModelInput]) -> None:
-        """Sets the coefficients of the routers' losses and their denominator, the tokens of all
-        replicas.
+        """Sets the coefficients of the routers' losses, and the token count that divides them.
 
-        Collective over the replicas.
+        Collective over the replicas if there are such losses, because tokens on all replicas count.
         """
         if self.source.shape.moe is None:
             return
@@ -438,7 +437,7 @@ class ParallelModel:
             router.num_step_tokens = num_tokens
 
     def expert_load(self) -> dict[str, float]:
-        """Returns the `load_metrics` of the last update; empty for a dense model."""
+        """Returns the expert load in the last update (`load_metrics`); empty for a dense model."""
         shape = self.source.shape
         if shape.moe is None:
             return {}
@@ -446,7 +445,7 @@ class ParallelModel:
         return load_metrics(self.mesh.sum_over_world(load), shape.moe.experts_per_token)
 
     def replays(self) -> dict[str, float]:
-        """Returns the `replay_metrics` of the last update; empty without router replay."""
+        """Returns the `replay_metrics` for the last update; empty without router replay."""
         shape = self.source.shape
         if shape.moe is None or not any(
             ROUTED_EXPERTS in extra.blobs for extra in self.planner.extra_inputs
@@ -456,9 +455,7 @@ class ParallelModel:
         return replay_metrics(counts, shape)
 
     def grad_norm(self) -> float:
-        """Returns the global norm of the accumulated gradients before clipping; see
-        `gradient_norm`.
-        """
+        """Returns the global norm of the accumulated gradients, before clipping."""
         norm = 0.0
         if self.mesh.is_member:
             with self.mesh.active(), self.world.platform.megatron_phase():
@@ -466,7 +463,7 @@ class ParallelModel:
         return float(self.mesh.from_first(norm))
 
     def apply(self, learning_rate: float, grad_norm: float) -> None:
-        """Takes the optimizer step with the accumulated gradients, whose norm is finite."""
+        """Takes an optimizer step with the accumulated gradients; `grad_norm` must be finite."""
         if self.mesh.is_member:
             set_step_options(self.optimizer, self.train, learning_rate)
             with self.mesh.active(), self.world.platform.megatron_phase():
@@ -479,9 +476,7 @@ class ParallelModel:
         self.num_updates += 1
 
     def _balance_routers(self) -> None:
-        """Moves the routers' biases by the last update's counts of all ranks; collective over the
-        world.
-        """
+        """Adjusts the routers' biases to the last update's expert load; collective."""
         shape, rate = self.source.shape, self.train.moe.bias_update_rate
         if shape.moe is None or not shape.moe.has_bias or not rate:
             return
@@ -489,10 +484,10 @@ class ParallelModel:
         balance(self._chunks, self.mesh.sum_over_world(load), rate)
 
     def close(self) -> None:
-        """Ends the training of the model; its memory is freed with the last reference to it.
+        """Ends training; the model's memory is freed with the last reference to it.
 
-        Megatron's wrapper holds autograd nodes whose hooks hold the wrapper. Python's collector
-        does not see this cycle, so the wrapper is emptied here.
+        Megatron's wrapper references autograd nodes whose hooks reference the wrapper. Python's
+        garbage collector cannot detect this cycle, so the wrapper's attributes are cleared here.
         """
         if self.memory is not None:
             self.memory.close()
@@ -504,7 +499,7 @@ class ParallelModel:
     def bad_gradient(self) -> str | None:
         """Returns this rank's first parameter with a non-finite gradient; not collective."""
         for name, parameter in named_parameters(self._chunks).items():
-            # A sync point, only after a bad step.
+            # A sync point, reached only after a bad step.
             if parameter.requires_grad and not bool(parameter.main_grad.isfinite().all()):  # type: ignore[attr-defined]
                 return name
         return None

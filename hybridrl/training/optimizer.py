@@ -1,6 +1,6 @@
-"""Data-parallel wrapper, distributed optimizer with a step in two halves, and learning rates.
+"""Creates a model's data-parallel wrapper and distributed optimizer; computes learning rates.
 
-The wrapper and the optimizer are Megatron's.
+The wrapper and the optimizer are Megatron's; the optimizer step is split into two halves.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def wrap_for_training(
     mesh: Mesh,
     peer_weights: PeerWeights | None = None,
 ) -> tuple[list[torch.nn.Module], MegatronOptimizer]:
-    """Gives the trained parameters gradient buffers and a distributed Adam.
+    """Creates gradient buffers and a distributed Adam optimizer for the trained parameters.
 
-    The optimizer state is divided over the replicas; frozen parameters have none. Weights must be
-    in place, since the optimizer copies them into fp32 masters if the model is in bf16. They are
-    first moved to `peer_weights`, if given.
+    The optimizer state is sharded across the replicas; frozen parameters have none. The weights
+    must already be loaded, because the optimizer of a bf16 model copies them into fp32 masters. If
+    `peer_weights` is given, the weights are moved there first.
 
     Returns:
         The wrapped chunks, which training must call, and the optimizer.
@@ -54,10 +54,10 @@ def wrap_for_training(
     ddp_config = DistributedDataParallelConfig(
         use_distributed_optimizer=True,
         grad_reduce_in_fp32=True,
-        # Overlap needs several buckets, and a rank owns a part of each. With one bucket, a rank
-        # owns few long pieces, and an engine is written in fewer messages.
+        # Overlap needs several buckets, and each rank owns a slice of each bucket. With a single
+        # bucket, a rank owns few long slices, so updating an engine takes fewer messages.
         overlap_grad_reduce=num_replicas > 1 and not train.fuse_param_gather,
-        # trained_weights.py then gathers the parameters after a step.
+        # With this, trained_weights.py gathers the parameters after a step.
         overlap_param_gather=train.fuse_param_gather,
     )
     wrapped: list[torch.nn.Module] = []
@@ -66,7 +66,7 @@ def wrap_for_training(
             wrapped.append(
                 DistributedDataParallel(config, ddp_config, chunk, disable_bucketing=index > 0)
             )
-    if ddp_config.overlap_grad_reduce:  # only the last micro-batch starts the reduction
+    if ddp_config.overlap_grad_reduce:  # Megatron starts the reduction only in the last micro-batch
         waits = [chunk.no_sync for chunk in wrapped]
         config.no_sync_func = waits if len(waits) > 1 else waits[0]
     for chunk in wrapped:
@@ -91,9 +91,9 @@ def wrap_for_training(
         use_distributed_optimizer=True,
     )
     with mesh.as_world(megatron_optimizer):
-        # Loading a checkpoint uses the gloo groups; on CPU, so does saving.
+        # The gloo groups are used to load checkpoints and, on CPU, also to save them.
         optimizer = get_megatron_optimizer(options, wrapped, use_gloo_process_groups=True)
-    # If only experts are trained, the optimizer of the other parameters is a stub on all ranks.
+    # If only experts are trained, the optimizer for the other parameters is a stub on all ranks.
     optimizer = ChainedOptimizer(
         [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
     )
@@ -103,11 +103,11 @@ def wrap_for_training(
 
 @contextmanager
 def experts_in_stacks(chunk: torch.nn.Module) -> Iterator[None]:
-    """Makes a wrapper built in this context hold the experts of a layer one after another.
+    """Makes a wrapper that is built in this context store the experts of each layer contiguously.
 
-    An engine that stacks the same experts can then read them in place (models/expert_stacks.py).
-    The wrapper takes parameters in the order of `named_parameters`, in which separate experts
-    alternate their two matrices, and grouped experts come last to first.
+    An engine that stacks the same experts can then use them in place (models/expert_stacks.py). The
+    wrapper stores parameters in the order of `named_parameters`. There, the two matrices of
+    separate experts alternate, and grouped experts are listed in reverse order.
     """
     named = dict(chunk.named_parameters())
     order = in_stacks(list(named))
@@ -119,10 +119,10 @@ def experts_in_stacks(chunk: torch.nn.Module) -> Iterator[None]:
 
 
 def owned_ranges(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str, tuple[int, int]]:
-    """Returns the range of elements of each parameter that this rank's optimizer updates.
+    """Returns, for each parameter, the range of elements that this rank's optimizer updates.
 
-    Elements are counted in row-major order, keys are local names. Parameters that only other ranks
-    update are missing.
+    Elements are counted in row-major order; keys are local names. Parameters that only other ranks
+    update are omitted.
     """
     found = {}
     for name, parameter in named_parameters(chunks).items():
@@ -134,18 +134,19 @@ def owned_ranges(chunks: Sequence[torch.nn.Module], optimizer: Any) -> dict[str,
 
 
 def gradient_norm(optimizer: Any) -> float:
-    """Finishes the accumulated gradients and returns their global norm before clipping.
+    """Completes the accumulated gradients and returns their global norm before clipping.
 
-    It is the same on all ranks, and not finite if a gradient is not or the norm exceeds fp32. This
-    is the first half of ChainedOptimizer.step (megatron-core 0.16.1), which without a loss scaler
-    would apply such gradients. It has Megatron's own sync point: the norm moves to the host.
+    The norm is the same on all ranks. It is not finite if a gradient is not finite or the norm
+    overflows fp32. This is the first half of ChainedOptimizer.step (megatron-core 0.16.1), which
+    would apply such gradients if there is no loss scaler. Contains Megatron's own sync point: the
+    norm is copied to the host.
     """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 def apply_gradients(optimizer: Any, grad_norm: float) -> None:
-    """Clips gradients of this norm and updates the parameters: the second half of the step."""
+    """Clips the gradients and updates the parameters: the second half of the step."""
     for part in optimizer.chained_optimizers:
         parameters = part.get_parameters()
         if parameters and part.config.clip_grad > 0:
@@ -163,15 +164,16 @@ def apply_gradients(optimizer: Any, grad_norm: float) -> None:
 def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int) -> float:
     """Returns the learning rate of one optimizer step.
 
-    Linear warm-up to `peak` over `train.warmup_steps`, then constant, or a cosine or straight line
-    that would reach `train.min_learning_rate` at the step after the last of `num_updates`. Skipped
-    steps do not count, as in Megatron: after k of them the schedule ends k steps early.
+    The rate rises linearly to `peak` over `train.warmup_steps`. It then stays constant, or decays
+    along a cosine or a straight line that would reach `train.min_learning_rate` one step after the
+    last of `num_updates`. As in Megatron, skipped steps do not advance the schedule: after k
+    skipped steps, the run ends k steps before the end of the schedule.
 
     Args:
         train: The section `train`.
-        peak: Peak of the schedule.
-        update: Index of the optimizer step of this model, from 0.
-        num_updates: Number of optimizer steps of this model in the whole run.
+        peak: Peak value of the schedule.
+        update: Index of this model's optimizer step, starting at 0.
+        num_updates: Number of optimizer steps that this model takes in the whole run.
     """
     if update < train.warmup_steps:
         return peak * (update + 1) / train.warmup_steps
@@ -186,11 +188,11 @@ def learning_rate(train: TrainConfig, peak: float, update: int, num_updates: int
 
 
 def set_step_options(optimizer: MegatronOptimizer, train: TrainConfig, rate: float) -> None:
-    """Sets the learning rate, weight decay and Adam's constants for the next step, in every group.
+    """Sets the learning rate, weight decay and Adam's constants of all groups for the next step.
 
-    Megatron's groups carry multipliers that only its own scheduler applies; `wd_mult` is 0 for
-    norms and biases. A checkpoint restores the constants that it was written with, so they are set
-    from the configuration before every step.
+    Megatron's parameter groups contain multipliers that only its own scheduler applies; `wd_mult`
+    is 0 for norms and biases. Loading a checkpoint restores the constants that were used when it
+    was saved, so they are set from the configuration before every step.
 
     Args:
         optimizer: Megatron's optimizer.

@@ -1,8 +1,9 @@
 """Moves a model's parameters into memory that the other ranks of its node can read.
 
 Megatron keeps the trained parameters of a model in flat buffers. After the data-parallel wrapper
-has made the buffers, and before the optimizer takes views, each buffer moves into the rank's peer
-memory, which has the same size on all ranks. Frozen parameters and router biases move one by one.
+has created the buffers, and before the optimizer creates views of them, each buffer is moved into
+the rank's peer memory, which has the same size on all ranks. Frozen parameters and router biases
+are moved one by one.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from hybridrl.training.memory import aligned, flat_buffers
 
 
 class PeerWeights:
-    """Memory for one model's parameters that all ranks can read.
+    """Memory for one model's parameters, readable by all ranks.
 
     Args:
         world: Ranks that share the memory.
 
     Attributes:
-        memory: The memory, after `move`.
+        memory: The memory; None before `move`.
     """
 
     def __init__(self, world: World) -> None:
@@ -37,10 +38,11 @@ class PeerWeights:
         self.memory: PeerMemory | None = None
 
     def move(self, wrapped: Sequence[Any]) -> None:
-        """Moves the weights of Megatron's data-parallel wrappers; collective.
+        """Moves the weights inside Megatron's data-parallel wrappers into peer memory; collective.
 
         Raises:
-            OSError, RuntimeError: There is no room for a second copy, or it cannot be shared.
+            OSError, RuntimeError: There is not enough memory for a second copy, or the memory
+                cannot be shared.
         """
         buffers = flat_buffers(wrapped)
         alone = [*weight_buffers(wrapped).values(), *frozen(named_parameters(wrapped)).values()]
@@ -60,15 +62,16 @@ class PeerWeights:
 
 
 def peer_weights(config: Config, world: World, notify: Callable[[str], None]) -> PeerWeights | None:
-    """Returns the peer memory for the policy's parameters, or None for packed messages. Collective.
+    """Returns peer memory for the policy's parameters, or None to send messages. Collective.
 
     Args:
         config: The run's configuration.
         world: Ranks of the run.
-        notify: Receives the reason if 'auto' does not choose 'peer'.
+        notify: Function that is called with the reason if 'auto' does not select 'peer'.
 
     Raises:
-        UserError: On every rank, if `rollout.transport` is 'peer' but ranks cannot reach others.
+        UserError: On every rank, if `rollout.transport` is 'peer' but some ranks cannot access each
+            other's memory.
     """
     wanted = config.rollout.transport
     released = config.train.release_weights_in_rollout
@@ -90,12 +93,12 @@ def peer_weights(config: Config, world: World, notify: Callable[[str], None]) ->
             "packed or auto here",
             f"Set rollout.transport=auto. {found[0]}.",
         )
-    notify(f"weights travel as packed messages: {found[0]}")
+    notify(f"weights are sent as packed messages: {found[0]}")
     return None
 
 
 def _move(buffer: Any, place: torch.Tensor) -> None:
-    """Moves a buffer's parameters, and all of Megatron's views of them, into `place`."""
+    """Moves a buffer's parameters into `place`, and redirects all of Megatron's views of them."""
     moved = place.view(buffer.param_data.dtype)
     moved.copy_(buffer.param_data)
     buffer.param_data = moved

@@ -1,21 +1,21 @@
 """Completes, frees and restores the parameters of a trained model on this rank.
 
-A distributed optimizer updates the part of each flat parameter buffer that this rank owns. A gather
-over the data-parallel ranks then completes the parameters; by default Megatron gathers at the end
-of the step. Two knobs delay it.
+The distributed optimizer updates only the slice of each flat parameter buffer that this rank owns.
+An all-gather over the data-parallel ranks then completes the parameters. By default Megatron runs
+it at the end of the step; two knobs postpone it.
 
-With `train.fuse_param_gather`, only the owned parts are new after a step. The engine is written
-from them, and the gather overlaps generation.
+With `train.fuse_param_gather`, only the owned slices are up to date after a step. The engine is
+updated from these slices, and the all-gather overlaps generation.
 
-With `train.release_weights_in_rollout`, the parameters are freed once the engine has them. Before
-training they are rebuilt: fp32 masters are cast into the owned parts, then gathered. Only storages
-are emptied and filled, so tensors and views stay valid. Frozen parameters have no masters and are
-never freed.
+With `train.release_weights_in_rollout`, the parameters are freed once the engine has received them.
+Before training they are rebuilt: fp32 masters are cast into the owned slices, which are then
+all-gathered. Only storages are emptied and refilled, so tensors and views stay valid. Frozen
+parameters have no masters and are never freed.
 
-`complete` and `restore` are collective over the data-parallel ranks if a gather is pending, on
-which all ranks agree. `release` may start a gather without waiting for it, except on CPU, where a
-started gather also completes (platform.py). Invariant: after `complete` the parameters are whole,
-or it has raised an error.
+`complete` and `restore` are collective over the data-parallel ranks if an all-gather is pending; it
+is pending on all ranks or on none. `release` may start an all-gather without waiting for it, except
+on CPU, where starting it also completes it (platform.py). Invariant: if `complete` returns, the
+parameters are complete.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from hybridrl.training.memory import flat_buffers
 
 
 class TrainedWeights:
-    """The parameters of one trained model on this rank.
+    """This rank's parameters of one trained model.
 
     Args:
         chunks: Megatron's data-parallel wrappers.
-        optimizer: Returns Megatron's optimizer with its state on the device.
-        gathers_late: Whether a step leaves the gather to `release` or `complete`.
-        is_freed: Whether `release` frees the parameters; the optimizer then has separate masters.
+        optimizer: Function that returns Megatron's optimizer with its state on the device.
+        gathers_late: Whether `release` or `complete` gathers the parameters, rather than the step
+            itself.
+        is_freed: Whether `release` frees the parameters, to be rebuilt from fp32 masters.
     """
 
     def __init__(
@@ -54,10 +55,10 @@ class TrainedWeights:
         self._gather_pending = self._gathers_late
 
     def complete(self) -> None:
-        """Completes the parameters for later work on the device.
+        """Gathers the parameters if necessary, so that later work on the device can use them.
 
         Raises:
-            RuntimeError: They are freed, because this is the rollout phase.
+            RuntimeError: The parameters are freed, because this is the rollout phase.
         """
         if self._is_empty:
             raise RuntimeError(
@@ -73,22 +74,22 @@ class TrainedWeights:
             self._gather_running = False
 
     def release(self) -> None:
-        """Frees the parameters, or starts their gather, once the engine has the weights."""
+        """Frees the parameters or starts gathering them, once the engine has the weights."""
         if self.is_freed:
             for buffer in self._buffers():
                 buffer.param_data.untyped_storage().resize_(0)
-            # `restore` includes a gather that is still pending.
+            # `restore` gathers anyway, so a pending gather can be dropped.
             self._gather_pending, self._is_empty = False, True
         elif self._gather_pending:
             self._start()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Allocates the parameters again, if freed, and completes them."""
+        """Reallocates and rebuilds the parameters if they were freed, and completes them."""
         if self._is_empty:
             for buffer in self._buffers():
                 buffer.param_data.untyped_storage().resize_(buffer.param_data.nbytes)
-                buffer.param_data.zero_()  # padding between the parameters too
+                buffer.param_data.zero_()  # also zeros the padding between the parameters
             for optimizer in self._optimizer().chained_optimizers:
                 optimizer._copy_main_params_to_model_params()
             self._is_empty, self._gather_pending = False, True
@@ -97,11 +98,11 @@ class TrainedWeights:
     def _start(self) -> None:
         for chunk in self._chunks:
             chunk.start_param_sync()
-        # If the step itself gathers, Megatron waits for the gather immediately.
+        # If steps gather by themselves, start_param_sync has already waited for the gather.
         self._gather_pending, self._gather_running = False, self._gathers_late
 
     def _buffers(self) -> Iterator[Any]:
-        """Yields the buffers with separate masters; an fp32 buffer is its own master."""
+        """Yields the buffers that have separate masters; fp32 buffers are their own masters."""
         for buffer in flat_buffers(self._chunks):
             if buffer.param_dtype != torch.float32:
                 yield buffer

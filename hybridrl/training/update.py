@@ -1,8 +1,8 @@
-"""Optimizer step of one or several models: all gradients first, then all are applied or none.
+"""Optimizer step of one or more models: computes all gradients first, then applies all or none.
 
 If a loss or a gradient is not finite, the step is skipped: weights, optimizer states and
-learning-rate schedules of all its models stay as they were. Every rank decides by the same numbers,
-which are on the host anyway: the loss over all ranks, and the norm for clipping.
+learning-rate schedules of all models remain unchanged. All ranks decide from the same numbers,
+which are on the host anyway: the loss over all ranks, and the gradient norm that clipping needs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hybridrl.training.optimizer import learning_rate
 
 @dataclass(frozen=True)
 class LossPart:
-    """One batch's part of a model's loss.
+    """The part of a model's loss that comes from one batch.
 
     Args:
-        name: Prefix of its metrics: the model's name, or that of a further term of the loss.
+        name: Prefix for the metrics: the model's name, or the name of an additional loss term.
         inputs: Micro-batches of this rank.
-        results: Outputs of the loss, on the last pipeline stage.
-        metrics: Metrics, the same on all ranks, with `NAME/loss`.
+        results: Results of the loss function; empty except on the last pipeline stage.
+        metrics: Metrics, including `NAME/loss`; the same on all ranks.
     """
 
     name: str
@@ -45,13 +45,13 @@ class LossPart:
         inputs: Sequence[ModelInput],
         results: Sequence[LossOutput],
     ) -> LossPart:
-        """Combines the losses of all ranks; `batch` is the whole mini-batch."""
+        """Combines the losses from all ranks; `batch` is the whole mini-batch."""
         metrics = reduce_losses(model, f"{name}/loss", results, num_response_tokens(batch))
         return LossPart(name, inputs, results, metrics)
 
     @property
     def loss(self) -> float:
-        """Loss of the mini-batch, over all ranks."""
+        """Loss of the mini-batch, combined over all ranks."""
         return self.metrics[f"{self.name}/loss"]
 
     def bad_micro_batches(self) -> list[int]:
@@ -66,16 +66,16 @@ class LossPart:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Accumulated gradients of one model for a mini-batch, not yet applied.
+    """Accumulated but not yet applied gradients of one model for a mini-batch.
 
     Args:
-        name: Name of the model, prefix of its metrics.
+        name: Name of the model, used as prefix for its metrics.
         model: Model that holds the gradients.
-        loss_parts: Loss of the mini-batch, then further terms of the loss.
+        loss_parts: Loss of the mini-batch, followed by any additional loss terms.
         metrics: Metrics, the same on all ranks: `NAME/loss`, `NAME/grad_norm`,
             `NAME/learning_rate`, `moe/...` (router.py, load_metrics) and `router/...`
             (router_replay.py, replay_metrics).
-        rate: Learning rate of the step.
+        rate: Learning rate for the step.
     """
 
     name: str
@@ -88,11 +88,11 @@ class Gradients:
     def of(
         name: str, model: ParallelModel, loss_parts: Sequence[LossPart], num_updates_in_run: int
     ) -> Gradients:
-        """Computes the gradients' norm and collects the metrics.
+        """Computes the gradient norm and collects the metrics.
 
         Args:
             name, model, loss_parts: See the class.
-            num_updates_in_run: Number of optimizer steps of this model in the whole run.
+            num_updates_in_run: Number of optimizer steps that this model takes in the whole run.
         """
         metrics = {**loss_parts[0].metrics, f"{name}/grad_norm": model.grad_norm()}
         experts = "moe" if name == "policy" else f"{name}/moe"
@@ -110,7 +110,7 @@ class Gradients:
 
     @property
     def loss(self) -> float:
-        """Loss of the mini-batch over all ranks, without further terms."""
+        """Loss of the mini-batch over all ranks, without additional terms."""
         return self.loss_parts[0].loss
 
     @property
@@ -120,7 +120,7 @@ class Gradients:
 
 
 def optimizer_step(found: Sequence[Gradients]) -> dict[str, float]:
-    """Applies the gradients of all models if all are finite, else none; returns all metrics."""
+    """Applies all models' gradients if all are finite, otherwise none; returns the metrics."""
     are_finite = all(one.is_finite for one in found)
     for one in found:
         if are_finite:
@@ -132,7 +132,8 @@ def optimizer_step(found: Sequence[Gradients]) -> dict[str, float]:
 def detached(result: LossOutput) -> LossOutput:
     """Returns the result with a copy of its loss.
 
-    Megatron frees the original after the backward pass (`deallocate_pipeline_outputs`).
+    The copy is needed because Megatron frees the original after the backward pass
+    (`deallocate_pipeline_outputs`).
     """
     return replace(result, loss=result.loss.detach().clone())
 
@@ -140,9 +141,10 @@ def detached(result: LossOutput) -> LossOutput:
 def reduce_losses(
     model: ParallelModel, loss_name: str, results: Sequence[LossOutput], num_tokens: float
 ) -> dict[str, float]:
-    """Combines the losses of all micro-batches over all ranks; every rank gets the result.
+    """Combines the losses of all micro-batches on all ranks; every rank receives the result.
 
-    Sums become means over the `num_tokens` response tokens; names that end in `_max` are maxima.
+    The loss is summed, metrics are averaged over the `num_tokens` response tokens, and metrics
+    whose names end in `_max` are maximised.
     """
     world = model.world
     local = _local_sums(loss_name, results if model.mesh.reports else [])

@@ -133,7 +133,11 @@ def test_235b_on_256_ranks_is_searched_within_a_minute() -> None:
     assert seconds < 60  # the bound that searches are judged by; some 20 s of an idle core
     assert result.best and result.num_large
     text = search_text(search_report(result, assumed, seconds, ()))
-    assert text.startswith("fits: ") and "lost by memory" in text and "kept" not in text
+    assert (
+        text.startswith("fits: ")
+        and "rejected by memory" in text
+        and "set in the config" not in text
+    )
 
 
 def test_plan_prints_the_best_ten_with_phases_and_why_others_lost(tmp_path: Path) -> None:
@@ -147,7 +151,7 @@ def test_plan_prints_the_best_ten_with_phases_and_why_others_lost(tmp_path: Path
     rows = [line for line in lines[3:] if line[:2].strip().isdecimal()]
     assert len(rows) == 10
     assert all("; time: +" in row or "; memory:" in row for row in rows[1:])
-    assert any(line.startswith("lost by a rule") for line in lines)
+    assert any(line.startswith("rejected by a rule") for line in lines)
     short = CliRunner().invoke(app, arguments).stdout
     full = CliRunner().invoke(app, [*arguments, "--all"]).stdout
     assert short.startswith("fits: ") and len(short.splitlines()) < 12
@@ -172,7 +176,7 @@ def test_plan_says_where_no_time_was_fitted_to_the_engine(
     words = ["plan", str(file), *knobs, "--cluster", "2xH200", *options]
     found = CliRunner().invoke(app, words)
     engine = knobs[0].partition("=")[2]
-    said = f"generation is predicted as with vllm; nothing was fitted to steps with {engine}"
+    said = f"generation is predicted as for vllm; no constants were fitted to {engine}"
     assert found.exit_code == 0, found.exception
     assert [line.strip() for line in found.stdout.splitlines()].count(said) == is_said
     assert ("fitted" in found.stdout) == is_said
@@ -186,7 +190,7 @@ def test_what_is_said_of_layouts_that_lost_holds(world: int) -> None:
         if round(one["step_s"], 4) > round(best["step_s"], 4):
             assert one["lost_by"].startswith("time: +")
         else:
-            assert one["lost_by"] == "memory: as fast, holds more"
+            assert one["lost_by"] == "memory: equally fast, but uses more"
             assert one["memory_bytes"] >= best["memory_bytes"]
 
 

@@ -81,7 +81,7 @@ def test_where_a_peer_is_out_of_reach_auto_says_so_once_and_peer_is_refused(
     said: list[str] = []
     assert peer_weights(config("auto"), world("cuda"), said.append) is None
     assert said == [
-        "weights travel as packed messages: rank 0: GPU 0 cannot read the memory of GPUs [1]"
+        "weights are sent as packed messages: rank 0: GPU 0 cannot read the memory of GPUs [1]"
     ]
     with pytest.raises(UserError) as caught:
         peer_weights(config("peer"), world("cuda"), said.append)

@@ -103,7 +103,7 @@ def test_the_first_line_says_whether_it_fits_and_by_how_much(
     assert verdict["spare_bytes"] == memory_gib * GIB - with_margin(estimate)
     line = first_line(report)
     peaks = f"about {usual / GIB:.1f} GiB and at most {estimate / GIB:.1f} GiB"
-    assert line.startswith(f"{word}: training takes {peaks}, ")
+    assert line.startswith(f"{word}: training uses {peaks}, ")
     assert (
         f"{abs(verdict['spare_bytes']) / GIB:.1f} GiB {'to spare' if fits else 'too much'}" in line
     )
@@ -223,8 +223,8 @@ def test_that_requests_under_way_with_a_lag_wait_is_said() -> None:
     for batch, waits in ((383, True), (384, False)):
         small = MODELS / "qwen2.5-0.5b.json"
         line = first_line(plan(config_of(small, *lag, f"rollout.max_batch={batch}"), 2))
-        said = "of 384 requests that a replica has under way with steps.max_policy_lag=1"
-        assert (f"{said} rollout.max_batch={batch} are decoded together" in line) is waits
+        said = "of 384 requests that a replica has in flight with steps.max_policy_lag=1"
+        assert (f"{said} rollout.max_batch={batch} are decoded at once" in line) is waits
 
 
 def test_the_cache_of_hf_grows_with_what_a_lag_keeps_under_way() -> None:

@@ -122,7 +122,7 @@ def test_a_policy_and_engines_apart_hold_only_their_own(here: Path) -> None:
     assert (verdict["phase"], verdict["kv_cache_bytes"]) == ("training", cache)
     assert verdict["max_requests"] == SAMPLES // 2
     total = 2 * (trained + 4 * WHOLE + passes) + 2 * (4 * WHOLE + cache)
-    assert f"4 ranks take about {total / 2**20:.1f} MiB" in verdict["summary"]
+    assert f"4 ranks use about {total / 2**20:.1f} MiB" in verdict["summary"]
     assert report["rollout"]["assignment"] == [None, None, [0, 0], [1, 0]]
     assert report["rollout"]["replicas"] == 2
     reshard = report["reshard"]
@@ -191,7 +191,7 @@ def test_models_beside_each_other_on_the_same_ranks_add_up(here: Path) -> None:
     less = (2 + 4) * WHOLE + 12 * WHOLE // 4 - ((2 + 4) * HALF + 12 * HALF // 2)
     groups = 4 * GROUP_BYTES  # tp, dp, dp with cp, tp with pp
     assert one["train_peak_bytes"] == before["train_peak_bytes"] - less + groups
-    assert report["order"]["reason"].startswith("Megatron's own; another is chosen only where")
+    assert report["order"]["reason"].startswith("Megatron's own; hybridrl optimizes the order")
     # With the same sizes said explicitly nothing differs.
     said = "placement.critic={ranks: 0-3, tp: 1}"
     assert plan(here, 4, said, algorithm="ppo", engine="vllm") == shared
@@ -232,7 +232,7 @@ def test_overlapping_ranks_hold_both(here: Path) -> None:
             )
     rest = always["4-5"] + GRAPH_BYTES
     assert found["4-5"] == (["rollout"], rest, rest + own + cache)
-    assert report["verdict"]["summary"].startswith("fits: training on ranks 2-3 takes about")
+    assert report["verdict"]["summary"].startswith("fits: training on ranks 2-3 uses about")
 
 
 def test_peers_have_a_piece_for_the_weights_on_every_rank(here: Path) -> None:
@@ -358,7 +358,7 @@ def test_the_command_plans_as_many_ranks_as_a_placement_names(here: Path) -> Non
     (here / "c.yaml").write_text(json.dumps(config))
     file = here / "c.yaml"
     said = run("plan", file, "placement.policy=0-1", "placement.rollout=[2, 3]")
-    assert "ranks 2-3: rollout;" in said and "4 ranks take" in said
+    assert "ranks 2-3: rollout;" in said and "4 ranks use" in said
     said = run("plan", file, "placement.rollout=first:9", "--world", "4", expect=2)
     assert "placement.rollout.ranks: got first:9; allowed: at most the 4 ranks" in said
 

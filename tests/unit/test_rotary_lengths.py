@@ -131,7 +131,10 @@ def changed(**scaling: Any) -> dict[str, Any]:
         (changed(short_factor=[1.0] * 7 + ["1"]), "short_factor.7: got"),
         (changed(factor=8.0), "factor: got 8.0; allowed: 4, computed"),
         (changed(attention_factor=1.0), "attention_factor: got 1.0; allowed: .* computed"),
-        (changed(short_mscale=1.1), "short_mscale: got 1.1; allowed: nothing with rope_type long"),
+        (
+            changed(short_mscale=1.1),
+            "short_mscale: got 1.1; allowed: no such key with rope_type long",
+        ),
         (changed(original_max_position_embeddings=64), "embeddings: got 64; allowed: the same as"),
         ({**PHI35, "original_max_position_embeddings": 256}, "got 256; allowed: from 2 to"),
         ({**PHI35, "original_max_position_embeddings": 1}, "got 1; allowed: from 2 to"),

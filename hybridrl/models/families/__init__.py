@@ -1,4 +1,4 @@
-"""The model families that hybridrl ships, by name; each is loaded when it is first asked for."""
+"""Built-in model families by name; each is imported on first use."""
 
 FAMILIES: dict[str, str] = {
     "llama": "hybridrl.models.families.llama:FAMILY",

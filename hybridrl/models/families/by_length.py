@@ -1,14 +1,14 @@
-"""Rotary positions that depend on a sequence's length, fixed for a run by its longest sequence.
+"""Fixes rotary positions that depend on sequence length, for a run's longest sequence.
 
-transformers and engines choose differently. With `longrope`, transformers (5.19) uses the long
-factors in a forward pass whose longest row exceeds the original length. vLLM (0.32) uses them for
-every sequence if `max_model_len` exceeds it, else for none. Keys cached under the short factors are
-wrong under the long ones, so a run has one kind of factors, chosen as in vLLM. With `dynamic`, both
-use unscaled positions up to `max_position_embeddings`; beyond that transformers scales by the
-length of each forward pass, and vLLM does not scale. No torch.
+transformers and engines behave differently. With `longrope`, transformers (5.19) uses the long
+factors in each forward pass whose longest row exceeds the original length. vLLM (0.32) uses them
+for all sequences if `max_model_len` exceeds the original length, and otherwise for none. Keys that
+were cached with short factors are wrong for long factors, so a run uses only one of the two, chosen
+as in vLLM. With `dynamic`, both use unscaled positions up to `max_position_embeddings`; beyond
+that, transformers scales by the length of each forward pass, and vLLM does not scale. No torch.
 
-Invariant: a config returned by `at_length` gives the same angles in every forward pass of sequences
-up to that length, in training, in each engine and in transformers.
+Invariant: with a config returned by `at_length`, training, engines and transformers use the same
+angles in every forward pass over sequences up to that length.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ ROPE_HOLDERS = ("rope_parameters", "rope_scaling")
 
 
 def at_length(hf_config: HfConfig, longest: int | None) -> HfConfig:
-    """Returns a config.json with positions that do not depend on a sequence's length.
+    """Returns a config.json whose positions do not depend on sequence length.
 
     Args:
-        hf_config: Content of config.json, already checked by its family.
-        longest: Tokens of the run's longest sequence; may be None for other kinds of positions.
+        hf_config: Contents of config.json, which the family has already checked.
+        longest: Length of the run's longest sequence; may be None if positions never depend on
+            length.
 
     Raises:
-        ModelError: Sequences may be longer than `max_position_embeddings`.
+        ModelError: The longest sequence exceeds `max_position_embeddings`.
     """
     rope, key = rope_parameters(hf_config)
     kind = rope_kind(rope)
@@ -56,7 +57,7 @@ def at_length(hf_config: HfConfig, longest: int | None) -> HfConfig:
             f"{kind}, with sequences of up to {longest} tokens",
             f"sequences of at most max_position_embeddings = {most} tokens; beyond that, "
             "transformers and engines use different angles",
-            "Lower data.max_prompt_tokens or the longest response.",
+            "Lower data.max_prompt_tokens or the maximum response length.",
         )
     plain = {name: value for name, value in rope.items() if name != "type"}
     if kind == "dynamic":
@@ -69,13 +70,13 @@ def at_length(hf_config: HfConfig, longest: int | None) -> HfConfig:
 
 
 def takes_long(hf_config: HfConfig, longest: int) -> bool:
-    """Returns whether a run's sequences may exceed longrope's original length."""
+    """Returns whether the model uses longrope and sequences may exceed its original length."""
     is_longrope = rope_kind(rope_parameters(hf_config)[0]) == "longrope"
     return is_longrope and longest > size(hf_config, ORIGINAL, DEFAULT_ORIGINAL_LENGTH)
 
 
 def positions_summary(hf_config: HfConfig, longest: int) -> str | None:
-    """Returns a log line about longrope's factors; None for other positions."""
+    """Returns a log line about longrope's factors; None if the model does not use longrope."""
     rope, _ = rope_parameters(hf_config)
     if rope_kind(rope) != "longrope":
         return None
@@ -86,7 +87,7 @@ def positions_summary(hf_config: HfConfig, longest: int) -> str | None:
             f"{original}"
         )
     return (
-        f"longrope's long factors, for short sequences too: sequences may have {longest} tokens, "
-        f"more than {original}. Serve the trained model with a max_model_len above {original} in "
-        "vLLM; with less, and in transformers for shorter sequences, it would use its short factors"
+        f"longrope's long factors, also for short sequences: sequences may have {longest} tokens, "
+        f"more than {original}. To serve the trained model with vLLM, set max_model_len above "
+        f"{original}; otherwise, and in transformers for shorter sequences, the short factors are used"
     )

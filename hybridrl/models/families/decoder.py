@@ -1,8 +1,8 @@
-"""Parts that families of llama-shaped decoders share: sizes, Megatron keywords, weight rows.
+"""Code shared by families of llama-shaped decoders: sizes, Megatron keywords, weight rows.
 
 A llama-shaped decoder has RMSNorm before attention and before the feed-forward layer, rotary
-positions, grouped-query attention and SwiGLU. A family's own file chooses the options. Values of a
-config.json that need other options are refused by name. No torch.
+positions, grouped-query attention and SwiGLU. Each family's own file sets the options. If a
+config.json contains values that are not supported, the error names the key. No torch.
 """
 
 from __future__ import annotations
@@ -41,17 +41,18 @@ def decoder_shape(
     window: int | None = None,
     kinds: Collection[str] = ("full_attention",),
 ) -> ModelShape:
-    """Reads the sizes of a llama-shaped decoder; options that are not listed are ModelShape's.
+    """Reads the sizes of a llama-shaped decoder; see ModelShape for other arguments.
 
     Args:
-        hf_config: Content of config.json.
-        default_head_dim: Head size if the config has none; the default is hidden size / heads.
-        default_kv_heads: Key-value heads if the config has no such key; the default is one per
+        hf_config: Contents of config.json.
+        default_head_dim: Head size to use if the config does not set one; by default hidden size /
+            heads.
+        default_kv_heads: Number of key-value heads if the config lacks the key; by default one per
             query head.
         kinds: Values that `layer_types` may have.
 
     Raises:
-        ModelError: A size is no positive integer, or an option is not supported.
+        ModelError: A size is not a positive integer, or an option is not supported.
     """
     require(hf_config, "hidden_act", "silu", ("silu", "swish"))
     _check_windows(hf_config, kinds)
@@ -67,7 +68,7 @@ def decoder_shape(
         raise refusal("num_attention_heads", num_heads, f"a divisor of hidden_size = {hidden_size}")
     head_dim = size(hf_config, "head_dim", default_head_dim or hidden_size // num_heads)
     if head_dim % 2:
-        raise refusal("head_dim", head_dim, "an even number, which rotary positions need")
+        raise refusal("head_dim", head_dim, "an even number, as rotary positions require")
     return ModelShape(
         num_layers=size(hf_config, "num_hidden_layers"),
         hidden_size=hidden_size,
@@ -87,7 +88,7 @@ def decoder_shape(
 
 
 def windowed_shape(hf_config: HfConfig, default_kv_heads: int | None = None) -> ModelShape:
-    """Reads the sizes of a decoder whose layers all have the window `sliding_window`, if any."""
+    """Reads the sizes of a decoder in which all layers use the window `sliding_window`."""
     has_window = hf_config.get("sliding_window") is not None
     return decoder_shape(
         {key: value for key, value in hf_config.items() if key != "sliding_window"},
@@ -104,13 +105,14 @@ def decoder_config(
     scale: float | None = None,
     rotary: Rotary | None = None,
 ) -> dict[str, Any]:
-    """Returns the keywords of Megatron's TransformerConfig that the model fixes.
+    """Returns the arguments of Megatron's TransformerConfig that the model determines.
 
     Args:
-        hf_config: Content of config.json.
-        shape: Sizes of the model; a window applies to all layers unless the family changes that.
-        scale: Factor of products of queries and keys; the default is 1 / sqrt(head size).
-        rotary: Rotary positions; read from the config by default.
+        hf_config: Contents of config.json.
+        shape: Sizes of the model. If there is a window, it applies to all layers unless the family
+            overrides that.
+        scale: Factor that scales products of queries and keys; by default 1 / sqrt(head size).
+        rotary: Rotary positions; by default read from the config.
     """
     rotary = rotary or read_rotary(hf_config)
     rotated = int(shape.head_dim * rotary.share)
@@ -121,9 +123,10 @@ def decoder_config(
     if rotary.magnitude != 1 and rotary.share < 1:
         own["apply_rope_fusion"] = False  # the fused kernel ignores the magnitude of set_rotary
     elif rotary.magnitude != 1:
-        # Queries and keys both have the magnitude, so their product has its square.
+        # Queries and keys are both scaled by the magnitude, so their product is scaled by its
+        # square.
         own["softmax_scale"] = rotary.magnitude**2 * (scale or shape.head_dim**-0.5)
-    if shape.window is not None:  # Megatron does not count the query's own position
+    if shape.window is not None:  # Megatron's window does not include the query's own position
         own["window_size"] = (shape.window - 1, 0)
     return {
         **own,
@@ -147,7 +150,7 @@ def decoder_config(
 
 def _check_windows(hf_config: HfConfig, known: Collection[str]) -> None:
     require(hf_config, "use_sliding_window", False, (False,))
-    for key in WINDOW_KEYS:  # they have no effect here, but engines read them
+    for key in WINDOW_KEYS:  # these keys have no effect here, but engines read them
         value = hf_config.get(key)
         if value is not None and (type(value) is not int or value < 0):
             raise not_a(key, value, "an integer of at least 0, or null")
@@ -168,8 +171,8 @@ def decoder_rows(
 
     Args:
         shape: Sizes and options of the model.
-        moe: Rows of the mixtures of experts.
-        attention: Rows of attention; grouped-query attention by default.
+        moe: Weight rows of the mixtures of experts.
+        attention: Weight rows of attention; by default those of grouped-query attention.
     """
     hidden, vocabulary = shape.hidden_size, ((shape.vocab_size, shape.hidden_size),)
     final_norm = "decoder.final_layernorm.weight"
@@ -188,17 +191,17 @@ def decoder_rows(
 
 
 def norm_row(megatron: str, hf: str, width: int, kind: RowKind = "replicated") -> Row:
-    """Returns the row of a layer's norm; both names are relative to the layer."""
+    """Returns the weight row of a layer's norm; both names are relative to the layer."""
     parts = (f"model.layers.{{L}}.{hf}.weight",)
     return Row(f"decoder.layers.{{L}}.{megatron}.weight", parts, ((width,),), kind)
 
 
 def fused(rows: Iterable[Row], tensors: Mapping[str, str]) -> tuple[Row, ...]:
-    """Returns rows of which some have one fused HF tensor in place of several.
+    """Replaces several HF tensors by one fused tensor in some rows.
 
     Args:
         rows: Rows of a weight table.
-        tensors: Name of the HF tensor, relative to the layer, by the kind of row.
+        tensors: For each kind of row to change, the fused tensor's name relative to the layer.
     """
 
     def fuse(row: Row) -> Row:
@@ -221,14 +224,15 @@ def decoder_family(
     rotary_share: float | None = None,
     is_served_fused: bool = True,
 ) -> Family:
-    """Returns the family of a llama-shaped decoder.
+    """Creates the family of a llama-shaped decoder.
 
     Args:
         name, architecture, shape, rows, is_served_fused: See `Family`.
-        config_keys: Keys of config.json that the family reads or refuses besides DECODER_KEYS.
-        keywords: Returns the keywords of TransformerConfig besides those of `decoder_config`.
-        defaults: Values of absent keys of config.json.
-        ropes, rotary_share: `kinds` and `default_share` of `read_rotary`.
+        config_keys: Keys of config.json that the family handles in addition to DECODER_KEYS.
+        keywords: Function that returns arguments of TransformerConfig in addition to those from
+            `decoder_config`.
+        defaults: Values for keys that config.json does not contain.
+        ropes, rotary_share: Arguments `kinds` and `default_share` of `read_rotary`.
     """
 
     def whole(hf_config: HfConfig) -> HfConfig:
@@ -271,7 +275,7 @@ def _attention_rows(shape: ModelShape) -> list[Row]:
 
 
 def _mlp_rows(shape: ModelShape) -> list[Row]:
-    """Returns the rows of the dense feed-forward layers."""
+    """Returns the weight rows of the dense feed-forward layers."""
     if shape.moe is not None and not shape.moe.dense_layers:
         return []
     hidden, ffn = shape.hidden_size, shape.ffn_size

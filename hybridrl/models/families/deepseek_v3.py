@@ -1,7 +1,7 @@
-"""DeepSeek-V3 and models of its architecture (R1, Moonlight).
+"""DeepSeek-V3 and models with the same architecture (R1, Moonlight).
 
-They have latent attention, shared experts, and a router with a bias that balances the experts.
-Layers for multi-token prediction (MTP), which a checkpoint may have after the last layer, are
+They have latent attention, shared experts, and a router with a bias that balances the experts. A
+checkpoint may contain layers for multi-token prediction (MTP) after the last layer; these are
 neither read nor written.
 """
 
@@ -40,13 +40,14 @@ NAMES = ExpertNames(
     bias="mlp.gate.e_score_correction_bias",
     shared=(f"{SHARED}gate_proj", f"{SHARED}up_proj", f"{SHARED}down_proj"),
 )
-# Number of best experts whose scores make a group's score. Megatron-Core 0.16.1 uses experts per
-# token / groups per token instead (moe_utils.py, group_limited_topk), so the two must agree.
+# A group's score is the sum of its best BEST_OF_GROUP scores. Megatron-Core 0.16.1 uses (experts
+# per token / groups per token) scores instead (moe_utils.py, group_limited_topk), so the two must
+# be equal.
 BEST_OF_GROUP = 2
-# Values that the architecture implies. Without them in config.json, engines use other routers or
+# Values that the architecture implies. If config.json lacks them, engines use a different router or
 # fail.
 STATED = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1}
-# Keys of published configs that change no number here: training options, the location of the
+# Keys in published configs that do not affect results here: training options, the location of the
 # model's code, and the number of MTP layers.
 WITHOUT_EFFECT = frozenset(
     {
@@ -86,7 +87,7 @@ def shape(hf_config: HfConfig) -> ModelShape:
 def _dense_layers(hf_config: HfConfig, num_layers: int) -> tuple[int, ...]:
     first = hf_config.get("first_k_dense_replace", 3)
     if type(first) is not int or not 0 <= first < num_layers:
-        allowed = f"an integer from 0 to {num_layers - 1}, so that a layer has experts"
+        allowed = f"an integer from 0 to {num_layers - 1}, so that at least one layer has experts"
         raise refusal("first_k_dense_replace", first, allowed)
     return tuple(range(first))
 
@@ -109,9 +110,9 @@ def _routing(hf_config: HfConfig, num_experts: int, chosen: int) -> BiasedRoutin
 
 
 def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of MLATransformerConfig."""
+    """Returns arguments of MLATransformerConfig."""
     sizes = shape(hf_config)
-    assert sizes.moe is not None  # every model of the family has experts
+    assert sizes.moe is not None  # every model in this family has experts
     routing = _routing(hf_config, sizes.moe.num_experts, sizes.moe.experts_per_token)
     experts = expert_config(sizes, renormalized=True) | biased_config(sizes, routing)
     return decoder_config(hf_config, sizes) | latent_config(hf_config, sizes) | experts

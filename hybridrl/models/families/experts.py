@@ -1,9 +1,9 @@
-"""Parts that families with mixtures of experts share: sizes, Megatron keywords, weight rows.
+"""Code shared by families with mixtures of experts: sizes, Megatron keywords, weight rows.
 
-The router is a linear layer without bias. The softmax of its output (or sigmoids, `BiasedRouting`)
-scores the experts, of which a few are chosen for each token. An expert is a gated feed-forward
-layer; shared experts compute every token. A family gives the names in the HF checkpoint. Other
-options of a config are refused by name. No torch.
+The router is a linear layer without bias. The softmax of its outputs (or their sigmoids,
+`BiasedRouting`) scores the experts, and a few experts are selected for each token. An expert is a
+gated feed-forward layer; shared experts process every token. Each family defines the names in the
+HF checkpoint. If a config uses other options, the error names the key. No torch.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from hybridrl.models.family import HfConfig, ModelShape, Row, RowKind
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# transformers uses `router_aux_loss_coef` in training if `output_router_logits` is set; hybridrl
-# uses `train.moe` instead.
+# transformers trains with `router_aux_loss_coef` if `output_router_logits` is set; hybridrl uses
+# `train.moe` instead.
 EXPERT_KEYS = frozenset({"num_experts_per_tok", "router_aux_loss_coef"})
 
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a mixture's HF tensors within a layer, without `.weight`; `{E}` is the expert.
+    """Names of a mixture's HF tensors within a layer, without `.weight`; `{E}` is its index.
 
     Args:
-        bias: Name of the router's bias, in full; "" for none.
-        shared: Gate, up and down of the shared experts; empty for none.
+        bias: Complete name of the router's bias; "" if there is none.
+        shared: Gate, up and down projections of the shared experts; empty if there are none.
     """
 
     router: str
@@ -40,15 +40,15 @@ class ExpertNames:
 
 @dataclass(frozen=True)
 class BiasedRouting:
-    """Choice of experts by sigmoid scores plus a bias that balances their load.
+    """Selection of experts by sigmoid scores plus a bias that balances their load.
 
     DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2.
 
     Args:
         scale: Sum of the weights of a token's experts.
-        num_groups: Number of groups, of equally many consecutive experts.
-        kept_groups: Number of groups from which a token's experts are chosen; the groups with the
-            highest sums of their two best scores.
+        num_groups: Number of equally large groups of consecutive experts.
+        kept_groups: Number of groups from which a token's experts are selected. These are the
+            groups whose two best scores have the largest sums.
     """
 
     scale: float
@@ -57,7 +57,7 @@ class BiasedRouting:
 
 
 def experts_per_token(hf_config: HfConfig, num_experts: int, default: int) -> int:
-    """Reads the number of experts that compute each token, at most `num_experts`."""
+    """Reads the number of experts per token, which must not exceed `num_experts`."""
     chosen = size(hf_config, "num_experts_per_tok", default)
     if chosen > num_experts:
         raise refusal("num_experts_per_tok", chosen, f"at most the {num_experts} experts")
@@ -74,20 +74,25 @@ def read_num_experts(hf_config: HfConfig, key: str, default: int) -> int:
 
 
 def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
-    """Returns the keywords of Megatron's TransformerConfig that the mixtures fix.
+    """Returns the arguments of Megatron's TransformerConfig that the mixtures determine.
 
     Args:
         shape: Sizes of the model, which has experts.
-        renormalized: Whether the weights of a token's experts add up to 1. A softmax over the
-            chosen experts equals the softmax over all, divided by its sum over the chosen.
+        renormalized: Whether the weights of a token's experts add up to 1. This equals a softmax
+            over only the selected experts.
 
     Raises:
-        ModelError: One expert per token whose weight is always 1; its router has no gradient.
+        ModelError: There is one expert per token and its weight is always 1, so the router would
+            have no gradient.
     """
     moe = shape.moe
     assert moe is not None
     if renormalized and moe.experts_per_token == 1:
-        raise refusal("num_experts_per_tok", 1, "2 or more, since a token's weights add up to 1")
+        raise refusal(
+            "num_experts_per_tok",
+            1,
+            "2 or more, because a single expert's weight would always be 1",
+        )
     return {
         "num_moe_experts": moe.num_experts,
         "moe_router_topk": moe.experts_per_token,
@@ -101,14 +106,14 @@ def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
 
 
 def biased_config(shape: ModelShape, routing: BiasedRouting) -> dict[str, Any]:
-    """Returns the keywords of a router with a bias that differ from `expert_config`'s."""
+    """Returns arguments for a router with a bias, to override those from `expert_config`."""
     assert shape.moe is not None
     grouped = routing.num_groups > 1
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        # Megatron updates the bias with every accumulation of gradients; hybridrl does it with the
-        # optimizer's step (models/megatron/router.py).
+        # Megatron updates the bias whenever gradients are accumulated; hybridrl updates it in the
+        # optimizer step (models/megatron/router.py).
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": routing.num_groups if grouped else None,
         "moe_router_group_topk": routing.kept_groups if grouped else None,
@@ -118,7 +123,7 @@ def biased_config(shape: ModelShape, routing: BiasedRouting) -> dict[str, Any]:
 
 
 def expert_rows(shape: ModelShape, names: ExpertNames) -> tuple[Row, ...]:
-    """Returns the weight rows of the mixtures."""
+    """Returns the weight rows of the mixtures of experts."""
     moe, hidden = shape.moe, shape.hidden_size
     assert moe is not None
     width, num_experts = moe.expert_ffn_size, moe.num_experts

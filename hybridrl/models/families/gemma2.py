@@ -1,8 +1,8 @@
-"""Gemma 2, and the parts that Gemma 3 shares.
+"""Gemma 2, and code shared with Gemma 3.
 
-Both have norms that multiply by 1 + their weight, before and after attention and the feed-forward
-layer; GELU; embeddings multiplied by the root of their width; and windows in some layers. Gemma 2
-also has soft caps of logits and of products of queries and keys.
+Both have norms before and after attention and the feed-forward layer, which multiply by 1 + their
+weight; GELU; embeddings that are multiplied by the square root of their width; and windows in some
+layers. Gemma 2 also applies soft caps to logits and to products of queries and keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from hybridrl.models.hf.config_keys import DECODER_KEYS
 LOCAL, HF = "decoder.layers.{L}.", "model.layers.{L}."
 WINDOWED, FULL = "sliding_attention", "full_attention"
 GELU = "gelu_pytorch_tanh"
-# Defaults of transformers' Gemma2Config, also Gemma 3's. The caps have defaults in Gemma 2 only.
+# Defaults in transformers' Gemma2Config and Gemma3TextConfig. Only Gemma 2 has defaults for the
+# caps.
 DEFAULTS = {
     "head_dim": 256,
     "num_key_value_heads": 4,
@@ -30,9 +31,10 @@ DEFAULTS = {
 }
 CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
 LARGEST_CAP = 1e6
-# YaRN's magnitude would be part of the softmax scale, which `query_pre_attn_scalar` sets.
+# YaRN is not supported: its magnitude would change the softmax scale, which `query_pre_attn_scalar`
+# sets.
 ROPES = ("default", "linear", "llama3")
-# HF names of norms. `post_attention_layernorm` is another norm than in llama-shaped families.
+# HF names of norms. `post_attention_layernorm` is a different norm than in llama-shaped families.
 NORMS = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "self_attention.post_layernorm": "post_attention_layernorm",
@@ -48,20 +50,20 @@ GEMMA_KEYS = DECODER_KEYS | {
 
 
 def filled(hf_config: HfConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config in which absent keys, but not null ones, have the family's defaults."""
+    """Returns a config with the family's defaults for absent keys, but not for null ones."""
     return {**DEFAULTS, **defaults, **hf_config}
 
 
 def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
-    """Reads the sizes of a Gemma 2 or 3.
+    """Reads the sizes of a Gemma 2 or 3 model.
 
     Args:
-        hf_config: Content of config.json, with the family's defaults.
+        hf_config: Contents of config.json, with the family's defaults.
         every: Every `every`-th layer has no window, unless `layer_types` is set.
         **own: Arguments of `decoder_shape`.
     """
     require(hf_config, "hidden_activation", GELU, (GELU,))
-    require(hf_config, "hidden_act", GELU, (GELU,))  # no program reads it
+    require(hf_config, "hidden_act", GELU, (GELU,))  # no known program reads this key
     handled = ("hidden_act", "sliding_window", "layer_types", "use_sliding_window")
     plain = {key: value for key, value in hf_config.items() if key not in handled}
     kinds = layer_kinds(hf_config, every)
@@ -78,7 +80,7 @@ def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
 
 
 def cap(hf_config: HfConfig, key: str) -> float:
-    """Returns the bound at `key`; 0 if it is null."""
+    """Returns the soft cap at `key`; 0 if it is null."""
     return 0.0 if hf_config.get(key) is None else number(hf_config, key, 0, 1e-3, LARGEST_CAP)
 
 
@@ -94,19 +96,21 @@ def layer_kinds(hf_config: HfConfig, every: int) -> list[str]:
 
 
 def gemma_config(hf_config: HfConfig, shape: ModelShape, every: int) -> dict[str, Any]:
-    """Returns the keywords of TransformerConfig; see `gemma_shape` for the arguments."""
+    """Returns arguments of TransformerConfig; see `gemma_shape` for the parameters."""
     scalar = number(hf_config, "query_pre_attn_scalar", 0, 1e-6, 1e9)
-    # `model_keywords` checks the rotary positions.
+    # Rotary positions are left out here because `model_keywords` checks them.
     plain = {key: value for key, value in hf_config.items() if not key.startswith("rope_")}
     keywords = decoder_config(plain, shape, scalar**-0.5)
     if shape.window is not None:
         windowed = [int(kind == WINDOWED) for kind in layer_kinds(hf_config, every)]
-        keywords["window_attn_skip_freq"] = windowed  # despite its name, 1 for a window
+        keywords["window_attn_skip_freq"] = (
+            windowed  # despite its name, 1 means that the layer has a window
+        )
     return keywords
 
 
 def embedding_scale(hf_config: HfConfig) -> Scales:
-    """Returns the factor of the embeddings: the root of their width, rounded to their type."""
+    """Returns the factor of the embeddings: the rounded square root of their width."""
     return Scales(embedding=size(hf_config, "hidden_size") ** 0.5, is_rounded=True)
 
 
@@ -122,7 +126,7 @@ def gemma_rows(shape: ModelShape) -> tuple[Row, ...]:
     return (*plain, *after)
 
 
-EVERY = 2  # every second layer of Gemma 2 has no window
+EVERY = 2  # every second layer in Gemma 2 has no window
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
@@ -138,7 +142,7 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of GPTModel for positions, and the factor of the embeddings."""
+    """Returns arguments of GPTModel for positions, and the factor of the embeddings."""
     whole = {"max_position_embeddings": 8192, **hf_config}
     return rope_keywords(whole, ROPES) | {"scales": embedding_scale(hf_config)}
 

@@ -1,7 +1,7 @@
-"""Gemma 3 (text): Gemma 2 with norms of queries and keys instead of soft caps.
+"""Gemma 3 (text): like Gemma 2, but queries and keys are normalized instead of soft-capped.
 
-Layers with windows have local rotary positions; the other layers have global ones, which may be
-scaled.
+Layers with windows use local rotary positions. Other layers use global rotary positions, which may
+be scaled.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of GPTModel for global and local positions, and the embedding factor."""
+    """Returns arguments of GPTModel for global and local positions, and the embedding factor."""
     global_config, local_config = _both_ropes(hf_config)
     keywords = rope_keywords(global_config, ROPES)
     keywords["rotary"] = replace(keywords["rotary"], local=read_rotary(local_config, ROPES))
@@ -58,9 +58,9 @@ def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def _both_ropes(hf_config: HfConfig) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns a config with the global and one with the local rotary positions.
+    """Returns a config with global rotary positions, and one with local rotary positions.
 
-    They come from two objects in `rope_parameters` (transformers 5), or from the older
+    They are read from two objects in `rope_parameters` (transformers 5), or from the older keys
     `rope_theta`, `rope_scaling` (global only) and `rope_local_base_freq`.
     """
     plain = {key: value for key, value in hf_config.items() if not key.startswith("rope_")}

@@ -1,7 +1,7 @@
 """GLM-4 (0414): norms before and after attention and the feed-forward layer.
 
-Rotary positions rotate pairs of neighbouring dimensions in a part of each head. Gate and up are one
-tensor on disk.
+Rotary positions rotate pairs of neighbouring dimensions in part of each head. Gate and up
+projections are stored as one tensor.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ FAMILY = decoder_family(
     rows=rows,
     keywords=lambda hf_config, shape: {"rotary_interleaved": True},
     defaults={"rms_norm_eps": 1.5625e-7, "attention_bias": True},  # transformers' Glm4Config
-    # YaRN's magnitude would apply to the rotated part of a head only.
+    # YaRN is not supported, because its magnitude would apply only to the rotated part of a head.
     ropes=("default",),
     rotary_share=0.5,
 )

@@ -1,4 +1,4 @@
-"""Granite 3 (dense): llama-shaped, with multipliers of embeddings, attention, residuals, logits."""
+"""Granite 3 (dense): llama-shaped; scales embeddings, attention, residuals and logits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def transformer_config(hf_config: HfConfig) -> dict[str, Any]:
 
 
 def model_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of GPTModel for positions, and the constant factors."""
+    """Returns arguments of GPTModel for positions, and the constant factors."""
     scales = Scales(
         _multiplier(hf_config, "embedding_multiplier"),
         _multiplier(hf_config, "residual_multiplier"),
@@ -47,6 +47,6 @@ FAMILY = Family(
     transformer_config,
     model_keywords,
     decoder_rows,
-    # Granite 3 was pretrained with a dropout of 0.1; hybridrl trains without dropout.
+    # Granite 3 was pretrained with attention dropout 0.1; hybridrl trains without dropout.
     config_keys=DECODER_KEYS | BIAS_KEYS | {"attention_dropout", *MULTIPLIERS},
 )

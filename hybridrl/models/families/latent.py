@@ -2,8 +2,9 @@
 
 DeepSeek-AI 2024, "DeepSeek-V2", section 2.1. Queries are projected down to a latent, normalised,
 and projected up to heads; keys and values share a second latent. The rotary part of the key is
-projected directly from the input, and all heads share it. A head's query and key are [without
-positions; rotary]. models/megatron/latent_attention.py computes it.
+projected directly from the input, and all heads share it. A head's query and key are concatenations
+of a part without positions and a rotary part. models/megatron/latent_attention.py implements the
+attention.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from hybridrl.models.families.reading import refusal, require, size
 from hybridrl.models.families.rotary import read_rotary, rope_keywords
 from hybridrl.models.family import HfConfig, LatentShape, ModelShape, Row
 
-# Epsilon of the latents' norms: transformers and DeepSeek's own code keep the norm's default and
+# Epsilon in the latents' norms: transformers and DeepSeek's own code use the norm's default and
 # ignore rms_norm_eps.
 LATENT_EPS = 1e-6
-# Keys that are read or refused here. transformers computes `head_dim` and `qk_head_dim`.
+# Keys that this module handles. transformers computes `head_dim` and `qk_head_dim` itself.
 LATENT_KEYS = frozenset(
     {
         "head_dim",
@@ -32,14 +33,14 @@ LATENT_KEYS = frozenset(
         "v_head_dim",
     }
 )
-LATENT_ROPES = ("default", "yarn")  # engines support no others
+LATENT_ROPES = ("default", "yarn")  # engines support no other kinds
 
 
 def latent_shape(hf_config: HfConfig) -> LatentShape:
     """Reads the sizes of latents and heads; defaults are those of transformers' DeepseekV3Config.
 
     Raises:
-        ModelError: A size is no positive integer, or contradicts the others.
+        ModelError: A size is not a positive integer, or contradicts other sizes.
     """
     # Engines always rotate pairs of neighbours.
     require(hf_config, "rope_interleave", True, (True,))
@@ -59,9 +60,9 @@ def latent_shape(hf_config: HfConfig) -> LatentShape:
 
 
 def latent_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
-    """Returns the keywords of Megatron's MLATransformerConfig.
+    """Returns arguments of Megatron's MLATransformerConfig.
 
-    `kv_channels` is the rotary size, from which GPTModel computes its angles.
+    `kv_channels` is the size of the rotary part, because GPTModel computes its angles from it.
     """
     latent, rotary = shape.latent, read_rotary(hf_config, LATENT_ROPES)
     assert latent is not None
@@ -74,18 +75,19 @@ def latent_config(hf_config: HfConfig, shape: ModelShape) -> dict[str, Any]:
         "qk_pos_emb_head_dim": latent.rotary_dim,
         "v_head_dim": latent.value_dim,
         "rope_type": "rope",
-        # As in transformers, YaRN's magnitude of all dimensions applies to queries and to keys.
+        # As in transformers, both queries and keys are scaled by YaRN's magnitude for all
+        # dimensions.
         "softmax_scale": rotary.magnitude_of_all**2 / math.sqrt(latent.query_dim),
     }
 
 
 def latent_rope_keywords(hf_config: HfConfig) -> dict[str, Any]:
-    """Returns the keywords of GPTModel for positions."""
+    """Returns arguments of GPTModel for positions."""
     return rope_keywords(hf_config, LATENT_ROPES)
 
 
 def latent_rows(shape: ModelShape) -> tuple[Row, ...]:
-    """Returns the weight rows of attention; both down projections are one Megatron parameter."""
+    """Returns the weight rows of attention; both down projections form one Megatron parameter."""
     latent, hidden, heads = shape.latent, shape.hidden_size, shape.num_heads
     assert latent is not None
     local, hf = "decoder.layers.{L}.self_attention.", "model.layers.{L}.self_attn."

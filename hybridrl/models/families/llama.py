@@ -10,12 +10,12 @@ BIAS_KEYS = frozenset({"attention_bias", "mlp_bias"})
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; Megatron has biases on all linear layers or on none."""
+    """Reads the sizes; Megatron requires that all linear layers have biases, or none."""
     attention_bias, mlp_bias = (flag(hf_config, key) for key in ("attention_bias", "mlp_bias"))
     if attention_bias != mlp_bias:
         raise refusal("attention_bias", attention_bias, f"the same as mlp_bias = {mlp_bias}")
     sizes = decoder_shape(hf_config, linear_bias=attention_bias)
-    if sizes.hidden_size % sizes.num_heads:  # transformers requires it even if head_dim is set
+    if sizes.hidden_size % sizes.num_heads:  # transformers requires this even if head_dim is set
         allowed = f"a divisor of hidden_size = {sizes.hidden_size}"
         raise refusal("num_attention_heads", sizes.num_heads, allowed)
     return sizes

@@ -1,4 +1,4 @@
-"""Mistral (7B, Nemo, Small): all layers attend within a window, or none does."""
+"""Mistral (7B, Nemo, Small): either all layers attend within a window, or none do."""
 
 from __future__ import annotations
 

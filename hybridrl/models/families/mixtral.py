@@ -1,4 +1,4 @@
-"""Mixtral (8x7B, 8x22B): every layer is a mixture of experts, attention without biases."""
+"""Mixtral (8x7B, 8x22B): every layer is a mixture of experts; attention has no biases."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAMES = ExpertNames("block_sparse_moe.gate", f"{EXPERT}w1", f"{EXPERT}w3", f"{EX
 def shape(hf_config: HfConfig) -> ModelShape:
     """Reads the sizes; `intermediate_size` is the width of an expert."""
     require(hf_config, "router_jitter_noise", 0.0, (0.0, 0))
-    # This family has no `use_sliding_window`: a window has an effect wherever it is set.
+    # This family does not have `use_sliding_window`, so a window takes effect whenever it is set.
     require(hf_config, "sliding_window", None, (None,))
     num_experts = size(hf_config, "num_local_experts", 8)
     chosen = experts_per_token(hf_config, num_experts, 2)

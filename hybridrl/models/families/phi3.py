@@ -1,6 +1,6 @@
-"""Phi-3 and Phi-4 (Phi3ForCausalLM): llama-shaped, with two fused tensors per layer on disk.
+"""Phi-3 and Phi-4 (Phi3ForCausalLM): llama-shaped; stores two fused tensors per layer.
 
-One tensor holds queries, keys and values, another gate and up.
+One tensor contains the query, key and value projections, the other gate and up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hybridrl.models.families.rotary import rope_kind, rope_parameters
 from hybridrl.models.family import HfConfig, ModelShape, Row
 
 FUSED = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
-# `auto_map` is the location of the model's own code.
+# `auto_map` names the location of the model's own code.
 KEYS = frozenset(
     {
         "auto_map",
@@ -29,8 +29,8 @@ KEYS = frozenset(
 def shape(hf_config: HfConfig) -> ModelShape:
     """Reads the sizes; a window applies to all layers.
 
-    Phi-3.5 and Phi-4-mini have a window longer than the longest sequence. With longrope, which
-    refuses longer sequences, such a window has no effect.
+    Phi-3.5 and Phi-4-mini set a window longer than the longest sequence. Such a window has no
+    effect with longrope, for which longer sequences are rejected.
     """
     sizes = windowed_shape(hf_config)
     is_long = sizes.window is not None and sizes.window >= size(
@@ -60,7 +60,7 @@ FAMILY = decoder_family(
     rows=rows,
     keywords=_no_dropout,
     defaults={"rms_norm_eps": 1e-5},  # transformers' Phi3Config
-    # transformers computes longrope for any kind other than default.
+    # transformers computes longrope for every kind except default.
     ropes=("default", "longrope"),
-    rotary_share=1.0,  # whole heads; Phi-4-mini has 0.75
+    rotary_share=1.0,  # by default whole heads rotate; Phi-4-mini sets 0.75
 )

@@ -15,6 +15,6 @@ def shape(hf_config: HfConfig) -> ModelShape:
     return decoder_shape(hf_config, qkv_bias=True, default_kv_heads=32)
 
 
-# Windows have no effect without `use_sliding_window`, whose default is false.
+# Windows have no effect unless `use_sliding_window` is set, which is false by default.
 KEYS = {"attention_bias", "qkv_bias", *WINDOW_KEYS}
 FAMILY = decoder_family("qwen2", "Qwen2ForCausalLM", shape, KEYS)

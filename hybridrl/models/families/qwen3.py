@@ -1,4 +1,4 @@
-"""Qwen3, dense: queries and keys are normalised per head, no biases."""
+"""Qwen3, dense: queries and keys are normalized per head; there are no biases."""
 
 from __future__ import annotations
 
@@ -14,5 +14,5 @@ def shape(hf_config: HfConfig) -> ModelShape:
     return decoder_shape(hf_config, qk_norm=True, default_head_dim=128, default_kv_heads=32)
 
 
-# Windows have no effect without `use_sliding_window`, whose default is false.
+# Windows have no effect unless `use_sliding_window` is set, which is false by default.
 FAMILY = decoder_family("qwen3", "Qwen3ForCausalLM", shape, {"attention_bias", *WINDOW_KEYS})

@@ -19,7 +19,7 @@ from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
 EXPERT = "mlp.experts.{E}."
 NAMES = ExpertNames("mlp.gate", f"{EXPERT}gate_proj", f"{EXPERT}up_proj", f"{EXPERT}down_proj")
-# Windows have no effect without `use_sliding_window`, whose default is false.
+# Windows have no effect unless `use_sliding_window` is set, which is false by default.
 KEYS = frozenset(
     {
         "attention_bias",
@@ -44,7 +44,8 @@ def shape(hf_config: HfConfig) -> ModelShape:
         size(hf_config, "moe_intermediate_size", 768),
         dense_layers=_dense_layers(hf_config, size(hf_config, "num_hidden_layers")),
     )
-    # Unlike Qwen3Config, Qwen3MoeConfig has no default head size: it is hidden size / heads.
+    # Unlike Qwen3Config, Qwen3MoeConfig has no default head size, so the default is hidden size /
+    # heads.
     return decoder_shape(hf_config, qk_norm=True, default_kv_heads=4, moe=moe)
 
 

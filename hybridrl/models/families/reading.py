@@ -1,4 +1,4 @@
-"""Reads sizes, numbers and truth values from a config.json, or refuses them by name. No torch."""
+"""Reads sizes, numbers and booleans from a config.json; errors name the key. No torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hybridrl.config.files import plain, shown
 from hybridrl.errors import ModelError
 from hybridrl.models.family import HfConfig
 
-# No decoder is larger. A larger size would run out of memory or time before anything reports it.
+# No decoder is larger. A larger value would exhaust memory or time before any error is reported.
 LARGEST_SIZE = 1 << 24
 LARGEST = {
     "max_position_embeddings": 1 << 40,
@@ -47,7 +47,7 @@ def number(
 
 
 def flag(hf_config: HfConfig, key: str) -> bool:
-    """Returns the truth value at `key`; False if it is absent or null."""
+    """Returns the boolean at `key`; False if the key is absent or null."""
     value = hf_config.get(key)
     if value is not None and not isinstance(value, bool):
         raise not_a(key, value, "true or false")
@@ -55,15 +55,15 @@ def flag(hf_config: HfConfig, key: str) -> bool:
 
 
 def not_a(key: str, value: object, allowed: str) -> ModelError:
-    """Returns the error of a value that is wrong for any model."""
+    """Returns the error for a value that is wrong for any model."""
     found = "nothing" if value is None else shown(value)
     return ModelError(f"config.json: {key}", found, allowed, "Fix the model's config.json.")
 
 
 def require(hf_config: HfConfig, key: str, default: object, allowed: tuple[object, ...]) -> None:
-    """Raises ModelError unless the value at `key` equals one of `allowed`, in type too.
+    """Raises ModelError unless the value at `key` equals one of `allowed`, including its type.
 
-    `default` is the value of an absent or null key.
+    If the key is absent or null, its value is `default`.
     """
     value = hf_config.get(key)
     value = default if value is None else value
@@ -72,6 +72,6 @@ def require(hf_config: HfConfig, key: str, default: object, allowed: tuple[objec
 
 
 def refusal(key: str, value: object, allowed: str) -> ModelError:
-    """Returns the error of a value that this family does not support."""
+    """Returns the error for a value that this family does not support."""
     remedy = "This family does not support it. Choose another model, or write a family."
     return ModelError(f"config.json: {key}", plain(value), allowed, remedy)

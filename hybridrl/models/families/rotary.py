@@ -1,6 +1,6 @@
-"""Rotary positions in a config.json: base of the frequencies and their scaling. No torch.
+"""Reads rotary positions from a config.json: base frequency and scaling. No torch.
 
-models/megatron/rotary_positions.py computes the frequencies for all families.
+models/megatron/rotary_positions.py computes the frequencies.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ DEFAULT_ROPE_THETA = 10000.0
 DEFAULT_ORIGINAL_LENGTH = 4096  # transformers' Phi3Config
 SHORT, LONG, ORIGINAL = "short_factor", "long_factor", "original_max_position_embeddings"
 ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-# Required and optional keys of each kind of scaling; other kinds are refused.
+# Required and optional keys for each kind of scaling; other kinds are rejected.
 NEEDED: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "linear": frozenset({"factor"}),
@@ -32,10 +32,11 @@ OPTIONAL: Mapping[str, frozenset[str]] = {
     "yarn": frozenset({"beta_fast", "beta_slow", "mscale", "mscale_all_dim"}),
     "longrope": frozenset({"attention_factor", "factor", ORIGINAL}),
 }
-# Kinds of llama-shaped families. Only Phi-3 has longrope, which needs two keys outside the scaling.
+# Kinds that llama-shaped families support. Only Phi-3 supports longrope, which needs two keys
+# outside of the scaling.
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
-OTHER_NAMES = {"su": "longrope"}  # names in early configs
-# Kinds whose angles depend on the length of a sequence; by_length.py fixes them for a run.
+OTHER_NAMES = {"su": "longrope"}  # names that early configs use
+# Kinds whose angles depend on sequence length; by_length.py makes them constant for a run.
 VARYING = ("dynamic", "longrope")
 
 
@@ -44,9 +45,9 @@ def rope_keywords(
     kinds: tuple[str, ...] = KINDS,
     default_share: float | None = None,
 ) -> dict[str, Any]:
-    """Returns the keywords of Megatron's GPTModel for positions, and `rotary` for build.py.
+    """Returns arguments of Megatron's GPTModel for positions, and `rotary` for build.py.
 
-    Arguments and errors are those of `read_rotary`.
+    See `read_rotary` for arguments and errors.
     """
     rotary = read_rotary(hf_config, kinds, default_share)
     return {
@@ -65,10 +66,10 @@ def read_rotary(
     """Reads `rope_parameters` (transformers 5), or the older `rope_theta` and `rope_scaling`.
 
     Args:
-        hf_config: Content of config.json.
+        hf_config: Contents of config.json.
         kinds: Kinds of scaling that the family supports.
-        default_share: Share of each head that rotates if the config has none. With None, whole
-            heads rotate and another share is refused.
+        default_share: Share of each head that rotates if the config does not set it. If None, whole
+            heads rotate, and other shares are rejected.
 
     Raises:
         ModelError: The kind or the share is not supported, or a parameter is missing or unknown.
@@ -87,7 +88,9 @@ def read_rotary(
     if kind == "default":
         return Rotary(base, share=share)
     factor = read("factor", 1, 1, 1e6)
-    if kind == "dynamic":  # unscaled up to max_position_embeddings; by_length.py refuses more
+    if (
+        kind == "dynamic"
+    ):  # unscaled up to max_position_embeddings; by_length.py rejects longer sequences
         return Rotary(base, share=share)
     if kind == "linear":
         return Rotary(base, kind, factor)
@@ -111,14 +114,14 @@ def read_rotary(
 
 
 def _checked_kind(rope: Mapping[str, Any], prefix: str, kinds: tuple[str, ...]) -> Any:
-    """Returns the kind of scaling after a check of the keys of its parameters."""
+    """Returns the kind of scaling, after checking that its parameters have valid keys."""
     kind = rope_kind(rope)
     if kind not in kinds:
         raise refusal(f"{prefix}.rope_type", _written_kind(rope), ", ".join(kinds))
     known = ROPE_KEYS | NEEDED[kind] | OPTIONAL.get(kind, frozenset())
     for key in rope:
         if key not in known and rope[key] is not None:
-            raise refusal(f"{prefix}.{key}", rope[key], f"nothing with rope_type {kind}")
+            raise refusal(f"{prefix}.{key}", rope[key], f"no such key with rope_type {kind}")
     for key in sorted(NEEDED[kind]):
         if rope.get(key) is None:
             raise refusal(f"{prefix}.{key}", "nothing", "a number")
@@ -130,7 +133,7 @@ def _written_kind(rope: Mapping[str, Any]) -> Any:
 
 
 def rope_kind(rope: Mapping[str, Any]) -> Any:
-    """Returns the kind of scaling by its current name."""
+    """Returns the current name of the kind of scaling."""
     kind = _written_kind(rope)
     return OTHER_NAMES.get(kind, kind) if isinstance(kind, str) else kind
 
@@ -138,11 +141,12 @@ def rope_kind(rope: Mapping[str, Any]) -> Any:
 def _longrope(
     hf_config: HfConfig, rope: Mapping[str, Any], prefix: str, base: float, share: float
 ) -> Rotary:
-    """Reads longrope (Ding et al. 2024, "LongRoPE") with the divisors of short sequences.
+    """Reads longrope (Ding et al. 2024, "LongRoPE") with the divisors for short sequences.
 
-    Each pair's frequency has a divisor. One list of divisors is for sequences within the original
-    length, another for longer ones. transformers reads the original length from the config itself,
-    and magnitude and factor from the scaling; vLLM computes both from the lengths. They must agree.
+    Each pair's frequency has a divisor. One list of divisors is for sequences up to the original
+    length, another for longer sequences. transformers reads the original length from the top level
+    of the config, and magnitude and factor from the scaling; vLLM computes magnitude and factor
+    from the lengths. Both results must agree.
     """
     original = size(hf_config, ORIGINAL, DEFAULT_ORIGINAL_LENGTH)
     most = size(hf_config, "max_position_embeddings")
@@ -179,7 +183,7 @@ def _divisors(
 
 
 def _has_mscales(rope: Mapping[str, Any], prefix: str) -> bool:
-    # transformers reads them only together; engines use a default for a missing one.
+    # transformers uses them only if both are set; engines use a default for a missing one.
     mscale, of_all = rope.get("mscale"), rope.get("mscale_all_dim")
     if bool(mscale) != bool(of_all):
         raise refusal(f"{prefix}.mscale_all_dim", of_all, "set with mscale, or neither")
@@ -189,7 +193,7 @@ def _has_mscales(rope: Mapping[str, Any], prefix: str) -> bool:
 def _share(
     hf_config: HfConfig, rope: Mapping[str, Any], prefix: str, default_share: float | None
 ) -> float:
-    """Returns the share of each head that rotates, from the config or its rotary parameters."""
+    """Reads the share of each head that rotates from the config or its rotary parameters."""
     share = default_share or 1.0
     for holder, where in ((hf_config, ""), (rope, f"{prefix}.")):
         partial = holder.get("partial_rotary_factor")
@@ -201,10 +205,10 @@ def _share(
 
 
 def rope_parameters(hf_config: HfConfig) -> tuple[Mapping[str, Any], str]:
-    """Returns the rotary parameters and the key that holds them.
+    """Returns the rotary parameters, and the key that contains them.
 
     Raises:
-        ModelError: They are no object, or both keys are set and differ.
+        ModelError: They are not an object, or both keys are set and differ.
     """
     found: dict[str, Mapping[str, Any]] = {}
     for key in ("rope_parameters", "rope_scaling"):

@@ -1,4 +1,4 @@
-"""SmolLM3: llama-shaped; some layers, usually every fourth, have no positions (NoPE)."""
+"""SmolLM3: llama-shaped; some layers, usually every fourth, use no positions (NoPE)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from hybridrl.models.hf.config_keys import WINDOW_KEYS
 def _without_positions(hf_config: HfConfig, shape: ModelShape) -> list[int]:
     """Returns 1 for each layer without rotary positions, else 0: Megatron's `no_rope_freq`."""
     every = size(hf_config, "no_rope_layer_interval", 4)
-    has_rope = hf_config.get("no_rope_layers")  # despite its name, 1 for layers with positions
+    has_rope = hf_config.get(
+        "no_rope_layers"
+    )  # despite its name, 1 means that a layer uses positions
     if has_rope is None:
         return [int((layer + 1) % every == 0) for layer in range(shape.num_layers)]
     is_list = isinstance(has_rope, list | tuple) and all(
@@ -37,7 +39,8 @@ FAMILY = decoder_family(
     keywords=_keywords,
     # transformers' SmolLM3Config
     defaults={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
-    # YaRN's magnitude is part of the softmax scale, which layers without positions share.
+    # YaRN is not supported: its magnitude changes the softmax scale, also in layers without
+    # positions.
     ropes=("default", "linear", "llama3"),
     is_served_fused=False,
 )

@@ -1,7 +1,7 @@
-"""Memory of ranks if all models share all ranks, counted without listing tensors. No torch.
+"""Estimates memory if all models share all ranks, without listing their tensors. No torch.
 
-A search and the remedies of a verdict need these sizes for many layouts. Invariant: the peaks are
-those of `hybridrl plan` for the same layout.
+Layout search and suggested remedies need these sizes for many layouts. Invariant: the peaks equal
+those that `hybridrl plan` computes for the same layout.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class HeldAlike:
     """Models and engine parameters on the fullest rank.
 
     Args:
-        models: Parts of the models, the policy's first.
-        layout: Training layout of all of them.
-        engine: Elements of the engine's parameters.
-        shared: Elements of these that are the trainer's own memory.
+        models: Each model's part on the rank; the policy comes first.
+        layout: Training layout that all models use.
+        engine: Number of elements in the engine's parameters.
+        shared: Number of those elements that are stored in the trainer's memory.
     """
 
     models: Sequence[HeldModel]
@@ -56,7 +56,7 @@ def layout_of(config: Config, world_size: int) -> TrainLayout:
 def transport_of(config: Config, assumed: Assumptions | None) -> Literal["packed", "peer"]:
     """Returns the transport that `rollout.transport` selects.
 
-    Assumes GPUs that can read each other's memory within a node.
+    Assumes that GPUs of one node can read each other's memory.
     """
     far = assumed is None or assumed.cluster.nodes > 1 or config.train.release_weights_in_rollout
     return "packed" if far or config.rollout.transport == "packed" else "peer"
@@ -71,7 +71,7 @@ def held_alike(config: Config, models: Sequence[RoleModel], world_size: int) -> 
         world_size: Number of ranks.
 
     Raises:
-        ModelError: A tensor cannot be cut this way.
+        ModelError: A tensor cannot be sharded this way.
     """
     family, shape = models[0].family, models[0].shape
     layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
@@ -99,7 +99,7 @@ def held_alike(config: Config, models: Sequence[RoleModel], world_size: int) -> 
 
 
 def memory_alike(config: Config, held: HeldAlike, world_size: int, assumed: Assumptions) -> Memory:
-    """Returns the estimated memory peaks of the fullest rank, on GPUs."""
+    """Returns the estimated memory peaks of the fullest rank if ranks have GPUs."""
     itemsize = itemsize_of(config, on_gpu=True)
     ranks = Held(held.models, HeldEngine(itemsize * (held.engine - held.shared), world_size))
     shape, transport = held.models[0].model.shape, transport_of(config, assumed)

@@ -1,7 +1,7 @@
 """Resolves `layout: auto` once, before ranks start. No torch.
 
-A run keeps its chosen layout as long as its number of ranks is the same. The choice reaches the
-ranks as overrides of the configuration.
+A run keeps its chosen layout as long as its number of ranks does not change. The ranks receive the
+choice as configuration overrides.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from hybridrl.services.planner.planned_models import planned_models
 from hybridrl.services.planner.search import Result, Search, pinned_keys
 from hybridrl.services.planner.text import memory_size
 
-NO_BOUND_GIB = 2.0**20  # memory of a host without GPUs: no limit
+NO_BOUND_GIB = 2.0**20  # stands for unlimited memory, on hosts without GPUs
 
 
 def with_layout(
     config: Config, world_size: int, host: Host, given: ClusterFile | None = None
 ) -> Config:
-    """Returns a configuration with its layout chosen; called once for a run.
+    """Returns the configuration with all layout keys set; call it once per run.
 
-    The layout is that of the run folder if it was chosen for as many ranks, else the fitting one
-    with the shortest predicted step.
+    Uses the layout from the run folder if it was chosen for the same number of ranks. Otherwise
+    chooses the layout with the shortest predicted step among those that fit into memory.
 
     Args:
         config: Configuration of the run.
         world_size: Number of ranks.
         host: This host.
-        given: Keys of a cluster file.
+        given: Contents of a cluster file.
 
     Raises:
-        ConfigError: Every layout breaks a rule of the configuration, or none fits.
+        ConfigError: Every layout violates a configuration rule, or none fits into memory.
     """
     if not config.layout.is_open(world_size):
         return config
@@ -73,7 +73,7 @@ def chosen_values(config: Config) -> Changes:
 def chosen_layout(
     config: Config, world_size: int, host: Host, gpus_per_node: int | None
 ) -> Changes:
-    """Returns the layout that `with_layout` chooses, by key; for the ranks themselves."""
+    """Returns the values that `with_layout` chooses, by key; ranks call this for themselves."""
     given = None if gpus_per_node is None else ClusterFile(gpus_per_node=gpus_per_node)
     return chosen_values(with_layout(config, world_size, host, given))
 
@@ -86,10 +86,10 @@ def overrides_of(config: Config) -> list[str]:
 def search(
     config: Config, world_size: int, host: Host, given: ClusterFile | None = None
 ) -> tuple[Result, Assumptions]:
-    """Judges all layouts; see `with_layout` for the arguments.
+    """Evaluates all layouts; see `with_layout` for the arguments.
 
     Raises:
-        ConfigError: The model or the cluster is unknown, or roles have ranks of their own.
+        ConfigError: The model or the cluster is unknown, or some roles have dedicated ranks.
     """
     section = merged(config.cluster, given)
     asks_for_gpus = section is not None or ENGINES[config.rollout.engine].runs_on_gpus
@@ -101,8 +101,8 @@ def search(
         raise ConfigError(errors)
     placement, misplaced = placed(config, Machines(world_size, assumed.cluster.gpus_per_node))
     if misplaced or not placement.is_shared:
-        allowed = "config where the section placement gives roles ranks or sizes of their own"
-        remedy = "Write train and rollout sizes, or remove the section placement."
+        allowed = "config if the section placement gives some roles their own ranks or sizes"
+        remedy = "Set the sizes in train and rollout, or remove the section placement."
         raise ConfigError(misplaced or [UserError("layout.choose", "auto", allowed, remedy)])
     models, unknown = planned_models(config)
     if models is None or unknown:
@@ -127,7 +127,7 @@ def _value(values: Mapping[str, Any], key: str) -> Any:
 
 
 def _nothing(config: Config, result: Result, assumed: Assumptions) -> list[UserError]:
-    """Returns the errors that explain why no layout is possible."""
+    """Returns errors that explain why no layout is possible."""
     nearest = result.nearest
     if nearest is None:
         return list(result.refusals.values())
@@ -138,7 +138,7 @@ def _nothing(config: Config, result: Result, assumed: Assumptions) -> list[UserE
     return [
         UserError(
             "layout.choose",
-            f"auto, but the smallest layout found, {values}, needs {memory_size(needed)} a GPU",
+            f"auto, but the smallest layout found, {values}, needs {memory_size(needed)} per GPU",
             f"a layout that fits into {assumed.gpu_memory_bytes / GIB:.1f} GiB",
             "Start more ranks, or lower rollout.max_new_tokens, data.max_prompt_tokens or "
             f"rollout.max_batch{free}.",

@@ -1,8 +1,8 @@
-"""Memory and time of one configuration in which all models share all ranks. No torch.
+"""Estimates memory and step time of a configuration in which all models share all ranks. No torch.
 
-A search estimates each candidate with it. Sizes are those of the fullest rank. The traffic of a
-reshard is counted by shares of the whole model, not by pieces as `hybridrl plan` does for the
-chosen layout.
+Layout search uses this for each candidate. Sizes are those on the fullest rank. Reshard traffic is
+estimated as a share of the whole model; only for the chosen layout does `hybridrl plan` compute it
+slice by slice.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class Estimate:
     """Predicted memory and time of a configuration.
 
     Args:
-        memory: Peaks of the fullest rank.
-        most_bytes: Memory of the largest phase, with as large a KV cache as there is room for.
-        spare_bytes: Memory of a GPU left after the margin; negative if the run does not fit.
+        memory: Peak memory of the fullest rank.
+        most_bytes: Memory of the largest phase, with the largest KV cache that fits.
+        spare_bytes: GPU memory that remains after the safety margin; negative if the run does not
+            fit.
     """
 
     memory: Memory
@@ -45,13 +46,13 @@ class Estimate:
 def estimate(
     config: Config, models: Sequence[RoleModel], world_size: int, assumed: Assumptions
 ) -> Estimate:
-    """Estimates a configuration whose rules hold.
+    """Estimates a configuration that violates no rule.
 
     Args:
         models: Models of the run, the policy first.
 
     Raises:
-        ModelError: A tensor cannot be cut so.
+        ModelError: A tensor cannot be sharded this way.
     """
     train, rollout = config.train, config.rollout
     itemsize = itemsize_of(config, on_gpu=True)
@@ -78,7 +79,7 @@ def estimate(
         cache = memory.rollout_with(requests) - memory.rollout_with(0)
         asleep = itemsize * (engine - shared) + cache
         trained = sum(one.trained.num for one in held)
-        # Gradients use memory that the engine lends.
+        # Gradients are stored in memory that the engine lends.
         both = memory.train + asleep - min(asleep, MAIN_GRAD_BYTES * trained)
         always = train.offload_optimizer or train.release_weights_in_rollout
         changes_s = giving_back_s(1.0 if always else both / assumed.gpu_memory_bytes)
@@ -87,8 +88,9 @@ def estimate(
 
 
 def _own_elements(layout: TrainLayout, held: HeldModel, tp: int) -> int:
-    """Returns roughly how many elements of its engine a rank trains.
+    """Returns roughly how many elements of its own engine part a rank trains.
 
-    That is all that it holds, or less if the engine is cut into more parts.
+    These are all elements that it holds, or fewer if the engine is split into more parts than the
+    trainer.
     """
     return held.held.num * layout.tp // max(tp, layout.tp)

@@ -1,10 +1,10 @@
-"""Decides whether a planned run fits into its GPUs, and which changes would make it fit. No torch.
+"""Decides whether a planned run fits into GPU memory, and which changes help. No torch.
 
 The estimates of phase_memory.py were compared with 7 runs on H200
-(benchmarks/results/step_h200.json): phases took 0.86 to 1.18 of their estimates and at most 2.3 GiB
-more, except in one run with NCCL groups that no longer exist. The estimates leave out the CUDA
-context, 0.6 GiB. So a run fits if its estimate plus 5% and 2 GiB does: 5% for fragmentation of the
-allocator, 2 GiB for the context and libraries.
+(benchmarks/results/step_h200.json). Phases used 0.86 to 1.18 times their estimates, and at most 2.3
+GiB more, except in one run with NCCL groups that no longer exist. The estimates do not include the
+CUDA context, 0.6 GiB. Therefore a run is said to fit if its estimate plus 5% plus 2 GiB fits: 5%
+for allocator fragmentation, and 2 GiB for the CUDA context and libraries.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from hybridrl.services.planner.text import memory_size
 
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 2 * GIB
 MAX_REMEDIES = 3
-MOST_NAMED = 16  # ranks listed in the verdict
-SIZES = (1, 2, 4, 8, 16)  # sizes of the layouts that are tried
-MULTIPLES = (*SIZES, 32, 64, 128)  # multiples of the number of ranks that are tried
+MOST_NAMED = 16  # number of ranks that the verdict lists
+SIZES = (1, 2, 4, 8, 16)  # parallel sizes that are tried
+MULTIPLES = (*SIZES, 32, 64, 128)  # factors by which the number of ranks is multiplied
 Changes = dict[str, Any]
 
 
 def with_margin(estimate_bytes: int) -> int:
-    """Returns the memory that a GPU needs for an estimate to be considered safe."""
+    """Returns the memory that a GPU must have to be safe, given an estimate."""
     return int(estimate_bytes * (1 + MARGIN_SHARE)) + MARGIN_BYTES
 
 
@@ -57,19 +57,19 @@ def gpu_verdict(
     assumed: Assumptions,
     may_change: bool = True,
 ) -> dict[str, Any]:
-    """Judges the GPU that needs most memory.
+    """Decides whether the GPU that needs the most memory has enough.
 
     Args:
         config, hf_config, assumed: The run, the policy's config.json and the cluster.
         models: Models of the run, the policy first.
-        found: Estimates of all ranks.
+        found: Memory estimates for all ranks.
         may_change: Whether to search for changes that make the run fit.
 
     Returns:
-        `fits`; a sentence about it (`summary`); the phase that needs most memory; its largest and
-        its usual estimate, its need with the margin and the memory to spare then, all in bytes; how
-        many of the requests that are decoded together fit into the KV cache; and changes that fit
-        (`remedies`).
+        Whether the run `fits`, and a sentence that explains it (`summary`). The phase that needs
+        the most memory and, in bytes: its largest and usual estimates, its need including the
+        margin, and the memory left over. The number of concurrent requests that fit into the KV
+        cache. Changes that would make the run fit (`remedies`).
     """
     gpu, phases = assumed.gpu_memory_bytes, list[tuple[int, int, str, RankMemory]]()
     for one in found:
@@ -86,7 +86,7 @@ def gpu_verdict(
     at_most = memory_size(most)
     bound = "" if memory_size(usual) == at_most else f" and at most {at_most}"
     summary = (
-        f"{outcome}: {phase}{where} takes about {memory_size(usual)}{bound}, "
+        f"{outcome}: {phase}{where} uses about {memory_size(usual)}{bound}, "
         f"{memory_size(with_margin(most))} with a margin of {MARGIN_SHARE:.0%} and "
         f"{MARGIN_BYTES // GIB} GiB, of a GPU's {memory_size(gpu)} "
         f"({assumed.values['gpu_memory_gib'].source}): "
@@ -116,7 +116,7 @@ def gpu_verdict(
 
 
 def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
-    """Returns the ranks as text, shortened if many; empty if they are all ranks."""
+    """Returns the ranks as text, shortened if there are many; empty if all ranks are meant."""
     if len(ranks) == sum(len(one.ranks) for one in found):
         return ""
     others = " and others" if len(ranks) > MOST_NAMED else ""
@@ -124,51 +124,51 @@ def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
 
 
 def _waiting(config: Config, cache: Memory, room: int, num_ranks: int) -> str:
-    """Returns text about requests that wait, if any do.
+    """Returns a note if some requests will have to wait; otherwise an empty text.
 
-    Requests wait if the KV cache has no room for them, or, with a lag, if a replica has more under
-    way than it decodes together.
+    Requests wait if the KV cache has no room for them. With a policy lag, they also wait if a
+    replica has more requests in flight than it decodes concurrently.
 
     Args:
         config: Configuration of the run.
-        cache: Memory of a rank with an engine.
-        room: Requests that fit into its KV cache.
-        num_ranks: Number of ranks with an engine.
+        cache: Memory of a rank that has an engine.
+        room: Number of requests that fit into its KV cache.
+        num_ranks: Number of ranks that have an engine.
     """
     said, lag, most = "", config.steps.max_policy_lag, config.rollout.max_batch
     if room < cache.num_requests:
         said = (
             f"; the KV cache holds {room} of the {cache.num_requests} longest requests of "
-            "rollout.max_batch, others wait"
+            "rollout.max_batch; the others wait"
         )
     requests = requests_under_way(config, num_ranks // config.rollout.tp)
     if lag and requests > most:
         said += (
-            f"; of {requests} requests that a replica has under way with "
-            f"steps.max_policy_lag={lag} rollout.max_batch={most} are decoded together, others wait"
+            f"; of {requests} requests that a replica has in flight with "
+            f"steps.max_policy_lag={lag} rollout.max_batch={most} are decoded at once; others wait"
         )
     return said
 
 
 def num_requests(memory: Memory, gpu: int) -> int:
-    """Returns for how many requests the KV cache of a GPU of so many bytes has room."""
+    """Returns how many requests fit into the KV cache of a GPU with `gpu` bytes of memory."""
     room = int((gpu - MARGIN_BYTES) / (1 + MARGIN_SHARE)) - memory.rollout_with(0)
     per_request = max(1, memory.kv_cache // memory.num_requests)
     return min(memory.num_requests, max(memory.least_requests, room // per_request))
 
 
 def cpu_verdict(found: Sequence[RankMemory]) -> dict[str, Any]:
-    """Says why there is no verdict on CPU, and what is known."""
+    """Returns a report that explains why there is no verdict on CPU, with the known sizes."""
     peaks = [max(one.memory.train, one.memory.rollout) for one in found]
     memory, most = found[peaks.index(max(peaks))].memory, max(peaks)
     usual = memory.usual_train if memory.train >= memory.rollout else memory.rollout
     cache = next(one.memory for one in found if one.memory.has_engine)
     world_size = sum(len(one.ranks) for one in found)
     total = sum(len(one.ranks) * peak for one, peak in zip(found, peaks, strict=True))
-    ranks = f"{world_size} ranks take" if world_size > 1 else "1 rank takes"
+    ranks = f"{world_size} ranks use" if world_size > 1 else "1 rank uses"
     summary = (
-        f"no verdict on CPU, where ranks share the host's memory: {ranks} about "
-        f"{memory_size(total)}, beside what Python's libraries take"
+        f"no verdict on CPU, because ranks share the host's memory: {ranks} about "
+        f"{memory_size(total)}, in addition to what Python's libraries use"
     )
     phase = "training" if memory.train >= memory.rollout else "rollout"
     return {
@@ -188,13 +188,13 @@ def cpu_verdict(found: Sequence[RankMemory]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Search:
-    """Searches for changes of a configuration that make it fit.
+    """Searches for configuration changes that make a run fit into memory.
 
     Args:
-        config: Configuration that does not fit.
-        models: Models of the run, the policy first; no change adds or removes one.
+        config: Configuration of a run that does not fit.
+        models: Models of the run, the policy first; the changes never add or remove a model.
         hf_config: The policy's config.json.
-        assumed: Cluster; with more ranks, nodes keep their size.
+        assumed: Assumed cluster; if ranks are added, nodes keep their size.
     """
 
     config: Config
@@ -203,9 +203,7 @@ class _Search:
     assumed: Assumptions
 
     def remedies(self, world_size: int) -> list[str]:
-        """Returns some changes that fit, on as few ranks as possible, the smallest first; maybe
-        none.
-        """
+        """Returns changes that fit on as few ranks as possible, smallest first; may be empty."""
         for factor in MULTIPLES:
             if found := list(islice(self._fitting(world_size, factor), MAX_REMEDIES)):
                 return found
@@ -222,12 +220,12 @@ class _Search:
             if check(config, world, self.hf_config):
                 continue
             placement, _ = placed(config, Machines(world))
-            if not placement.is_shared:  # the changes would give roles their own ranks
+            if not placement.is_shared:  # the changes would give some roles dedicated ranks
                 continue
             try:
                 held = held_alike(config, self.models, world)
                 memory = memory_alike(config, held, world, self.assumed)
-            except ModelError:  # a tensor that cannot be cut this way; the rules do not check it
+            except ModelError:  # a tensor cannot be sharded this way, which no rule checks
                 continue
             most = max(memory.train, memory.rollout_with(memory.least_requests))
             if with_margin(most) <= self.assumed.gpu_memory_bytes:
@@ -237,9 +235,7 @@ class _Search:
                 yield f"{' '.join(options)} (about {memory_size(most)})"
 
     def _least(self) -> int:
-        """Returns the bytes of weights, gradients and optimizer state over all ranks, without
-        replicas.
-        """
+        """Returns the total bytes of weights, gradients and optimizer state, without replicas."""
         itemsize = itemsize_of(self.config, on_gpu=True)
         optimizer = ADAM_BYTES + (MASTER_BYTES if itemsize == 2 else 0)
         policy = self.models[0]
@@ -247,7 +243,7 @@ class _Search:
         return elements * (itemsize + MAIN_GRAD_BYTES + optimizer)
 
     def _candidates(self) -> Iterator[Changes]:
-        """Yields changes of the layout, changes that save memory, and combinations."""
+        """Yields layout changes, memory-saving settings, and combinations of both."""
         train, rollout = self.config.train, self.config.rollout
         per_node = self.assumed.max_gpus_per_node
         wanted: dict[str, list[Any]] = {
@@ -268,7 +264,7 @@ class _Search:
                     found["rollout.ep"] = found["rollout.tp"]
         longest = self.config.data.max_prompt_tokens + rollout.max_new_tokens
         fewer = max(longest, train.micro_batch_tokens // 4)
-        # Settings that save memory at the cost of time, the cheapest first.
+        # Settings that save memory at the cost of speed, the cheapest first.
         savings: list[Changes] = [
             {},
             {"train.recompute": "selective"},

@@ -1,6 +1,6 @@
-"""Cluster that `hybridrl plan` assumes: keys of `--cluster FILE`, this host's values and defaults.
+"""Determines the cluster that `hybridrl plan` assumes: `--cluster FILE`, this host, or defaults.
 
-Each value has its source. No torch.
+Records the source of each value. No torch.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from hybridrl.parallel.host_gpus import Host
 
 GIB = 2**30
 DEFAULT_GPU = KNOWN_GPUS["H100"]
-NVLINK_4 = "NVLink 4, as of H100 and H200, which gave 330 to 363"
-# Defaults with their reasons, which the report prints.
+NVLINK_4 = "NVLink 4, as in H100 and H200, where 330 to 363 were measured"
+# Default rates, each with its reason, which the report prints.
 RATES = {
-    "nic_gb_per_s": (45.0, "a card of 400 Gbit/s at 90%, not measured"),
-    "latency_us": (10.0, "of a message between nodes, not measured"),
+    "nic_gb_per_s": (45.0, "a 400 Gbit/s card at 90%, not measured"),
+    "latency_us": (10.0, "for a message between nodes, not measured"),
 }
 
 
 ClusterFile = ClusterConfig
-"""A cluster file has the keys of the section `cluster`, of which it overrides those it has."""
+"""A cluster file has the same keys as the section `cluster`, and overrides it."""
 
 
 class Assumed(NamedTuple):
-    """A value of the report and its source."""
+    """An assumed value and its source."""
 
     value: float
     source: str
@@ -50,13 +50,13 @@ class Assumed(NamedTuple):
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Cluster that a plan is for.
+    """Cluster for which a plan is made.
 
     Args:
         cluster: Sizes and rates.
         gpu_memory_bytes: Memory of one GPU.
-        max_gpus_per_node: GPUs of a node, whether or not ranks use them all.
-        values: Assumed values by key of a cluster file.
+        max_gpus_per_node: Number of GPUs in a node, including unused ones.
+        values: Assumed values by their keys in cluster files.
     """
 
     cluster: Cluster
@@ -69,12 +69,13 @@ INLINE = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)")
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """Reads a cluster file, YAML or JSON, or a shorthand.
+    """Reads a cluster file in YAML or JSON, or parses a shorthand.
 
-    The shorthand `8x8xH200` gives nodes, GPUs of each, and the GPU.
+    The shorthand `8x8xH200` means nodes x GPUs per node x GPU type.
 
     Raises:
-        ConfigError: The file cannot be read, or keys are wrong; names each wrong key.
+        ConfigError: The file cannot be read, or some keys are wrong; the errors name each wrong
+            key.
     """
     if (match := INLINE.fullmatch(str(path))) is not None and not path.exists():
         nodes, gpus, gpu = match.groups()
@@ -87,7 +88,7 @@ def load_cluster(path: Path) -> ClusterFile:
         return ClusterFile.model_validate(content)
     except UserError as error:
         raise ConfigError([error]) from None
-    except OmegaConfBaseException as error:  # an interpolation that cannot be resolved
+    except OmegaConfBaseException as error:  # an OmegaConf interpolation cannot be resolved
         raise ConfigError([UserError(str(path), said(error), allowed, "Fix the file.")]) from None
     except ValidationError as error:
         violations = []
@@ -103,11 +104,11 @@ def load_cluster(path: Path) -> ClusterFile:
 def assume(
     given: ClusterFile, world_size: int, host: Host
 ) -> tuple[Assumptions | None, list[UserError]]:
-    """Fills in missing values.
+    """Fills in values that the cluster file does not set.
 
     Returns:
-        The assumptions; or None and the errors, if nodes and ranks do not match or the GPU is
-        unknown.
+        The assumptions and no errors; or None and errors, if the number of nodes does not match the
+        number of ranks, or the GPU is unknown.
     """
     if (unknown := gpu_rule(given)) is not None:
         return None, [unknown]
@@ -120,18 +121,18 @@ def assume(
     if given.gpu_memory_gib is not None:
         memory, source = int(given.gpu_memory_gib * GIB), "--cluster"
     elif given.gpu is not None and kind is not None:
-        memory, source = kind.memory_mib << 20, f"{kind.title}, as cluster.gpu says"
+        memory, source = kind.memory_mib << 20, f"{kind.title}, as set by cluster.gpu"
     elif host.gpu is not None:
         memory, source = host.gpu.memory_bytes, f"{host.gpu.name} of this host"
     else:
         memory = DEFAULT_GPU.memory_mib << 20
-        source = f"{DEFAULT_GPU.title}, the usual GPU of training"
+        source = f"{DEFAULT_GPU.title}, a common GPU for training"
     values["gpu_memory_gib"] = Assumed(memory / GIB, source)
     for key, (value, reason) in {**_rates_of(kind or DEFAULT_GPU), **RATES}.items():
         own = getattr(given, key)
         values[key] = Assumed(value, reason) if own is None else Assumed(own, "--cluster")
     nics = given.nics_per_node
-    of_gpus = Assumed(gpus, "one for each GPU")
+    of_gpus = Assumed(gpus, "one per GPU")
     values["nics_per_node"] = of_gpus if nics is None else Assumed(nics, "--cluster")
     cluster = Cluster(
         nodes=nodes,
@@ -147,7 +148,7 @@ def assume(
 
 
 def _rates_of(kind: KnownGpu) -> dict[str, tuple[float, str]]:
-    """Returns the rates of a kind of GPU, each with its source."""
+    """Returns the rates of a GPU type, each with its source."""
     reason = f"{kind.title}, {kind.source}"
     link = NVLINK_4 if kind.link_gb_per_s == LINK_GB_PER_S else reason
     return {
@@ -159,9 +160,7 @@ def _rates_of(kind: KnownGpu) -> dict[str, tuple[float, str]]:
 
 
 def merged(section: ClusterConfig, given: ClusterConfig | None) -> ClusterConfig | None:
-    """Returns the section's keys overridden by those of a cluster file; None without any key or
-    file.
-    """
+    """Returns the section's keys, overridden by a cluster file; None if neither sets anything."""
     keys = section.model_dump(exclude_none=True)
     if given is not None:
         keys |= given.model_dump(exclude_none=True)
@@ -169,7 +168,7 @@ def merged(section: ClusterConfig, given: ClusterConfig | None) -> ClusterConfig
 
 
 def _sizes(given: ClusterFile, world_size: int, host: Host) -> dict[str, Assumed] | UserError:
-    """Returns the number of nodes, and of the GPUs of each that have a rank."""
+    """Returns the number of nodes, and the number of GPUs per node that have a rank."""
     nodes, gpus = given.nodes, given.gpus_per_node
     source, derived = "--cluster", "derived from the number of ranks"
     if nodes is not None and gpus is not None:
@@ -194,5 +193,9 @@ def _sizes(given: ClusterFile, world_size: int, host: Host) -> dict[str, Assumed
         }
     most = max(GPUS_PER_NODE, host.num_gpus)
     gpus = max(size for size in range(1, most + 1) if world_size % size == 0)
-    source = "as this host" if most > GPUS_PER_NODE else f"at most {most}, as most GPU hosts have"
+    source = (
+        "as on this host"
+        if most > GPUS_PER_NODE
+        else f"at most {most}, the usual number in a GPU host"
+    )
     return {"nodes": Assumed(world_size // gpus, derived), "gpus_per_node": Assumed(gpus, source)}

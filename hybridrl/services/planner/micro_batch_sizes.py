@@ -1,6 +1,7 @@
-"""Sizes of an update's micro-batches for `hybridrl plan`: the usual ones and the largest.
+"""Estimates the usual and the largest sizes of an update's micro-batches for `hybridrl plan`.
 
-The usual ones come from packing samples of usual length as training does. No torch.
+The usual sizes result from packing samples of usual length with the code that training uses. No
+torch.
 """
 
 from __future__ import annotations
@@ -18,16 +19,16 @@ from hybridrl.training.batches.balance import schedule
 from hybridrl.training.batches.packing import FP8_TOKENS, even_sizes, round_up
 from hybridrl.training.batches.prompt_sharing import PART_OF_BUDGET, Unit, make_units, shared_prefix
 
-KEPT = 4096  # cached packings; a search uses some hundred
+KEPT = 4096  # number of cached packings; a search uses a few hundred
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Numbers of tokens of usual samples.
+    """Lengths of usual samples, in tokens.
 
     Args:
-        prompt, response: Means.
-        longest: Longest response.
+        prompt, response: Mean lengths.
+        longest: Length of the longest response.
     """
 
     prompt: int
@@ -36,7 +37,7 @@ class Lengths:
 
     @classmethod
     def of(cls, config: Config) -> Lengths:
-        """Returns the lengths that the section `layout` gives, else the longest."""
+        """Returns the mean lengths set in the section `layout`, or else the maximum lengths."""
         given, most = config.layout, config.rollout.max_new_tokens
         needs = config.algorithm.needs
         if config.data.max_response_tokens is not None and needs and not needs.rollouts:
@@ -48,12 +49,13 @@ class Lengths:
 
 @dataclass(frozen=True)
 class MicroBatchSize:
-    """Size of a micro-batch, over all its context-parallel ranks.
+    """Size of a micro-batch, summed over its context-parallel ranks.
 
     Args:
-        positions: Tokens, a shared prompt's once, and padding.
-        key_rows: Rows of keys and of values that attention keeps. One a position, but a shared
-            prompt's are copied for each sample that reads them (attention.py:GatherKeys).
+        positions: Number of tokens, counting a shared prompt once, plus padding.
+        key_rows: Number of rows of keys (and of values) that attention stores: one per position,
+            except that a shared prompt's rows are copied for each sample that attends to them
+            (attention.py:GatherKeys).
     """
 
     positions: int
@@ -61,16 +63,16 @@ class MicroBatchSize:
 
 
 def shares_prompts(config: Config, cp: int) -> bool:
-    """Whether samples of one prompt store its tokens once.
+    """Whether samples of one prompt store its tokens only once.
 
-    Decided as in training with transformer-engine's layers.
+    The decision is the one that training makes with transformer-engine's layers.
     """
     share = config.train.share_prompts
     return cp == 1 and config.train.layers != "torch" if share is None else share
 
 
 def samples_of_update(config: Config) -> int:
-    """Returns the number of samples in an update, over all replicas."""
+    """Returns the number of samples in an update, summed over replicas."""
     steps = config.steps
     samples = steps.prompts_per_step * steps.samples_per_prompt
     return even_sizes(samples, steps.updates_per_step)[0]
@@ -79,10 +81,10 @@ def samples_of_update(config: Config) -> int:
 def usual_micro_batches(
     config: Config, shape: ModelShape, layout: TrainLayout
 ) -> set[MicroBatchSize]:
-    """Returns the micro-batches of an update whose samples all have usual length.
+    """Returns the micro-batch sizes of an update whose samples all have the usual length.
 
-    Samples are distributed and packed as in training. If a row of data may be several sequences,
-    returns the largest micro-batch instead.
+    Samples are distributed and packed as in training. If a row of data may become several
+    sequences, only the largest size is returned.
     """
     if not _has_samples(config):
         return {largest_micro_batch(config, layout)}
@@ -109,12 +111,12 @@ def usual_micro_batches(
 
 
 def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
-    """Returns the largest possible micro-batch, whatever the lengths of responses.
+    """Returns the largest possible micro-batch for any response lengths.
 
-    Positions: the token budget, or the longest possible samples of a replica's share of an update
-    if that is less. Samples are distributed by length, so a replica has at most one more than its
-    equal share. Rows of keys: those of a replica's share of samples, with responses so short that
-    all are in one micro-batch.
+    Positions: the token budget, or less if a replica's share of an update has fewer tokens even
+    when all its samples are as long as possible. Samples are distributed by length, so a replica
+    has at most one sample more than its equal share. Rows of keys: those of a replica's share of
+    samples, if responses are so short that all fit into one micro-batch.
     """
     budget = config.train.micro_batch_tokens
     if not _has_samples(config):
@@ -122,12 +124,12 @@ def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
     prompt = config.data.max_prompt_tokens
     longest = prompt + config.rollout.max_new_tokens
     share = -(-samples_of_update(config) // layout.dp) + 1
-    # A sample of a user's own algorithm may be more than one sequence.
+    # In a user's own algorithm, a sample may consist of several sequences.
     positions = budget if config.algorithm.needs is None else min(budget, share * longest)
     per_prompt = config.steps.samples_per_prompt
     if not shares_prompts(config, layout.cp) or per_prompt == 1:
         return MicroBatchSize(positions, positions)
-    # Each sample has the prompt's last token and at least one token of its response.
+    # Each sample stores the prompt's last token and at least one response token.
     own = 2 * per_prompt
     prefix = min(shared_prefix(prompt, per_prompt), max(0, budget // PART_OF_BUDGET - own))
     num_prompts = min(positions / (prefix + own), share / per_prompt)
@@ -136,9 +138,10 @@ def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
 
 
 def _has_samples(config: Config) -> bool:
-    """Whether an update learns only from samples: prompts with several responses.
+    """Whether updates learn only from samples, which are prompts with several responses.
 
-    Otherwise it learns from rows of data, each of which may be several sequences.
+    Otherwise they learn, at least partly, from rows of data, each of which may become several
+    sequences.
     """
     needs = config.algorithm.needs
     return (needs is None or needs.rollouts) and not config.terms()
@@ -158,12 +161,12 @@ def _packed(
     pad_each: int,
     attention: int,
 ) -> set[tuple[int, int]]:
-    """Returns positions and rows of keys of micro-batches whose samples are all alike.
+    """Returns (positions, rows of keys) of each micro-batch if all samples have equal lengths.
 
     See `ScheduleInputs` for the arguments.
     """
     length = round_up(prompt + response, pad_each)
-    # The rules refuse samples that exceed the budget; the plan then packs one sample alone.
+    # Rules reject samples that exceed the budget; here such a sample is packed alone.
     token_budget = max(token_budget, length)
     if shares:
         units = make_units(
@@ -188,7 +191,7 @@ def _packed(
         samples = [sample for number in members for sample in units[number].samples]
         positions = key_rows = 0
         for _, run in groupby(samples, key=lambda sample: sample // per_prompt):
-            count = len(list(run))  # as collate.py places them, from one unit or several
+            count = len(list(run))  # collation.py also merges neighbouring units of one prompt
             prefix = shared_prefix(prompt, count) if shares else 0
             positions += prefix + count * (length - prefix)
             key_rows += count * length

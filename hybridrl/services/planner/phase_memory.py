@@ -1,4 +1,4 @@
-"""Memory estimate of `hybridrl plan`, by phase, for ranks that hold the same models.
+"""Estimates memory in each phase for `hybridrl plan`, for ranks that hold the same models.
 
 No torch.
 """
@@ -31,12 +31,12 @@ from hybridrl.services.planner.micro_batch_sizes import (
 from hybridrl.services.planner.replayed_experts import ReplayBytes, replay_bytes
 
 MIB = 2**20
-# The head holds a chunk of logits, in fp32, and their 16-bit gradients (token_logprobs.py).
+# The head stores a chunk of fp32 logits and their 16-bit gradients (token_logprobs.py).
 BYTES_PER_LOGIT = 6
 HEAD_CHUNKS = 8
 MOST_HEAD_BYTES = 1 << 30
-# GPU memory of NCCL for each connected group of ranks (3 groups of 4 ranks: 1.9 to 2.8 GiB), and of
-# vLLM for CUDA graphs and workspace. Measured on H200.
+# GPU memory that NCCL uses for each connected group of ranks (3 groups of 4 ranks: 1.9 to 2.8 GiB),
+# and that vLLM uses for CUDA graphs and workspace. Measured on H200.
 GROUP_BYTES = 768 * MIB
 GRAPH_BYTES = 448 * MIB
 ADAM_BYTES = 8  # two fp32 moments
@@ -47,19 +47,21 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimated peaks of the fullest rank, in bytes.
+    """Estimated peak memory of the fullest rank, in bytes.
 
     Args:
-        train: Most that training may take, whatever the lengths of samples.
-        count_usual_train: Function that returns `usual_train`. Packing samples takes long, and a
-            search judges thousands of layouts without it.
+        train: Largest peak of training for any sample lengths.
+        count_usual_train: Function that computes `usual_train`. It is called only on demand,
+            because packing samples is slow, and a search evaluates thousands of layouts without it.
         rollout: Peak of generation, including the KV cache.
-        kv_cache: KV cache for all requests that are decoded together, and their recorded experts.
-        num_requests: Number of these requests, each of the greatest length.
-        least_requests: Number of requests for which the cache must have room; others may wait.
-        staging: Staging buffers of the reshard, if weights travel as messages.
-        saved: Bytes of a rank's part of a checkpoint.
-        replay: Memory of recorded experts; None if they are not replayed.
+        kv_cache: Size of the KV cache for all concurrently decoded requests, including their
+            recorded experts.
+        num_requests: Number of these requests, each of maximum length.
+        least_requests: Minimum number of requests that the cache must hold; others can wait.
+        staging: Size of the reshard's staging buffers, which are used if weights are sent as
+            messages.
+        saved: Size of a rank's part of a checkpoint.
+        replay: Memory for recorded experts; None if experts are not replayed.
     """
 
     train: int
@@ -74,7 +76,7 @@ class Memory:
 
     @cached_property
     def usual_train(self) -> int:
-        """Peak of training with samples of usual length, packed as in training."""
+        """Peak of training if samples have usual lengths."""
         return self.count_usual_train()
 
     @property
@@ -83,19 +85,19 @@ class Memory:
         return self.kv_cache > 0
 
     def rollout_with(self, num_requests: int) -> int:
-        """Returns the peak of generation with a KV cache for some of the requests."""
+        """Returns the peak of generation if the KV cache only holds `num_requests` requests."""
         return self.rollout - self.kv_cache + self.kv_cache * num_requests // self.num_requests
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """The estimate for ranks that hold the same models.
+    """Memory estimate for a group of ranks that hold the same models.
 
     Args:
-        ranks: Ranks, ascending.
-        roles: Roles of the models that they hold.
-        memory: Peaks of the fullest of them.
-        fullest: Ranks with the most of the models, such as a pipeline's first or last stage.
+        ranks: Ranks of the group, ascending.
+        roles: Roles of the models that these ranks hold.
+        memory: Peaks of the fullest of these ranks.
+        fullest: Ranks that hold the most parameters, such as a pipeline's first or last stage.
     """
 
     ranks: tuple[int, ...]
@@ -104,7 +106,7 @@ class RankMemory:
     fullest: tuple[int, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the memory by its keys in the report."""
+        """Returns the estimate by its keys in the report."""
         return {
             "ranks": list(self.ranks),
             "fullest_ranks": list(self.fullest),
@@ -117,15 +119,15 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class RoleModel:
-    """A model of a run.
+    """A model that a run uses.
 
     Args:
-        role: Role in the run, as a placement names it.
+        role: Role in the run, named as in a placement.
         family, shape: Family and sizes of the model.
-        is_trained: Whether it has gradients and an optimizer.
-        head: Head for the count of parameters; a critic counts as the policy with its vocabulary
-            head.
-        freeze: Parts without gradients and optimizer although the model is trained.
+        is_trained: Whether the model has gradients and an optimizer.
+        head: Head that is assumed when parameters are counted; a critic is counted with a
+            vocabulary head, like the policy.
+        freeze: Parts that stay frozen although the model is trained.
     """
 
     role: str
@@ -137,17 +139,17 @@ class RoleModel:
 
     @property
     def trained_family(self) -> Family:
-        """The family with only the trained rows of its weight table; for trained models."""
+        """The family with a weight table of only the trained parameters; for trained models."""
         return trained_family(self.family, self.shape, self.freeze, self.head)
 
     @property
     def backward(self) -> BackwardShares:
-        """Shares of the backward pass that are computed."""
+        """Shares of the backward pass that the model needs."""
         return backward_shares(self.family, self.shape, self.freeze, self.head)
 
 
 class Elements(NamedTuple):
-    """Elements of a model on a rank, in all and in experts, which have fewer replicas."""
+    """Number of a model's elements on a rank: in total, and in experts alone."""
 
     num: int = 0
     experts: int = 0
@@ -155,14 +157,14 @@ class Elements(NamedTuple):
 
 @dataclass(frozen=True)
 class HeldModel:
-    """A model and the largest part of it on any rank.
+    """A model, and the size of its largest part on any rank.
 
     Args:
         model: The model.
-        place: Ranks and sizes of its role; models of one place share process groups.
+        place: Ranks and parallel sizes of its role; models with equal places share process groups.
         layout: Training layout over these ranks.
-        held: Parameters of the rank that holds most.
-        trained: Trained parameters of the rank that trains most.
+        held: Parameters on the rank that holds the most.
+        trained: Trained parameters on the rank that trains the most.
     """
 
     model: RoleModel
@@ -173,18 +175,18 @@ class HeldModel:
 
     @property
     def num_updated(self) -> int:
-        """Parameters whose optimizer state is on a rank; replicas divide it among themselves."""
+        """Number of parameters whose optimizer state (sharded over replicas) a rank holds."""
         layout, (num, experts) = self.layout, self.trained
         return (num - experts) // (layout.dp * layout.cp) + experts // layout.edp
 
 
 @dataclass(frozen=True)
 class HeldEngine:
-    """An engine's part on a rank.
+    """The part of an engine on one rank.
 
     Args:
-        num_bytes: Size of its weights, without those that are the trainer's own memory.
-        num_ranks: Number of ranks with engines.
+        num_bytes: Size of its weights, excluding those that share the trainer's memory.
+        num_ranks: Number of ranks that have an engine.
     """
 
     num_bytes: int
@@ -193,13 +195,13 @@ class HeldEngine:
 
 @dataclass(frozen=True)
 class Held:
-    """Models and engine on ranks that hold the same models.
+    """Models and engine on a group of ranks that hold the same models.
 
     Args:
-        models: Models of which the ranks hold parts.
-        engine: Their part of an engine; None without an engine.
-        peer_bytes: Peer memory for the policy's weights, beyond the rank's own.
-        fullest: Ranks that hold the most of the models.
+        models: Models that are sharded over these ranks.
+        engine: The ranks' part of an engine; None if they have none.
+        peer_bytes: Peer memory for the policy's weights, beyond the rank's own share.
+        fullest: Ranks that hold the most parameters.
     """
 
     models: Sequence[HeldModel]
@@ -209,7 +211,7 @@ class Held:
 
     @property
     def roles(self) -> list[str]:
-        """Roles of the models; an engine counts as role `rollout`, after the policy."""
+        """Roles of the models; an engine appears as `rollout`, after the policy."""
         found = [held.model.role for held in self.models]
         if self.engine is not None:
             found.insert("policy" in found, "rollout")
@@ -244,18 +246,18 @@ def estimate_memory(
 ) -> Memory:
     """Estimates the memory of the fullest rank in each phase.
 
-    Training holds parameters, fp32 gradients and a data-parallel rank's share of the optimizer
-    state for trained parameters, frozen models, activations and logits, and the weights of an
-    engine that does not sleep. Generation holds parameters, the optimizer state unless it is
-    offloaded, the engine's own weights and the KV cache. On GPUs both also hold NCCL's groups and
-    the engine's graphs; the CUDA context is not counted.
+    Training needs memory for parameters, fp32 gradients, a rank's shard of the optimizer state,
+    frozen models, activations, logits, and the weights of an engine that does not sleep. Generation
+    needs memory for parameters, the optimizer state unless it is offloaded, the engine's own
+    weights, and the KV cache. On GPUs, both phases also include NCCL's groups and the engine's CUDA
+    graphs, but not the CUDA context.
 
     Args:
         config: Configuration of the run.
         shape: Sizes of the policy.
         world_size: Number of ranks.
         held: Models and engine on the fullest rank.
-        transport: Transport of the weights.
+        transport: Transport that sends the weights.
         on_gpu: Whether the ranks have GPUs.
     """
     itemsize = itemsize_of(config, on_gpu)
@@ -301,16 +303,16 @@ def estimate_memory(
 
 
 def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) -> int:
-    """Returns the host memory of a rank's state copies, from which a run resumes after a failure.
+    """Returns the host memory of a rank's state copies, used to resume after a failure.
 
-    These are the copy that is being taken, GENERATIONS of the rank's own files, and as many of a
-    rank of another host (checkpoint/memory_copies.py).
+    Includes the copy in progress, GENERATIONS copies of the rank's own state, and as many of the
+    state of a rank on another host (checkpoint/memory_copies.py).
 
     Args:
         config: Configuration of the run.
-        saved: Bytes of the files of a rank's state.
-        copied: Bytes of the copy that is being taken.
-        num_hosts: Number of hosts of the run.
+        saved: Size of a rank's state in files.
+        copied: Size of the copy in progress.
+        num_hosts: Number of hosts in the run.
     """
     if not config.run.max_restarts or config.checkpoint.copy_every == 0:
         return 0
@@ -332,10 +334,10 @@ def _kv_cache_bytes(
 
 
 def _num_requests(config: Config, num_ranks: int) -> int:
-    """Returns the number of requests that the KV cache is for.
+    """Returns the number of requests for which the KV cache has room.
 
-    A fixed cache has room for all that may be decoded together; others grow with the requests that
-    there are.
+    A fixed cache has room for all requests that may be decoded concurrently; other caches grow with
+    the number of actual requests.
     """
     most = config.rollout.max_batch
     if ENGINES[config.rollout.engine].has_fixed_kv_cache:
@@ -344,7 +346,7 @@ def _num_requests(config: Config, num_ranks: int) -> int:
 
 
 def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> int:
-    """Returns the GPU memory of libraries in both phases: process groups, staging, graphs."""
+    """Returns the GPU memory for process groups, staging buffers and CUDA graphs."""
     sizes = [world_size]
     for layout in {one.place: one.layout for one in held.models}.values():
         sizes += [layout.tp, layout.pp, layout.cp, layout.dp]
@@ -352,10 +354,10 @@ def _gpu_bytes(config: Config, world_size: int, held: Held, transport: str) -> i
         if layout.ep * layout.etp > 1:
             sizes += [layout.ep, layout.etp, layout.ep * layout.etp, layout.edp]
     if held.engine is not None:
-        sizes += 2 * [config.rollout.tp]  # torch's group and vLLM's own communicator
+        sizes += 2 * [config.rollout.tp]  # torch's process group and vLLM's own communicator
         sizes += [config.rollout.ep]
     is_staged = transport == "packed" and world_size > 1
-    num_groups = sum(size > 1 for size in sizes) + is_staged  # large blocks use a separate group
+    num_groups = sum(size > 1 for size in sizes) + is_staged  # large messages use a separate group
     moves_weights = held.engine is not None or "policy" in held.roles
     staging = config.rollout.staging_mib * MIB if is_staged and moves_weights else 0
     captures = held.engine is not None and ENGINES[config.rollout.engine].captures_graphs
@@ -368,9 +370,10 @@ def _activation_bytes(
     itemsize: int,
     sizes: Callable[[HeldModel], Iterable[MicroBatchSize]],
 ) -> int:
-    """Returns the peak memory of passes over micro-batches of these sizes.
+    """Returns the peak memory of forward and backward passes over micro-batches of these sizes.
 
-    Counts the trained model that needs most, or frozen models if none is trained.
+    This is the peak of the trained model that needs the most, or of frozen models if none is
+    trained.
     """
     with_passes = [one for one in models if one.model.is_trained] or models
     found = (_pass_bytes(config, one, itemsize, size) for one in with_passes for size in sizes(one))
@@ -378,18 +381,19 @@ def _activation_bytes(
 
 
 def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatchSize) -> int:
-    """Returns the memory of one rank's passes over micro-batches of a size.
+    """Returns the memory that one rank's passes over micro-batches of one size need.
 
-    Adds what forward passes keep for backward passes, and the larger scratch: that of the head or
-    of gradients of copied keys.
+    This is the sum of the activations that forward passes store for backward passes, and of the
+    larger temporary: the head's logits or the gradients of copied keys.
 
-    A layer keeps its input, the output of each norm, and the input of the feed-forward half (4
+    A layer stores its input, the output of each norm, and the input of the feed-forward layer (4
     hidden sizes); queries, keys and values, the latents from which they are computed, and the
-    output of attention; the feed-forward layer's two halves and their product. If samples share
-    prompts, attention keeps copies of keys and values. Tensor and sequence parallelism cut all of
-    it. A mixture of experts keeps the same for each of a token's experts, and the experts' inputs
-    and outputs, which ranks exchange; tokens are assumed to be spread evenly over the experts, and
-    all layers to be mixtures. A frozen model keeps nothing: only one layer at a time is in memory.
+    output of attention; and the feed-forward layer's two halves and their product. If samples share
+    prompts, attention also stores copies of keys and values. Tensor and sequence parallelism shard
+    all of these. A mixture of experts stores the same for each of a token's experts, plus the
+    experts' inputs and outputs, which ranks exchange. Tokens are assumed to be distributed evenly
+    over the experts, and all layers to be mixtures of experts. A frozen model stores nothing for
+    later: only one layer is in memory at a time.
     """
     model, layout = held.model, held.layout
     shape, parts = model.shape, layout.cp * layout.tp
@@ -403,12 +407,16 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
         exchanged = 2 * moe.experts_per_token * shape.hidden_size * layout.etp
     per_token = 4 * shape.hidden_size + attention + 3 * product + exchanged
     layers, stages = -(-shape.num_layers // layout.pp), layout.pp
-    whole = micro.positions * per_token + micro.key_rows * key_size  # elements of a layer
+    whole = (
+        micro.positions * per_token + micro.key_rows * key_size
+    )  # elements that one layer stores
     if not model.is_trained:
         kept, stages = whole, 1
-    elif config.train.recompute == "full":  # each layer keeps its input; one is whole
+    elif (
+        config.train.recompute == "full"
+    ):  # each layer stores its input, and one layer stores everything
         kept = micro.positions * shape.hidden_size * layers + whole
-    elif config.train.recompute == "selective":  # products are not kept
+    elif config.train.recompute == "selective":  # products are recomputed
         kept = (whole - micro.positions * product) * layers
     else:
         kept = whole * layers
@@ -417,8 +425,8 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
         logits = micro.positions * shape.padded_vocab(layout.tp) // parts
         scratch = min(BYTES_PER_LOGIT * logits // HEAD_CHUNKS, MOST_HEAD_BYTES)
     if model.is_trained and micro.key_rows > micro.positions:
-        # GatherKeys.backward holds gradients of copied keys and values, and sums one of the two in
-        # fp32.
+        # GatherKeys.backward holds the gradients of copied keys and values, and sums one of the two
+        # in fp32.
         widest = shape.num_kv_heads * max(shape.head_dim, shape.value_dim)
         summed = FP32_BYTES * (micro.key_rows + micro.positions) * widest
         scratch = max(scratch, (itemsize * micro.key_rows * key_size + summed) // parts)
@@ -426,7 +434,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
 
 
 def fullest(layouts: Sequence[RankLayout]) -> Elements:
-    """Returns the elements of the rank that holds most."""
+    """Returns the number of elements on the rank that holds the most."""
     different = {id(layout): layout for layout in layouts}.values()
     found = []
     for layout in different:
@@ -437,12 +445,12 @@ def fullest(layouts: Sequence[RankLayout]) -> Elements:
 
 
 def most_elements(layouts: Sequence[RankLayout]) -> int:
-    """Returns the elements of the rank that holds most."""
+    """Returns the number of elements on the rank that holds the most."""
     return fullest(layouts).num
 
 
 def itemsize_of(config: Config, on_gpu: bool) -> int:
-    """Returns the bytes of a parameter; 'auto' means float32 on CPU."""
+    """Returns the number of bytes per parameter; 'auto' means float32 on CPU."""
     if config.model.dtype == "auto":
         return 2 if on_gpu else 4
     return {"float32": 4, "bfloat16": 2}[config.model.dtype]

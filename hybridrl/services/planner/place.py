@@ -1,6 +1,6 @@
-"""Places the models of a run for `hybridrl plan`, as the run will: training and engine layouts.
+"""Computes training and engine layouts for `hybridrl plan`, in the same way as a run.
 
-Also finds the elements that each rank holds. No torch.
+Also counts the elements that each rank holds. No torch.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from hybridrl.services.planner.phase_memory import (
 
 @dataclass(frozen=True)
 class Placed:
-    """Training and engine layouts; ranks are those of the world.
+    """Training and engine layouts of a run; all ranks are global ranks.
 
     Args:
         placement: Placement of all models.
-        layout: The policy's training layout over its ranks, with its order chosen.
-        choice: Chosen order of the training axes.
+        layout: The policy's training layout on its ranks, with the chosen order of axes.
+        choice: Chosen order of the training axes, with its cost.
         whole: Training layout of each rank.
-        sources: Layout of the elements of each rank from which engines are written.
-        parts: Layout of each tensor-parallel rank of the engine.
-        engines: Part of an engine that each rank generates with.
-        shared: Elements of each rank's engine parameters that are the trainer's own memory.
+        sources: For each rank, the layout of the elements that it sends to engines.
+        parts: Layout of each tensor-parallel rank of an engine.
+        engines: Assignment of ranks to parts of engines.
+        shared: For each rank, the number of engine elements that share the trainer's memory.
     """
 
     placement: Placement
@@ -78,12 +78,12 @@ class Placed:
 def place_models(
     config: Config, placement: Placement, family: Family, shape: ModelShape, node: int
 ) -> Placed:
-    """Returns where policy and engines are, as `loop/setup.py` places them.
+    """Returns the layouts of policy and engines, as `loop/setup.py` creates them.
 
     Args:
-        placement: Placement whose rules hold.
+        placement: Placement that violates no rule.
         family, shape: Weight table and sizes of the policy.
-        node: Number of consecutive ranks of one node.
+        node: Number of consecutive ranks on one node.
     """
     train, tp, ranks = config.train, config.rollout.tp, placement.policy.ranks
     if ENGINES[config.rollout.engine].has_fused_parameters:
@@ -111,7 +111,7 @@ def place_models(
 def _spread(
     layouts: Sequence[RankLayout], ranks: Sequence[int], world_size: int
 ) -> list[RankLayout]:
-    """Returns a layout for each rank of the world: those given for `ranks`, else none."""
+    """Returns a layout for every global rank; ranks that are not in `ranks` hold nothing."""
     held = dict(zip(ranks, layouts, strict=True))
     return [held.get(rank, NOTHING) for rank in range(world_size)]
 
@@ -119,7 +119,7 @@ def _spread(
 def _shared(
     config: Config, layout: TrainLayout, whole: list[RankLayout], targets: list[RankLayout]
 ) -> list[int]:
-    """Returns, for each rank, the elements of engine parameters that are the trainer's memory."""
+    """Returns, for each rank, the number of engine elements that share the trainer's memory."""
     shares_memory = ENGINES[config.rollout.engine].shares_memory
     if not shares_memory or config.train.release_weights_in_rollout:
         return [0] * len(whole)
@@ -133,7 +133,7 @@ def _shared(
 
 
 def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, Any]:
-    """Returns the cost of the chosen assignment, and of alternatives on the same ranks."""
+    """Returns the costs of the chosen assignment and of alternatives on the same ranks."""
     sources, parts, placement = placed.sources, placed.parts, placed.placement
     in_turn = RolloutLayout.consecutive(len(placement.rollout), len(parts))
     in_turn, known = in_turn.on(placement.rollout, len(sources)), placed.engines.costs
@@ -141,7 +141,7 @@ def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, A
     free = assign(sources, parts, node, is_ascending=False, ranks=placement.rollout, costs=known)
     choice, remedy = placed.choice, None
     if choice is not None and choice.receive < placed.best.receive:
-        remedy = f"Set train.order=auto, which chooses {choice.order}, in place of {order}."
+        remedy = f"Set train.order=auto to use {choice.order} instead of {order}."
     named = {"used": placed.best, "consecutive": consecutive, "any_order": free}
     if placed.best.layout.experts is not None:
         named["experts_in_order"] = placed.engines.linear
@@ -159,16 +159,16 @@ def choices(order: str, placed: Placed, node: int, itemsize: int) -> dict[str, A
 def held_by_ranks(
     models: Sequence[RoleModel], placed: Placed, itemsize: int, transport: str
 ) -> list[tuple[tuple[int, ...], Held]]:
-    """Groups ranks that hold the same models; returns the most that a rank of each group holds.
+    """Groups ranks that hold the same models; returns each group and its fullest rank's parts.
 
     Args:
         models: Models of the run, the policy first.
-        itemsize: Bytes of a parameter.
-        transport: Transport of the weights.
+        itemsize: Number of bytes per parameter.
+        transport: Transport that sends the weights.
     """
     placement, sizes = placed.placement, _Sizes(models[0], placed)
     parts = [sizes.of(model) for model in models]
-    peers_bytes = 0  # size of each rank's peer memory for weights
+    peers_bytes = 0  # size of the peer memory that each rank allocates for weights
     if transport == "peer" and models[0].is_trained:
         peers_bytes = itemsize * most_elements(placed.whole)
     sets: dict[tuple[bool, ...], list[int]] = {}
@@ -199,7 +199,7 @@ def held_by_ranks(
 
 
 class _Sizes:
-    """Elements of a model on each rank; equal layouts are counted once."""
+    """Counts a model's elements on each rank, once for all equal layouts."""
 
     def __init__(self, policy: RoleModel, placed: Placed) -> None:
         self._placed = placed
@@ -207,7 +207,7 @@ class _Sizes:
         self._found = {key: [placed.whole[rank] for rank in placed.placement.policy.ranks]}
 
     def of(self, model: RoleModel) -> dict[int, HeldModel]:
-        """Returns the held part of a model by rank, for ranks that have one."""
+        """Returns each rank's part of a model; ranks without one are omitted."""
         place, layout = self._placed.placement.of(model.role), self._placed.layout
         if place != self._placed.placement.policy:
             sizes = place.tp, place.pp, place.cp, place.ep, place.vpp

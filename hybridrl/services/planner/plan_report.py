@@ -1,8 +1,8 @@
-"""Report of `hybridrl plan`: layouts, the reshard's traffic, memory, and whether the run fits.
+"""Creates the report of `hybridrl plan`: layouts, reshard traffic, memory and verdict.
 
-No torch. Predicts the reshard; other modules of this package own assumptions, memory and verdict,
-and plan_text.py the text. Needs only the configuration, the config.json of its models and the
-module of a user's own algorithm.
+No torch. Predicts the reshard itself; other modules of this package compute assumptions, memory,
+verdict and text. Reads only the configuration, the config.json files of the models, and the module
+of a user's own algorithm.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from hybridrl.services.planner.plan_text import order_reason
 from hybridrl.services.planner.planned_models import planned_models
 from hybridrl.services.planner.times import engine_note
 
-# Rates on CPU: gloo over loopback, and copies within a rank.
+# Rates on CPU: for gloo over loopback, and for copies within a rank.
 GLOO_BYTES_PER_S = 1e9
 CPU_COPY_BYTES_PER_S = 8e9
 SIZES = ("tp", "pp", "vpp", "cp", "ep", "dp")
 SECTIONS = ("train", "rollout", "reshard", "memory")
-# Further keys of the report, besides the sections and the violations.
+# Keys of the report in addition to the sections and the violations.
 ADDED = (
     "fits",
     "verdict",
@@ -72,13 +72,13 @@ def plan_report(
     given: ClusterFile | None = None,
     host: Host | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Returns the report and the violations; if there are any, values that depend on them are None.
+    """Returns the report and the violations; if there are violations, all other values are None.
 
     Args:
         config: Configuration of the run.
         world_size: Number of ranks.
-        given: Keys of a cluster file.
-        host: This host, whose GPUs are assumed for the run; None if they are unknown.
+        given: Contents of a cluster file.
+        host: This host, whose GPUs the run is assumed to use; None if they are unknown.
     """
     host = host or Host()
     runs_on_gpus = ENGINES[config.rollout.engine].runs_on_gpus
@@ -102,10 +102,10 @@ def plan_report(
 
 @contextlib.contextmanager
 def _without_cycle_collection() -> Iterator[None]:
-    """Disables Python's cycle collection while a plan is made.
+    """Disables Python's cyclic garbage collector while a plan is made.
 
-    A plan has millions of tuples and no cycles: with 235B parameters on 64 ranks this takes 5.5 s
-    of processor time instead of 13.8.
+    A plan creates millions of tuples and no cycles. For 235B parameters on 64 ranks, planning takes
+    5.5 s of CPU time without the collector and 13.8 s with it.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -117,7 +117,7 @@ def _without_cycle_collection() -> Iterator[None]:
 
 
 def _machines(world_size: int, assumed: Assumptions | None, host: Host) -> Machines:
-    """Returns the machines under the ranks; without assumptions, on CPU, a single node."""
+    """Returns the machines that host the ranks; on CPU, a single node."""
     if assumed is None:
         return Machines(world_size, world_size)
     gpus = host.names if len(host.names or ()) == world_size else None
@@ -131,7 +131,7 @@ def _report(
     machines: Machines,
     assumed: Assumptions | None,
 ) -> dict[str, Any]:
-    """Returns the report of a valid configuration; `assumed` is None on CPU."""
+    """Returns the report for a valid configuration; `assumed` is None on CPU."""
     (family, shape), on_gpu = read_model(config.model.family, hf_config), assumed is not None
     node = machines.ranks_per_node or machines.num_ranks
     placement, _ = placed(config, machines)
@@ -188,7 +188,7 @@ def _peaks(
     replay, saved = memories[0].replay, max(memory.saved for memory in memories)
     copied = (
         locked_bytes(saved) if on_gpu else saved
-    )  # GPU tensors are copied to page-locked segments
+    )  # GPU tensors are copied to page-locked memory
     return {
         "train_peak_bytes": max(memory.train for memory in memories),
         "usual_train_peak_bytes": max(memory.usual_train for memory in memories),
@@ -203,9 +203,9 @@ def _peaks(
 def _step(
     config: Config, roles: Sequence[RoleModel], placement: Placement, assumed: Assumptions | None
 ) -> dict[str, Any] | None:
-    """Returns the predicted time of a step with the longest responses.
+    """Returns the predicted duration of a step whose responses are as long as possible.
 
-    Returns None where this is not modelled: on CPU, and if roles have ranks of their own.
+    Returns None where there is no model for it: on CPU, and if some roles have dedicated ranks.
     """
     if assumed is None or not placement.is_shared:
         return None
@@ -215,14 +215,14 @@ def _step(
 
 
 def empty_report(error: ConfigError) -> dict[str, Any]:
-    """Returns the report of a configuration that cannot be planned."""
+    """Returns the report for a configuration that cannot be planned."""
     return {**dict.fromkeys((*ADDED, *SECTIONS)), "violations": error.as_json()}
 
 
 def _memories(
     config: Config, models: Sequence[RoleModel], laid: Placed, assumed: Assumptions | None
 ) -> Sequence[RankMemory]:
-    """Returns the memory of each group of ranks that hold the same models, by first rank."""
+    """Returns the memory of each group of ranks that hold the same models."""
     on_gpu, transport = assumed is not None, transport_of(config, assumed)
     itemsize, world_size = itemsize_of(config, on_gpu), len(laid.whole)
     return [
@@ -253,8 +253,8 @@ def _reshard(
 ) -> dict[str, Any]:
     shared = [plan.itemsize * elements for elements in laid.shared]
     layout = laid.layout
-    # Number of ranks that own a parameter's new values; of a shared parameter the owned part is in
-    # place.
+    # Number of ranks over which each parameter's new values are sharded. In shared parameters, the
+    # part that a rank owns needs no copy.
     owners = layout.dp * layout.cp if config.train.fuse_param_gather else 1
     local = [a - b // owners for a, b in zip(plan.local_bytes, shared, strict=True)]
     return {
@@ -286,7 +286,7 @@ def _transport_rules(config: Config, assumed: Assumptions | None) -> Iterator[Us
         yield UserError(
             "rollout.transport",
             "peer",
-            f"packed or auto on {found.nodes} nodes of {found.gpus_per_node} GPUs: ranks read the "
-            "memory of their own node",
-            "Set rollout.transport=auto, or gpus_per_node in --cluster FILE.",
+            f"packed or auto on {found.nodes} nodes of {found.gpus_per_node} GPUs: ranks can only "
+            "read memory on their own node",
+            "Set rollout.transport=auto, or correct gpus_per_node in --cluster FILE.",
         )

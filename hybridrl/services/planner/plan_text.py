@@ -1,4 +1,4 @@
-"""Text of `hybridrl plan`: its report as lines for people. No torch."""
+"""Formats the report of `hybridrl plan` as text for people. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridrl.hybrid_engine.planning.assign import OrderChoice
 from hybridrl.parallel.layout import DEFAULT_ORDER
 from hybridrl.services.planner.text import memory_size, traffic
 
-MAX_ROWS = 16  # most ranks in the table; --json lists more
+MAX_ROWS = 16  # maximum number of ranks in the table; --json lists all
 
 
 def order_reason(
@@ -22,39 +22,40 @@ def order_reason(
     is_shared: bool = True,
     has_experts: bool = False,
 ) -> str:
-    """Returns the reason for the order of the training axes.
+    """Returns a text that explains the order of the training axes.
 
     Args:
         configured: Value of `train.order`.
-        used: Order of the plan.
-        choice: Order that 'auto' finds; None if the engine's ranks receive the same in any order.
-        itemsize: Bytes of an element.
+        used: Order that the plan uses.
+        choice: Order that 'auto' would choose; None if ranks receive the same number of bytes in
+            any order.
+        itemsize: Number of bytes per element.
         is_shared: Whether all models and engines share all ranks.
         has_experts: Whether the policy is a mixture of experts.
     """
     own = "Megatron's own" if used == DEFAULT_ORDER else "as configured"
     if not is_shared:
-        return f"{own}; another is chosen only where all models and engines share all ranks"
+        return f"{own}; hybridrl optimizes the order only if all models and engines share all ranks"
     if has_experts:
-        return f"{own}; another is chosen only for models without experts"
+        return f"{own}; hybridrl optimizes the order only for models without experts"
     if choice is None:
         return f"{own}; with rollout.tp=1 ranks receive the same bytes in any order"
     best, default = (traffic(itemsize * n) for n in (choice.receive, choice.default_receive))
     if configured != AUTO_ORDER:
         if used == choice.order:
-            return f"{own}, which train.order=auto chooses too"
-        return f"{own}; a rank receives at most {best} in {choice.order}, which auto would choose"
+            return f"{own}; train.order=auto would choose the same"
+        return f"{own}; auto would choose {choice.order}, where a rank receives at most {best}"
     if used == DEFAULT_ORDER:
-        return f"{own}; a rank receives at most {best}, no less where groups stay on their nodes"
-    return f"a rank receives at most {best}, in Megatron's own order {default}"
+        return f"{own}; a rank receives at most {best}, the minimum if groups stay within nodes"
+    return f"a rank receives at most {best}; in Megatron's own order it would be {default}"
 
 
 def plan_text(report: dict[str, Any], is_full: bool = True) -> str:
-    """Returns the report as text, the verdict first.
+    """Returns the report as text that begins with the verdict.
 
     Args:
         report: Report of `plan_report`.
-        is_full: Whether to include assumptions and each rank.
+        is_full: Whether to include the assumptions and a table of ranks.
     """
     return "\n".join(_lines(report, is_full))
 
@@ -82,22 +83,22 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
         )
         yield (
             "         ranks generate with experts that they train where possible: a rank receives "
-            f"at most {used}; with experts in order, {in_order}"
+            f"at most {used}; if experts were in order, it would be {in_order}"
         )
     yield from _memory_lines(report)
     yield from _rank_lines(report["ranks"])
     if step := report["step"]:
         phases = ", ".join(f"{name} {s:.1f}" for name, s in step["phases_s"].items())
-        whole = f"{step['predicted_s']:.1f} s, predicted, with the longest responses"
+        whole = f"{step['predicted_s']:.1f} s, predicted for the longest responses"
         yield f"step     {whole}: {phases}"
         if step["note"]:
             yield f"         {step['note']}"
     yield from _reshard_lines(report)
     if not is_full:
-        yield "ranks    --all lists each, and what is assumed of the cluster"
+        yield "ranks    --all lists each rank and the assumptions about the cluster"
         return
     if report["assumptions"]:
-        yield "assumed  (--cluster FILE with these keys sets others)"
+        yield "assumed  (set these keys in --cluster FILE to assume other values)"
         for key in _used_assumptions(report):
             found = report["assumptions"][key]
             yield f"         {key} {found['value']:g}: {found['source']}"
@@ -105,7 +106,7 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
 
 
 def _used_assumptions(report: dict[str, Any]) -> Iterator[str]:
-    """Yields the keys of the assumptions that affect the report."""
+    """Yields the keys of those assumptions that affect the report."""
     has_network = report["assumptions"]["nodes"]["value"] > 1
     for key in report["assumptions"]:
         if has_network or key not in ("nic_gb_per_s", "nics_per_node", "latency_us"):
@@ -115,32 +116,32 @@ def _used_assumptions(report: dict[str, Any]) -> Iterator[str]:
 def _memory_lines(report: dict[str, Any]) -> Iterator[str]:
     memory, verdict = report["memory"], report["verdict"]
     yield (
-        f"memory   a rank takes {_train_peaks(memory)} in training, "
-        f"{memory_size(memory['rollout_peak_bytes'])} in rollout, of which "
-        f"{memory_size(verdict['kv_cache_bytes'])} are the KV cache of {verdict['max_requests']} "
+        f"memory   a rank uses {_train_peaks(memory)} in training, "
+        f"{memory_size(memory['rollout_peak_bytes'])} in rollout, including "
+        f"{memory_size(verdict['kv_cache_bytes'])} for a KV cache of {verdict['max_requests']} "
         "longest requests"
     )
     if copied := memory["checkpoint_copy_bytes"]:
         yield (
-            f"         checkpoints are written from copies: {memory_size(copied)} of host memory a "
-            "rank at most (checkpoint.asynchronous)"
+            f"         checkpoints are written from copies: {memory_size(copied)} of host memory "
+            "per rank at most (checkpoint.asynchronous)"
         )
     if copied := memory["state_copy_bytes"]:
         yield (
             f"         the state is copied, for restarts after a failure: {memory_size(copied)} of "
-            "host memory a rank at most (checkpoint.copy_every)"
+            "host memory per rank at most (checkpoint.copy_every)"
         )
     if (replay := memory["router_replay"]) is not None:
         yield (
-            f"         replayed experts: {replay['token_bytes']} B a token, at most "
-            f"{memory_size(replay['step_bytes'])} a step on the hosts; a rank's device holds "
+            f"         replayed experts: {replay['token_bytes']} B per token, at most "
+            f"{memory_size(replay['step_bytes'])} per step on the hosts; a rank's device holds "
             f"{memory_size(replay['train_bytes'])} in training, "
             f"{memory_size(replay['rollout_bytes'])} in rollout"
         )
 
 
 def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the models of each group of ranks, if ranks differ."""
+    """Yields a line about each group of ranks, if ranks hold different models."""
     if len(found) == 1:
         return
     for one in found:
@@ -151,7 +152,7 @@ def _rank_lines(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _train_peaks(memory: Mapping[str, Any]) -> str:
-    """Returns the usual peak of training, and the largest if that is more."""
+    """Returns the usual peak of training, and the largest possible peak if it differs."""
     keys = "usual_train_peak_bytes", "train_peak_bytes"
     usual, most = (memory_size(memory[key]) for key in keys)
     return f"about {usual}" if usual == most else f"about {usual} (at most {most})"
@@ -165,7 +166,7 @@ def _reshard_lines(report: dict[str, Any]) -> Iterator[str]:
         where = f"over {nodes} nodes" if nodes > 1 else "on one node"
     yield f"reshard  about {_ms(reshard['predicted_ms'])} {where}"
     if cluster is not None and nodes > 1:
-        yield f"         no less than {_ms(cluster['bound_ms'])} by any schedule"
+        yield f"         no schedule can take less than {_ms(cluster['bound_ms'])}"
     parts = (
         ("receives", "receive_bytes"),
         ("sends", "send_bytes"),
@@ -187,7 +188,7 @@ def _range(sizes: Sequence[int]) -> str:
 def _table(report: dict[str, Any]) -> Iterator[str]:
     reshard, assignment = report["reshard"], report["rollout"]["assignment"]
     if len(assignment) > MAX_ROWS:
-        yield f"ranks    {len(assignment)}; --json lists each"
+        yield f"ranks    {len(assignment)}; --json lists them"
         return
     yield "rank  replica  tp_rank  receives_MB  sends_MB  copies_MB  shares_MB  messages"
     for rank, place in enumerate(assignment):

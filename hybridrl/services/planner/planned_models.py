@@ -1,4 +1,4 @@
-"""Models that a configuration needs, including those of a user's own algorithm. No torch."""
+"""Finds the models that a configuration needs, also for a user's own algorithm. No torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from hybridrl.models.family import read_model
 def planned_models(config: Config) -> tuple[RunModels | None, list[UserError]]:
     """Returns the models of the run, or the errors that prevent finding them.
 
-    A user's own algorithm is imported and instantiated here, as in a run, since only its class
-    knows whether it needs a critic. Any failure in it, even sys.exit, becomes a violation.
+    A user's own algorithm is imported and instantiated here, as in a run, because only its class
+    knows whether it needs a critic. Any failure in its code, even sys.exit, is returned as an
+    error.
     """
     needs: dict[str, Needs] = {}
     found: list[UserError] = []
@@ -48,7 +49,7 @@ def planned_models(config: Config) -> tuple[RunModels | None, list[UserError]]:
 
 
 def _reward_model_rules(config: Config, scorer: str, served: ModelConfig) -> Iterator[UserError]:
-    """Yields errors of a reward model that cannot be read or cut as configured."""
+    """Yields errors if a reward model cannot be read, or cannot be sharded as configured."""
     try:
         content = read_model_config(served)
         read_model(served.family, content)

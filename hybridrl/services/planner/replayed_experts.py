@@ -1,6 +1,6 @@
-"""Memory of replayed experts for `hybridrl plan`. No torch.
+"""Estimates the memory for replayed experts for `hybridrl plan`. No torch.
 
-A recorded choice takes one byte, or two with more than 256 experts.
+A recorded expert index uses one byte, or two if there are more than 256 experts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from hybridrl.rollout.registry import ENGINES
 
 @dataclass(frozen=True)
 class ReplayBytes:
-    """Bytes of recorded experts.
+    """Sizes of the recorded experts, in bytes.
 
     Args:
-        token: Record of one token, over all layers with experts.
-        step: Records of a step's tokens on the hosts, with responses of the greatest length. A rank
-            holds those of the samples that it trains on; they move with their tokens.
-        train: Records of a micro-batch, on the device of each rank that trains the policy.
-        rollout: The engine's buffer on the device, if its KV cache is allocated at the start.
+        token: Size of one token's record, over all layers with experts.
+        step: Size of a step's records in host memory, if responses are as long as possible. A rank
+            holds the records of the samples that it trains on; records are sent together with their
+            tokens.
+        train: Size of a micro-batch's records on the device of each rank that trains the policy.
+        rollout: Size of the engine's buffer on the device; 0 unless its KV cache is allocated at
+            the start.
     """
 
     token: int
@@ -39,12 +41,12 @@ class ReplayBytes:
 
 
 def replay_bytes(config: Config, shape: ModelShape, num_requests: int) -> ReplayBytes | None:
-    """Returns the memory of replay; None if experts are not replayed.
+    """Returns the memory that replay needs; None if experts are not replayed.
 
     Args:
         config: Configuration of the run.
         shape: Sizes of the policy.
-        num_requests: Number of requests for which the engine has room.
+        num_requests: Number of requests for which the engine's KV cache has room.
     """
     if not replays(config) or shape.moe is None:
         return None

@@ -1,7 +1,7 @@
-"""Searches layouts for the shortest predicted step that fits. No torch.
+"""Searches for the layout with the shortest predicted step among those that fit. No torch.
 
-Chooses the values to try, and records why a layout is rejected: a rule (divisibility), memory or
-time. Keys that the configuration sets are kept.
+Decides which values to try, and records why each layout is rejected: a rule (divisibility), memory
+or time. Keys that the configuration sets are never changed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from hybridrl.services.planner.phase_memory import RoleModel
 
 POWERS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 BUDGETS = (4096, 8192, 16384, 32768, 65536)
-MOST_BUDGET, ROUND = 2**17, 64  # budgets are multiples of the second, for padding
+MOST_BUDGET, ROUND = 2**17, 64  # budgets are rounded up to a multiple of ROUND, for padding
 RECOMPUTE = ("none", "selective", "full")
-# Sequences of at least the first length are cut over ranks, into parts of at least the second.
+# Context parallelism is tried only for sequences of at least LONG_SEQUENCE tokens, and never with
+# less than LEAST_PART tokens per rank.
 LONG_SEQUENCE, LEAST_PART = 8192, 2048
 MOST_NODES_OF_ENGINE, MOST_STAGES = 4, 64
 LAYOUT_KEYS = tuple(
@@ -39,11 +40,11 @@ LAYOUT_KEYS = tuple(
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that was judged.
+    """A configuration and its estimate.
 
     Args:
-        changes: Its value for each key that may be chosen.
-        found: Predicted memory and times.
+        changes: The configuration's values for all keys that the search may choose.
+        found: Estimated memory and times.
     """
 
     changes: Changes
@@ -51,7 +52,7 @@ class Candidate:
 
     @property
     def step_s(self) -> float:
-        """Predicted time of a step, seconds."""
+        """Predicted duration of a step in seconds."""
         return self.found.times.step
 
 
@@ -60,11 +61,11 @@ class Result:
     """Outcome of a search.
 
     Args:
-        best: Fastest fitting candidate of each layout, in order of the step's time.
-        num_refused: Layouts that break a rule.
-        refusals: Broken rules, each once, by key.
-        num_large: Layouts that no saving of memory makes fit.
-        nearest: The one of those that lacks least.
+        best: Fastest candidate of each layout that fits, ordered by predicted step time.
+        num_refused: Number of layouts that violate a rule.
+        refusals: One error for each violated rule, by key.
+        num_large: Number of layouts that do not fit even with all memory-saving settings.
+        nearest: Of the layouts that do not fit, the one that exceeds memory the least.
     """
 
     best: list[Candidate] = field(default_factory=list)
@@ -75,7 +76,7 @@ class Result:
 
 
 def pinned_keys(config: Config) -> set[str]:
-    """Returns the keys that the configuration sets, among those that may be chosen."""
+    """Returns those keys that the search could choose but the configuration sets."""
     found = set()
     for key in CHOSEN_KEYS:
         section, _, name = key.partition(".")
@@ -86,7 +87,7 @@ def pinned_keys(config: Config) -> set[str]:
 
 @dataclass(frozen=True)
 class Search:
-    """Searches layouts of a run whose models share all ranks.
+    """Searches layouts for a run in which all models share all ranks.
 
     Args:
         config: Configuration of the run; keys that it does not set may change.
@@ -103,7 +104,7 @@ class Search:
     assumed: Assumptions
 
     def run(self) -> Result:
-        """Judges every layout."""
+        """Evaluates every layout."""
         result, known = Result(), dict[tuple[Any, ...], list[UserError]]()
         for layout in self._layouts():
             errors = self._violations(layout, known)
@@ -114,14 +115,14 @@ class Search:
                 continue
             try:
                 self._judge(layout, result)
-            except ModelError as error:  # a tensor that cannot be cut so
+            except ModelError as error:  # a tensor cannot be sharded this way
                 result.num_refused += 1
                 result.refusals.setdefault(error.name, error)
         result.best.sort(key=lambda one: (round(one.step_s, 4), one.found.most_bytes))
         return result
 
     def _layouts(self) -> Iterator[Changes]:
-        """Yields all layouts over the ranks, including those that break a rule."""
+        """Yields all layouts to try, including some that violate rules."""
         config, world, node = self.config, self.world_size, self.assumed.cluster.gpus_per_node
         experts, engine = num_experts(self.hf_config), ENGINES[config.rollout.engine]
         longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
@@ -140,7 +141,7 @@ class Search:
         values = [[_value(config, key)] if key in pinned else sizes[key] for key in LAYOUT_KEYS]
         for chosen in product(*values):
             layout = dict(zip(LAYOUT_KEYS, chosen, strict=True))
-            if layout["rollout.ep"] == 0:  # whole experts on each rank
+            if layout["rollout.ep"] == 0:  # 0 stands for whole experts on each rank
                 if layout["rollout.tp"] == 1:
                     continue
                 layout["rollout.ep"] = layout["rollout.tp"]
@@ -150,9 +151,7 @@ class Search:
     def _violations(
         self, layout: Changes, known: dict[tuple[Any, ...], list[UserError]]
     ) -> list[UserError]:
-        """Returns the rules that a layout breaks; caches those of training and of engines
-        separately.
-        """
+        """Returns the rules that a layout violates; caches them by training and rollout layout."""
         found: list[UserError] = []
         for section in ("train", "rollout"):
             part = {key: size for key, size in layout.items() if key.startswith(section)}
@@ -173,7 +172,7 @@ class Search:
         return found
 
     def _judge(self, layout: Changes, result: Result) -> None:
-        """Adds the fastest fitting variant of a layout, or counts the layout as too large."""
+        """Adds the fastest variant of a layout that fits, or counts the layout as too large."""
         train = self.config.with_values(layout).train
         sizes = train.tp, train.pp, train.cp, train.ep, train.vpp
         dp = TrainLayout(self.world_size, *sizes, etp=train.etp).dp
@@ -193,9 +192,9 @@ class Search:
             result.nearest = nearest
 
     def _savings(self, changes: Changes) -> Iterator[tuple[Changes, Estimate]]:
-        """Yields the cheapest fitting way to save memory, with and without optimizer offload.
+        """Yields the cheapest memory-saving settings that fit, without and with offload.
 
-        If nothing fits, yields the way that saves most.
+        If none fit, yields those that save the most memory.
         """
         pinned, train = pinned_keys(self.config), self.config.train
         offloads = (False, True)
@@ -215,16 +214,16 @@ class Search:
                     break
                 memory = found.memory
                 if with_margin(memory.train) <= self.assumed.gpu_memory_bytes:
-                    break  # the rollout is too large, which recomputing does not change
+                    break  # the rollout phase is too large, and recomputation does not affect it
 
     def _budgets(self, dp: int) -> list[int]:
-        """Returns the micro-batch budgets that are tried, ascending."""
+        """Returns the micro-batch budgets to try, in ascending order."""
         config, lengths = self.config, Lengths.of(self.config)
         if "train.micro_batch_tokens" in pinned_keys(config):
             return [config.train.micro_batch_tokens]
         longest = config.data.max_prompt_tokens + lengths.longest
         samples = config.steps.samples_per_prompt
-        # Each sample repeats the last token of a shared prompt.
+        # Each sample stores its own copy of the last token of a shared prompt.
         group = config.data.max_prompt_tokens + samples * (lengths.longest + 1)
         unit = group if shares_prompts(config, 1) and samples > 1 else longest
         steps = config.steps

@@ -1,4 +1,4 @@
-"""Report of `hybridrl plan --search`: the best layouts, their phases, and why others lost.
+"""Creates the report of `hybridrl plan --search`: the best layouts, and why others were rejected.
 
 No torch.
 """
@@ -26,13 +26,13 @@ def search_report(
     kept: Iterable[str],
     note: str | None = None,
 ) -> dict[str, Any]:
-    """Returns the result of a search, for --json.
+    """Returns the result of a search as JSON values.
 
     Args:
         result: Result of the search.
         assumed: Cluster.
-        seconds: Duration of the search.
-        kept: Keys that the configuration sets, which the search does not change.
+        seconds: Duration of the search in seconds.
+        kept: Keys that the search does not change because the configuration sets them.
         note: Note about the predicted times, if any.
     """
     best = result.best[:MOST]
@@ -68,12 +68,12 @@ def _as_json(one: Candidate, best: Candidate) -> dict[str, Any]:
 
 
 def _reason(one: Candidate, best: Candidate) -> str | None:
-    """Returns why a fitting layout is not the best; None for the best."""
+    """Returns the reason why a layout is worse than the best one; None for the best."""
     if one is best:
         return None
     more = one.step_s - best.step_s
-    if round(one.step_s, 4) == round(best.step_s, 4):  # as layouts are ordered
-        return "memory: as fast, holds more"
+    if round(one.step_s, 4) == round(best.step_s, 4):  # rounded as when layouts are sorted
+        return "memory: equally fast, but uses more"
     own, other = asdict(one.found.times), asdict(best.found.times)
     phase = max(PHASES, key=lambda name: own[name] - other[name])
     return f"time: +{more / best.step_s:.1%}, {phase} {own[phase] - other[phase]:+.2f} s"
@@ -92,10 +92,10 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"does not fit: none of {judged} layouts"
     yield (
         f"judged {judged} layouts in {report['seconds']:.1f} s: {report['fitting']} fit, "
-        f"{report['too_large']} are too large, {report['refused']} break a rule"
+        f"{report['too_large']} are too large, {report['refused']} violate a rule"
     )
     if report["kept"]:
-        yield f"kept as written: {', '.join(report['kept'])}; the search chooses the others"
+        yield f"set in the config: {', '.join(report['kept'])}; the search chooses the others"
     if report["note"]:
         yield report["note"]
     if best:
@@ -105,11 +105,11 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     if (nearest := report["nearest"]) is not None:
         needed = with_margin(nearest["memory_bytes"])
         yield (
-            f"lost by memory: {report['too_large']}, the nearest {_said(nearest)}, which needs "
+            f"rejected by memory: {report['too_large']}; the closest, {_said(nearest)}, needs "
             f"{memory_size(needed)}: {memory_size(-nearest['spare_bytes'])} too much"
         )
     if report["rules"]:
-        yield f"lost by a rule (divisibility): {report['refused']}"
+        yield f"rejected by a rule (divisibility): {report['refused']}"
         for rule in report["rules"][:MOST_RULES]:
             yield f"   {rule}"
 
@@ -127,7 +127,7 @@ def _row(one: dict[str, Any]) -> str:
 
 
 def _said(one: dict[str, Any]) -> str:
-    """Returns the keys of a layout that are not 1, none or false."""
+    """Returns a layout's keys as text, without those whose values are 1, none or false."""
     keys = one["keys"]
     sizes = [f"{key}={keys[key]}" for key in LAYOUT_KEYS if keys[key] != 1]
     others = [f"train.micro_batch_tokens={keys['train.micro_batch_tokens']}"]

@@ -1,8 +1,8 @@
-"""Counts the elements of a model on a rank from one layer of each kind. No torch.
+"""Counts the elements of a model on a rank by looking at one layer of each kind. No torch.
 
-A layout lists every rectangle of every tensor: hundreds of thousands for a large mixture of
-experts. Layers with the same rows of the weight table are cut alike, so one layer of each kind is
-enough. Invariant: the numbers equal those of the whole layouts.
+A layout lists every rectangle of every tensor, which can be hundreds of thousands for a large
+mixture of experts. Layers with the same rows in the weight table are sharded identically, so one
+layer of each kind is enough. Invariant: the results equal counts over complete layouts.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from hybridrl.parallel.layout import TrainLayout
 from hybridrl.services.planner.phase_memory import Elements
 
 LAYER = re.compile(r"(?:^|[./])layers\.(\d+)\.")
-KEPT = 4096  # cached layouts; a search uses some hundred
+KEPT = 4096  # number of cached layouts; a search uses a few hundred
 
 
 @dataclass(frozen=True)
 class _Thin:
-    """A model's weight table with one layer of each kind.
+    """A model's weight table, reduced to one layer of each kind.
 
     Args:
-        outside: The family without its layers.
-        layers: The family with one layer of each kind.
-        kind_of: Representative layer of each layer.
+        outside: Family with a weight table of everything outside the layers.
+        layers: Family with a weight table of one layer of each kind.
+        kind_of: For each layer, the layer that represents its kind.
     """
 
     outside: Family
@@ -43,11 +43,11 @@ class _Thin:
 def fullest_stage(
     family: Family, shape: ModelShape, layout: TrainLayout, head: Head = "lm"
 ) -> Elements:
-    """Returns the elements of the rank that holds most.
+    """Returns the number of elements on the rank that holds the most.
 
     Args:
         family, shape: Family and sizes of the model.
-        layout: Training layout; all ranks of a stage hold as much as its first.
+        layout: Training layout, in which all ranks of a pipeline stage hold equally many elements.
         head: Head of the model.
     """
     return _fullest_stage(family, shape, _without_replicas(layout), head)
@@ -72,7 +72,7 @@ def _fullest_stage(family: Family, shape: ModelShape, layout: TrainLayout, head:
 
 @lru_cache(KEPT)
 def engine_elements(family: Family, shape: ModelShape, tp: int, ep: int) -> int:
-    """Returns the elements on an engine's first rank; `tp` and `ep` are a replica's sizes."""
+    """Returns the number of elements on the first rank of an engine of size `tp`, `ep`."""
     thin = _thin(family, shape)
     outside = fused_layout(thin.outside, shape, tp, 0, ep).shapes
     of_layer = _by_layer(fused_layout(thin.layers, shape, tp, 0, ep).shapes)
@@ -89,22 +89,21 @@ def shared_elements(
     ep: int,
     has_buckets: bool = True,
 ) -> int:
-    """Returns the elements of engine parameters that are the trainer's memory, on the rank with
-    fewest.
+    """Returns how many engine elements share the trainer's memory, on the rank with the fewest.
 
-    A rank trains the layers of its pipeline stage only, and cut tensors are shared only if engine
-    and trainer cut them alike.
+    A rank trains only the layers of its pipeline stage, and sharded tensors are shared only if
+    engine and trainer shard them identically.
 
     Args:
         family, shape: Family and sizes of the model.
         layout: Training layout.
-        tp, ep: Sizes of a replica.
+        tp, ep: Parallel sizes of an engine replica.
         has_buckets: See `stacks_are_even`.
     """
     thin, stages = _thin(family, shape), _without_replicas(layout)
     one = replace(stages, world_size=stages.world_size // stages.pp, pp=1, vpp=1)
     of_layers = megatron_layout(thin.layers, shape, one, 0)
-    # Engines are the same for every stage.
+    # The engine's part is the same for every pipeline stage.
     engine_outside = fused_layout(thin.outside, shape, tp, 0, ep)
     engine_layers = fused_layout(thin.layers, shape, tp, 0, ep)
     by_evenness: dict[bool, dict[int, tuple[int, int]]] = {}
@@ -125,12 +124,12 @@ def shared_elements(
 
 
 def _shared(source: RankLayout, engine: RankLayout, is_even: bool) -> Mapping[str, Shape]:
-    """Returns the shapes of an engine's parameters that are the trainer's own memory."""
+    """Returns the shapes of those engine parameters that share the trainer's memory."""
     return {name: engine.shapes[name] for name in shared_names(source, engine, is_even)}
 
 
 def _without_replicas(layout: TrainLayout) -> TrainLayout:
-    """Returns a smaller layout without replicas; its ranks hold as many elements."""
+    """Returns a smaller layout without replicas, whose ranks hold the same number of elements."""
     plane = lcm(layout.tp, layout.ep * layout.etp)
     return replace(layout, world_size=plane * layout.pp, cp=1)
 
@@ -162,7 +161,7 @@ def _thin(family: Family, shape: ModelShape) -> _Thin:
 
 
 def _by_layer(shapes: Mapping[str, Shape]) -> dict[int, tuple[int, int]]:
-    """Returns the number of elements of each layer, in all and in experts."""
+    """Returns the number of elements in each layer: in total, and in experts."""
     found: dict[int, tuple[int, int]] = {}
     for name, shape in shapes.items():
         if match := LAYER.search(name):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def traffic(size: float) -> str:
-    """Returns a number of transferred bytes in decimal units, as rates use them."""
+    """Formats a number of transferred bytes in decimal units, as in transfer rates."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
@@ -12,6 +12,6 @@ def traffic(size: float) -> str:
 
 
 def memory_size(size: float) -> str:
-    """Returns a number of bytes of memory in binary units."""
+    """Formats an amount of memory in binary units."""
     gib, mib = size / 2**30, size / 2**20
     return f"{gib:.1f} GiB" if gib >= 1 else f"{mib:.1f} MiB"

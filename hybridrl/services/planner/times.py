@@ -1,11 +1,12 @@
-"""Predicts the time of a step's phases from the model, the layout, the cluster and the lengths.
+"""Predicts how long a step's phases take, from the model, layout, cluster and sample lengths.
 
-No torch. Models what a rank computes, copies and sends, with the cluster's rates and the constants
-below. The constants were fitted to steps and passes on H200 (benchmarks/results/step_h200.json,
-step_h200_lag.json, layouts_h200.json, layouts_moe_h200.json, train_h200.json, train_moe_h200.json,
-rollout_h200.json, and the mixture of experts in step_4gpu_h200.json; tests/unit/test_plan_times.py
-lists the error of each prediction). Other GPUs differ by their rates alone. Steps on H100 were
-compared; other GPUs and transfers between nodes were not measured.
+No torch. Estimates what a rank computes, copies and sends, and divides it by the cluster's rates.
+The constants below correct these estimates. They were fitted to steps and passes on H200
+(benchmarks/results/step_h200.json, step_h200_lag.json, layouts_h200.json, layouts_moe_h200.json,
+train_h200.json, train_moe_h200.json, rollout_h200.json, and the mixture of experts in
+step_4gpu_h200.json; tests/unit/test_plan_times.py lists the error of each prediction). Predictions
+for other GPUs differ only in the rates. They were compared with steps on H100; other GPUs and
+transfers between nodes were not measured.
 """
 
 from __future__ import annotations
@@ -25,43 +26,48 @@ from hybridrl.services.planner.hardware import Assumptions
 from hybridrl.services.planner.micro_batch_sizes import Lengths, shares_prompts
 from hybridrl.services.planner.phase_memory import ADAM_BYTES, MASTER_BYTES, RoleModel, itemsize_of
 
-# Elements (2 bytes each) that a forward pass reads and writes outside matrix products, for each
-# token and layer: in multiples of the hidden size, and of the size of the feed-forward product. For
-# each of a token's experts, to which the token is copied and back: in multiples of the hidden size.
+# Number of elements (2 bytes each) that a forward pass reads and writes outside matrix products,
+# per token and layer: as multiples of the hidden size, and of the size of the feed-forward product.
+# The third, per expert of a token, is for copies to the expert and back, as a multiple of the
+# hidden size.
 HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
-LOGIT_BYTES = 8  # of fp32 logits, read and written in chunks
-# Bytes for each gathered token and expert: an fp32 weight, and a flag for chosen (dispatch.py).
+LOGIT_BYTES = 8  # per logit: fp32 logits are written and read in chunks
+# Bytes per gathered token and expert: an fp32 weight, and a flag whether the expert is selected
+# (dispatch.py).
 ROUTER_BYTES = 4 + 1
-# Matrix products of a micro-batch take as long as if it had this many more tokens at full rate.
+# A micro-batch's matrix products take as long as if it had this many more tokens and ran at full
+# rate.
 LOST_TOKENS = 850.0
-# Rate of the experts' grouped matrix products, as a share of that of large products.
+# Rate of the experts' grouped matrix products, as a share of the rate of large matrix products.
 EXPERTS_SHARE = 0.6
-# Cost of a backward pass in forward passes, for dense models and for experts.
+# Cost of a backward pass relative to a forward pass, for dense models and for mixtures of experts.
 BACKWARD, BACKWARD_EXPERTS = 2.1, 2.2
-# Rate of collectives of tensor-parallel layers and of experts, as a share of the link's: for two
-# ranks, for more ranks of a node, and over nodes (not measured).
+# Rate of collectives in tensor-parallel layers and in experts, as a share of the link's rate: for
+# two ranks, for more ranks in one node, and between nodes (not measured).
 PAIR_SHARE, COLLECTIVE_SHARE, FAR_SHARE = 0.68, 0.95, 0.72
-# Extra host time for recomputing a layer, on top of a forward pass: activation checkpoints save and
-# restore the random state.
+# Extra host time to recompute a layer, in addition to that of a forward pass, because activation
+# checkpoints save and restore the random state.
 HOST_AGAIN_S = 3.5e-3
-# Host time to start a layer's kernels, seconds: forward, backward; then for a layer of experts.
+# Host time to launch a layer's kernels, in seconds: forward and backward, then the same for a layer
+# with experts.
 HOST_FORWARD_S, HOST_BACKWARD_S = 2.2e-3, 3.4e-3
 HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S = 4.9e-3, 10.8e-3
-SMOOTH = 4  # order of the norm that combines host time and GPU time
-# Fixed time of an update and of a pass, seconds, for preparing batches and losses.
+SMOOTH = 4  # exponent of the norm that combines host time and GPU time
+# Fixed time per update and per pass, in seconds, to prepare batches and losses.
 UPDATE_S, PASS_S = 0.03, 0.015
-# Bytes read and written to add a micro-batch's gradient of a parameter to the fp32 sum.
+# Bytes read and written per parameter to add a micro-batch's gradient to the fp32 sum.
 GRADIENT_TRAFFIC = 2 * 4
-# Bytes of an Adam step for each parameter: gradient, moments and master, read and written.
+# Bytes that an Adam step reads and writes per parameter: gradient, moments and master.
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
-# The first is the extra time of a step, seconds, if training and engine do not fit on a GPU
-# together and free their memory in turn. H200: 0.25 to 0.65 for 7B without lent memory, 0.2 for
-# 1.5B with it. The second is the share of the GPU's memory in which both fit (headroom.py),
-# the third the error of the predicted share: 7B kept both phases' memory at predicted shares of
-# 0.87 and 0.89, 1.5B freed it at 0.90, and a mixture of experts kept it at 0.92.
+# GIVING_BACK_S is the extra time of a step, in seconds, if training and engine do not fit on a GPU
+# together, so that each frees its memory for the other. On H200 it was 0.25 to 0.65 for 7B without
+# lent memory, and 0.2 for 1.5B with it. ROOM_SHARE is the share of GPU memory into which both must
+# fit (headroom.py). MEMORY_DOUBT is the error of the predicted share: 7B kept both phases' memory
+# at predicted shares of 0.87 and 0.89, 1.5B freed it at 0.90, and a mixture of experts kept it at
+# 0.92.
 GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025
-# Fixed times of an engine's step, seconds: launches and sampling on the GPU; the kernels of a
-# layer; the host's work for a request, which overlaps the GPU's; an all-reduce of few tokens.
+# Fixed times in an engine step, in seconds: launches and sampling on the GPU; a layer's kernels;
+# host work per request, which overlaps with the GPU; an all-reduce of few tokens.
 ENGINE_STEP_S, LAYER_STEP_S = 1.2e-3, 25e-6
 REQUEST_S, ALL_REDUCE_S = 17e-6, 15e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # shares of the matrix rate
@@ -70,13 +76,13 @@ STEP_S = 0.06  # rewards and advantages
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the phases of a step.
+    """Durations of a step's phases, in seconds.
 
     Args:
-        scoring: Forward passes of frozen models, old log-probabilities and values.
-        update: Passes of trained models, and the optimizer.
-        reshard: Transfer of weights to the engines.
-        offload: Transfer of the optimizer's state to host memory and back.
+        scoring: Forward passes of frozen models, and for old log-probabilities and values.
+        update: Forward and backward passes of trained models, and optimizer steps.
+        reshard: Transferring weights to the engines.
+        offload: Moving the optimizer state to host memory and back.
         rest: Rewards and advantages.
     """
 
@@ -89,19 +95,19 @@ class Times:
 
     @property
     def step(self) -> float:
-        """Seconds of the whole step."""
+        """Duration of the whole step in seconds."""
         return sum(getattr(self, one.name) for one in fields(self))
 
 
 @dataclass(frozen=True)
 class Packs:
-    """Micro-batches of one data-parallel replica in one update.
+    """Micro-batches that one data-parallel replica computes in one update.
 
     Args:
         num_micro: Number of micro-batches.
-        tokens: Tokens of all micro-batches; a shared prompt counts once in each.
-        pairs: Pairs of tokens of which one attends to the other.
-        head_tokens: Tokens for which the head is computed.
+        tokens: Total number of tokens; each micro-batch counts a shared prompt once.
+        pairs: Number of token pairs in which one attends to the other.
+        head_tokens: Number of tokens for which the head is computed.
     """
 
     num_micro: int
@@ -111,7 +117,7 @@ class Packs:
 
 
 def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Packs:
-    """Returns how the samples of an update are packed, all of them of usual length."""
+    """Returns how an update's samples are packed if all have the usual length."""
     steps, per_prompt = config.steps, config.steps.samples_per_prompt
     updates = steps.updates_per_step
     samples = max(1, ceil(steps.prompts_per_step * per_prompt / updates / dp))
@@ -120,7 +126,7 @@ def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Pa
     pieces = ceil(group / max(1, (budget - prompt) // (response + 1)))
     each = ceil(
         group / pieces
-    )  # samples of a unit; each but the first repeats the prompt's last token
+    )  # samples per unit; each but the first repeats the prompt's last token
     unit = prompt + each * response + each - 1
     num_units = ceil(samples / group) * pieces
     num_micro = ceil(num_units / max(1, budget // unit))
@@ -130,15 +136,15 @@ def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Pa
 
 
 def _beside(gpu_s: float, host_s: float) -> float:
-    """Returns the time of GPU work that the host starts: slightly above the longer of the two."""
+    """Returns the time of GPU work and its host launches: slightly more than the longer one."""
     return float((gpu_s**SMOOTH + host_s**SMOOTH) ** (1 / SMOOTH))
 
 
 def giving_back_s(share: float) -> float:
-    """Returns the expected extra seconds of a step in which both phases free their memory.
+    """Returns the expected extra seconds per step if both phases may have to free their memory.
 
     Args:
-        share: Share of a GPU's memory that training and engine are predicted to hold together.
+        share: Share of GPU memory that training and engine are predicted to use together.
     """
     chance = (share - ROOM_SHARE) / (2 * MEMORY_DOUBT) + 0.5
     return GIVING_BACK_S * min(1.0, max(0.0, chance))
@@ -146,7 +152,7 @@ def giving_back_s(share: float) -> float:
 
 @dataclass(frozen=True)
 class PassTimes:
-    """Predicts passes over packed micro-batches; `head_size` is the number of head outputs."""
+    """Predicts the time of passes over micro-batches; `head_size` counts the head's outputs."""
 
     shape: ModelShape
     layout: TrainLayout
@@ -166,7 +172,7 @@ class PassTimes:
             found: Micro-batches of the update.
             recompute: Value of `train.recompute`.
             num_trained: Number of parameters that a rank trains.
-            shares: Shares of the backward pass that are computed.
+            shares: Shares of the backward pass that are needed.
         """
         forward, backward = self._host_s()
         factor = 1 + self._backward() * (shares.flow + shares.weights) / 2
@@ -182,7 +188,7 @@ class PassTimes:
 
         Args:
             num_trained: Number of parameters that a rank trains.
-            num_updated: Number of parameters whose optimizer state the rank holds.
+            num_updated: Number of parameters whose optimizer state a rank holds.
         """
         layout = self.layout
         replicas = layout.dp * layout.cp
@@ -197,19 +203,20 @@ class PassTimes:
         layers, head = self._layers_s(found), self._head_s(found)
         largest = (
             ceil(self.shape.num_layers / stages) / self.shape.num_layers
-        )  # share of the layers on the largest stage
+        )  # share of the layers in the largest stage
         per_micro = (layers * largest + head) * factor / found.num_micro
         host = host_s * self.shape.num_layers * largest
         each = _beside(per_micro, host)
         if self.shape.moe is not None and stages > 1:
             # Empirical: five measured steps with two stages of 3 layers took this much longer, most
-            # of them on slow hosts. The cause was not separated: a host waits for its device in
-            # each layer of experts, and a stage for the other. More stages were not measured.
+            # of them on slow hosts. It is not known which cause dominates: in each layer with
+            # experts a host waits for its device, and stages wait for each other. More stages were
+            # not measured.
             each += self._host_s()[0] * self.shape.num_layers * largest
         return each * (found.num_micro + (stages - 1) / layout.vpp)
 
     def _layers_s(self, found: Packs) -> float:
-        """Returns the GPU time of all layers in a forward pass."""
+        """Returns the GPU time that all layers take in a forward pass."""
         shape, layout = self.shape, self.layout
         cut, tokens = layout.tp * layout.cp, found.tokens
         flops = 2.0 * matmul_params(shape) * tokens
@@ -229,13 +236,15 @@ class PassTimes:
         return (matrix_s + traffic / self._memory_rate) / cut + self._sent_s(found)
 
     def _sent_s(self, found: Packs) -> float:
-        """Returns the time that layers spend on sending to other ranks in a forward pass."""
+        """Returns the time that layers spend on communication in a forward pass."""
         shape, layout = self.shape, self.layout
         tokens, total = found.tokens / layout.cp, 0.0
-        if layout.tp > 1:  # two gathers and two scatters of all tokens
+        if layout.tp > 1:  # all tokens are gathered twice and scattered twice
             sent = 4 * 2.0 * tokens * shape.hidden_size * (layout.tp - 1) / layout.tp
             total += sent / self._collective_rate(layout.tp)
-        if layout.cp > 1:  # keys and values go around a ring; attention hides half of it
+        if (
+            layout.cp > 1
+        ):  # keys and values are passed around a ring; attention hides half of the time
             size = shape.num_kv_heads * (shape.head_dim + shape.value_dim) / layout.tp
             sent = 2.0 * tokens * size * (layout.cp - 1)
             total += 0.5 * sent / self._rate(layout.tp * layout.cp)
@@ -265,13 +274,13 @@ class PassTimes:
         return HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S
 
     def _rate(self, group: int) -> float:
-        """Returns a rank's bytes a second within a group of consecutive ranks."""
+        """Returns the bytes per second that a rank sends within a group of ranks."""
         cluster = self.assumed.cluster
         within = cluster.link_rate
         return within if group <= self._node else cluster.node_rate / cluster.gpus_per_node
 
     def _collective_rate(self, group: int) -> float:
-        """Returns the bytes a second that a collective of consecutive ranks reaches."""
+        """Returns the bytes per second that a collective over consecutive ranks reaches."""
         if group > self._node:
             return FAR_SHARE * self._rate(group)
         return (PAIR_SHARE if group == 2 else COLLECTIVE_SHARE) * self._rate(group)
@@ -298,31 +307,32 @@ def generation_s(
     engine_bytes: int,
     max_requests: int | None = None,
 ) -> float:
-    """Predicts generation: each step of decoding reads the weights and the cache once.
+    """Predicts the time of generation, in which each decoding step reads weights and cache once.
 
     Args:
         num_ranks: Number of ranks with engines.
-        engine_bytes: Size of a rank's weights.
-        max_requests: Requests that a replica decodes together; None for `rollout.max_batch`.
+        engine_bytes: Size of the engine weights on a rank.
+        max_requests: Number of requests that a replica decodes concurrently; None for
+            `rollout.max_batch`.
     """
     tp, steps = config.rollout.tp, config.steps
     replicas = max(1, num_ranks // tp)
     requests = ceil(steps.prompts_per_step * steps.samples_per_prompt / replicas)
     together = max(1, min(requests, max_requests or config.rollout.max_batch))
     num_steps = max(lengths.longest, ceil(requests / together * lengths.response))
-    if requests > together:  # the last requests finish with few others
+    if requests > together:  # the last requests are decoded together with few others
         num_steps = max(num_steps, ceil(requests / together) * lengths.response)
     memory = assumed.values["memory_gb_per_s"].value * 1e9
     matrix = assumed.values["matrix_tflops"].value * 1e12
     cached = 2.0 * shape.cached_elements(tp) * shape.num_layers
     usual = lengths.prompt + lengths.response / 2
-    # Summed over the tokens of all requests, so that steps with fewer requests cost less.
+    # This sums over the tokens of all requests, so steps with fewer requests cost less.
     cache_s = requests * lengths.response * usual * cached / memory
     compute = 2.0 * (matmul_params(shape) + shape.hidden_size * shape.vocab_size)
     compute_s = requests * lengths.response * compute / tp / (DECODE_SHARE * matrix)
     cluster, reduced_s = assumed.cluster, 0.0
     step_s = ENGINE_STEP_S + LAYER_STEP_S * shape.num_layers
-    if tp > 1:  # two all-reduces of a token's hidden state in each layer
+    if tp > 1:  # each layer all-reduces a token's hidden state twice
         is_far, rate = tp > cluster.gpus_per_node, cluster.link_rate
         rate = cluster.node_rate / cluster.gpus_per_node if is_far else rate
         sent = 2 * shape.num_layers * 2 * 2.0 * shape.hidden_size * (tp - 1) / tp
@@ -331,12 +341,13 @@ def generation_s(
         step_s += 2 * shape.num_layers * least_s
     prompts = ceil(steps.prompts_per_step / replicas) * lengths.prompt
     prefill_s = 2.0 * matmul_params(shape) * prompts / tp / (PREFILL_SHARE * matrix)
-    # A step reads only its tokens' rows of the embedding, unless that is also the output layer.
+    # A step reads only the embedding rows of its tokens, unless the embedding is also the output
+    # layer.
     itemsize = itemsize_of(config, on_gpu=True)
     unread = 0 if shape.tied_embeddings else itemsize * shape.vocab_size * shape.hidden_size // tp
     weights_s = num_steps * (engine_bytes - unread) / memory
     gpu_s = max(weights_s, compute_s) + cache_s + reduced_s + num_steps * step_s
-    # The host prepares a step while the GPU computes the one before.
+    # The host prepares each step while the GPU computes the previous one.
     decode_s = _beside(gpu_s, requests * lengths.response * REQUEST_S)
     return decode_s + prefill_s
 
@@ -355,11 +366,11 @@ def step_times(
 
     Args:
         models: Models of the run, the policy first.
-        held: Trained policy parameters of the fullest rank, and those of which it has the
-            optimizer's state.
-        engine_bytes: Size of a rank's engine.
-        crossing_bytes: Part of it that a rank receives from others.
-        max_requests: Requests that a replica decodes together.
+        held: Number of policy parameters that the fullest rank trains, and number whose optimizer
+            state it holds.
+        engine_bytes: Size of the engine weights on a rank.
+        crossing_bytes: Number of these bytes that the rank receives from others.
+        max_requests: Number of requests that a replica decodes concurrently.
     """
     lengths, train, steps = Lengths.of(config), config.train, config.steps
     found = packs(config, lengths, layout.dp, layout.cp, train.micro_batch_tokens)
@@ -390,15 +401,15 @@ def step_times(
 
 
 def engine_note(config: Config) -> str | None:
-    """Returns a note about predicted generation if no constant was fitted to the run's engine.
+    """Returns a note about the prediction if no constant was fitted to the run's engine.
 
-    Returns None if some were, or if nothing is generated.
+    Returns None if constants were fitted to the engine, or if nothing is generated.
     """
     engine = config.rollout.engine
     if ENGINES[engine].has_fitted_times or not _has_rollouts(config):
         return None
     fitted = " and ".join(name for name, traits in ENGINES.items() if traits.has_fitted_times)
-    return f"generation is predicted as with {fitted}; nothing was fitted to steps with {engine}"
+    return f"generation is predicted as for {fitted}; no constants were fitted to {engine}"
 
 
 def _has_rollouts(config: Config) -> bool:

@@ -1,10 +1,10 @@
-"""One HTML page about a run, or comparing several, in one file that needs no network.
+"""Writes one HTML page about one or several runs, as a single file that needs no network.
 
-Reads run folders and nothing else; imports no torch. Leaves out data that a run did not record.
-Texts of rollouts are untrusted. Invariants: they are in the page as JSON without a "<", so that no
-HTML parser takes them for markup, and the page's script makes text nodes of them; the
-Content-Security-Policy allows only the package's own scripts and styles, by their digests; and the
-page can connect to nothing but, if it is served, its own server.
+Reads only run folders; imports no torch. Omits data that a run did not record. Rollout texts are
+untrusted. Invariants: the page contains them as JSON without a "<", so that no HTML parser mistakes
+them for markup, and the page's script inserts them as text nodes; the Content-Security-Policy
+allows only the package's own scripts and styles, identified by their digests; the page cannot
+connect to anything, except to its own server if it is served.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TEMPLATE = """<!doctype html>
 {% for text in styles %}<style>{{ text|safe }}</style>
 {% endfor %}</head>
 <body>
-<noscript>This page draws its figures with a script, which is part of it.</noscript>
+<noscript>This page needs JavaScript to draw its figures; the script is part of the page.</noscript>
 <script type="application/json" id="data">{{ data|safe }}</script>
 {% for text in scripts %}<script>{{ text|safe }}</script>
 {% endfor %}</body>
@@ -59,12 +59,12 @@ def write_report(
 ) -> Path:
     """Writes `report.html` into a run folder and returns its path.
 
-    With other runs to compare, the file is `comparison.html`.
+    If there are other runs to compare, the file is `comparison.html` instead.
 
     Args:
-        run_dir: Run folder in which the file is written.
-        other_dirs: Folders of runs to compare.
-        planned_gib: Memory of each run that `plan` expects, by phase.
+        run_dir: Run folder to which the file is written.
+        other_dirs: Folders of other runs to compare with.
+        planned_gib: For each run, the memory that `plan` predicts for each phase.
 
     Raises:
         DataError: A folder holds no metrics.
@@ -79,7 +79,7 @@ def write_report(
 def page_data(
     folders: Sequence[Path], planned_gib: Sequence[Mapping[str, float]] = ()
 ) -> dict[str, Any]:
-    """Returns all data that the page shows for these run folders.
+    """Returns all data that the page shows about these run folders.
 
     Raises:
         DataError: A folder holds no metrics.
@@ -105,11 +105,11 @@ def page_data(
 
 
 def page(data: Mapping[str, Any], tag: str | None = None) -> bytes:
-    """Returns the page, UTF-8.
+    """Returns the page, encoded in UTF-8.
 
     Args:
         data: Data from `page_data`.
-        tag: State of the run folders, for a served page that polls its server; None for a file.
+        tag: State of the run folders, if the page is served and polls its server; None for a file.
     """
     template = Environment(autoescape=True).from_string(TEMPLATE)
     scripts, styles = _texts(SCRIPTS), _texts(STYLES)
@@ -120,19 +120,19 @@ def page(data: Mapping[str, Any], tag: str | None = None) -> bytes:
         scripts=scripts,
         styles=styles,
     )
-    # A lone surrogate, which UTF-8 cannot encode, becomes its JSON escape.
+    # UTF-8 cannot encode a lone surrogate, so it is written as its JSON escape.
     return text.encode("utf-8", errors="backslashreplace")
 
 
 def embedded(data: object) -> str:
-    """Returns data as JSON in which no text can end its HTML element or begin another."""
+    """Returns data as JSON in which no text can close the HTML element or open another."""
     text = json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     # "<" occurs only in strings, where JSON allows this escape.
     return text.replace("<", "\\u003c")
 
 
 def content_security_policy(is_live: bool) -> str:
-    """Returns the page's policy: only the package's own scripts and styles may run.
+    """Returns the page's Content-Security-Policy, which allows only the package's code.
 
     A served page may also connect to its own server.
     """
@@ -149,7 +149,7 @@ def content_security_policy(is_live: bool) -> str:
 
 @cache
 def _texts(names: Sequence[str]) -> list[str]:
-    # A browser computes a script's digest with "\n" as line end.
+    # Browsers compute a script's digest with "\n" line endings.
     return [(PAGE / name).read_text(encoding="utf-8").strip() for name in names]
 
 
@@ -160,12 +160,12 @@ def _digest(text: str) -> str:
 
 @dataclass(frozen=True)
 class _Config:
-    """The values of a configuration by dotted key."""
+    """Configuration values by dotted key."""
 
     values: Mapping[str, Any]
 
     def of(self, *keys: str) -> str:
-        """Returns the first of these values that is set, as text; "" if none is."""
+        """Returns the first of these values that is set, as text; "" if none is set."""
         for key in keys:
             value = self.values.get(key)
             if value not in (None, [], ""):
@@ -173,7 +173,7 @@ class _Config:
         return ""
 
     def joined(self, section: str, keys: Sequence[str]) -> str:
-        """Returns sizes above 1, as in "tp 2, pp 2"; "" if the section is missing."""
+        """Returns the sizes above 1 as text, such as "tp 2, pp 2"; "" if the section is missing."""
         found = {key: self.values.get(f"{section}.{key}") for key in keys}
         if all(value is None for value in found.values()):
             return ""
@@ -182,7 +182,7 @@ class _Config:
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yields rows of the summary table: a label and a value of each run; skips empty rows."""
+    """Yields the summary table's nonempty rows: a label, and one value per run."""
     for label in columns[0]:
         values = [column[label] for column in columns]
         if any(values):
@@ -190,7 +190,7 @@ def _rows(columns: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]
 
 
 def _facts(run: RunData) -> dict[str, str]:
-    """Returns facts about a run: model, data, algorithm, layout, hardware, code, times and end."""
+    """Returns facts about a run: model, data, algorithm, layout, hardware, version, times, exit."""
     config = _Config(_flat(run.config))
     last = run.starts[-1] if run.starts else {}
 
@@ -223,10 +223,10 @@ def _facts(run: RunData) -> dict[str, str]:
 
 
 def _results(run: RunData) -> dict[str, str]:
-    """Returns the results of a run."""
+    """Returns a run's results, such as rewards, speed and memory, by label."""
     means = {
         "reward, mean of the last 10 steps": ("reward/mean", ".3f"),
-        "seconds a step, mean of the last 10": ("time_s/step", ".3f"),
+        "seconds per step, mean of the last 10": ("time_s/step", ".3f"),
         "tokens / s / GPU, mean of the last 10": ("throughput/tokens_per_s_per_gpu", ",.0f"),
         "MFU of a step, mean of the last 10": ("mfu/step", ".3f"),
     }
@@ -255,9 +255,9 @@ def _finite(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 
 
 def evaluations(run: RunData) -> dict[str, Any] | None:
-    """Returns the table of a run's evaluations, or None without any.
+    """Returns the table of a run's evaluations, or None if there are none.
 
-    Each row is a step, the newest first, with standard errors.
+    Each row is one step with its results and standard errors, the newest first.
     """
     errors = "_stderr"
     names = sorted(n for n in run.names if n.startswith("eval/") and not n.endswith(errors))
@@ -278,7 +278,7 @@ def evaluations(run: RunData) -> dict[str, Any] | None:
 
 
 def _differences(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the keys whose values differ between runs, with the value of each."""
+    """Yields the configuration keys that differ between runs, with each run's value."""
     configs = [{k: json.dumps(v) for k, v in _flat(run.config).items()} for run in runs]
     for key in dict.fromkeys(key for config in configs for key in config):
         values = [config.get(key, ABSENT) for config in configs]
@@ -287,7 +287,7 @@ def _differences(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flat(config: str) -> dict[str, Any]:
-    """Returns the values of a configuration by dotted key; nothing for an invalid file."""
+    """Returns configuration values by dotted key; empty if the file is invalid."""
 
     def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):

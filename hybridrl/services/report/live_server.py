@@ -1,8 +1,9 @@
-"""Serves the report's page on this machine's loopback, and follows runs in progress.
+"""Serves the report page on the loopback interface, and follows runs in progress.
 
-A request reads the run folders again if a file of theirs has changed. Invariants: the server
-listens on loopback only; it answers requests for a loopback name only, so that a page of another
-site cannot read it through a name that resolves to this machine; it takes no input but the path.
+A request rereads the run folders if any of their files has changed. Invariants: the server listens
+only on loopback; it answers only requests whose Host is a loopback name, so that another site
+cannot read the page through a domain name that resolves to this machine; it takes no input except
+the path.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ FOLLOWED_PATTERNS = ("rollouts/step_*.jsonl", "traces/*.phases.json")
 
 
 class LiveReport:
-    """Content of the server's answers, computed once for every state of the folders.
+    """Response bodies of the server, computed once for each state of the folders.
 
     Args:
-        folders: Run folders.
+        folders: Run folders to show.
         planned_gib: See `write_report`.
 
     Raises:
@@ -44,7 +45,7 @@ class LiveReport:
         self.newest()
 
     def newest(self) -> tuple[str, dict[str, Any]]:
-        """Returns the state of the folders, as an ETag, and the page's data for it."""
+        """Returns the folders' state as an ETag, and the page data for that state."""
         with self._lock:
             tag = self._state()
             if tag != self._tag:
@@ -60,18 +61,18 @@ class LiveReport:
             for path in sorted(paths):
                 try:
                     about = path.stat()
-                except OSError:  # missing, or deleted meanwhile
+                except OSError:  # missing, or deleted since it was listed
                     continue
                 found.append((str(path), about.st_size, about.st_mtime_ns))
         return f'"{hashlib.sha256(repr(found).encode()).hexdigest()[:32]}"'
 
 
 def make_server(report: LiveReport, port: int) -> ThreadingHTTPServer:
-    """Returns a server of the page that is already listening.
+    """Returns a server for the page, which is already listening.
 
     Args:
         report: Report to serve.
-        port: Port on loopback; 0 for any free one.
+        port: Port on the loopback interface; 0 for any free port.
 
     Raises:
         UserError: The server cannot listen on the port.
@@ -84,7 +85,10 @@ def make_server(report: LiveReport, port: int) -> ThreadingHTTPServer:
         return ThreadingHTTPServer((LOOPBACK, port), Handler)
     except (OSError, OverflowError) as error:
         raise UserError(
-            "--port", f"{port} ({error})", "a free port", "Choose another, or 0 for any free one."
+            "--port",
+            f"{port} ({error})",
+            "a free port",
+            "Choose another port, or 0 for any free one.",
         ) from error
 
 
@@ -93,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     server_version, sys_version = "hybridrl", ""
 
     def do_GET(self) -> None:
-        """Answers with the page, or with its data if they have changed."""
+        """Sends the page, or its data if they have changed."""
         host = self.headers.get("Host", "")
         if host.partition(":")[0] not in NAMES:
             self._answer(
@@ -108,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             try:
                 tag, data = self.live.newest()
-            except DataError as error:  # a folder was deleted, or its run is being restarted
+            except DataError as error:  # a folder was deleted, or its run is restarting
                 self._answer(503, "text/plain", str(error).encode("utf-8", errors="replace"))
                 return
             self._answer_with(tag, data)
@@ -136,4 +140,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Logs nothing, since the page sends a request every few seconds."""
+        """Logs nothing, because the page sends a request every few seconds."""

@@ -1,7 +1,7 @@
-"""Data of a run for the report's page: read from its folder, as plain JSON values.
+"""Reads the data that the report page shows about a run, as plain JSON values.
 
-Reads run folders and nothing else; imports no torch. Leaves out data that the run did not record.
-Includes as many samples as a page can carry, MOST_SAMPLES from evenly spread dumps.
+Reads only run folders; imports no torch. Omits data that the run did not record. Includes at most
+MOST_SAMPLES samples, from evenly spaced dumps, to limit the size of the page.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from hybridrl.metrics.values import VALIDATION, Record
 
 MOST_SAMPLES, MOST_DUMPS = 2000, 40
 MOST_SAMPLE_BYTES = 12 << 20
-"""Limit for all samples together, as stored in their dumps."""
+"""Maximum total size of all samples, measured as stored in the dumps."""
 DIGITS = 6
 
 
 @dataclass(frozen=True)
 class RunData:
-    """Data of one run for the page.
+    """Data about one run for the page.
 
     Args:
         label: Name of the run on the page.
-        records: Metrics of the run.
-        config: The resolved configuration; "" if the run left none.
-        starts: Notes about each start (loop/journal.py), the oldest first.
-        has_finished: Whether the run left a summary, as it does after its last step.
-        samples: Samples of its dumps, each with its step.
-        dumps: Number of dumps, shown or not.
+        records: Metrics of each step.
+        config: The resolved configuration as YAML; "" if the run folder has none.
+        starts: Records of the run's starts (loop/journal.py), the oldest first.
+        has_finished: Whether the run folder has a summary, which a run writes after its last step.
+        samples: Samples from the run's dumps, each with its step.
+        dumps: Total number of dumps, including those that are not shown.
         timelines: Phases of each rank in traced steps (loop/trace.py).
-        planned_gib: Memory that `plan` expects, by phase.
+        planned_gib: Memory that `plan` predicts for each phase.
     """
 
     label: str
@@ -52,7 +52,7 @@ class RunData:
 
     @property
     def names(self) -> set[str]:
-        """Names of the metrics that the run recorded, with finite values or not."""
+        """Names of all metrics that the run recorded, even if no value is finite."""
         return {name for record in self.records for name in record} - {"step"}
 
     def as_json(self) -> dict[str, Any]:
@@ -88,10 +88,10 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
             str(metrics),
             "no steps" if os.path.exists(metrics) else "no such file",
             "the metrics of at least one step",
-            "Give the folder of a run that has started, e.g. runs/quickstart-grpo.",
+            "Pass the folder of a run that has completed a step, e.g. runs/quickstart-grpo.",
         )
     summary = _object(folder / "summary.json")
-    before = _measured_before(summary)  # step 0 has no other record
+    before = _measured_before(summary)  # there is no other record of step 0
     if before and all(record["step"] for record in records):
         records.insert(0, {"step": 0, **before})
     config = folder / "config.yaml"
@@ -111,7 +111,7 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
 
 
 def _measured_before(summary: Mapping[str, Any]) -> Record:
-    """Returns results from before the first step, with standard errors, as metrics."""
+    """Returns the results measured before the first step, with standard errors, as metrics."""
     parts = ((key.partition("_before"), value) for key, value in summary.items())
     return {
         _metric(name) + ending: value
@@ -121,16 +121,14 @@ def _measured_before(summary: Mapping[str, Any]) -> Record:
 
 
 def _metric(name: str) -> str:
-    """Returns the metric for a name in a summary."""
+    """Returns the name of the metric that corresponds to a name in a summary."""
     if name == "eval_reward":
         return "eval/reward"
     return f"eval/{name.removeprefix(VALIDATION)}"
 
 
 def points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
-    """Returns (step, value) of every record that has the metric; NaN for values that are not
-    finite.
-    """
+    """Returns (step, value) of each record that has the metric; NaN for non-finite values."""
     values = [(int(r["step"] or 0), r[name]) for r in records if name in r]
     return [
         (step, float(value) if value is not None and math.isfinite(value) else math.nan)
@@ -139,10 +137,9 @@ def points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 
 
 def column(records: Sequence[Record], name: str) -> dict[str, list[Any]]:
-    """Returns the values of a metric, `v`, rounded to DIGITS digits; None for values that are not
-    finite.
+    """Returns a metric's values as `v`, rounded to DIGITS digits; None for non-finite values.
 
-    If some records lack the metric, `at` has the indices of those that have it.
+    If some records lack the metric, `at` contains the indices of those that have it.
     """
     at = [number for number, record in enumerate(records) if name in record]
     found: dict[str, list[Any]] = {"v": [_short(records[number][name]) for number in at]}
@@ -157,7 +154,7 @@ def _short(value: float | int | None) -> float | int | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file; an empty one if it is missing or damaged."""
+    """Returns the JSON object in a file, or an empty one if the file is missing or damaged."""
     try:
         found = parse_json(path.read_bytes())
     except (ValueError, OSError):
@@ -166,7 +163,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a JSON value with None for numbers that are not finite, which JSON lacks."""
+    """Returns a JSON value in which None replaces non-finite numbers."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -175,10 +172,10 @@ def _plain(value: Any) -> Any:
 
 
 def _samples(directory: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns samples and the number of dumps.
+    """Returns the samples to show, and the total number of dumps.
 
-    The samples come from at most MOST_DUMPS dumps, evenly spread from the first to the newest, with
-    the same limit for each.
+    The samples come from at most MOST_DUMPS dumps, evenly spaced from the first to the newest. Each
+    dump contributes up to the same number.
     """
     dumps = sorted(directory.glob("step_*.jsonl"))
     chosen = evenly(dumps, MOST_DUMPS)
@@ -198,7 +195,7 @@ def _first_samples(dump: Path, most: int, room: int) -> Iterator[dict[str, Any]]
                 return
             try:
                 sample = parse_json(line, allows_half_pairs=True)
-            except ValueError:  # the run is still writing it, or was killed
+            except ValueError:  # the run is still writing this line, or was killed while writing it
                 continue
             if isinstance(sample, dict):
                 most -= 1
@@ -206,7 +203,7 @@ def _first_samples(dump: Path, most: int, room: int) -> Iterator[dict[str, Any]]
 
 
 def evenly(items: Sequence[Any], most: int) -> list[Any]:
-    """Returns at most `most` of the items, including the first and the last."""
+    """Returns at most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return list(items)
     last = len(items) - 1

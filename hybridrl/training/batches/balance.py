@@ -1,8 +1,8 @@
 """Assigns samples to data-parallel ranks and micro-batches. No torch.
 
-Every rank computes the same schedule from the same lengths, without communication. Invariants:
-every sample once, every micro-batch within the token budget, and the same number of micro-batches
-on every rank (Megatron's pipeline schedule and the gradient reduction rely on it).
+Every rank computes the same schedule from the same lengths, without communication. Invariants: each
+sample is scheduled once; each micro-batch is within the token budget; all ranks have the same
+number of micro-batches, as Megatron's pipeline schedule and gradient reduction require.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from collections.abc import Sequence
 from hybridrl.training.batches.packing import check_lengths, pack, round_up
 
 Schedule = list[list[tuple[int, ...]]]
-"""`[dp_rank][micro_batch]` -> indices of its samples, ascending; empty for padding only."""
+"""`[dp_rank][micro_batch]` -> ascending sample indices; none if a micro-batch is only padding."""
 
-# Maximal number of swaps per rank, and the relative difference at which swapping stops.
+# Maximum number of swaps per rank, and the relative difference between ranks at which swapping
+# stops.
 SWAPS_A_RANK = 4
 EVEN_ENOUGH = 1e-3
 
 DEFAULT_ATTENTION_LENGTH = 24_576
-"""Sequence length at which attention costs as much as all matrix products of a layer.
+"""Sequence length at which attention costs as much as all matrix products in a layer.
 
-A layer of width D does about 24 D^2 operations a token in its matrix products (12 D^2 weights) and
-2 D L in causal attention over L tokens: equal at L = 12 D. This is the value at D = 2048.
+Per token, a layer of width D does about 24 D^2 operations in its matrix products (12 D^2 weights),
+and 2 D L in causal attention over L tokens. They are equal at L = 12 D. The value is for D = 2048.
 """
 
 
@@ -38,21 +39,21 @@ def schedule(
     attended: Sequence[int] | None = None,
     attention_length: int = DEFAULT_ATTENTION_LENGTH,
 ) -> Schedule:
-    """Assigns items (samples or units of samples) so that ranks and micro-batches take equal time.
+    """Distributes items (samples or units of samples) evenly over ranks and micro-batches.
 
     Args:
-        lengths: Tokens of each item.
-        num_ranks: Data-parallel size.
-        token_budget: Maximal tokens of a micro-batch, padding not counted.
-        multiple: Multiple to which the number of micro-batches of a rank is rounded up (the
+        lengths: Number of tokens in each item.
+        num_ranks: Number of data-parallel ranks.
+        token_budget: Maximum number of tokens in a micro-batch, excluding padding.
+        multiple: Each rank's number of micro-batches is rounded up to a multiple of this (the
             pipeline size for interleaved pipelines).
-        attended: Twice the number of token pairs of each item in which one token attends to the
-            other; the default is the square of its length.
+        attended: For each item, twice the number of token pairs in which one token attends to the
+            other; by default the square of its length.
         attention_length: See DEFAULT_ATTENTION_LENGTH.
 
     Returns:
-        `[dp_rank][micro_batch]` -> item indices. The number of micro-batches is the fewest that
-        best-fit packing finds; some are empty only if there are fewer items than micro-batches.
+        `[dp_rank][micro_batch]` -> item indices. There are as few micro-batches as best-fit packing
+        finds; micro-batches are empty only if there are fewer items than micro-batches.
 
     Raises:
         DataError: An item is longer than the budget.
@@ -72,18 +73,18 @@ def schedule(
 
 
 def schedule_hash(found: Schedule) -> str:
-    """Returns a short hash that ranks compare to verify that their schedules are the same."""
+    """Returns a short hash of a schedule, which ranks compare with one another."""
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
 
 
 def _assign_within_budget(
     lengths: Sequence[int], costs: Sequence[int], budget: int, num_packs: int
 ) -> list[tuple[int, ...]] | None:
-    """Gives the costliest remaining item to the cheapest pack with room; None if an item fits
-    nowhere.
+    """Repeatedly adds the costliest remaining item to the cheapest pack that has room for it.
 
-    Longest processing time first: at most 4/3 of the best makespan (Graham 1969, SIAM J. Appl.
-    Math. 17(2), 416-429) if the budget does not bind.
+    Returns None if an item fits into no pack. This is the rule "longest processing time first": if
+    the budget does not restrict it, the costliest pack costs at most 4/3 of the optimum (Graham
+    1969, SIAM J. Appl. Math. 17(2), 416-429).
     """
     packs: list[list[int]] = [[] for _ in range(num_packs)]
     free = [budget] * num_packs
@@ -105,7 +106,7 @@ def _assign_within_budget(
 def _spread(
     packs: list[tuple[int, ...]], costs: Sequence[int], num_packs: int
 ) -> list[tuple[int, ...]]:
-    """Splits the costliest packs in two until there are `num_packs`, or no pack has two items."""
+    """Splits the costliest packs in two until there are `num_packs`, or no pack can be split."""
     single = [members for members in packs if len(members) == 1]
     several = [(-sum(costs[i] for i in members), members) for members in packs if len(members) > 1]
     heapq.heapify(several)
@@ -127,10 +128,11 @@ def _spread(
 
 
 def _assign_evenly(costs: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int]]:
-    """Gives each rank `per_rank` items of similar total cost.
+    """Assigns `per_rank` items to each rank so that all ranks have similar total cost.
 
-    The costliest remaining item goes to the cheapest rank with a free place. Then items of the
-    costliest and the cheapest rank are swapped while that reduces their difference.
+    Each time, the costliest remaining item is assigned to the cheapest rank that has fewer than
+    `per_rank` items. Afterwards, the costliest and the cheapest rank swap items as long as this
+    reduces their difference.
     """
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     cheapest = [(0, rank) for rank in range(num_ranks)]

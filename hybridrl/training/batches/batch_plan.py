@@ -1,7 +1,8 @@
-"""Divides a batch into micro-batches of a rank, and combines their results into a column.
+"""Divides a batch into a rank's micro-batches, and combines their results into columns.
 
-Collective over the world. Owns the assignment of samples to ranks, which follows from lengths and
-the model's shape, so every rank knows it for all ranks. Tokens that a rank lacks are sent to it.
+Collective over the world. Assigns samples to ranks. The assignment depends only on sample lengths
+and the model's shape, so each rank knows the samples of all ranks. A rank receives the tokens that
+it needs but does not hold.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ from hybridrl.training.batches.prompt_sharing import (
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One micro-batch as input of this rank's part of a model.
+    """One micro-batch, prepared as input for this rank's part of a model.
 
     Args:
-        whole: The micro-batch with all its positions.
-        local: Positions of this context-parallel rank, on its device.
+        whole: The complete micro-batch, on the CPU.
+        local: This context-parallel rank's positions of it, on the rank's device.
         held_S: Indices of the local positions in the whole micro-batch.
-        head: Input of the vocabulary head.
-        packed: Bounds of the sequences, for attention.
+        head: Input to the vocabulary head.
+        packed: Sequence boundaries, for attention.
     """
 
     whole: MicroBatch
@@ -64,14 +65,15 @@ class ModelInput:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """A batch, divided into the micro-batches of this rank.
+    """A batch that is divided into this rank's micro-batches.
 
     Args:
         batch: The planned batch.
-        here: The same batch with the tokens of this rank's micro-batches.
-        inputs: The micro-batches; none on ranks outside the mesh.
+        here: The same batch, with the tokens that this rank's micro-batches need.
+        inputs: This rank's micro-batches; empty on ranks outside the mesh.
         mesh: Mesh of the model.
-        result_ranks_BW: (B, W) bool, the ranks that get the results of each sample.
+        result_ranks_BW: (B, W) bool; for each sample, the ranks that compute its results on the
+            last stage.
     """
 
     batch: TrainBatch
@@ -81,12 +83,13 @@ class BatchPlan:
     result_ranks_BW: Tensor
 
     def column(self, outputs: Sequence[Tensor], *width: int) -> Tensor:
-        """Combines per-position results of the last stage into a column of the batch; collective.
+        """Combines the last stage's per-position results into a column of the batch; collective.
 
-        Each rank gets the values of the samples whose tokens it has.
+        Each rank receives the values for those samples whose tokens it holds.
 
         Args:
-            outputs: One (S_local,) tensor per micro-batch on last-stage ranks, empty elsewhere.
+            outputs: One (S_local,) tensor per micro-batch on last-stage ranks; empty on other
+                ranks.
             width: K if the tensors are (S_local, K); the column is then (T, K).
         """
         here, mesh = self.here, self.mesh
@@ -110,14 +113,14 @@ class BatchPlanner:
         mesh: Mesh of the model.
         shape: Sizes of the model.
         train: Micro-batch budget and number format.
-        layers: Library of the layers' modules.
-        shares_prompts: Whether consecutive samples of one prompt share its tokens.
+        layers: Library that implements the layers.
+        shares_prompts: Whether consecutive samples of one prompt store its tokens only once.
 
     Attributes:
-        extra_inputs: Inputs of the model other than tokens; blobs that none of them names are not
-            sent.
-        at_own_token: Whether a result at a position is about that token, as for a reward model's
-            scores, not about the next one.
+        extra_inputs: Model inputs in addition to tokens; blobs that none of these inputs needs are
+            not sent.
+        at_own_token: Whether the result at a position is about that token, as a reward model's
+            scores are, rather than about the next token.
     """
 
     def __init__(
@@ -135,14 +138,13 @@ class BatchPlanner:
         self._pad_each = 2 * mesh.layout.cp if mesh.layout.cp > 1 else 1
 
     def training_ranks(self, batch: TrainBatch, num_parts: int = 1) -> Tensor:
-        """Returns the ranks that train on each sample, (B, W) bool, in `num_parts` mini-batches."""
+        """Returns which ranks train on each sample in `num_parts` mini-batches, (B, W) bool."""
         return self._on_ranks(self._schedule(batch, num_parts))
 
     def shared_tokens(self, batch: TrainBatch, is_lookup: bool = False) -> list[int]:
-        """Returns the number of leading tokens of each sample that are computed with another
-        sample.
+        """Returns, for each sample, how many of its leading tokens are computed in another sample.
 
-        With `is_lookup` it is that of a lookup of log-probabilities, else that of an update.
+        The result is for a lookup of log-probabilities if `is_lookup`, otherwise for an update.
         """
         if not self.shares_prompts:
             return [0] * len(batch.lengths_B)
@@ -151,22 +153,22 @@ class BatchPlanner:
         return shared_tokens(assignments, batch.group_B.tolist(), batch.prompt_lengths_B.tolist())
 
     def plan(self, batch: TrainBatch, temperature: float = 1.0) -> BatchPlan:
-        """Divides a batch into the micro-batches of this rank, and fetches tokens that the rank
-        lacks.
+        """Divides a batch into this rank's micro-batches, and fetches missing tokens.
 
-        All ranks compute the same schedule; they compare its hash before any pass.
+        All ranks compute the same schedule, and verify this by comparing hashes before any pass.
 
         Args:
-            batch: The same samples on all ranks; each rank may have tokens of some.
-            temperature: Temperature of the log-probabilities.
+            batch: Batch with the same samples on all ranks; a rank may hold the tokens of only some
+                samples.
+            temperature: Temperature that divides the logits.
 
         Raises:
-            RuntimeError: Ranks have different schedules.
+            RuntimeError: Ranks computed different schedules.
             DataError: A sample is longer than a micro-batch.
         """
         batch = batch.with_blobs([name for extra in self.extra_inputs for name in extra.blobs])
         holders, world = batch.holders, self.mesh.world
-        # With one mini-batch the schedules of lookup and update are the same.
+        # With a single mini-batch, lookups and updates have the same schedule.
         num_parts = 1 if holders is None else holders.num_parts
         assignments = self._schedule(batch, num_parts, is_lookup=True)
         same_on_all_ranks(world, "the micro-batch schedule", schedule_hash(assignments))
@@ -196,10 +198,11 @@ class BatchPlanner:
         index_S = context_positions(whole.cu_seqlens, layout.cp, where.cp)
         local = whole if layout.cp == 1 else whole.take_positions(index_S)
         device = self.mesh.platform.device
-        # Computed on the host: on a GPU, nonzero is a sync point.
+        # Computed on the host, because nonzero is a sync point on a GPU.
         rows_N = local.loss_mask_S.nonzero()[:, 0].to(device, non_blocking=True)
         local = local.to(device)
-        # transformer-engine reads the bounds on the device, torch's layers on the host.
+        # transformer-engine reads the sequence bounds on the device; torch's layers read them on
+        # the host.
         bounds = local if self._layers == "transformer_engine" else whole
         shared = None
         if whole.prefix_sequences is not None:
@@ -216,9 +219,9 @@ class BatchPlanner:
         return ModelInput(whole, local, index_S, head, packed)
 
     def _schedule(self, batch: TrainBatch, num_parts: int, is_lookup: bool = False) -> Schedule:
-        """Returns the micro-batches of all ranks.
+        """Returns the micro-batches of all data-parallel ranks.
 
-        With several mini-batches, each has its own micro-batches, except in a lookup.
+        Except in a lookup, a micro-batch contains samples from one mini-batch only.
         """
         layout, schedule = self.mesh.layout, schedule_lookups if is_lookup else schedule_samples
         prompt_lengths = tuple(batch.prompt_lengths_B.tolist()) if self.shares_prompts else None
@@ -235,9 +238,10 @@ class BatchPlanner:
         return schedule(inputs)
 
     def _on_ranks(self, assignments: Schedule, reports: bool = False) -> Tensor:
-        """Returns the ranks that compute each sample, (B, W) bool.
+        """Returns which ranks compute each sample, (B, W) bool.
 
-        With `reports`, only the rank of each replica that gets the results.
+        With `reports`, only one last-stage rank of each replica counts: the one that reports the
+        results.
         """
         mesh, num_samples = self.mesh, sum(len(micro) for micros in assignments for micro in micros)
         found_BW = torch.zeros(num_samples, mesh.world.size, dtype=torch.bool)

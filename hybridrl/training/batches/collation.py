@@ -1,9 +1,9 @@
-"""Converts between a batch's token alignment and a micro-batch's predictor alignment.
+"""Converts between the alignment of a batch (by token) and of a micro-batch (by predicting token).
 
-Owns the shift by one: values about token t of a sample are at the position of token t - 1 in a
-micro-batch. Nothing else in hybridrl shifts. There are two exceptions: blobs are at their token's
+This is the only module that shifts by one: in a micro-batch, values about token t of a sample are
+stored at the position of token t - 1. There are two exceptions: blobs are stored at their token's
 own position, and so are all columns for a reward model that reads its score at the token itself
-(`at_own_token`). Runs on the CPU; `MicroBatch.to` moves the result.
+(`at_own_token`). Runs on the CPU; `MicroBatch.to` moves the result to a device.
 """
 
 from __future__ import annotations
@@ -33,18 +33,19 @@ def micro_batch(
     at_own_token: bool = False,
     positions: ExtraInputs | None = None,
 ) -> MicroBatch:
-    """Packs samples of a batch one after the other.
+    """Packs samples of a batch one after another into a micro-batch.
 
     Args:
-        batch: Batch of any stage; columns that it lacks are None.
-        indices: Samples in packing order; none gives a micro-batch of padding only.
-        pad_each: Multiple to which each sample is padded (2 cp if cp > 1, else 1).
-        pad_total: Multiple to which a trailing sequence of padding fills the total (tp x 2 cp).
-        shares_prompts: Whether consecutive samples of one prompt share its tokens; needs `pad_each`
-            = 1.
-        at_own_token: Whether values about a token are at its own position, not at that of the token
-            before it.
-        positions: Source of the positions if a token has several; None for one position per token.
+        batch: Batch from any stage of a step; columns that it lacks become None.
+        indices: Samples in packing order; if empty, the micro-batch contains only padding.
+        pad_each: Each sample is padded to a multiple of this (2 cp if cp > 1, else 1).
+        pad_total: A trailing sequence of padding fills the micro-batch up to a multiple of this (tp
+            x 2 cp).
+        shares_prompts: Whether consecutive samples of one prompt store its tokens only once;
+            requires `pad_each` = 1.
+        at_own_token: Whether values about a token are stored at its own position rather than at the
+            previous token's.
+        positions: Source of positions if each token has several; None if each token has one.
     """
     index_B = torch.tensor(list(indices), dtype=torch.int64)
     laid = _lay_out(batch, index_B, pad_each, pad_total, shares_prompts)
@@ -53,7 +54,7 @@ def micro_batch(
     tokens_S[place_N] = batch.tokens_T[source_N]
     sequence_index_S = torch.full((total,), -1)
     sequence_index_S[place_N] = laid.sample_N
-    # Padding tokens are 0, which is also the target of positions without a next token.
+    # Padding tokens are 0; positions without a next token also have target 0.
     has_next_S = torch.zeros(total, dtype=torch.bool)
     has_next_S[:-1] = sequence_index_S[:-1] == sequence_index_S[1:]
     response_N = batch.response_mask_T[source_N]
@@ -102,7 +103,7 @@ def _position_rows(
 
 
 def _packed_blobs(batch: RolloutBatch, index_B: Tensor, laid: _Layout) -> dict[str, ModelTensor]:
-    """Returns the blobs of a micro-batch's samples in the form of MicroBatch."""
+    """Returns the blobs of a micro-batch's samples, packed like its tokens."""
     found: dict[str, ModelTensor] = {}
     places, total = batch.places_of(index_B), len(laid.positions_S)
     for name, blob in batch.blobs.items():
@@ -127,21 +128,21 @@ def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: Rollo
     """Combines per-position results into one token-aligned column.
 
     Args:
-        micros: Whole micro-batches of `batch`, from `micro_batch`.
-        columns: One tensor (S,) or (S, K) per micro-batch, in its alignment, on any device; values
-            outside `loss_mask_S` are ignored.
-        batch: Batch of the samples.
+        micros: Complete micro-batches of `batch`, as returned by `micro_batch`.
+        columns: One tensor (S,) or (S, K) per micro-batch, aligned with its positions, on any
+            device; values outside `loss_mask_S` are ignored.
+        batch: Batch that contains the samples.
 
     Returns:
-        (T,) or (T, K) float32 on the CPU, for the tokens that `batch` has; zero on prompt tokens
-        and on samples in no micro-batch.
+        (T,) or (T, K) float32 on the CPU, for the tokens that `batch` holds; zero for prompt tokens
+        and for samples that are in no micro-batch.
     """
     column_T = torch.zeros(batch.num_tokens, *columns[0].shape[1:])
     for micro, column_S in zip(micros, columns, strict=True):
         if column_S.shape[:1] != micro.loss_mask_S.shape:
             raise ValueError(f"{tuple(column_S.shape)} results for {micro.num_positions} positions")
         index_B = torch.tensor(micro.sample_indices, dtype=torch.int64)
-        # Sync point, once per step and column: the batch is on the CPU.
+        # A sync point, once per step and column, because the batch is on the CPU.
         found_S = column_S.detach().to("cpu", torch.float32)
         source_N = _tokens_of(batch, index_B)[0]
         response_N = batch.response_mask_T[source_N]
@@ -150,13 +151,13 @@ def unpack(micros: Sequence[MicroBatch], columns: Sequence[Tensor], batch: Rollo
 
 
 class _Layout(NamedTuple):
-    """Positions of N tokens in a micro-batch; the other fields are MicroBatch's.
+    """Positions of N tokens in a micro-batch; other fields are as in MicroBatch.
 
     Args:
         source_N: Index of the token in the batch.
-        sample_N: Index of its sample in the micro-batch.
-        within_N: Index of the token in its sample.
-        place_N: Position in the micro-batch.
+        sample_N: Index of the token's sample in the micro-batch.
+        within_N: Index of the token within its sample.
+        place_N: Position of the token in the micro-batch.
     """
 
     source_N: Tensor
@@ -185,7 +186,9 @@ def _lay_out(
     held_N = is_own_N | torch.tensor(leaders, dtype=torch.bool)[sample_N]
     cu_seqlens = torch.tensor(bounds.cu_seqlens, dtype=torch.int32)
     counts = cu_seqlens.diff().long()
-    read = torch.zeros(len(counts), dtype=torch.int64)  # length of the continued prefix
+    read = torch.zeros(
+        len(counts), dtype=torch.int64
+    )  # length of the prefix that each sequence continues
     read[own_B] = torch.tensor(prefixes, dtype=torch.int64)
     first_S = torch.repeat_interleave(cu_seqlens[:-1].long() - read, counts)
     is_shared, num_padding = any(prefixes), len(counts) - len(prefix_sequences)
@@ -202,7 +205,7 @@ def _lay_out(
 
 
 def _tokens_of(batch: RolloutBatch, index_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for the N tokens of samples: index in the batch, index in the sample, and sample."""
+    """Returns, for each token of some samples: index in the batch, index in the sample, sample."""
     places = batch.places_of(index_B)
     if bool((places < 0).any()):
         raise ValueError(f"the tokens of samples {index_B[places < 0].tolist()} are on other ranks")
@@ -215,7 +218,7 @@ def _tokens_of(batch: RolloutBatch, index_B: Tensor) -> tuple[Tensor, Tensor, Te
 def _shared(
     batch: RolloutBatch, indices: Sequence[int], shares_prompts: bool
 ) -> tuple[list[int], list[bool]]:
-    """Returns the number of shared leading tokens of each sample, and whether it holds them."""
+    """Returns, for each sample, how many leading tokens it shares, and whether it stores them."""
     groups = batch.group_B[list(indices)].tolist() if shares_prompts else list(range(len(indices)))
     prefixes, leaders = [], []
     for _, run in groupby(range(len(indices)), key=groups.__getitem__):
@@ -231,9 +234,9 @@ def _segments(
 ) -> tuple[list[int], list[int], list[int], list[int]]:
     """Returns the sequences of a micro-batch.
 
-    They are: the length of each sequence; for each sample its own sequence, and the one that it
-    continues (its own if it shares nothing); and for each sequence the one that it continues, or
-    -1.
+    The lists are: the length of each sequence; for each sample, its own sequence; for each sample,
+    the sequence that it continues (its own if it shares nothing); for each sequence, the sequence
+    that it continues, or -1.
     """
     segments: list[int] = []
     own, prefix_of, prefix_sequences = [], [], []
@@ -250,10 +253,10 @@ def _segments(
 
 
 def context_positions(cu_seqlens: torch.Tensor, cp_size: int, cp_rank: int) -> torch.Tensor:
-    """Returns the packed positions of one context-parallel rank, int64.
+    """Returns the packed positions that one context-parallel rank holds, int64.
 
-    Each sequence is cut into 2 * cp_size chunks; rank r holds chunk r and chunk 2 * cp_size - 1 -
-    r, so all ranks have the same causal work (Megatron's order).
+    Each sequence is split into 2 * cp_size chunks. As in Megatron, rank r holds chunks r and 2 *
+    cp_size - 1 - r, so that causal attention is equally expensive on all ranks.
     """
     if cp_size == 1:
         return torch.arange(int(cu_seqlens[-1]))

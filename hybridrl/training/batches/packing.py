@@ -1,7 +1,7 @@
-"""Packs samples into micro-batches: the pack of each sample, and its position there. No torch.
+"""Computes which micro-batch each sample is packed into, and its position there. No torch.
 
-Owns the arithmetic of packing; balance.py assigns packs to ranks and collation.py makes the
-tensors.
+Contains only the arithmetic; balance.py assigns micro-batches to ranks, and collation.py creates
+the tensors.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from dataclasses import dataclass
 
 from hybridrl.errors import DataError
 
-FP8_TOKENS = 16  # FP8 matrix products take multiples of this many positions
+FP8_TOKENS = 16  # FP8 matrix products require a multiple of this many positions
 
 
 @dataclass(frozen=True)
 class PackedBounds:
-    """Bounds of the sequences of a micro-batch, in positions.
+    """Sequence boundaries in a micro-batch, in positions.
 
     Args:
         starts: Start of each sample.
-        cu_seqlens: Start of each padded sequence, trailing padding included, then the total.
+        cu_seqlens: Start of each padded sequence, including trailing padding, followed by the total
+            length.
         max_seqlen: Length of the longest padded sequence.
     """
 
@@ -31,7 +32,7 @@ class PackedBounds:
 
     @property
     def total(self) -> int:
-        """Number of positions of the micro-batch."""
+        """Number of positions in the micro-batch."""
         return self.cu_seqlens[-1]
 
 
@@ -41,13 +42,14 @@ def round_up(length: int, multiple: int) -> int:
 
 
 def packed_bounds(lengths: Sequence[int], pad_each: int, pad_total: int) -> PackedBounds:
-    """Lays samples of these lengths one after the other.
+    """Returns the bounds of samples of these lengths, packed one after another.
 
     Args:
-        lengths: Tokens of each sample; if empty, the micro-batch is one sequence of padding.
-        pad_each: Multiple to which each sample is padded.
-        pad_total: Multiple to which a trailing sequence of padding fills the total; itself a
-            multiple of `pad_each`.
+        lengths: Number of tokens in each sample; if empty, the micro-batch is one sequence of
+            padding.
+        pad_each: Each sample is padded to a multiple of this.
+        pad_total: A trailing sequence of padding fills the total up to a multiple of this, which
+            must be a multiple of `pad_each`.
     """
     if pad_each < 1 or pad_total < 1 or pad_total % pad_each:
         raise ValueError(f"pad_total={pad_total} must be a multiple of pad_each={pad_each}")
@@ -76,20 +78,20 @@ def check_lengths(lengths: Sequence[int], budget: int) -> None:
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
-    """Packs samples into few packs of at most `budget` tokens: best fit, longest sample first.
+    """Packs samples into few packs of at most `budget` tokens, by best fit, longest sample first.
 
-    Best fit decreasing needs at most 11/9 of the fewest possible packs, plus four (Johnson et al.
-    1974, SIAM J. Comput. 3(4), 299-325).
+    Best fit decreasing needs at most 11/9 times the minimum number of packs, plus four (Johnson et
+    al. 1974, SIAM J. Comput. 3(4), 299-325).
 
     Returns:
-        Sample indices of each pack, ascending.
+        For each pack, its sample indices in ascending order.
 
     Raises:
         DataError: A sample is longer than the budget.
     """
     check_lengths(lengths, budget)
     packs: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens that still fit, pack), ascending
+    room: list[tuple[int, int]] = []  # (number of tokens that still fit, pack), ascending
     for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         length = lengths[sample]
         at = bisect_left(room, (length, -1))
@@ -104,5 +106,5 @@ def pack(lengths: Sequence[int], budget: int) -> list[tuple[int, ...]]:
 
 
 def even_sizes(total: int, parts: int) -> list[int]:
-    """Returns sizes of parts that differ by at most one, the larger first, none of them empty."""
+    """Returns sizes of nonempty parts that differ by at most one, larger sizes first."""
     return [(total + parts - 1 - i) // parts for i in range(min(parts, total))]

@@ -1,8 +1,8 @@
-"""Groups samples that share their prompt's tokens in a micro-batch. No torch.
+"""Groups samples of one prompt, so that a micro-batch stores its tokens only once. No torch.
 
-Samples of one prompt differ only in their responses. A unit holds the prompt once, except for its
-last token: each sample predicts its own first response token there, so every sample keeps that
-token. A unit is packed and assigned to a rank as a whole.
+Samples of one prompt differ only in their responses. A unit of such samples stores the prompt once,
+except for the prompt's last token: each sample keeps a copy of that, because it predicts the
+sample's first response token. Units are packed and assigned to ranks as a whole.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from itertools import accumulate, chain, groupby
 from hybridrl.training.batches.balance import Schedule, schedule
 from hybridrl.training.batches.packing import check_lengths, even_sizes
 
-# A unit takes at most 1 / PART_OF_BUDGET of a micro-batch, so that packs are full, and at most
-# 1 / UNITS_A_RANK of a data-parallel rank's tokens, so that ranks have equal work.
+# A unit fills at most 1 / PART_OF_BUDGET of a micro-batch, so that micro-batches can be filled
+# well, and at most 1 / UNITS_A_RANK of a data-parallel rank's tokens, so that work can be divided
+# evenly.
 PART_OF_BUDGET = 3
 UNITS_A_RANK = 4
 
@@ -26,10 +27,10 @@ class Unit:
     """Samples that are packed together.
 
     Args:
-        samples: Indices, ascending.
-        prefix: Number of leading tokens that all samples attend to and only the first holds; 0 for
-            one sample.
-        lengths: Tokens of each sample, including the prefix.
+        samples: Sample indices in ascending order.
+        prefix: Number of leading tokens that only the first sample stores and all attend to; 0 if
+            there is only one sample.
+        lengths: Number of tokens in each sample, including the prefix.
     """
 
     samples: tuple[int, ...]
@@ -38,31 +39,31 @@ class Unit:
 
     @property
     def tokens(self) -> int:
-        """Number of positions of the unit."""
+        """Number of positions that the unit occupies."""
         return self.prefix + sum(length - self.prefix for length in self.lengths)
 
     @property
     def attended(self) -> int:
-        """Twice the number of pairs of a position and one that it attends to."""
+        """Twice the number of position pairs in which one attends to the other."""
         own = (length * length - self.prefix * self.prefix for length in self.lengths)
         return self.prefix * self.prefix + sum(own)
 
 
 def shared_prefix(prompt_length: int, count: int) -> int:
-    """Returns the number of tokens that `count` samples of one prompt share."""
+    """Returns how many leading tokens `count` samples of one prompt share."""
     return max(prompt_length - 1, 0) if count > 1 else 0
 
 
 @dataclass(frozen=True)
 class ScheduleInputs:
-    """Inputs of a schedule, the same on every rank.
+    """Inputs from which a schedule is computed; the same on all ranks.
 
     Args:
-        lengths: Tokens of each sample.
+        lengths: Number of tokens in each sample.
         groups: Group of each sample; samples of one prompt have the same group.
-        prompt_lengths: Tokens of each sample's prompt; None if prompts are not shared.
-        num_parts: Number of consecutive mini-batches. Each is assigned separately, so that every
-            rank has samples of each.
+        prompt_lengths: Number of tokens in each sample's prompt; None if prompts are not shared.
+        num_parts: Number of consecutive mini-batches. Each is scheduled separately, so that every
+            rank has samples from each.
         num_ranks, token_budget, multiple, attention_length: See `balance.schedule`.
     """
 
@@ -76,7 +77,7 @@ class ScheduleInputs:
     attention_length: int
 
     def of_samples(self, rows: Sequence[int]) -> ScheduleInputs:
-        """Returns the inputs of some samples, by index, as one mini-batch."""
+        """Returns the inputs for a subset of the samples, as one mini-batch."""
         shared = self.prompt_lengths
         return replace(
             self,
@@ -87,12 +88,15 @@ class ScheduleInputs:
         )
 
 
-@lru_cache(maxsize=8)  # models of one layout, and lookups and update of a step, share results
+@lru_cache(
+    maxsize=8
+)  # cached for models with the same layout, and for the lookups and updates in one step
 def schedule_samples(inputs: ScheduleInputs) -> Schedule:
     """Assigns samples to data-parallel ranks and micro-batches (balance.py).
 
     Returns:
-        `[dp_rank][micro_batch]` -> sample indices, mini-batch by mini-batch.
+        `[dp_rank][micro_batch]` -> sample indices; the micro-batches of the first mini-batch come
+        first.
     """
     sizes = even_sizes(len(inputs.lengths), inputs.num_parts)
     found: Schedule = [[] for _ in range(inputs.num_ranks)]
@@ -105,11 +109,10 @@ def schedule_samples(inputs: ScheduleInputs) -> Schedule:
 
 @lru_cache(maxsize=8)
 def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
-    """Assigns samples to the same ranks as `schedule_samples`, but in fewer and fuller
-    micro-batches.
+    """Assigns samples to the same ranks as `schedule_samples`, in fewer, fuller micro-batches.
 
-    Mini-batches do not matter for a lookup of log-probabilities. Returns what `schedule_samples`
-    returns.
+    This is possible because a lookup of log-probabilities may mix mini-batches. The result has the
+    same form.
     """
     assignments = schedule_samples(inputs)
     if inputs.num_parts == 1:
@@ -121,7 +124,7 @@ def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
         (found,) = _schedule_part(on_rank)
         return [tuple(own[i] for i in indices) for indices in found]
 
-    # All ranks have as many micro-batches as the rank that needs most.
+    # All ranks need as many micro-batches as the rank that needs most.
     most = max(len(packed(own, inputs.multiple)) for own in rows)
     return [packed(own, most) for own in rows]
 
@@ -129,8 +132,7 @@ def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
 def shared_tokens(
     assignments: Schedule, groups: Sequence[int], prompt_lengths: Sequence[int]
 ) -> list[int]:
-    """Returns the number of leading tokens of each sample that another sample of its micro-batch
-    holds.
+    """Returns, for each sample, how many leading tokens another sample in its micro-batch stores.
 
     Args:
         assignments: Schedule of the samples.
@@ -173,9 +175,9 @@ def make_units(
 
     Args:
         prompts: Group of each sample; samples of one prompt have the same group.
-        prompt_lengths, lengths: Tokens of each sample's prompt, and of the whole sample.
+        prompt_lengths, lengths: Number of tokens in each sample's prompt, and in the whole sample.
         num_ranks: Data-parallel size.
-        token_budget: Maximal tokens of a micro-batch.
+        token_budget: Maximum number of tokens in a micro-batch.
     """
     most = min(token_budget // PART_OF_BUDGET, sum(lengths) // (UNITS_A_RANK * num_ranks))
     by_prompt: dict[int, list[int]] = {}
