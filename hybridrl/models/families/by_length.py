@@ -89,5 +89,5 @@ def positions_summary(hf_config: HfConfig, longest: int) -> str | None:
     return (
         f"longrope's long factors, also for short sequences: sequences may have {longest} tokens, "
         f"more than {original}. To serve the trained model with vLLM, set max_model_len above "
-        f"{original}; otherwise, and in transformers for shorter sequences, the short factors are used"
+        f"{original}; otherwise, and in transformers for shorter sequences, it uses short factors"
     )
