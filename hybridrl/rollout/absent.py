@@ -1,6 +1,6 @@
-"""The engine of a rank without an engine: it generates nothing and receives no weights.
+"""A placeholder for ranks without an engine: it generates nothing and receives no weights.
 
-The loop, the sampler and the hybrid engine so run the same code on every rank of a placement.
+With it, the training loop, the sampler and the hybrid engine run the same code on every rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridrl.rollout.engine import Request
 class AbsentEngine(QueuedEngine):
     """Implements `RolloutEngine` and `WeightTarget` for a rank without an engine.
 
-    `finish_update` keeps the version of the other ranks' engines.
+    `finish_update` records the version, as other ranks' engines do.
     """
 
     def submit(self, requests: Sequence[Request]) -> None:

@@ -1,4 +1,4 @@
-"""Inputs of rollout engines, and the one function that builds an engine by its name.
+"""Inputs of rollout engines, and the function that builds an engine by its name.
 
 Every adapter's `build` takes `EngineInputs` and uses the fields that it needs.
 """
@@ -26,11 +26,11 @@ class EngineInputs:
 
     Args:
         max_tokens: Maximum number of tokens in a prompt and its response.
-        reserved_bytes: Device memory that the trainer will hold during rollout in addition to what
-            it holds when the engine starts.
-        timeout_s: Time limit of collectives inside the engine.
-        shard: The trainer's parameters on this rank, which keep their addresses; None if the engine
-            must use its own memory.
+        reserved_bytes: Device memory that the trainer will occupy during rollout in addition to
+            what it occupies when the engine starts.
+        timeout_s: Time limit of the engine's collectives.
+        shard: The trainer's parameters on this rank, whose addresses must not change; None if the
+            engine must use its own memory.
     """
 
     rollout: RolloutConfig
@@ -53,7 +53,7 @@ class EngineInputs:
 
 
 class EngineAdapter(RolloutEngine, WeightTarget, Protocol):
-    """An engine of the table: it generates responses, and the hybrid engine writes its weights."""
+    """A registered engine: it generates responses, and the hybrid engine writes its weights."""
 
 
 @runtime_checkable
@@ -62,7 +62,7 @@ class ComputingEngine(EngineAdapter, Protocol):
 
     @property
     def model(self) -> torch.nn.Module:
-        """This rank's module, for inspection only."""
+        """This rank's model, for inspection only."""
 
 
 @runtime_checkable

@@ -1,9 +1,11 @@
-"""The interface of every rollout engine: `submit`, `step`, `collect`, and `generate` over them.
+"""Interface of all rollout engines: `submit`, `step` and `collect`, and `generate`, which calls
+them.
 
 Owns the request and completion types, the protocol `RolloutEngine` and the seeds of requests. Owns
-no model and imports no torch. Invariant: the response to a request depends on its prompt, its seed,
-its sampling parameters and the weights, and not on the other requests of a batch (apart from float
-rounding). An unfinished request that is saved with its tokens can therefore continue in any engine.
+no model and imports no torch. Invariant: the response to a request depends only on its prompt, its
+seed, its sampling parameters and the weights, but not on the other requests in the batch (apart
+from float rounding). An unfinished request that is saved with its tokens can therefore continue in
+any engine.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ from hybridrl.rollout.common.stops import TokenTexts
 
 FinishReason = Literal["stop", "length"]
 Versions = tuple[tuple[int, int], ...]
-"""(version, number of tokens) of consecutive tokens with the same weight version, in order."""
+"""For each run of consecutive tokens that the same weights generated, (version, number of tokens),
+in order.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,13 @@ class SamplingParams:
         top_p: Probability that the kept tokens must reach, most probable ones first; 1 keeps all.
         top_k: Number of most probable tokens that are kept, before `top_p`; 0 keeps all.
         max_new_tokens: Maximum length of the response, including the stop token.
-        stop_token_ids: Tokens that end a response; the stop token stays its last token.
-        stop_strings: Strings that end a response with the token that completes one of them.
-        min_new_tokens: Length of a response before which none of `stop_token_ids` is drawn.
-        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens that
-            occur in prompt or response (Keskar et al. 2019, arXiv 1909.05858, section 4.1); 1
-            disables it.
+        stop_token_ids: Tokens that end a response; the stop token is kept as its last token.
+        stop_strings: Strings that end a response; its last token is the one that completes a
+            string.
+        min_new_tokens: Number of tokens before which none of `stop_token_ids` can be drawn.
+        repetition_penalty: For tokens that occur in prompt or response, positive logits are divided
+            by this number and negative logits are multiplied by it (Keskar et al. 2019, arXiv
+            1909.05858, section 4.1); 1 disables it.
         presence_penalty: Amount subtracted from the logits of tokens that occur in the response; 0
             disables it.
     """
@@ -86,7 +91,7 @@ class _Versioned:
 
     @property
     def runs(self) -> Versions:
-        """Weight versions of `tokens`, also if all tokens have the same one."""
+        """Weight versions that generated `tokens`, even if all tokens have the same version."""
         if self.versions or self.version is None:
             return self.versions
         return ((self.version, len(self.tokens)),)
@@ -94,15 +99,15 @@ class _Versioned:
 
 @dataclass(frozen=True)
 class Request(_Versioned):
-    """One response to generate, or to continue.
+    """A request to generate a response, or to continue one.
 
     Args:
-        request_id: Number that is unique among the requests of an engine.
+        request_id: Number that is unique among an engine's requests.
         prompt: Token ids of the prompt; at least one.
-        seed: Seed of this request's sampling, see `request_seed`.
-        tokens, logps: Response so far; empty for a new request.
+        seed: Seed for drawing this request's tokens; see `request_seed`.
+        tokens, logps: Tokens generated so far and their log-probabilities; empty for a new request.
         version: Weight version that generated the first of `tokens`; None if there are no tokens.
-        blobs: Records of prompt and response so far, by name; never modified.
+        blobs: Recorded arrays for prompt and response so far, by name; never modified.
         versions: Weight versions of `tokens` if several generated them; empty if all tokens have
             `version`.
     """
@@ -131,7 +136,7 @@ class Request(_Versioned):
             raise ValueError(f"{name} has tokens {self.tokens} but version {self.version}")
         check_versions(name, len(self.tokens), self.version, self.versions)
         if self.tokens and finish_reason(self.tokens, self.sampling) is not None:
-            raise ValueError(f"{name} is finished already, with tokens {self.tokens}")
+            raise ValueError(f"{name} is already finished, with tokens {self.tokens}")
 
     @staticmethod
     def from_dict(fields: Mapping[str, Any]) -> Request:
@@ -153,12 +158,12 @@ class Completion(_Versioned):
 
     Args:
         tokens: Response, including the stop token if there is one.
-        logps: Log-probability of each token under the distribution that it was drawn from (after
-            temperature, top-k and top-p). At temperature 0, under the model's own distribution
-            (temperature 1). Both distributions include penalties and minimum lengths.
+        logps: Log-probability of each token under the distribution from which it was drawn (after
+            temperature, top-k and top-p); for temperature 0, under the model's distribution at
+            temperature 1. Both distributions include penalties and minimum lengths.
         finish_reason: "stop" after a stop token or stop string, "length" at `max_new_tokens`.
-        version: Weight version that generated the first token, the oldest of the response.
-        blobs: Records of prompt and response by name, as contracts/blobs.py declares them.
+        version: Weight version that generated the first token; no token has an older version.
+        blobs: Recorded arrays for prompt and response by name, as contracts/blobs.py defines them.
         versions: Weight versions of `tokens` if several generated them; empty if all tokens have
             `version`.
     """
@@ -176,11 +181,11 @@ class Completion(_Versioned):
 
 
 class Holding(NamedTuple):
-    """Memory that an engine holds on this rank's device.
+    """Memory that an engine occupies on this rank's device.
 
     Args:
-        stays: Whether the engine also holds it while the policy trains.
-        is_shared: Whether it is the trainer's memory.
+        stays: Whether it stays allocated while the policy trains.
+        is_shared: Whether the memory belongs to the trainer.
     """
 
     num_bytes: int
@@ -194,7 +199,7 @@ class RolloutEngine(Protocol):
     All tensor-parallel ranks of a replica make the same calls; replicas are independent.
 
     Attributes:
-        token_texts: Finder of stop strings; must be set before a request with stop strings is
+        token_texts: Detects stop strings; must be set before a request with stop strings is
             submitted.
     """
 
@@ -202,14 +207,14 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """The version given to the last `finish_update`; -1 before the first."""
+        """The version passed to the last `finish_update`; -1 before the first call."""
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a submitted request is not finished yet."""
+        """Whether any submitted request is unfinished."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests without any computation. Raises ValueError if an id is held already."""
+        """Queues requests without any computation. Raises ValueError if an id is in use."""
 
     def step(self) -> None:
         """Starts queued requests if there is room, and advances every running request."""
@@ -221,10 +226,14 @@ class RolloutEngine(Protocol):
         """Returns the unfinished requests with their tokens; any engine can continue them."""
 
     def clear(self) -> None:
-        """Drops all requests and uncollected responses; must not be called during a step."""
+        """Drops all requests and all responses that were not collected; must not be called during a
+        step.
+        """
 
     def memory(self) -> Mapping[str, Holding]:
-        """Returns the engine's memory on this rank's device during rollout, by purpose."""
+        """Returns the memory that the engine occupies on this rank's device during rollout, by
+        purpose.
+        """
 
     def close(self) -> None:
         """Releases memory and process groups; the engine cannot be used afterwards."""
@@ -245,7 +254,7 @@ def check_versions(name: str, num: int, first: int | None, versions: Versions) -
 
 
 def versions_from_json(fields: Mapping[str, Any]) -> Versions:
-    """Returns the `versions` of saved fields; older checkpoints have none."""
+    """Returns the `versions` from saved fields; older checkpoints do not have any."""
     return tuple((version, count) for version, count in fields.get("versions", ()))
 
 
@@ -257,7 +266,9 @@ def finish_reason(tokens: Sequence[int], sampling: SamplingParams) -> FinishReas
 
 
 def request_seed(run_seed: int, step: int, sample_id: int, turn: int = 0) -> int:
-    """Returns the 63-bit seed of a turn of a sample, equal in all processes and after restarts."""
+    """Returns the 63-bit seed for one turn of a sample; it is equal in all processes and after
+    restarts.
+    """
     named = f"{run_seed}/{step}/{sample_id}" + (f"/{turn}" if turn else "")
     digest = hashlib.blake2b(named.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -268,11 +279,13 @@ def generate(
     requests: Sequence[Request],
     on_progress: Callable[[int, int], None] | None = None,
 ) -> list[Completion]:
-    """Runs requests on an idle engine until all are finished, and returns their completions in
-    order. Calls `on_progress` with (finished, total) whenever requests finish.
+    """Runs requests on an idle engine until all are finished, and returns their completions in the
+    order of the requests. Calls `on_progress` with (finished, total) whenever requests finish.
     """
     if engine.has_unfinished or engine.collect():
-        raise RuntimeError("generate() needs an idle engine; collect what was submitted earlier")
+        raise RuntimeError(
+            "generate() needs an idle engine; collect the responses to earlier requests"
+        )
     engine.submit(requests)
     done: dict[int, Completion] = {}
     while engine.has_unfinished:
@@ -298,17 +311,17 @@ class RunningRequest:
         self.tokens = list(request.tokens)
         self.logps = list(request.logps)
         self._runs = [[version, count] for version, count in request.runs]
-        # Recorded rows by blob name, as arrays of consecutive positions.
+        # For each blob, the recorded rows, as arrays that cover consecutive positions.
         self._recorded: dict[str, list[Array]] = {n: [one] for n, one in request.blobs.items()}
         self._num_recorded = {name: len(one) for name, one in request.blobs.items()}
 
     def num_recorded(self, name: str = ROUTED_EXPERTS) -> int:
-        """Returns the number of positions that a blob has rows for."""
+        """Returns the number of positions for which a blob has rows."""
         return self._num_recorded.get(name, 0)
 
     def record(self, start: int, rows: Array, name: str = ROUTED_EXPERTS) -> None:
-        """Appends rows of a blob for the positions from `start` on. Rows of positions that already
-        have one are ignored; `start` is at most `num_recorded`.
+        """Appends rows to a blob, for positions that begin at `start`, which must not exceed
+        `num_recorded`. Rows for positions that already have a row are ignored.
         """
         num = self.num_recorded(name)
         if start > num:
@@ -322,31 +335,34 @@ class RunningRequest:
 
     @property
     def blobs(self) -> dict[str, Array]:
-        """The recorded rows up to the position before the last token, by name.
+        """For each blob, the recorded rows up to the position before the last token.
 
-        An engine may have recorded more: the rows of tokens that were not reported yet.
+        An engine may have recorded more rows, for tokens that it has not reported yet.
         """
         drawn = len(self.request.prompt) + len(self.tokens) - 1 if self.tokens else 0
         found = {}
         for name, parts in self._recorded.items():
             if len(parts) > 1:
                 parts[:] = [np.concatenate(parts)]
-            # Kept under new weights: these rows came with the request, or precede a drawn token.
+            # These rows stay valid under new weights: they came with the request, or precede a
+            # drawn token.
             given = len(self.request.blobs.get(name, ()))
             if num := max(given, drawn):
                 found[name] = parts[0][:num]
         return found
 
     def drop_unsettled(self) -> None:
-        """Drops the recorded rows of positions after which no token was drawn. New weights compute
-        these positions again.
+        """Drops the recorded rows for positions after which no token was drawn, because new weights
+        will recompute these positions.
         """
         settled = self.blobs
         self._recorded = {name: [rows] for name, rows in settled.items()}
         self._num_recorded = {name: len(rows) for name, rows in settled.items()}
 
     def append(self, token: int, logp: float, version: int) -> Completion | None:
-        """Adds a token generated by weights `version`; returns the completion if it is the last."""
+        """Appends a token that weights `version` generated; returns the completion if it is the
+        last token.
+        """
         if self._runs and self._runs[-1][0] == version:
             self._runs[-1][1] += 1
         else:
@@ -372,8 +388,8 @@ class RunningRequest:
     def extend(
         self, tokens: Sequence[int], logps: Sequence[float], version: int
     ) -> Completion | None:
-        """Adds one or more tokens that weights `version` generated; returns the completion if the
-        last of them ends the response. Raises RuntimeError if an earlier one does.
+        """Appends one or more tokens that weights `version` generated. Returns the completion if
+        the last of them ends the response; raises RuntimeError if an earlier one ends it.
         """
         sampling, length = self.request.sampling, len(self.tokens) + len(tokens)
         earlier = tokens[:-1]

@@ -1,7 +1,7 @@
-"""Table of rollout engines: their names and the traits that other code may know. No torch.
+"""Table of rollout engines: their names, and their traits, on which other code may rely. No torch.
 
-Owns names and traits, and refuses other names. Code outside this table and the adapters reads
-traits and never compares an engine's name or class. rollout/build.py imports an adapter when its
+Owns names and traits, and rejects unknown names. Code outside this table and the adapters uses
+traits and never checks an engine's name or class. rollout/build.py imports an adapter when its
 engine starts; the engine's package is checked before any rank starts.
 """
 
@@ -24,35 +24,37 @@ class EngineTraits:
 
     Args:
         builder: `module:function` that builds the engine from rollout/build.py's EngineInputs.
-        package: `module:name` of its EnginePackage; None if hybridrl's own dependencies are enough.
+        package: `module:name` of its EnginePackage; None if it needs only hybridrl's own
+            dependencies.
         computes: Whether tokens and log-probabilities come from the received weights. Such an
             engine has a `model` with HF's module names.
-        is_tensor_parallel: Whether a replica may be split over `rollout.tp` ranks; else it is one
-            rank.
-        is_expert_parallel: Whether ranks of a replica may hold whole experts (`rollout.ep`).
+        is_tensor_parallel: Whether a replica may be split across `rollout.tp` ranks; otherwise each
+            replica has one rank.
+        is_expert_parallel: Whether a replica's ranks may hold whole experts (`rollout.ep`).
         has_fused_parameters: Whether its parameters have the layout of
-            `models/weights.py:fused_layout`; else they are the whole tensors of the HF checkpoint.
-        takes_experts: Whether it supports mixtures of experts.
-        takes_expert_maps: Whether a replica's ranks may hold whole experts in any order, so that
-            experts stay where they are trained; else experts are in the engine's order.
+            `models/weights.py:fused_layout`; otherwise they are the HF checkpoint's whole tensors.
+        takes_experts: Whether it supports mixture-of-experts models.
+        takes_expert_maps: Whether any rank of a replica may hold any expert, so that experts can
+            stay where they are trained; otherwise the engine assigns experts in its own order.
         records_experts: Whether it can record the experts chosen for each token.
         sleeps: Whether it releases weights and KV cache on GPUs while the policy trains. If csrc/
-            was compiled, gradients use that memory meanwhile, so that both phases fit on a GPU
-            without room for gradients next to an engine.
-        shares_memory: Whether its parameters can be the trainer's own memory if both split a tensor
-            alike.
+            was compiled, gradients use that memory meanwhile, so that a GPU does not need room for
+            both.
+        shares_memory: Whether its parameters can be the trainer's own memory if both shard a tensor
+            in the same way.
         has_fixed_kv_cache: Whether the KV cache is allocated at the start, for `rollout.max_batch`
-            requests, and further requests wait; else the cache grows with the requests.
-        captures_graphs: Whether it holds CUDA graphs and a workspace in both phases.
-        bounds_positions: Whether it refuses requests longer than the model's
+            requests, and further requests wait; otherwise the cache grows with the requests.
+        captures_graphs: Whether it keeps CUDA graphs and a workspace allocated in both phases.
+        bounds_positions: Whether it rejects requests longer than the model's
             max_position_embeddings.
         lowest_temperature: Lowest temperature that it supports, apart from 0.
         highest_temperature: Highest temperature that it supports.
-        ends_by_text: Whether it ends responses at stop strings.
+        ends_by_text: Whether it can end responses at stop strings.
         penalizes: Whether it supports minimum lengths and penalties.
-        runs_on_gpus: Whether `hybridrl plan` assumes GPUs for it, also on a host without any.
-        has_fitted_times: Whether the constants of predicted times were fitted to its measured
-            steps. Predictions for other engines use the same constants.
+        runs_on_gpus: Whether `hybridrl plan` assumes that it runs on GPUs, even if the host has
+            none.
+        has_fitted_times: Whether the constants that predict step times were fitted to measurements
+            with this engine. Predictions for other engines use the same constants.
     """
 
     builder: str
@@ -82,12 +84,13 @@ class EnginePackage:
     """A package that an engine needs in addition to hybridrl's dependencies.
 
     Args:
-        is_installed: Returns whether any build of it is installed.
+        is_installed: Returns whether any build of the package is installed.
         installed_version: Takes whether the host has no GPUs; returns build and version. Raises
-            UserError if the package is missing or does not fit.
+            UserError if the package is missing or does not suit the host.
         model_rules: Takes a `ModelShape` and whether the host has no GPUs; returns the reasons why
             the package cannot run the model.
-        tested: Devices that tests ran on, by build and version as `installed_version` returns them.
+        tested: For each tested build and version, as `installed_version` returns them, the devices
+            on which tests ran.
     """
 
     is_installed: Callable[[], bool]
@@ -151,19 +154,21 @@ ENGINES = {
 
 
 def usual_engine(has_gpus: bool) -> str:
-    """Returns the engine of a starter configuration: the first of the table that suits the host."""
+    """Returns the engine for a starter configuration, which is the table's first engine that suits
+    the host.
+    """
     return next(name for name, traits in ENGINES.items() if traits.runs_on_gpus or not has_gpus)
 
 
 def offered_engines() -> list[str]:
-    """Returns the engines that messages and help texts list: those that compute. `scripted`, which
-    replays a test's responses, is accepted but never listed.
+    """Returns the engines that messages and help texts list. `scripted`, which replays a test's
+    responses, is accepted but never listed.
     """
     return [name for name, traits in ENGINES.items() if traits.computes]
 
 
 def known_engine(name: object) -> str:
-    """Returns the name if the table has it; raises PydanticKnownError otherwise."""
+    """Returns the name if the table contains it; otherwise raises PydanticKnownError."""
     if isinstance(name, str) and name in ENGINES:
         return name
     *others, last = (repr(known) for known in offered_engines())
@@ -177,6 +182,6 @@ def engine_package(name: str) -> EnginePackage | None:
 
 
 def load_symbol(path: str) -> Any:
-    """Imports and returns the object of a path `module:name`."""
+    """Imports and returns the object that a path `module:name` refers to."""
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,7 +1,7 @@
 """A rollout engine that replays scripted responses, for tests and runs without real sampling.
 
-It goes through the whole life of an engine (queue, one token a step, weight updates) but has no
-model: received weights are stored and never read.
+It behaves like a real engine (queue, one token per step, weight updates) but has no model: it
+stores received weights and never reads them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from hybridrl.rollout.engine import Request
 
 Response = tuple[Sequence[int], Sequence[float]]
 Script = Callable[[Request], Response]
-"""Returns the tokens of a request's whole response and their log-probabilities. Tokens after a stop
-token or beyond the limit are ignored."""
+"""Returns the tokens of a request's complete response and their log-probabilities. Tokens after a
+stop token or beyond the limit are ignored.
+"""
 
 
 def build(inputs: EngineInputs) -> ScriptedEngine:
-    """Builds the engine of this rank, which draws all tokens with equal probability."""
+    """Builds this rank's engine, which draws all tokens with equal probability."""
     shape = inputs.family.shape(inputs.hf_config)
     script, shapes = uniform_script(shape.vocab_size), hf_shapes(inputs.family, shape)
     return ScriptedEngine(script, shapes, inputs.dtype, inputs.rollout.max_batch)
@@ -52,7 +53,7 @@ class ScriptedEngine(QueuedEngine):
     ) -> None:
         super().__init__()
         self._script = script
-        self._responses: dict[int, Response] = {}  # of unfinished requests, by id
+        self._responses: dict[int, Response] = {}  # by id, for unfinished requests
         self._tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
         self._max_batch = max_batch
 
@@ -71,7 +72,7 @@ class ScriptedEngine(QueuedEngine):
         self._responses.clear()
 
     def step(self) -> None:
-        """Gives the first `max_batch` unfinished requests their next scripted token."""
+        """Appends the next scripted token to each of the first `max_batch` unfinished requests."""
         self._check_weights()
         for number, row in list(islice(self._rows.items(), self._max_batch)):
             tokens, logps = self._responses[number]
@@ -88,9 +89,9 @@ class ScriptedEngine(QueuedEngine):
 
 
 def uniform_script(vocab_size: int) -> Script:
-    """Returns the script of a model whose tokens are all equally likely, drawn by request seed.
+    """Returns a script that draws all tokens with equal probability, from the request's seed.
 
-    A response ends where a stop token happens to be drawn, or at the limit. Top-k, top-p and
+    A response ends when a stop token happens to be drawn, or at the limit. Top-k, top-p and
     temperature have no effect.
     """
 

@@ -1,13 +1,13 @@
-"""Check that all tensor-parallel ranks of a replica draw the same tokens.
+"""Checks that all tensor-parallel ranks of a replica draw the same tokens.
 
-Every rank calls `report` after each step and `settle` before the next. `settle` waits until all
-ranks have reported an earlier step: the last one, or with `steps_ahead` the one before it. No rank
-therefore continues with tokens that its peers do not have. With `steps_ahead`, ranks may have
-started different steps when they learn of a difference, but nobody waits for the device.
+Every rank calls `report` after each step and `settle` before the next step. `settle` waits until
+all ranks have reported the last step, or with `steps_ahead=1` the step before it. No rank therefore
+continues with tokens that its peers did not draw. With `steps_ahead=1`, ranks may already have
+started different steps when they detect a difference, but no rank waits for its device.
 
-On one host the checksums are in memory that all ranks map, which takes microseconds. Sending a
-message took 0.3 ms of a step, and it arrived up to 1 ms later. Messages are used between hosts, and
-where memory cannot be shared.
+On one host the ranks exchange checksums through shared memory, which takes microseconds. Messages
+added 0.3 ms to a step and arrived up to 1 ms later. They are used only between hosts, or if memory
+cannot be shared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch.distributed as dist
 from hybridrl.parallel import peer_memory
 
 CPU = torch.device("cpu")
-# A rank may write a step's checksum before a peer has read that of three steps earlier.
+# A rank may write a step's checksum before a peer has read the checksum from three steps earlier.
 KEPT_STEPS = 4
 SUM_BITS = 32
 SUM = (1 << SUM_BITS) - 1
@@ -40,11 +40,11 @@ DEFAULT_TIMEOUT_S = 1800.0  # gloo's default
 
 
 class TokensDifferError(RuntimeError):
-    """Raised if ranks of a replica drew different tokens, so that their caches no longer match."""
+    """Raised if a replica's ranks drew different tokens, so that their caches no longer match."""
 
 
 class _Sums(Protocol):
-    """Exchange of one checksum per rank and step."""
+    """Exchanges one checksum per rank and step."""
 
     def publish(self, step: int, own: int) -> None:
         """Publishes this rank's checksum of a step."""
@@ -60,8 +60,8 @@ class TokenAgreement:
         ranks: Global ranks of the replica.
         sums: Exchange of checksums; None for a replica of one rank.
         steps_ahead: Number of steps that a rank may start before it knows whether its peers drew
-            the same tokens: 1 for an engine that starts a batch and then waits for the previous
-            one; 0 for an engine that waits for the batch that it starts.
+            the same tokens: 1 if the engine starts a batch and then waits for the previous batch; 0
+            if it waits for the batch that it started.
     """
 
     def __init__(self, ranks: Sequence[int], sums: _Sums | None, steps_ahead: int = 0) -> None:
@@ -74,8 +74,8 @@ class TokenAgreement:
     def over(
         cls, group: dist.ProcessGroup, timeout_s: float | None = None, steps_ahead: int = 0
     ) -> TokenAgreement:
-        """Returns the agreement of a gloo group's ranks; collective over it. `timeout_s` limits the
-        wait for a peer; None means half an hour.
+        """Returns the agreement of a gloo group's ranks; collective over the group. `timeout_s`
+        limits the wait for a peer; None means half an hour.
         """
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) == 1:
@@ -89,7 +89,9 @@ class TokenAgreement:
         return cls(ranks, _SharedSums(members, ranks, limit_s), steps_ahead)
 
     def report(self, names: Sequence[str], tokens: Sequence[int]) -> None:
-        """Publishes the tokens that this rank drew: request names, and one token for each."""
+        """Publishes the tokens that this rank drew: the requests' names, and one token for each
+        name.
+        """
         if self._sums is None or self._difference is not None:
             return
         self._step += 1
@@ -98,12 +100,12 @@ class TokenAgreement:
         self._unsettled.append(self._step)
 
     def settle(self, is_last: bool = False) -> None:
-        """Waits for the reports of all ranks, except of the last `steps_ahead` steps unless no step
-        follows.
+        """Waits for all ranks' reports, except for the last `steps_ahead` steps; with `is_last`,
+        for all steps.
 
         Raises:
-            TokensDifferError: On all ranks, naming those that differ; repeated before each later
-                step.
+            TokensDifferError: Ranks drew different tokens. Raised on all ranks, and again before
+                each later step; names the differing ranks.
         """
         if self._difference is not None and not is_last:
             raise self._difference
@@ -126,7 +128,7 @@ class TokenAgreement:
 
 @dataclass(frozen=True)
 class _Members:
-    """Ranks of a group, numbered by their position, as `peer_memory` expects them."""
+    """A group's ranks, numbered by their position in the group, as `peer_memory` expects them."""
 
     group: dist.ProcessGroup
     rank: int
@@ -140,7 +142,7 @@ class _Members:
 
 
 class _GatheredSums:
-    """Checksums sent as messages, eight bytes per rank and step."""
+    """Exchanges checksums as messages, eight bytes per rank and step."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self._size = group, group.size()
@@ -158,7 +160,9 @@ class _GatheredSums:
 
 
 class _SharedSums:
-    """Checksums in memory that the ranks of a host map; a word holds a step and its checksum."""
+    """Exchanges checksums in memory that a host's ranks share; a word contains a step and its
+    checksum.
+    """
 
     def __init__(self, members: _Members, ranks: Sequence[int], timeout_s: float) -> None:
         memory = peer_memory.allocate(KEPT_STEPS * 8, CPU, timeout_s, members)
@@ -169,7 +173,8 @@ class _SharedSums:
         weakref.finalize(self, _close, self._peers)
 
     def publish(self, step: int, own: int) -> None:
-        # One write of eight bytes, so a peer never sees a step with another step's checksum.
+        # All eight bytes are written at once, so a peer never sees a step with another step's
+        # checksum.
         self._own[step % KEPT_STEPS] = (step & STEP) << SUM_BITS | own
 
     def wait(self, step: int) -> list[int]:
@@ -181,7 +186,7 @@ class _SharedSums:
         while (word := int(words[slot])) >> SUM_BITS != wanted:
             now = time.monotonic()
             if now - began < SPIN_S:
-                os.sched_yield()  # to a peer, if there are more ranks than cores
+                os.sched_yield()  # let a peer run, in case there are more ranks than cores
                 continue
             time.sleep(POLL_S)
             if now - checked > PEER_CHECK_S:
@@ -190,7 +195,7 @@ class _SharedSums:
         return word
 
     def _check_peer(self, place: int, step: int, waited_s: float) -> None:
-        """Raises RuntimeError if a peer has ended or is late."""
+        """Raises RuntimeError if a peer has ended or exceeds the time limit."""
         rank, peer = self._ranks[place], self._peers[place]
         if peer is not None and _has_ended(peer):
             raise RuntimeError(f"rank {rank} ended before its engine finished step {step}")

@@ -1,6 +1,6 @@
-"""Mixtures of experts on CPUs, for engines whose own CPU computation is wrong or unsupported.
+"""Computes mixtures of experts on CPUs, for engines whose own CPU code is wrong or missing.
 
-vllm/experts.py and sglang/start.py give the reason for each engine.
+vllm/experts.py and sglang/start.py explain the reason for each engine.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ def experts_forward(
     experts_TK: Tensor,
     local_of_expert: Tensor | None = None,
 ) -> Tensor:
-    """Returns the weighted sum of each token's experts on this rank, (T, D).
+    """Returns for each token the weighted sum of the outputs of its experts on this rank, (T, D).
 
     Args:
         hidden_TD: Hidden states of T tokens.
-        gate_up_EID: (local experts, 2 * width, D), the gate's rows first.
-        down_EDI: (local experts, D, width).
-        weights_TK, experts_TK: Weights and global numbers of each token's K experts.
-        local_of_expert: Local number of each expert, -1 for an expert on another rank; None if all
+        gate_up_EID: Gate and up projections, (local experts, 2 * width, D), with the gate's rows
+            first.
+        down_EDI: Down projections, (local experts, D, width).
+        weights_TK, experts_TK: Weights and global indices of each token's K experts.
+        local_of_expert: Local index of each expert; -1 for an expert on another rank. None if all
             experts are local.
     """
     if local_of_expert is not None:

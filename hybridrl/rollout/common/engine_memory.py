@@ -1,12 +1,12 @@
 """The memory that an engine releases while the policy trains: its weights and its KV cache.
 
 Both consist of pieces of physical memory whose addresses stay reserved. Parameters, caches and CUDA
-graphs are therefore valid again once memory is mapped there. Owns when pieces are created, mapped
-and released. It replaces the engines' own sleep, which cannot exclude pieces that are lent to
-training (lending.py).
+graphs therefore become valid again once memory is mapped at these addresses. This module creates,
+maps and releases pieces. It replaces the engines' own sleep mode, which cannot exclude pieces that
+are lent to training (lending.py).
 
 Invariants: a lent piece stays mapped at the engine's address. Other data in the same pieces (tables
-of addresses) keeps its content whenever the engine is awake.
+of addresses) is intact whenever the engine is awake.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Span: TypeAlias = tuple[int, int]  # first address, and end address (exclusive)
 
 class EnginePiece(Protocol):
     """A piece of memory in the engine's allocator: address, size (a multiple of the driver's
-    granularity), tag, and the driver's handle. The allocator releases the memory when the engine
-    ends.
+    granularity), tag and driver handle. The allocator releases the memory when the engine shuts
+    down.
     """
 
     @property
@@ -42,14 +42,14 @@ class EnginePiece(Protocol):
     def handle(self) -> int: ...
 
     def gone(self) -> None:
-        """Tells the allocator that the piece has no memory."""
+        """Tells the allocator that no memory is mapped at this piece."""
 
     def set_handle(self, handle: int) -> None:
-        """Gives the allocator the handle of the memory that is mapped now."""
+        """Tells the allocator the handle of the memory that is now mapped."""
 
 
 class SleepingMemory(Protocol):
-    """Weights and KV cache of one rank's engine; `EngineMemory` documents the methods."""
+    """Memory of one rank's weights and KV cache; `EngineMemory` documents the methods."""
 
     @property
     def pieces(self) -> Sequence[EnginePiece]: ...
@@ -66,7 +66,7 @@ class SleepingMemory(Protocol):
 
 
 def blocks_in_use() -> list[Span]:
-    """Returns the spans of live tensors on this device, from torch's allocator."""
+    """Returns the address ranges of live tensors on this device, from torch's allocator."""
     return [
         (block["address"], block["address"] + block["requested_size"])
         for segment in torch.cuda.memory_snapshot(include_traces=False)
@@ -77,13 +77,13 @@ def blocks_in_use() -> list[Span]:
 
 
 def blocks_of(piece: EnginePiece, blocks: Iterable[Span]) -> list[Span]:
-    """Returns the blocks that are inside a piece."""
+    """Returns the blocks that lie within a piece."""
     end = piece.address + piece.num_bytes
     return [one for one in blocks if piece.address <= one[0] < end]
 
 
 def give_back(piece: EnginePiece, mapping: Mapping) -> None:
-    """Unmaps and releases a piece's memory, which must be unused."""
+    """Unmaps and releases a piece's memory, which must not be in use."""
     mapping.unmap(piece.address, piece.num_bytes)
     mapping.release(piece.handle)
     piece.gone()
@@ -96,13 +96,14 @@ def check_caches(
     key: str,
     version: str,
 ) -> None:
-    """Refuses an engine whose KV cache is outside its pieces: it could not be released for
-    training.
+    """Raises UserError if an engine's KV cache is outside its pieces, because it could not be
+    released for training.
 
     Args:
-        caches, num_bytes: Caches that were found, and the total size that they should have.
+        caches, num_bytes: Caches that were found, and their expected total size.
         pieces: Pieces of the engine's allocator.
-        key, version: Configuration key that chose the engine, and its version, for the message.
+        key, version: Configuration key that selects the engine, and the engine's version, for the
+            message.
     """
     spans = [(piece.address, piece.address + piece.num_bytes) for piece in pieces]
     found = 0
@@ -130,12 +131,12 @@ def own_memory(
 
 
 class EngineMemory:
-    """Implements `SleepingMemory` over pieces of physical memory; awake at first.
+    """Implements `SleepingMemory` with pieces of physical memory; initially awake.
 
     Args:
         blocks: Result of `blocks_in_use`.
         renewed: Caches, and parameters that every update writes completely.
-        padded: Parameters that an update writes in part; the rest is unused.
+        padded: Parameters that an update writes only in part; the rest is unused.
     """
 
     def __init__(
@@ -157,11 +158,11 @@ class EngineMemory:
         for piece in pieces:
             used = blocks_of(piece, blocks)
             if not used:
-                give_back(piece, mapping)  # permanently: the engine allocates no more
+                give_back(piece, mapping)  # permanently, because the engine will not allocate again
                 continue
             found = list(_uncovered(used, unneeded))
             if sum(stop - start for start, stop in found) > piece.num_bytes // 2:
-                continue  # not released: saving its other data would need as much memory
+                continue  # not released: saving its other data would take as much memory
             self._pieces.append(piece)
             self._used_bytes[piece.address] = sum(stop - start for start, stop in used)
             others += found
@@ -170,32 +171,34 @@ class EngineMemory:
         self._others = [(start, stop - start) for start, stop in others]
         self._asleep: set[int] = set()
         self._lent: set[int] = set()
-        self._has_others = True  # whether the other data is in place
+        self._has_others = True  # whether the other data is intact
         with torch.inference_mode():
             self._saved = [mapping.tensor(*one).clone() for one in self._others]
 
     @property
     def pieces(self) -> Sequence[EnginePiece]:
-        """The pieces that are released in a sleep."""
+        """The pieces that `sleep` releases."""
         return self._pieces
 
     @property
     def is_asleep(self) -> bool:
-        """Whether some piece has no memory, or has not regained its content yet."""
+        """Whether any piece has no memory, or its other data was not restored yet."""
         return not self._has_others
 
     @property
     def lent_bytes(self) -> int:
-        """Size of the lent pieces."""
+        """Total size of the lent pieces, in bytes."""
         return sum(one.num_bytes for one in self._pieces if one.address in self._lent)
 
     @property
     def released_bytes(self) -> int:
-        """Size of the tensors without memory, which torch's allocator still counts."""
+        """Total size of tensors that currently have no memory, which torch's allocator still
+        counts.
+        """
         return sum(self._used_bytes[address] for address in self._asleep)
 
     def sleep(self) -> None:
-        """Releases all pieces that are neither lent nor released yet. Saves only data other than
+        """Releases all pieces that are neither lent nor already released. Saves all data except
         weights and caches.
         """
         self._mapping.wait()  # a sync point: no kernel may use memory that is unmapped
@@ -218,18 +221,19 @@ class EngineMemory:
             self._has_others = True
 
     def clear_lent(self) -> None:
-        """Clears the gradients in lent pieces of the KV cache, before generation.
+        """Clears lent pieces of the KV cache, which contain gradients, before generation.
 
-        The driver clears new memory. Attention multiplies masked values by 0, and a gradient read
-        as 16-bit numbers may be NaN.
+        Attention multiplies masked values by 0, but gradients that are read as 16-bit numbers may
+        be NaN. New memory needs no clearing, because the driver clears it.
         """
         for piece in self._pieces:
             if piece.tag == KV_CACHE and piece.address in self._lent:
                 self._mapping.tensor(piece.address, piece.num_bytes).zero_()
 
     def lend(self, num_bytes: int) -> list[Piece]:
-        """Lends released pieces, see `lending.MemoryLender`. Weights come first, since they need no
-        clearing. Raises RuntimeError if the engine is awake, whose content would be overwritten.
+        """Lends released pieces; see `lending.MemoryLender`. Pieces with weights are lent first,
+        because they need no clearing. Raises RuntimeError if the engine is awake, because its data
+        would be overwritten.
         """
         free = [one for one in self._pieces if one.address not in self._lent]
         if any(one.address not in self._asleep for one in free):
@@ -269,9 +273,7 @@ def _spans(tensors: Iterable[Tensor]) -> list[Span]:
 
 
 def _uncovered(used: Iterable[Span], spans: Sequence[Span]) -> Iterator[Span]:
-    """Yields the parts of used blocks that are in none of the spans. Spans ascend and do not
-    overlap.
-    """
+    """Yields the parts of used blocks that no span covers. Spans must ascend and not overlap."""
     for begin, end in used:
         place = begin
         for start, stop in spans[max(0, bisect_right(spans, (begin,)) - 1) :]:

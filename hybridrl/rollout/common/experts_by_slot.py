@@ -1,9 +1,9 @@
-"""Stores the experts that an engine's routers chose, by slot of the KV cache.
+"""Stores the experts that an engine's routers chose, indexed by slot in the KV cache.
 
-A choice is stored at the slot of the token's keys. It is therefore valid as long as the keys are,
-also for prompts that are computed in pieces or found in the prefix cache, and for preempted
-requests. Choices are read before a request loses its slots and before the weights change. The
-buffer has one row for each slot, with one byte per choice (two from 256 experts on).
+A token's experts are stored at the slot of its keys. They are therefore valid as long as the keys
+are, even for prompts that are computed in chunks or found in the prefix cache, and for preempted
+requests. They are read before a request loses its slots and before the weights change. The buffer
+has one row per slot, and one byte per expert (two bytes for 256 experts or more).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")  # layer number in names of modul
 class ExpertsBySlot:
     """Stores the experts of each slot of a live engine's KV cache.
 
-    It is created before graphs are captured, because the buffer's address must not change.
+    Must be created before graphs are captured, because the buffer's address must not change.
 
     Args:
-        num_slots: Number of slots, including those of padding tokens.
-        found: Layers whose routers can be observed.
+        num_slots: Number of slots, including slots for padding tokens.
+        found: Indices of the layers whose routers can be observed.
 
     Raises:
         ModelError: If `found` differs from the layers with experts.
@@ -70,10 +70,11 @@ class ExpertsBySlot:
         self._by_slot[slots_T] = experts_TLK
 
     def read(self, slots_T: Tensor) -> Array:
-        """Returns the experts at these slots, (T, layers * experts per token). Raises RuntimeError
-        if a slot has none.
+        """Returns the experts at these slots, of shape (T, layers * experts per token). Raises
+        RuntimeError if nothing was stored at a slot.
         """
-        # A sync point: once for each finished request, once for all requests removed together.
+        # A sync point: once per finished request, and once for all requests that are removed
+        # together.
         found = self._by_slot[slots_T.to(self._by_slot.device)].flatten(1).cpu()
         if bool((found == self._nothing).any()):
             raise RuntimeError(
@@ -83,7 +84,9 @@ class ExpertsBySlot:
         return experts
 
     def record(self, rows: Sequence[RunningRequest], slots: Sequence[Tensor]) -> None:
-        """Records the experts of the next positions of requests, which are at these slots."""
+        """Records experts for the next positions of each request; `slots` are these positions'
+        slots.
+        """
         if not rows:
             return
         experts = self.read(torch.cat(list(slots)))
@@ -97,7 +100,7 @@ class ExpertsBySlot:
 
 
 def unfit(engine: str, value: str, allowed: str) -> ModelError:
-    """Returns the refusal of a model or cache whose experts an engine cannot record."""
+    """Returns the error for a model or cache whose experts an engine cannot record."""
     return ModelError(
         "config.json",
         value,

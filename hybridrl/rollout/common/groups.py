@@ -1,4 +1,6 @@
-"""Process groups of packages' engines, built over the ranks that a layout assigns to a replica."""
+"""Builds the process groups of packages' engines, over the ranks that a layout assigns to each
+replica.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
     """Returns the global ranks of this rank's replica, in tensor-parallel order.
 
     Raises:
-        ValueError: If they do not ascend. torch sorts the ranks of a group and engines do not, so
+        ValueError: If the ranks do not ascend. torch sorts a group's ranks but engines do not, so
             an engine would silently generate wrong tokens.
     """
     replica, _ = layout.place(rank)
@@ -35,7 +37,7 @@ def replica_members(layout: RolloutLayout, rank: int) -> list[int]:
 
 
 def ranks_by_place(layout: RolloutLayout) -> list[int]:
-    """Returns the rank at each position of the grid (replicas, tensor parallel)."""
+    """Returns the rank at each position in the grid (replicas, tensor parallel)."""
     rank_of = {layout.place(rank): rank for rank in layout.ranks}
     return [rank_of[place] for place in product(range(layout.replicas), range(layout.tp))]
 
@@ -43,9 +45,9 @@ def ranks_by_place(layout: RolloutLayout) -> list[int]:
 def over_layout(
     layout: RolloutLayout, build: Callable[..., Any], knows_replicas: bool
 ) -> Callable[..., Any]:
-    """Returns a function that builds an engine's process groups over the ranks of a layout. It
-    passes global ranks to `build` for given positions: positions of all replicas if
-    `knows_replicas`, else of one replica.
+    """Returns a function that builds an engine's process groups over a layout's ranks. It
+    translates positions to global ranks and calls `build`. Positions cover all replicas if
+    `knows_replicas`, otherwise one replica.
     """
     ranks, tp = ranks_by_place(layout), layout.tp
     starts = [0] if knows_replicas else range(0, len(ranks), tp)
@@ -61,7 +63,9 @@ def over_layout(
 def engine_world(
     parallel_state: Any, size: int, build_group: Callable[..., Any], build_world: Callable[..., Any]
 ) -> Iterator[None]:
-    """Makes a package build its groups with these functions, for a world of `size` ranks."""
+    """Within the `with` block, makes a package build its groups with these functions, as if the job
+    had `size` ranks.
+    """
     distributed, torch_view = View(dist), View(torch)
     distributed.get_world_size = lambda group=None: (
         size if group is None else dist.get_world_size(group)
@@ -78,11 +82,11 @@ def engine_world(
 def check_groups(
     package: str, parallel_state: Any, open_engines: list[Any], rank: int, members: list[int]
 ) -> None:
-    """Refuses a package's existing groups if they are not the layout's; removes those of an ended
-    world.
+    """Raises RuntimeError if a package's existing groups do not match the layout; removes groups
+    whose default group was destroyed.
 
-    A package keeps its groups in `parallel_state` for the life of the process. `open_engines`, the
-    engines that were not stopped, is cleared with an ended world.
+    A package keeps its groups in `parallel_state` until the process ends. `open_engines` lists the
+    engines that were not stopped; it is cleared together with removed groups.
     """
     world = parallel_state._WORLD
     if world is None:
@@ -105,7 +109,7 @@ def check_groups(
 
 
 def end_groups(parallel_state: Any) -> None:
-    """Ends a package's groups. The package's own shutdown would also destroy the default group,
+    """Destroys a package's groups. The package's own shutdown would also destroy the default group,
     which belongs to the trainer.
     """
     parallel_state.destroy_model_parallel()
@@ -115,7 +119,7 @@ def end_groups(parallel_state: Any) -> None:
 
 
 def least_free_memory(layout: RolloutLayout) -> tuple[int, int]:
-    """Returns the minimum free bytes over all engines' GPUs, and the total bytes of this GPU."""
+    """Returns the minimum free bytes over all engines' GPUs, and this GPU's total bytes."""
     free, total = torch.cuda.mem_get_info()
     found: list[int] = [0] * len(layout.ranks)
     group = dist.new_group(list(layout.ranks), backend="gloo")

@@ -1,6 +1,8 @@
-"""Checks of engines' installed packages: versions, and the torch and transformers that they need.
+"""Checks engines' installed packages: their versions, and the versions of torch and transformers
+that they need.
 
-Reads package metadata only, so that a configuration is checked before a rank imports an engine.
+Reads only package metadata, so that a configuration can be checked before any rank imports an
+engine.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def check_pins(key: str, distribution: str, number: str, package: str, install: 
         if wanted.name not in ("torch", "transformers") or is_other:
             continue
         found = version_of(wanted.name)
-        # A wheel is built for one torch version; builds of it for other devices also fit.
+        # A wheel needs one version of torch, but any of its builds (CPU or CUDA) fits.
         pins = {Version(pin.version).public for pin in wanted.specifier if pin.operator == "=="}
         public = None if found is None else Version(found).public
         fits = public is not None and (
@@ -54,7 +56,7 @@ def check_pins(key: str, distribution: str, number: str, package: str, install: 
 
 
 def refused_start(key: str, package: str, message: str, version: str) -> UserError:
-    """Returns a UserError with the first lines of the message of a package that failed to start."""
+    """Returns a UserError that quotes the first lines of a failed package's message."""
     first_lines = " ".join(message.strip().splitlines()[:3])
     return UserError(
         key,
@@ -65,8 +67,8 @@ def refused_start(key: str, package: str, message: str, version: str) -> UserErr
 
 
 def too_small_cache(longest: int, capacity: int | None) -> UserError:
-    """Returns the refusal of a KV cache that holds `capacity` tokens (None if unknown) and
-    therefore not the longest request.
+    """Returns the error for a KV cache that is too small for the longest request; `capacity` is its
+    number of tokens (None if unknown).
     """
     at_most = "less" if capacity is None or capacity <= 0 else f"at most {capacity}"
     return UserError(

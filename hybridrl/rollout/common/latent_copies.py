@@ -1,8 +1,9 @@
-"""Repairs latent attention in engines of packages: stale copies of weights, epsilons of norms.
+"""Repairs latent attention in vLLM and SGLang: updates copies of weights, and sets epsilons of
+norms.
 
 For decoding, an engine multiplies queries and outputs by the up-projection of keys and values.
-After loading it splits and transposes that weight into two further tensors. This module updates
-them in place after every write of `kv_b_proj`, since CUDA graphs keep their addresses.
+After loading, it splits and transposes this weight into two more tensors. This module updates both
+in place after every write to `kv_b_proj`, because CUDA graphs contain their addresses.
 """
 
 from __future__ import annotations
@@ -23,11 +24,12 @@ LATENT_NORMS = ("q_a_layernorm", "kv_a_layernorm")
 
 @dataclass(frozen=True)
 class LatentCopies:
-    """Attribute names in a package's attention layers: the two copies, and the number N of heads on
-    this rank.
+    """Names of attributes in a package's attention layers: the two copies, and the number N of
+    heads on this rank.
 
-    `keys` is (N, P, L) and `values` (N, L, V). The layer's `kv_b_proj.weight` is (N * (P + V), L):
-    for each head P rows of its key, then V rows of its value. `qk_nope_head_dim` is P.
+    `keys` has shape (N, P, L), `values` has shape (N, L, V). The layer's `kv_b_proj.weight` has
+    shape (N * (P + V), L): for each head, P rows for its key, then V rows for its value.
+    `qk_nope_head_dim` is P.
     """
 
     keys: str
@@ -37,8 +39,8 @@ class LatentCopies:
     def check(
         self, model: torch.nn.Module, latent: LatentShape, num_layers: int, version: str
     ) -> None:
-        """Raises ModelError unless every layer has its copies and norms of latents: `absorb` and
-        `set_epsilon` silently skip tensors with other names.
+        """Raises ModelError unless every layer has its copies and its norms of latents, because
+        `absorb` and `set_epsilon` silently skip tensors with other names.
         """
         copies, norms = len(list(self._copies(model))), len(list(_norms(model)))
         per_layer = 1 + (latent.query_rank > 0)
@@ -56,8 +58,8 @@ class LatentCopies:
                 )
 
     def is_copy(self, name: str) -> bool:
-        """Whether a parameter name is that of a copy. Copies are parameters in some versions and
-        plain attributes in others.
+        """Whether a parameter is one of the copies, which are parameters in some versions and plain
+        attributes in others.
         """
         return name.rpartition(".")[2] in (self.keys, self.values)
 
@@ -74,7 +76,7 @@ class LatentCopies:
         return next((name for name, copy, source in made if not copy.equal(source)), None)
 
     def _copies(self, model: torch.nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Yields the name of each copy, the copy, and the view of its source weight."""
+        """Yields each copy's name, the copy, and the view of the weight from which it is copied."""
         for name, layer in model.named_modules():
             found = getattr(layer, self.keys, None), getattr(layer, self.values, None)
             if not all(isinstance(copy, Tensor) for copy in found):
@@ -89,8 +91,8 @@ class LatentCopies:
 
 
 def set_epsilon(model: torch.nn.Module) -> None:
-    """Sets the epsilon of latent norms to the models' value: vLLM and SGLang use that of the other
-    norms, which differs in Moonlight. Must run before graphs are captured.
+    """Sets the epsilon of latent norms to the models' value, because vLLM and SGLang use the
+    epsilon of the other norms, which differs in Moonlight. Must run before graphs are captured.
     """
     for norm in _norms(model):
         norm.variance_epsilon = LATENT_EPS

@@ -1,6 +1,7 @@
-"""Names an engine's live parameters as the weight layout does, and shares the trainer's.
+"""Names an engine's live parameters as in the weight layout, and shares memory with the trainer's
+parameters.
 
-Used by engines of packages whose parameters have the layout of `fused_layout`.
+Used for packages' engines, whose parameters have the layout of `fused_layout`.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ from hybridrl.hybrid_engine.memory.alias import shared_views
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout
 
-STACKS = ("w13_weight", "w2_weight")  # all experts of a rank: gate over up, and down
+STACKS = ("w13_weight", "w2_weight")  # all of a rank's experts: gate above up, and down
 
 
 Names = Callable[[str], str | None]
-"""Translates a package's parameter name into that of `fused_layout`; returns None for a copy of
-other parameters, which the layout does not contain."""
+"""Translates a package's parameter name into the name in `fused_layout`; returns None if the
+parameter is a copy of others, which the layout does not contain.
+"""
 
 
 def live_tensors(model: torch.nn.Module, layout_name: Names) -> dict[str, Tensor]:
-    """Returns the live parameters by the names of `fused_layout`. A parameter that stacks this
-    rank's experts, (E, rows, columns), becomes one matrix `<parameter>/<index>` per expert.
+    """Returns the live parameters by their names in `fused_layout`. A parameter that stacks this
+    rank's experts, (E, rows, columns), is returned as one matrix per expert, named
+    `<parameter>/<index>`.
     """
     found: dict[str, Tensor] = {}
     for own_name, parameter in model.named_parameters():
@@ -45,8 +48,8 @@ def share(
     layout: RankLayout,
     layout_name: Names,
 ) -> dict[str, Tensor]:
-    """Replaces the engine's parameters by the trainer's where both hold the same content. Returns
-    these views by the layout's names, with one view for a stack of experts.
+    """Replaces engine parameters by views of trainer parameters with the same content. Returns
+    these views by their names in the layout; a stack of experts is one view.
     """
     if shard is None:
         return {}
@@ -61,7 +64,8 @@ def free_bytes(device: torch.device) -> int:
     """Returns the device's free bytes after releasing cached memory; 0 on CPU."""
     if device.type == "cpu":
         return 0
-    # Garbage that the engine's start would free makes the engine look smaller, once by 9 GiB.
+    # Collect garbage first: if the engine's start frees it, the engine looks smaller than it is, in
+    # one case by 9 GiB.
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info()[0]

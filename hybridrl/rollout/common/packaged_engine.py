@@ -1,11 +1,11 @@
-"""Shared part of the vLLM and SGLang adapters: an installed package's engine in this process.
+"""Code that the vLLM and SGLang adapters share: runs an installed package's engine in this process.
 
 All tensor-parallel ranks of a replica make the same calls of `submit`, `step`, `begin_update` and
 `finish_update`; replicas are independent. Owns the requests, the order of an update (stop, write,
-drop the cache) and the memory that is released while the policy trains. An adapter owns how its
-package starts and takes requests. Invariant: a request can continue from its prompt and tokens
-alone. The package's own state may be dropped between any two calls, since the next token's
-randomness depends only on the request's seed and the position.
+clear the cache) and the memory that is released while the policy trains. Adapters start their
+package and pass requests to it. Invariant: a request can continue from only its prompt and tokens.
+The package's state may be dropped between any two calls, because the random number for the next
+token depends only on the request's seed and the position.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from hybridrl.rollout.registry import ENGINES, engine_package
 
 @dataclass(frozen=True, kw_only=True)
 class StartInputs:
-    """Inputs for the start of a package's engine on this rank.
+    """Inputs to start a package's engine on this rank.
 
     Args:
         version: Name and version of the package, for messages.
@@ -67,13 +67,13 @@ class StartInputs:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the engine runs on a CPU."""
+        """Whether the engine runs on the CPU."""
         return self.device.type == "cpu"
 
 
 @dataclass(frozen=True, kw_only=True)
 class StartedPackage:
-    """A started engine of a package.
+    """A package's engine after its start.
 
     Args:
         model: The engine's module on this rank.
@@ -98,15 +98,16 @@ Recorder = TypeVar("Recorder", bound=ExpertRecorder)
 
 
 class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
-    """Implements `RolloutEngine` and `WeightTarget` over one rank's part of a package's engine.
+    """Implements `RolloutEngine` and `WeightTarget` with one rank's part of a package's engine.
 
-    Construction and `close` are collective over the ranks that have an engine. If a parameter of
-    `shard`, the trainer's parameters on this rank, has the same content as an engine parameter, it
-    becomes that parameter, and `shared` contains its name.
+    Construction and `close` are collective over the ranks that have an engine. `shard` contains the
+    trainer's parameters on this rank. An engine parameter with the same content as one of them uses
+    its memory; `shared` contains the names of such parameters.
 
     Raises:
-        UserError: If the package is missing or does not fit, or cannot run this model here.
-        ModelError: If a parameter differs from the weight table; names the first.
+        UserError: If the package is missing, does not suit the host, or cannot run this model on
+            it.
+        ModelError: If a parameter does not match the weight table; names the first such parameter.
         ValueError: If the ranks of a replica do not ascend.
         RuntimeError: If there is no process group, or an engine of another layout is still open.
     """
@@ -164,7 +165,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         self._experts: Recorder | None = None
         self._keeps_memory = False
         self._memory: SleepingMemory | None = None
-        # Raised once the package has started on all ranks: it cannot be stopped earlier.
+        # Raised only after the package has started on all ranks, because it cannot be stopped
+        # earlier.
         self._refusals: list[ModelError] = []
         self._views: dict[str, Tensor] = {}
         before = free_bytes(self._device)
@@ -173,7 +175,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self.close()
             raise self._refusals[0]
         self._tensors = live_tensors(self._live.model, self._layout_name)
-        # A layer that was repacked after loading has its own memory again.
+        # Layers that the package repacked after loading no longer share memory.
         self.shared = frozenset(
             name for name, tensor in self._tensors.items() if is_view(name, tensor, self._views)
         )
@@ -193,7 +195,9 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     @staticmethod
     @abstractmethod
     def _layout_name(name: str) -> str | None:
-        """Returns the layout's name of a package's parameter; None for a copy of others."""
+        """Returns the name that a package's parameter has in the layout; None if it is a copy of
+        others.
+        """
 
     @abstractmethod
     def _start(self) -> None:
@@ -205,7 +209,9 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     @abstractmethod
     def _own_memory(self) -> SleepingMemory:
-        """Returns the memory of weights and KV cache on a GPU. Raises UserError."""
+        """Returns the memory of weights and KV cache on a GPU. Raises UserError if it cannot be
+        released.
+        """
 
     @abstractmethod
     def _request_rules(self, request: Request) -> Iterable[ValueError]:
@@ -213,7 +219,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     @abstractmethod
     def _decode(self) -> tuple[list[str], list[int]]:
-        """Hands queued requests to the package and runs one step of it.
+        """Passes queued requests to the package and runs one step.
 
         Returns:
             Names of the requests for which tokens were drawn, and one token for each name. The
@@ -226,19 +232,21 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     @abstractmethod
     def _record_running(self) -> None:
-        """Records the experts computed so far, since other weights may compute the rest."""
+        """Records the experts chosen so far, because other weights may compute the remaining
+        tokens.
+        """
 
     @abstractmethod
     def _drop_running(self) -> None:
-        """Removes all requests from the package; `_rows` keeps them."""
+        """Removes all requests from the package; they remain in `_rows`."""
 
     @abstractmethod
     def _forget_cache(self) -> None:
-        """Drops keys and values of older weights."""
+        """Drops cached keys and values that older weights computed."""
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the engine; collective over the ranks that have one."""
+        """Shuts down the engine; collective over the ranks that have one."""
 
     # Used by adapters
 
@@ -253,8 +261,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return with_experts(layout, ExpertTensors(self._family, self._shape), experts)
 
     def _prepare(self, model: torch.nn.Module) -> None:
-        """Checks and shares the parameters of a new module, before the package measures memory and
-        captures graphs.
+        """Checks a new module's parameters, and shares memory with the trainer, before the package
+        measures memory and captures graphs.
         """
         latent, shapes = self._shape.latent, hf_shapes(self._family, self._shape)
         load: Any = model.load_weights
@@ -273,7 +281,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._views = share(model, self._shard, self._layout, self._layout_name)
 
     def _record_with(self, make: Callable[[], Recorder]) -> Recorder | None:
-        """Creates the recorder of experts if experts are recorded; returns it."""
+        """Creates and returns the recorder of experts, if experts are recorded."""
         if self._settings.records_experts and not self._refusals:
             try:
                 self._experts = make()
@@ -282,8 +290,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return self._experts
 
     def _written_parameters(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the parameters that an update writes completely, and those with padding, which it
-        writes in part. Excludes the trainer's parameters.
+        """Returns the parameters that an update writes completely, and the padded parameters, which
+        it writes only in part. Excludes parameters that share the trainer's memory.
         """
         padded = {name for name, _ in self._layout.padding}
         own = {name: t for name, t in self._tensors.items() if name not in self.shared}
@@ -291,8 +299,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return whole, [tensor for name, tensor in own.items() if name in padded]
 
     def _check_logps(self, logps: Sequence[float], number_of: Callable[[int], int | None]) -> None:
-        """Raises the error of `no_logprob` if a value is not a log-probability. Ignores values for
-        which `number_of`, given the index, returns no request id.
+        """Raises the error from `no_logprob` if a value is not a log-probability. Ignores values
+        for whose index `number_of` returns no request id.
         """
         if math.isfinite(sum(logps)) and max(logps) <= 0:
             return
@@ -303,7 +311,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     # WeightTarget
 
     def layout(self) -> RankLayout:
-        """Returns which part of the HF checkpoint each of this rank's fused parameters holds."""
+        """Returns which parts of the HF checkpoint this rank's fused parameters contain."""
         return self._layout
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -328,7 +336,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return [] if self._memory is None else self._memory.lend(num_bytes)
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
-        """Returns whether weights lose their content in such a sleep, see `ForgettingTarget`.
+        """Returns whether such a sleep loses the weights' content (see `ForgettingTarget`).
         Training overwrites lent memory even if the engine keeps its memory.
         """
         memory = self._memory
@@ -344,10 +352,10 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
             self._memory.wake_up(WEIGHTS)
 
     def finish_update(self, version: int) -> None:
-        """Maps the KV cache and allows generation with the weights `version`."""
+        """Maps the KV cache, and allows generation with weights `version`."""
         if self._memory is not None:
             self._memory.wake_up(KV_CACHE)
-            self._memory.clear_lent()  # training used it, even if the engine kept its memory
+            self._memory.clear_lent()  # training used it even if the engine kept its memory
         self._forget_cache()
         if self._experts is not None:
             self._experts.forget()
@@ -367,8 +375,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     # RolloutEngine
 
     def memory(self) -> dict[str, Holding]:
-        """Returns bytes on this rank by purpose. On GPUs, "graphs and workspace" is measured while
-        the engine sleeps.
+        """Returns the bytes used on this rank, by purpose. On GPUs, "graphs and workspace" is
+        measured while the engine sleeps.
         """
         never_sleeps = self._device.type == "cpu" or self._keeps_memory
         sizes = {name: tensor.nbytes for name, tensor in self._tensors.items()}
@@ -385,8 +393,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return self._live.model
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises ValueError if an id is held, or if the package cannot generate
-        such a response.
+        """Queues requests. Raises ValueError if an id is already in use, or if the package cannot
+        generate such a response.
         """
         for request in requests:
             for violation in self._request_rules(request):
@@ -394,8 +402,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         super().submit(requests)
 
     def step(self) -> None:
-        """Hands queued requests to the package and runs one step of it. Raises TokensDifferError if
-        the ranks of this replica drew different tokens in an earlier step.
+        """Passes queued requests to the package and runs one step. Raises TokensDifferError if this
+        replica's ranks drew different tokens in an earlier step.
         """
         self._check_weights()
         self._agreement.settle()

@@ -1,7 +1,7 @@
-"""Minimum lengths and penalties: changes of logits that depend on a request's earlier tokens.
+"""Applies minimum lengths and penalties to logits, depending on a request's earlier tokens.
 
-Owns their definition, for all rows of a batch on the logits' device. Callers pass the earlier
-tokens; SGLang's engine keeps them on the device (sglang/penalties.py).
+Processes all rows of a batch on the logits' device. Callers pass the earlier tokens; for SGLang
+they are stored on the device (sglang/penalties.py).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hybridrl.rollout.engine import SamplingParams
 
-# Where a row's tokens occur, uint8 for each token of the vocabulary; 0 is nowhere.
-IN_PROMPT = 1  # and not in the response
+# For each token of the vocabulary, uint8: where it occurs in a request; 0 if it does not occur.
+IN_PROMPT = 1  # but not in the response
 IN_RESPONSE = 2
 
 
@@ -33,8 +33,9 @@ class PenaltyRows:
     """Penalty parameters of a batch, on the device of its logits.
 
     Args:
-        end_row_E, end_token_E: Rows with a minimum length, and their stop tokens.
-        least_E: Number of prompt and response tokens before which the stop token is not drawn.
+        end_row_E, end_token_E: One entry per stop token of each row with a minimum length: row and
+            token.
+        least_E: Number of prompt and response tokens before which the stop token must not be drawn.
     """
 
     repetition_B1: Tensor
@@ -47,7 +48,7 @@ class PenaltyRows:
     def of(
         sampling: Sequence[SamplingParams], prompt_lengths: Sequence[int], device: torch.device
     ) -> PenaltyRows:
-        """Returns the parameters of these requests without a synchronization."""
+        """Returns the penalty parameters of these requests, without synchronizing."""
         ends = [
             (place, token, length + row.min_new_tokens)
             for place, (row, length) in enumerate(zip(sampling, prompt_lengths, strict=True))
@@ -60,12 +61,12 @@ class PenaltyRows:
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies a host tensor to a device without a synchronization."""
+    """Copies a host tensor to a device without synchronizing."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
 def mark(table_SV: Tensor, slots: Sequence[int], histories: Sequence[TokenHistory]) -> None:
-    """Writes rows of a (slots, vocabulary) uint8 table of IN_PROMPT and IN_RESPONSE."""
+    """Rewrites rows of a (slots, vocabulary) uint8 table with IN_PROMPT and IN_RESPONSE."""
     vocab, device = table_SV.size(1), table_SV.device
     table_SV.index_fill_(0, on_device(torch.tensor(slots), device), 0)
     for part, value in ((0, IN_PROMPT), (1, IN_RESPONSE)):
@@ -80,12 +81,12 @@ def mark(table_SV: Tensor, slots: Sequence[int], histories: Sequence[TokenHistor
 def penalize(
     logits_BV: Tensor, rows: PenaltyRows, seen_BV: Tensor | None, length_B: Tensor
 ) -> Tensor:
-    """Returns float32 logits with early stop tokens removed and penalties applied, in vLLM's order:
-    stop tokens, repetition, presence. Rows without penalties keep their exact logits.
+    """Returns float32 logits after excluding early stop tokens and applying penalties, in vLLM's
+    order: stop tokens, repetition, presence. Logits of rows without penalties do not change.
 
     Args:
-        seen_BV: uint8, 0, IN_PROMPT or IN_RESPONSE; None if no row has penalties.
-        length_B: int64, tokens of prompt and response so far.
+        seen_BV: 0, IN_PROMPT or IN_RESPONSE, uint8; None if no row has penalties.
+        length_B: Number of prompt and response tokens so far, int64.
     """
     logits_BV = logits_BV.to(torch.float32, copy=True)
     ends_E = logits_BV[rows.end_row_E, rows.end_token_E]
@@ -103,7 +104,7 @@ def penalize(
 def penalized(
     logits_BV: Tensor, sampling: Sequence[SamplingParams], histories: Sequence[TokenHistory]
 ) -> Tensor:
-    """Returns logits after `penalize` for the rows that need it."""
+    """Applies `penalize` to the rows that need it, and returns all logits."""
     rows = [row for row, params in enumerate(sampling) if params.needs_history]
     if not rows:
         return logits_BV

@@ -1,5 +1,5 @@
-"""Context managers for process state that an engine may change only temporarily: random generators,
-the environment, attributes of the engine's modules.
+"""Context managers for process state that engines may change only temporarily: random generators,
+environment variables, and attributes of the engine's modules.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 @contextlib.contextmanager
 def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[None]:
-    """Restores torch's global generators; with `everywhere` numpy's and Python's too.
+    """Restores torch's global generators afterwards; with `everywhere`, also numpy's and Python's.
 
-    Engines seed all of them at their start and draw from torch's in every step. The trainer's
-    dropout and data order must not depend on that.
+    Engines seed all generators when they start, and draw from torch's generators in every step. The
+    trainer's dropout and data order must not depend on this.
     """
     python, numpy = (random.getstate(), np.random.get_state()) if everywhere else (None, None)
     try:
@@ -36,7 +36,7 @@ def keep_generators(device: torch.device, everywhere: bool = False) -> Iterator[
 
 @contextlib.contextmanager
 def kept_variables(names: Iterable[str]) -> Iterator[None]:
-    """Restores variables of the environment."""
+    """Restores environment variables afterwards."""
     before = {name: os.environ.get(name) for name in names}
     try:
         yield
@@ -49,11 +49,11 @@ def kept_variables(names: Iterable[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ranks_in_environment() -> Iterator[None]:
-    """Sets the rank variables that vLLM's worker reads at its start, if torchrun did not start this
-    process.
+    """Sets the environment variables from which vLLM's worker reads its rank, unless torchrun set
+    them.
 
-    They are removed afterwards. Otherwise a command started by this process would take itself for a
-    rank, and vLLM on CPU would assume that every rank of a node has an engine.
+    They are removed afterwards. Otherwise a command that this process starts would believe that it
+    is a rank, and vLLM on CPU would assume that every rank on a node has an engine.
     """
     with kept_variables(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         for name in ("RANK", "LOCAL_RANK"):
@@ -63,7 +63,7 @@ def ranks_in_environment() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_variables(names: Sequence[str]) -> Iterator[None]:
-    """Removes variables from the environment temporarily."""
+    """Removes environment variables temporarily."""
     with kept_variables(names):
         for name in names:
             os.environ.pop(name, None)
@@ -72,8 +72,8 @@ def without_variables(names: Sequence[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any, if_there: bool = False) -> Iterator[None]:
-    """Replaces an attribute of a module or class temporarily. With `if_there`, does nothing if it
-    does not exist, as in some versions.
+    """Replaces an attribute of a module or class temporarily. With `if_there`, does nothing if the
+    attribute does not exist, as in some versions.
     """
     if if_there and name not in owner.__dict__:
         yield
@@ -88,7 +88,7 @@ def replaced(owner: Any, name: str, value: Any, if_there: bool = False) -> Itera
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Restricts packages to error messages; their warnings concern other uses."""
+    """Suppresses packages' warnings, which concern other uses; keeps error messages."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:

@@ -1,7 +1,7 @@
-"""The requests, finished responses and weight version that every engine keeps. No torch.
+"""Base class of engines: stores requests, finished responses and the weight version. No torch.
 
-An engine derives from `QueuedEngine`, advances the requests of `_rows` in `step` and passes each
-completion to `_finish`. Invariant: a request is in `_rows` until its completion is in `_finished`.
+A subclass advances the requests in `_rows` in its `step` and passes each completion to `_finish`.
+Invariant: a request is in `_rows` until its completion is in `_finished`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest
 
 
 class QueuedEngine:
-    """Implements `RolloutEngine` apart from `step`, and the calls of `WeightTarget` that need no
-    tensors. These protocols document the methods.
+    """Implements all of `RolloutEngine` except `step`, and the methods of `WeightTarget` that need
+    no tensors. These protocols document the methods.
     """
 
     name: ClassVar[str]
@@ -55,7 +55,7 @@ class QueuedEngine:
         self._finished.clear()
 
     def memory(self) -> Mapping[str, Holding]:
-        """Returns no entry by default."""
+        """Returns no entries by default."""
         return {}
 
     def close(self) -> None:
@@ -73,7 +73,9 @@ class QueuedEngine:
         self._version, self._is_updating = version, False
 
     def _check_weights(self) -> None:
-        """Raises RuntimeError while an update of the weights is not finished."""
+        """Raises RuntimeError if an update of the weights has begun and not finished, or none has
+        finished yet.
+        """
         if self._is_updating:
             raise RuntimeError(
                 f"the {self.name} engine has no complete weights: call finish_update() first"

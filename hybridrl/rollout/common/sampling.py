@@ -1,8 +1,8 @@
 """Draws tokens with randomness that depends on the request and not on the batch.
 
-Token number t of a request is drawn by inverting the cumulative distribution at a uniform number,
-which is a hash of (seed, t). The result does not depend on which requests share a batch, their
-order, or interruptions. There is no generator state, global or local.
+Token number t of a request is drawn by inverting the cumulative distribution at a uniform number
+that is a hash of (seed, t). The result does not depend on the other requests in the batch, on their
+order, or on interruptions. No generator state exists.
 """
 
 from __future__ import annotations
@@ -27,28 +27,30 @@ KEEPS_ALL = 1 << 30  # a top-k above any vocabulary
 def draw_seeds(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.uint64]:
     """Returns 64 random bits for each (seed, count).
 
-    The output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number
-    generators, OOPSLA 2014, figure 17) at position `count` of the stream that starts at the mixed
-    seed. Neighbouring seeds therefore give unrelated streams.
+    Evaluates the output function of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom
+    number generators, OOPSLA 2014, figure 17) at position `count` of the stream that starts at the
+    hashed seed. Because the seed is hashed, consecutive seeds yield unrelated streams.
     """
     start = _mix(np.asarray(seeds, dtype=np.uint64))
     return _mix(start + (np.asarray(counts, dtype=np.uint64) + np.uint64(1)) * GOLDEN)
 
 
 def uniforms(seeds: Sequence[int], counts: Sequence[int]) -> npt.NDArray[np.float64]:
-    """Returns a uniform number in [0, 1) of 48 bits for each (seed, count)."""
+    """Returns a uniform number in [0, 1), with 48 random bits, for each (seed, count)."""
     return (draw_seeds(seeds, counts) >> np.uint64(16)).astype(np.float64) * 2.0**-48
 
 
 @dataclass(frozen=True)
 class RowSampling:
-    """Sampling parameters of each row of a batch, on the device of its logits.
+    """Sampling parameters of each row in a batch, on the device of its logits.
 
     Args:
-        top_k_B: Number of tokens to keep; at least the vocabulary size for all tokens.
-        top_p_B: float64; above 1, which no sum of probabilities reaches, for all tokens.
-        is_greedy_B: Rows that take the most probable token; they have temperature 1 and no filter.
-        has_filter: Whether some row does not keep all tokens.
+        top_k_B: Number of tokens to keep; the vocabulary size or more keeps all tokens.
+        top_p_B: Probability that the kept tokens must reach, float64; a value above 1 keeps all
+            tokens.
+        is_greedy_B: Whether a row takes the most probable token; such rows have temperature 1 and
+            no filter.
+        has_filter: Whether any row excludes tokens.
     """
 
     temperature_B: Tensor
@@ -61,7 +63,7 @@ class RowSampling:
 
     @staticmethod
     def of(sampling: Sequence[SamplingParams], device: torch.device) -> RowSampling:
-        """Returns the parameters of these requests."""
+        """Returns the sampling parameters of these requests."""
         is_greedy = [row.temperature == 0 for row in sampling]
         filters = [row for row in sampling if row.temperature > 0]
         top_k = [row.top_k if row.top_k and row.temperature else KEEPS_ALL for row in sampling]
@@ -83,15 +85,16 @@ def sample(
     """Draws the next token of every row.
 
     Returns:
-        tokens_B int64, and logp_B float32: the log-probability under the distribution drawn from
-            (after temperature, top-k and top-p; at temperature 0, under the model's own).
+        tokens_B (int64), and their log-probabilities logp_B (float32) under the distribution from
+        which they were drawn, after temperature, top-k and top-p; for temperature 0, under the
+        model's distribution.
     """
     rows = RowSampling.of(sampling, logits_BV.device)
     return sample_rows(logits_BV, rows, torch.from_numpy(uniform_B).to(logits_BV.device))
 
 
 def sample_rows(logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Draws as `sample`, with `uniform_B` float64 in [0, 1) and without a synchronization."""
+    """Draws tokens as `sample` does, with uniform_B (float64, in [0, 1)), without synchronizing."""
     logits_BV = logits_BV.float()
     if rows.are_all_greedy:
         tokens_B = logits_BV.argmax(-1)
@@ -106,11 +109,10 @@ def sample_rows(logits_BV: Tensor, rows: RowSampling, uniform_B: Tensor) -> tupl
 def draw_rows(
     logits_BV: Tensor, rows: RowSampling, seed_B: Tensor, count_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Draws the next token of every row with the randomness of (seed, count), int64 with the bits
-    of unsigned numbers.
+    """Draws the next token of every row, with a random number determined by (seed, count), which
+    are int64 interpreted as unsigned.
 
-    A row without a filter gets the same result whether or not another row of the batch has a
-    filter.
+    The result for a row without a filter does not depend on whether another row has a filter.
     """
     tokens_B, logp_B = ops.draw_rows(
         logits_BV, rows.temperature_B, rows.is_greedy_B, seed_B, count_B
@@ -127,7 +129,7 @@ def draw_rows(
 
 def log_distribution(logits_BV: Tensor, sampling: Sequence[SamplingParams]) -> Tensor:
     """Returns the log-probabilities from which each row's token is drawn; -inf for excluded tokens.
-    A greedy row has the model's own distribution.
+    For greedy rows, returns the model's own distribution.
     """
     return _log_distribution(logits_BV.float(), RowSampling.of(sampling, logits_BV.device))
 
@@ -140,14 +142,16 @@ def _log_distribution(logits_BV: Tensor, rows: RowSampling) -> Tensor:
 
 
 def _filter(scaled_BV: Tensor, rows: RowSampling) -> Tensor:
-    """Sets the tokens excluded by top-k, then by top-p of the rest, to -inf; not in greedy rows."""
+    """Sets tokens to -inf that top-k excludes, or that top-p then excludes; leaves greedy rows
+    unchanged.
+    """
     vocab, device = scaled_BV.shape[-1], scaled_BV.device
     sorted_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     rank_V = torch.arange(vocab, device=device)
     sorted_BV = sorted_BV.masked_fill(rank_V >= rows.top_k_B[:, None], -torch.inf)
     prob_BV = sorted_BV.double().softmax(-1)
     before_BV = prob_BV.cumsum(-1) - prob_BV
-    # The rank keeps the most probable token even if rounding makes the sum before it exceed 0.
+    # `rank_V > 0` keeps the most probable token even if rounding makes the sum before it exceed 0.
     is_out_BV = (before_BV >= rows.top_p_B[:, None]) & (rank_V > 0)
     sorted_BV = sorted_BV.masked_fill(is_out_BV, -torch.inf)
     return torch.empty_like(scaled_BV).scatter_(-1, order_BV, sorted_BV)
@@ -158,7 +162,9 @@ def _gather(values_BV: Tensor, index_B: Tensor) -> Tensor:
 
 
 def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finalizer of SplitMix64: every input bit affects every output bit. Overflow wraps."""
+    """The finalizer of SplitMix64, in which every input bit affects every output bit. Products
+    wrap.
+    """
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
@@ -167,8 +173,9 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def no_logprob(
     engine: str, logp: float, request_id: int, version: int, tensors: Mapping[str, Tensor]
 ) -> Exception:
-    """Returns the error for an invalid log-probability, usually NaN. It is a UserError if the
-    engine's weights have exploded, after `version` steps of training or in the initial weights.
+    """Returns the error for an invalid log-probability, usually NaN. If the engine's weights are
+    not finite or are too large, it is a UserError that tells whether training or the initial
+    weights are the cause.
     """
     text = f"the {engine} engine computed log-probability {logp} for request {request_id} "
     text += f"(weights version {version})"

@@ -1,9 +1,9 @@
-"""Self-test of an engine's weight layout, before the first weights arrive.
+"""Tests an engine's weight layout before the first weights arrive.
 
 Compares names, shapes and dtypes with the layout. Then passes HF tensors whose elements encode
-their position to the engine's own loader and checks that it puts them where the layout expects
-them. This refuses a weight table that swaps gate and up, or orders q, k and v differently from this
-version of the engine. Messages name the parameter.
+their own position to the engine's loader, and checks that it copies them to where the layout
+expects them. The test detects a weight table that swaps gate and up, or that orders q, k and v
+differently from the installed engine. Error messages name the parameter.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from hybridrl.models.boxes import Shape, show
 from hybridrl.models.weights import RankLayout
 
 Loader = Callable[[Iterable[tuple[str, Tensor]]], object]
-"""Writes this rank's parts of (HF name, whole HF tensor) pairs into its parameters."""
+"""Takes (HF name, whole HF tensor) pairs and copies this rank's parts of them to its parameters."""
 
-# Codes of two dims are combined to 16 * row + column, which bfloat16 represents exactly (< 256).
+# Row and column codes are combined to 16 * row + column, which is below 256 and thus exact in
+# bfloat16.
 CODES = 16
 
 
 def check_parameters(layout: RankLayout, live: Mapping[str, Tensor], engine: str) -> None:
-    """Raises ModelError unless the engine's parameters are exactly those of the layout, with one
-    dtype except for parameters kept in fp32. `engine` is its name and version.
+    """Raises ModelError unless the engine has exactly the layout's parameters, all of one dtype
+    except for those kept in fp32. `engine` is the engine's name and version.
     """
     for name in sorted(layout.shapes.keys() | live.keys()):
         expected = layout.shapes.get(name)
@@ -53,10 +54,12 @@ def check_placement(
     load: Loader,
     engine: str,
 ) -> None:
-    """Loads coded HF tensors with the engine's loader and checks that each region holds its part.
+    """Loads HF tensors filled with marker values, and checks that each region has the expected
+    slice.
 
-    Overwrites the parameters. Checks the first and the last layer and the parameters outside of
-    layers. Raises ModelError, naming the first parameter with other content.
+    Uses the engine's own loader and overwrites the parameters. Checks the first and the last layer,
+    and parameters outside of layers. Raises ModelError that names the first parameter with wrong
+    content.
     """
     looked_at = _first_and_last_layer(hf_shapes)
     like = live[next(iter(layout.shapes))]
@@ -69,8 +72,8 @@ def check_placement(
         if not torch.equal(part, expected.to(part.dtype)):
             raise _refusal(
                 f"{region.local}{show(region.local_box)}",
-                "other elements, by the engine's own loader",
-                f"{region.hf}{show(region.hf_box)}, by the weight table",
+                "other elements, according to the engine's own loader",
+                f"{region.hf}{show(region.hf_box)}, according to the weight table",
                 engine,
             )
 
@@ -79,7 +82,7 @@ def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
     """Returns a tensor like `like` whose elements encode the name and their own row and column."""
     code = torch.zeros((), dtype=like.dtype, device=like.device)
     for dim, size in enumerate(shape):
-        # A multiplicative hash; its top bits depend on all of index, dim and name.
+        # A multiplicative hash whose top bits depend on index, dim and name.
         index = torch.arange(size, device=like.device) + zlib.crc32(f"{dim}/{name}".encode())
         bits = (index * 2654435761 % (1 << 32)) >> 28
         code = CODES * code[..., None] + bits.to(like.dtype) if dim else bits.to(like.dtype)
@@ -87,7 +90,7 @@ def coded(name: str, shape: Shape, like: Tensor) -> Tensor:
 
 
 def _first_and_last_layer(hf_shapes: Mapping[str, Shape]) -> dict[str, None]:
-    """Returns the names outside of layers and those of the first and last layer, in order."""
+    """Returns the names of tensors outside of layers and in the first and last layer, in order."""
     layers = {name: _layer(name) for name in hf_shapes}
     numbers = [layer for layer in layers.values() if layer is not None]
     kept = {None, min(numbers), max(numbers)} if numbers else {None}

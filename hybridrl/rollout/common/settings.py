@@ -1,4 +1,6 @@
-"""Settings of a package's engine, and the size of its KV cache. No engine and no torch here."""
+"""Settings of a package's engine, and the size of its KV cache. Imports neither an engine nor
+torch.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +26,20 @@ class EngineSettings:
 
     Args:
         hf_config: Content of config.json.
-        architectures: Architectures for a config.json without any.
-        max_batch: Maximum number of requests decoded together.
-        max_tokens: Maximum length of a prompt with its response.
-        kv_cache_bytes: Size of the KV cache on this rank. If None, it holds `max_batch` requests of
-            maximum length, limited to 1 GiB on CPU and to free memory on GPUs.
-        reserved_bytes: Memory that the trainer will hold during rollout in addition to what it
-            holds at the start.
-        timeout_s: Time limit of collectives inside the engine; None for the engine's default.
+        architectures: Architectures to use if config.json names none.
+        max_batch: Maximum number of requests that are decoded together.
+        max_tokens: Maximum total length of a prompt and its response.
+        kv_cache_bytes: Size of the KV cache on this rank. If None, the cache is large enough for
+            `max_batch` requests of maximum length, but at most 1 GiB on CPU, and at most the free
+            memory on GPUs.
+        reserved_bytes: Memory that the trainer will occupy during rollout in addition to what it
+            occupies at the start.
+        timeout_s: Time limit of the engine's collectives; None for the engine's default.
         eager: Whether to disable torch.compile and CUDA graphs (always disabled on CPU).
-        ep: Number of parts into which the experts of a layer are divided; 1 if every rank has a
-            part of each expert.
-        gpu_memory_share: Maximum share of a GPU's memory for weights and KV cache, if any.
+        ep: Number of groups into which a layer's experts are divided; 1 if every rank has a part of
+            each expert.
+        gpu_memory_share: Maximum share of a GPU's memory for weights and KV cache; None for no
+            maximum.
     """
 
     hf_config: Mapping[str, Any]
@@ -74,8 +78,8 @@ class EngineSettings:
 
 
 def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) -> int:
-    """Returns the bytes of a GPU available for weights and KV cache. Raises UserError if they are
-    no more than `least`.
+    """Returns how many bytes of a GPU are available for weights and KV cache. Raises UserError
+    unless they exceed `least`.
     """
     usable = free - settings.reserved_bytes - int(GPU_SLACK * total)
     if settings.gpu_memory_share is not None:
@@ -92,15 +96,15 @@ def usable_bytes(settings: EngineSettings, free: int, total: int, least: int) ->
 
 
 def token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:
-    """Returns the bytes of a token's keys and values, or latents, on a rank."""
+    """Returns how many bytes a rank caches per token (keys and values, or latents)."""
     return shape.num_layers * shape.cached_elements(tp) * itemsize
 
 
 def kv_cache_blocks(
     settings: EngineSettings, block_bytes: int, block_size: int, most: int | None = None
 ) -> int:
-    """Returns the blocks for `max_batch` requests of maximum length. They are limited to `most`
-    bytes, but always suffice for one such request.
+    """Returns the number of blocks for `max_batch` requests of maximum length. It is limited to
+    `most` bytes, but always suffices for one such request.
     """
     per_request = -(-settings.max_tokens // block_size)
     wanted = settings.max_batch * per_request
@@ -108,7 +112,7 @@ def kv_cache_blocks(
 
 
 def too_long(request: Request, settings: EngineSettings) -> Iterator[ValueError]:
-    """Yields the refusal of a request that is longer than the engine's limit."""
+    """Yields an error if a request can exceed the engine's maximum length."""
     most_new = request.sampling.max_new_tokens
     if len(request.prompt) + most_new > settings.max_tokens:
         yield ValueError(

@@ -1,7 +1,7 @@
-"""Ends responses at stop strings in the decoded text of their last tokens. No torch.
+"""Detects stop strings in the decoded text of a response's last tokens. No torch.
 
-A stop string may be tokenized in several ways and may end within a token, so the decoded text is
-searched. Engines know tokens only; they get TokenTexts before requests with stop strings.
+The decoded text is searched because a stop string may be tokenized in several ways and may end
+within a token. Engines do not have a tokenizer; TokenTexts provides one.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-# A token has at least one byte of text, and a UTF-8 character has at most four bytes.
+# A token consists of at least one byte of text, and a UTF-8 character has at most four bytes.
 _MAX_TOKENS_PER_CHARACTER = 4
 
 
 class TokenTexts:
-    """Finds stop strings at the end of responses, with a tokenizer of transformers."""
+    """Finds stop strings at the end of responses, using a transformers tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -24,7 +24,7 @@ class TokenTexts:
         after each token.
         """
         longest = max(map(len, strings))
-        # One more token, since the string may end within the last one.
+        # One more token, because the string may end within the last token.
         last = tokens[-(_MAX_TOKENS_PER_CHARACTER * longest + 1) :]
         text: str = self._tokenizer.decode(list(last), skip_special_tokens=False)
         return any(string in text for string in strings)
