@@ -1,10 +1,11 @@
-"""Checkpoint folders as files: which are there, which is meant, and whether one is whole.
+"""Finds checkpoint folders, and checks whether a checkpoint is complete and undamaged.
 
-Owns the names inside a checkpoint folder, what a run may find in one, and the errors of a damaged
-one. No torch, so that the command line can refuse a damaged checkpoint before any rank starts.
+Owns the file names inside a checkpoint folder, the content of `state.json`, and the errors for
+damaged checkpoints. Does not import torch, so that the command line can reject a damaged checkpoint
+before any rank starts.
 
-The newest checkpoint of a run folder is the one that was written last, not the one with the most
-steps: who loads step 10 and trains on has left steps 20 and 30 behind.
+The newest checkpoint in a run folder is the checkpoint that was written last, not the one with the
+most steps. A user who loads step 10 and continues to train has abandoned steps 20 and 30.
 """
 
 from __future__ import annotations
@@ -39,23 +40,27 @@ HF_FORMAT: Final = "hf"
 
 
 class SavedState(BaseModel):
-    """Content of `state.json`: the state of a run besides its weights.
+    """Content of `state.json`: the state of a run except its weights.
 
     Args:
-        step: Number of finished steps; None for weights alone, as `hybridrl convert` writes them.
-        prompts, mix: Cursors of the prompts and of further terms' prompts.
-        rollouts: Unfinished rollouts and response lengths.
+        step: Number of finished steps; None if the checkpoint contains only weights, as written by
+            `hybridrl convert`.
+        prompts, mix: Positions in the prompts of the run and in the prompts of additional loss
+            terms.
+        rollouts: Rollouts in progress, and expected response lengths.
         algorithm: State of adaptive algorithms.
-        evaluations: `reward` and `accuracy` of evaluations, and results on held-out rows with
-            responses, by step.
-        seconds: Training time so far.
-        num_updates: Optimizer steps of each trained model.
-        freeze: `train.freeze` of the run; optimizer states exist for the other parameters only.
-        layout: Layout of the ranks that saved. Random states are restored in the same layout only.
-        family: Value that `model.family` would need to load the weights.
-        dtype: Type of the policy's weights.
-        score_token: Token of a response at which the score of a reward model in training is read;
-            checkpoints of older versions do not name it.
+        evaluations: Results of evaluations (`reward` and `accuracy`) and results on held-out rows
+            with responses, by step.
+        seconds: Training time so far, in seconds.
+        num_updates: Number of optimizer steps for each trained model.
+        freeze: Value of `train.freeze`. Optimizer states exist only for parameters that are not
+            frozen.
+        layout: Layout of the ranks that saved the checkpoint. Random states are restored only in
+            the same layout.
+        family: Value of `model.family` that is needed to load the weights.
+        dtype: Dtype of the policy's weights.
+        score_token: Response token at which the score of a reward model is read during its
+            training. Missing in checkpoints from older versions.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -77,7 +82,7 @@ class SavedState(BaseModel):
     @field_validator("evaluations", mode="before")
     @classmethod
     def _of_format_1(cls, evaluations: Any) -> Any:
-        """Converts evaluations that were written before accuracy and reward were separate."""
+        """Converts evaluations from versions that did not separate accuracy and reward."""
         if not isinstance(evaluations, dict):
             return evaluations
         return {
@@ -104,20 +109,21 @@ class Checkpoint:
 
     @staticmethod
     def open(folder: Path) -> Checkpoint:
-        """Reads the manifest; raises CheckpointError if it is damaged."""
+        """Reads the manifest. Raises CheckpointError if it is damaged."""
         return Checkpoint(folder, *read_manifest(folder))
 
     @property
     def ancestor(self) -> Ancestor | None:
-        """Entry for this checkpoint in later manifests; None for weights alone."""
+        """Entry for this checkpoint in later manifests; None if it contains only weights."""
         step = self.manifest.step
         return None if step is None else Ancestor(step=step, order=self.manifest.order)
 
     def check(self) -> SavedState:
-        """Checks all sizes, verifies the HF files and the state, and returns the state.
+        """Checks all file sizes, verifies the HF files and the state, and returns the state.
 
         Raises:
-            CheckpointError: A file is missing, cut short, damaged or malformed; names the file.
+            CheckpointError: A file is missing, truncated, damaged or malformed; the error names the
+                file.
         """
         check_sizes(self.folder, self.manifest)
         for name in self.manifest.files:
@@ -126,7 +132,7 @@ class Checkpoint:
         return self.read_state()
 
     def read_state(self) -> SavedState:
-        """Reads and verifies `state.json`; raises CheckpointError."""
+        """Reads and verifies `state.json`. Raises CheckpointError if it is damaged."""
         content, file = read_listed(self.folder, STATE, self.manifest), self.folder / STATE
         try:
             return SavedState.model_validate(parse_json(content))
@@ -141,12 +147,12 @@ class Checkpoint:
 
 
 def step_folders(root: Path) -> dict[int, Path]:
-    """Returns the checkpoint folders under `root` by step, fewest steps first.
+    """Returns the checkpoint folders under `root` by step, in ascending order.
 
-    A `.replaced` folder counts if no other folder has its name.
+    A `.replaced` folder is included only if there is no folder without this suffix.
 
     Raises:
-        CheckpointError: A file has the name of a checkpoint or of `root`.
+        CheckpointError: There is a file where a checkpoint folder or `root` should be.
     """
     if not root.is_dir():
         if root.exists():
@@ -166,16 +172,16 @@ def step_folders(root: Path) -> dict[int, Path]:
 
 
 def newest_checkpoint(root: Path) -> Path | None:
-    """Returns the newest checkpoint under `root`, or None.
+    """Returns the newest checkpoint under `root`, or None if there is none.
 
-    A checkpoint with an unreadable manifest is ranked by its step: it may be the newest, and
-    opening it reports the damage.
+    A checkpoint with an unreadable manifest is ranked by its step. If it is returned, opening it
+    reports the damage.
     """
     return next(newest_first(root), None)
 
 
 def newest_first(root: Path) -> Iterator[Path]:
-    """Yields the checkpoints under `root`, the last written first."""
+    """Yields the checkpoints under `root`, beginning with the checkpoint written last."""
     opened: dict[Path, tuple[int, int]] = {}
     unreadable: list[tuple[int, Path]] = []
     for step, folder in step_folders(root).items():
@@ -192,8 +198,8 @@ def newest_first(root: Path) -> Iterator[Path]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns `path` if it is a checkpoint, else the newest one of the run folder; raises
-    CheckpointError.
+    """Returns `path` if it is a checkpoint, otherwise the newest checkpoint in the run folder
+    `path`. Raises CheckpointError if there is none.
     """
     if (path / MANIFEST).is_file() or STEP_FOLDER.fullmatch(path.name):
         return path
@@ -210,10 +216,11 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> tuple[Checkpoint, SavedState]:
-    """Opens and checks the checkpoint that `path` means.
+    """Opens and checks a checkpoint, or the newest checkpoint of a run folder.
 
     Raises:
-        CheckpointError: There is none, or it is damaged; the error names the newest whole one.
+        CheckpointError: There is no checkpoint, or it is damaged. The error names the newest
+            undamaged checkpoint.
     """
     folder = find_checkpoint(path)
     try:
@@ -224,20 +231,20 @@ def open_checkpoint(path: Path) -> tuple[Checkpoint, SavedState]:
 
 
 def check_family(named: str, allowed: str | None, folder: Path) -> None:
-    """Raises CheckpointError if a checkpoint names code that the user has not allowed.
+    """Raises CheckpointError if a checkpoint refers to code that the user has not allowed.
 
-    A family `package.module:FAMILY` is imported, which would run code from a stranger.
+    Loading a family `package.module:FAMILY` imports the module, which could run untrusted code.
 
     Args:
-        named: Family in the checkpoint.
+        named: Family that the checkpoint names.
         allowed: Family that the user trusts, if any.
-        folder: Checkpoint folder, for the error.
+        folder: Checkpoint folder, shown in the error.
     """
     if ":" in named and named != allowed:
         raise CheckpointError(
             str(folder / STATE),
             f"family {named}, which is code outside hybridrl",
-            "a family of hybridrl, or the one that --family names",
+            "a family of hybridrl, or the family that --family names",
             f"If you trust it, add --family {named}.",
         )
 
@@ -245,12 +252,12 @@ def check_family(named: str, allowed: str | None, folder: Path) -> None:
 def newest_whole(
     root: Path, other_than: Path, notify: Callable[[str], None] = lambda text: None
 ) -> Path | None:
-    """Returns the newest checkpoint under `root`, except one, whose files all pass verification.
+    """Returns the newest checkpoint under `root` whose files all pass verification, or None.
 
     Args:
-        root: Folder of checkpoints.
+        root: Folder that contains the checkpoints.
         other_than: Checkpoint to skip.
-        notify: Receives a line about each checkpoint before it is read, which may take long.
+        notify: Called with a line about each checkpoint before it is read, which can be slow.
     """
     for folder in newest_first(root):
         if folder.name == other_than.name:
@@ -269,7 +276,7 @@ def newest_whole(
 def with_remedy(
     error: CheckpointError, folder: Path, notify: Callable[[str], None] = lambda text: None
 ) -> CheckpointError:
-    """Adds to a damaged checkpoint's error the newest whole one in the same folder."""
+    """Adds to the error for a damaged checkpoint which undamaged checkpoint to use instead."""
     whole = newest_whole(folder.parent, folder, notify) if STEP_FOLDER.match(folder.name) else None
     if whole is not None:
         remedy = (
@@ -283,5 +290,5 @@ def with_remedy(
 
 def _in_the_way(path: Path) -> CheckpointError:
     return CheckpointError(
-        str(path), "a file", "a folder, which hybridrl makes here", f"Move {path} away."
+        str(path), "a file", "a folder, which hybridrl creates here", f"Move {path} away."
     )

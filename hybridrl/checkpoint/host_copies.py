@@ -1,9 +1,10 @@
-"""Copies of tensors in host memory, from which a checkpoint is written while training continues.
+"""Copies tensors to host memory, so that a checkpoint can be written while training continues.
 
-Owns the memory: page-locked for tensors from a GPU, so that copies run at the link's rate, and kept
-between checkpoints, since locking pages takes longer than a copy. It can be reserved, so that the
-first copies do not wait for it. Invariant: a copy does not change between two checkpoints; its
-readers finish before the next one begins.
+Owns the memory for the copies. For tensors from a GPU it is page-locked, so that copies reach the
+full bandwidth of the link. It is kept between checkpoints, because locking pages takes longer than
+copying. It can be reserved in advance, so that the first copies do not wait for it. Invariant: a
+copy does not change between two checkpoints, because all its readers finish before the next
+checkpoint begins.
 """
 
 from __future__ import annotations
@@ -22,33 +23,36 @@ from hybridrl.checkpoint.optimizer_state import Allocator
 from hybridrl.checkpoint.reserved_memory import ReservedMemory, threads_beside_training
 from hybridrl.checkpoint.segments import FIRST_BYTES, next_segment_bytes
 
-ALIGNMENT_BYTES = 512  # torch's own alignment of tensors
+ALIGNMENT_BYTES = 512  # alignment that torch uses for tensors
 
 
 def locked_memory(num_bytes: int) -> torch.Tensor:
-    """Returns page-locked memory; uint8."""
+    """Allocates page-locked memory; uint8."""
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 class Segments:
-    """Tensors one after the other in segments of memory.
+    """Places tensors one after another in large segments of memory.
 
-    torch allocates page-locked memory in powers of two: one tensor of 272 MB would take 512 MiB.
+    torch rounds allocations of page-locked memory up to powers of two: a single tensor of 272 MB
+    would occupy 512 MiB.
 
     Args:
-        make: Allocates a segment of a number of bytes; uint8.
+        make: Function that allocates a segment with the given number of bytes; uint8.
     """
 
     def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
         self._make = make
-        self._free: list[tuple[torch.Tensor, int]] = []  # segments, and where their free ends begin
+        self._free: list[
+            tuple[torch.Tensor, int]
+        ] = []  # segments, and where their free space begins
 
     def add(self, segment: torch.Tensor) -> None:
-        """Adds a segment for tensors; uint8."""
+        """Adds a segment in which tensors can be placed; uint8."""
         self._free.append((segment, 0))
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor that fills its storage."""
+        """Returns an uninitialized tensor whose storage has exactly its size."""
         size = math.prod(shape) * dtype.itemsize
         index = next((i for i, (one, at) in enumerate(self._free) if at + size <= len(one)), None)
         if index is None:
@@ -58,28 +62,28 @@ class Segments:
             self._free.append((self._make(max(next_segment_bytes(taken), least)), 0))
         segment, begin = self._free[index]
         self._free[index] = segment, begin + math.ceil(size / ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        # Through numpy: a torch slice would keep the segment's storage.
+        # Slice with numpy, because a torch slice would share the storage of the whole segment.
         return torch.from_numpy(segment.numpy()[begin : begin + size]).view(dtype).view(shape)
 
 
 class HostCopies:
-    """Copies of the tensors that one rank writes into a checkpoint."""
+    """Host copies of all tensors that one rank writes to a checkpoint."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, torch.Tensor] = {}
-        self._allocated: dict[int, torch.Tensor] = {}  # by `allocators`, by where it begins
+        self._allocated: dict[int, torch.Tensor] = {}  # allocated through `allocators`, by address
         self._begins: list[int] = []  # ascending
         self._locked = Segments(locked_memory)
         self._reserved: ReservedMemory | None = None
-        self._has_reserved = False  # in the segments
+        self._has_reserved = False  # whether the reserved memory is in the segments
 
     def reserve(self, num_bytes: int, num_ranks: int) -> None:
-        """Begins, once, to allocate page-locked memory in the background; not if the ranks of this
-        host would leave less than half of its free memory.
+        """Starts to allocate page-locked memory in the background, at the first call only. Does
+        nothing if the ranks on this host would use more than half of the host's free memory.
 
         Args:
             num_bytes: Approximate size of the copies.
-            num_ranks: Number of ranks on this host, all of which call this.
+            num_ranks: Number of ranks on this host; all of them must call this method.
         """
         if self._reserved is not None or self._kept or not torch.cuda.is_available():
             return
@@ -88,14 +92,15 @@ class HostCopies:
         runtime, device = torch.cuda.cudart(), torch.cuda.current_device()
         locks = partial(_lock, device), runtime.cudaHostUnregister
         with suppress(OSError):
-            more = num_bytes + FIRST_BYTES  # for the alignment of tensors
+            more = num_bytes + FIRST_BYTES  # additional space for aligning tensors
             self._reserved = ReservedMemory(more, threads_beside_training(num_ranks), *locks)
 
     def take(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
-        """Begins to copy a tensor from any device to the host; call `finish` before reading the
+        """Starts to copy a tensor from any device to the host. Call `finish` before reading the
         copy.
 
-        The copy fills its storage. `name` is unique among this rank's tensors.
+        The storage of the copy has exactly its size. `name` must be unique among this rank's
+        tensors.
         """
         if not tensor.is_cuda and self._is_allocated(tensor):
             return tensor
@@ -104,11 +109,11 @@ class HostCopies:
         return copy
 
     def allocators(self, model: str) -> Callable[[int], Allocator]:
-        """Returns, by an optimizer's number, an allocator for one state of a whole parameter,
-        page-locked for states from a GPU. `take` returns such memory unchanged.
+        """Returns a function that maps the number of an optimizer to an Allocator. Memory for
+        states from a GPU is page-locked. `take` returns such memory unchanged.
 
         Args:
-            model: Name of the optimizers' model.
+            model: Name of the model that the optimizers train.
         """
 
         def allocate(
@@ -134,7 +139,7 @@ class HostCopies:
     def _kept_as(
         self, name: Hashable, shape: torch.Size, dtype: torch.dtype, is_locked: bool
     ) -> torch.Tensor:
-        """Returns the memory under that name, the same one unless shape or type has changed."""
+        """Returns the memory for a name. Reuses it unless the shape or dtype has changed."""
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (shape, dtype):
             kept = self._kept[name] = (self._empty_locked if is_locked else _empty)(shape, dtype)
@@ -151,7 +156,9 @@ class HostCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all copies as stored in files; page-locked segments are larger."""
+        """Total size of all copies in bytes, as stored in files; the page-locked segments are
+        larger.
+        """
         return sum(copy.nbytes for copy in self._kept.values())
 
     @property
@@ -160,18 +167,20 @@ class HostCopies:
         return 0 if self._reserved is None else self._reserved.num_taken
 
     def finish(self) -> None:
-        """Waits until all copies are made: the one sync point of an asynchronous checkpoint."""
+        """Waits until all copies are complete. This is the only sync point of an asynchronous
+        checkpoint.
+        """
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
 
 
 def _lock(device: int, address: int, num_bytes: int) -> None:
-    """Page-locks memory for a device, which a new thread must select first."""
+    """Page-locks memory for a device. Selects the device first, as every new thread must."""
     torch.cuda.set_device(device)
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
 
 
 def _empty(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Returns numpy's memory, of which each view can become a whole storage."""
+    """Allocates memory with numpy, so that each view of it can become a separate torch storage."""
     num_bytes = math.prod(shape) * dtype.itemsize
     return torch.from_numpy(np.empty(num_bytes, np.uint8)).view(dtype).view(shape)

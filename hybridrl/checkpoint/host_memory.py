@@ -1,7 +1,9 @@
-"""Memory that the processes of a job may still take on this host. No torch.
+"""Determines how much memory the processes of a job may still allocate on this host. Does not
+import torch.
 
-A container or a scheduler's job has limits below what the host has free, and a process that passes
-them is killed. The limits are those of control groups, version 2 (Linux, cgroup-v2.rst).
+The limit of a container or a scheduler's job may be lower than the free memory of the host, and
+processes that exceed it are killed. Reads the limits of control groups, version 2 (Linux,
+cgroup-v2.rst).
 """
 
 from __future__ import annotations
@@ -16,16 +18,18 @@ GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_bytes() -> int:
-    """Returns the free bytes of the host within the limits of this process's control groups."""
+    """Returns the free memory of the host in bytes, within the limits of this process's control
+    groups.
+    """
     return min([psutil.virtual_memory().available, *_free_of_groups()])
 
 
 def _free_of_groups() -> Iterator[int]:
-    """Yields the free bytes of each limited control group of this process and its parents."""
-    with suppress(OSError):  # no Linux
+    """Yields the free bytes in each limited control group of this process and in its parents."""
+    with suppress(OSError):  # not Linux
         for line in OWN_GROUPS.read_text().splitlines():
             number, _, name = line.split(":", 2)
-            if number == "0":  # of version 2
+            if number == "0":  # version 2
                 own = GROUPS / name.strip("/")
                 for group in (own, *own.parents):
                     if group.is_relative_to(GROUPS):
@@ -33,8 +37,8 @@ def _free_of_groups() -> Iterator[int]:
 
 
 def _free_of(group: Path) -> Iterator[int]:
-    with suppress(OSError, ValueError):  # the root has no limit, and "max" is none
+    with suppress(OSError, ValueError):  # the root group has no limit, and "max" means no limit
         limit, used = (int((group / f"memory.{what}").read_text()) for what in ("max", "current"))
         stats = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        # The kernel gives back cached file pages that nobody has read lately when memory is needed.
+        # When memory is needed, the kernel frees cached file pages that were not read recently.
         yield max(limit - used + int(stats.get("inactive_file", 0)), 0)

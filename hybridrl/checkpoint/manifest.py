@@ -1,9 +1,9 @@
-"""Manifest of a checkpoint: its files, their sizes and their digests.
+"""Reads and writes the manifest of a checkpoint: its files with sizes and digests.
 
-Owns `manifest.json` and `manifest.xxh3`, its own digest. A file is listed with its size and with
-pieces: byte ranges, each with an XXH3 digest. A sharded file has a piece for every tensor in it, so
-that a rank verifies exactly what it reads; other files have one piece. Digests find damage of
-disks, of transfers and by hand; they do not prove who wrote a file. No torch.
+Owns `manifest.json` and its digest in `manifest.xxh3`. Each file is listed with its size and its
+pieces, which are byte ranges with an XXH3 digest. A sharded file has one piece per tensor, so that
+a rank verifies exactly what it reads; every other file has one piece. Digests detect damage from
+disks, transfers and manual edits, but do not prove who wrote a file. Does not import torch.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
 
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.xxh3"
-# Size of a read: large, as parallel threads wait for Python's lock once a block.
+# Bytes per read. Large, because parallel threads wait for Python's lock once per block.
 READ_BYTES = 2 << 20
-# Size of a write. Threads write during training, whose Python code keeps the interpreter lock for
-# 5 ms whenever they ask for it, twice a block: next to a busy thread they write 0.04 GiB/s with
-# blocks of 256 KiB and 2 GiB/s with these.
+# Bytes per write. Threads write during training. They need the interpreter lock twice per block,
+# and a busy training thread keeps it for 5 ms each time. Next to a busy thread, they write 0.04
+# GiB/s with blocks of 256 KiB, and 2 GiB/s with this size.
 WRITE_BYTES = 32 << 20
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -40,7 +40,7 @@ class _Part(BaseModel):
 
 
 class Piece(_Part):
-    """A byte range of a file, in bytes, and the digest of its content."""
+    """A byte range in a file, with the digest of its content."""
 
     offset: Whole
     length: Whole
@@ -48,18 +48,18 @@ class Piece(_Part):
 
 
 class FileEntry(_Part):
-    """Size of a file in bytes, and its pieces in order of their offsets."""
+    """Size of a file in bytes, and its pieces in ascending order of offset."""
 
     bytes: Whole
     pieces: list[Piece]
 
 
 class Ancestor(_Part):
-    """A checkpoint that the run went through on the way to another.
+    """An earlier checkpoint in the history of another checkpoint.
 
     Args:
         step: Number of finished steps.
-        order: `Manifest.order`; tells apart two checkpoints of the same step.
+        order: `Manifest.order`, which distinguishes checkpoints of the same step.
     """
 
     step: Whole
@@ -71,12 +71,13 @@ class Manifest(_Part):
 
     Args:
         format: Version of the format.
-        step: Number of finished steps; None for weights alone.
-        order: Number of this checkpoint in the order in which those of the run folder were written.
-        lineage: Checkpoints that the run went through before, newest first.
-        files: Entries by path within the checkpoint.
-        unfinished: First entry of the lineage, if it was still being written and so may not exist.
-            Only copies in host memory have one.
+        step: Number of finished steps; None if the checkpoint contains only weights.
+        order: Number of this checkpoint in the order in which the checkpoints in the run folder
+            were written.
+        lineage: Earlier checkpoints in the history of this checkpoint, newest first.
+        files: Entry of each file, by path within the checkpoint.
+        unfinished: First entry of the lineage, if that checkpoint was still being written and may
+            therefore not exist. Set only for copies in host memory.
     """
 
     format: Literal[2] = 2
@@ -97,12 +98,12 @@ class Manifest(_Part):
 
     @property
     def has_digests(self) -> bool:
-        """Whether files can be verified; format 1 has no digests."""
+        """Whether the files can be verified; format 1 has no digests."""
         return any(entry.pieces for entry in self.files.values())
 
     def write(self, folder: Path) -> None:
         """Writes the manifest and its digest."""
-        # Earlier versions refuse keys that they do not know.
+        # Earlier versions reject unknown keys.
         left_out = {"unfinished"} if self.unfinished is None else set[str]()
         found = self.model_dump(mode="json", exclude=left_out)
         content = json.dumps(found, separators=(",", ":")).encode()
@@ -111,7 +112,7 @@ class Manifest(_Part):
 
 
 def read_manifest(folder: Path) -> tuple[Manifest, str]:
-    """Reads and verifies a checkpoint's manifest; returns it and its digest.
+    """Reads and verifies the manifest of a checkpoint. Returns it with its digest.
 
     Raises:
         CheckpointError: The manifest is missing, damaged or malformed.
@@ -131,7 +132,7 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
 
 
 def _is_of_format_1(content: bytes) -> bool:
-    """Whether this is a manifest of format 1: sizes by path, without digests."""
+    """Whether a manifest has format 1: sizes by path, without digests."""
     try:
         found = parse_json(content)
     except ValueError:
@@ -155,12 +156,12 @@ def _of_format_1(file: Path, content: bytes) -> Manifest:
 
 
 class DigestingFile:
-    """A file that is written from start to end, and the digests of its pieces.
+    """Writes a file from start to end, and computes the digests of its pieces.
 
-    Has the methods that torch.save calls on a file.
+    Implements the file methods that torch.save calls.
 
     Args:
-        file: Empty file that is open for writing, preferably unbuffered.
+        file: Empty file opened for writing, preferably unbuffered.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -170,7 +171,7 @@ class DigestingFile:
         self.failure: OSError | None = None
 
     def write(self, content: Any) -> int:
-        """Writes bytes and returns their number. An error is also kept in `failure`."""
+        """Writes bytes and returns their number. An error is also stored in `failure`."""
         view = memoryview(content).cast("B")
         for start in range(0, len(view), WRITE_BYTES):
             block = view[start : start + WRITE_BYTES]
@@ -181,21 +182,21 @@ class DigestingFile:
 
     def _write_whole(self, block: memoryview) -> None:
         try:
-            while block:  # an unbuffered file may write less than all
+            while block:  # an unbuffered file may write only part of the data
                 block = block[self._file.write(block) :]
         except OSError as error:
             self.failure = error
             raise
 
     def end_piece(self) -> Piece:
-        """Ends the current piece and returns it; the next write begins another."""
+        """Ends the current piece and returns it. The next write begins a new piece."""
         length, found = self._size - self._begin, self._digest.hexdigest()
         self._pieces.append(Piece(offset=self._begin, length=length, xxh3=found))
         self._begin, self._digest = self._size, xxhash.xxh3_64()
         return self._pieces[-1]
 
     def entry(self) -> FileEntry:
-        """Returns the manifest's entry of the file; the last piece must be ended."""
+        """Returns the manifest entry for the file. The last piece must have been ended."""
         assert self._begin == self._size
         return FileEntry(bytes=self._size, pieces=self._pieces)
 
@@ -204,12 +205,12 @@ class DigestingFile:
         return self._size
 
     def flush(self) -> None:
-        """Passes the file's buffer to the operating system."""
+        """Flushes the file's buffer to the operating system."""
         self._file.flush()
 
 
 def write_digested(file: Path, content: bytes) -> FileEntry:
-    """Writes a whole file, durably; returns its manifest entry."""
+    """Writes a whole file durably. Returns its manifest entry."""
     with file.open("wb", buffering=0) as handle:
         written = DigestingFile(handle)
         written.write(content)
@@ -219,7 +220,7 @@ def write_digested(file: Path, content: bytes) -> FileEntry:
 
 
 def entry_of(file: Path) -> FileEntry:
-    """Returns the manifest entry, of one piece, of an existing file."""
+    """Computes the manifest entry for an existing file, with one piece."""
     digest, size = xxhash.xxh3_64(), 0
     with file.open("rb") as handle:
         while block := handle.read(READ_BYTES):
@@ -229,22 +230,22 @@ def entry_of(file: Path) -> FileEntry:
 
 
 def verify_piece(file: Path, handle: BinaryIO, piece: Piece) -> None:
-    """Verifies a byte range of an open, preferably unbuffered file; raises CheckpointError."""
+    """Verifies a byte range in an open, preferably unbuffered file. Raises CheckpointError."""
     nothing = range(0), MemoryRoom(memoryview(b""))
     read_piece(file, handle, piece.offset, piece.length, *nothing, piece)
 
 
 class Room(Protocol):
-    """Destination of a part of a byte range, filled from its start to its end."""
+    """Destination for part of a byte range, filled from start to end."""
 
     def next_block(self, start: int) -> memoryview:
-        """Returns memory for the bytes of the part from `start`: at least one byte, none beyond its
-        end.
+        """Returns memory for the bytes from `start` on: at least one byte, and none beyond the end
+        of the part.
         """
         ...
 
     def filled(self, start: int, num_bytes: int) -> None:
-        """Reports that `num_bytes` from `start` have been read."""
+        """Called when `num_bytes` bytes from `start` have been read."""
         ...
 
 
@@ -255,11 +256,11 @@ class MemoryRoom:
         self._content = content
 
     def next_block(self, start: int) -> memoryview:
-        """Returns memory for the bytes from `start`."""
+        """Returns memory for the bytes from `start` on."""
         return self._content[start : start + READ_BYTES]
 
     def filled(self, start: int, num_bytes: int) -> None:
-        """Does nothing: the bytes are already in place."""
+        """Does nothing, because the bytes are already in place."""
 
 
 def read_piece(
@@ -271,18 +272,18 @@ def read_piece(
     room: Room,
     piece: Piece | None,
 ) -> None:
-    """Reads a part of a byte range, and verifies all of the range.
+    """Reads part of a byte range, and verifies the whole range.
 
     Args:
-        file: Path, for the error.
-        handle: File that is open for reading, preferably unbuffered.
+        file: Path, shown in errors.
+        handle: File opened for reading, preferably unbuffered.
         offset, length: Byte range in the file.
-        part: Wanted bytes, relative to the range.
-        room: Destination of the wanted bytes.
-        piece: Range with its digest; None if the checkpoint has no digests to verify.
+        part: Bytes to read, relative to the range.
+        room: Destination for these bytes.
+        piece: The range with its digest; None if the checkpoint has no digests.
 
     Raises:
-        CheckpointError: The range is cut short, or its content has changed.
+        CheckpointError: The range is truncated, or its content has changed.
     """
     digest, passed, place = xxhash.xxh3_64(), _thread_buffer(), 0
     try:
@@ -315,7 +316,9 @@ _BUFFERS = threading.local()
 
 
 def _thread_buffer() -> memoryview:
-    """Returns this thread's buffer of READ_BYTES; allocating one takes longer than filling it."""
+    """Returns a buffer of READ_BYTES that this thread reuses, because allocating it takes longer
+    than filling it.
+    """
     if not hasattr(_BUFFERS, "content"):
         _BUFFERS.content = memoryview(bytearray(READ_BYTES))
     found: memoryview = _BUFFERS.content
@@ -323,7 +326,7 @@ def _thread_buffer() -> memoryview:
 
 
 def read_listed(folder: Path, name: str, manifest: Manifest) -> bytes:
-    """Reads and verifies a file; raises CheckpointError if it is unlisted, missing or damaged."""
+    """Reads and verifies a file. Raises CheckpointError if it is unlisted, missing or damaged."""
     file, entry = folder / name, manifest.files.get(name)
     if entry is None:
         raise damaged(file, "no file of the checkpoint", f"a file that {MANIFEST} lists")
@@ -335,7 +338,7 @@ def read_listed(folder: Path, name: str, manifest: Manifest) -> bytes:
 
 
 def open_for_reading(file: Path) -> BinaryIO:
-    """Opens a file unbuffered; raises CheckpointError if it cannot be read."""
+    """Opens a file unbuffered. Raises CheckpointError if it cannot be read."""
     try:
         return file.open("rb", buffering=0)  # type: ignore[return-value]  # raw, as pieces want it
     except OSError as error:
@@ -343,8 +346,8 @@ def open_for_reading(file: Path) -> BinaryIO:
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Checks that all files exist in their sizes; raises CheckpointError for the first that does
-    not.
+    """Checks that all files exist with the listed sizes. Raises CheckpointError for the first file
+    that does not.
     """
     for name, entry in manifest.files.items():
         _check_size(folder / name, entry)
@@ -358,10 +361,10 @@ def verify_all(
     Args:
         folder: Checkpoint folder.
         manifest: Manifest of the checkpoint.
-        notify: Receives a line about each file before it is read.
+        notify: Called with a line about each file before it is read.
 
     Raises:
-        CheckpointError: A file is missing or damaged; names the first.
+        CheckpointError: A file is missing or damaged; the error names the first one.
     """
     check_sizes(folder, manifest)
     for name, entry in manifest.files.items():
@@ -370,12 +373,12 @@ def verify_all(
 
 
 def verify_file(file: Path, entry: FileEntry, num_threads: int) -> None:
-    """Verifies all pieces of a file; raises CheckpointError."""
+    """Verifies all pieces of a file. Raises CheckpointError if one is damaged."""
     verify_files([(file, entry)], num_threads)
 
 
 def verify_files(files: Iterable[tuple[Path, FileEntry]], num_threads: int) -> None:
-    """Verifies all pieces of files in several threads; raises CheckpointError."""
+    """Verifies all pieces of several files in threads. Raises CheckpointError if one is damaged."""
 
     def verify(file: Path, piece: Piece) -> None:
         with open_for_reading(file) as handle:
@@ -398,7 +401,7 @@ def _check_size(file: Path, entry: FileEntry) -> None:
 
 
 def damaged(file: Path, found: str, allowed: str) -> CheckpointError:
-    """Returns the error of a damaged file of a checkpoint; `folders.with_remedy` completes it."""
+    """Returns the error for a damaged checkpoint file. `folders.with_remedy` adds the remedy."""
     return CheckpointError(str(file), found, allowed, "The checkpoint cannot be used.")
 
 
@@ -409,7 +412,7 @@ def digest_of(content: bytes) -> str:
 
 def _read(file: Path) -> bytes:
     try:
-        if not file.is_file():  # a pipe would never end
+        if not file.is_file():  # reading a pipe would never end
             raise damaged(file, "missing" if not file.exists() else "not a file", "a file")
         return file.read_bytes()
     except OSError as error:

@@ -1,16 +1,18 @@
-"""Copies of the training state in host memory, from which a run continues after ranks failed.
+"""Keeps copies of the training state in host memory, from which a run continues after ranks failed.
 
-A copy has the files of a checkpoint (store.py), in memory: a host has the files of its own ranks
-and those of the host before it in the ring of hosts, so that the failure of one host loses none. A
-run that is started again on one host loads the newest copy like any other checkpoint, in any
-layout; several hosts, each with a part, first write it to the folder of checkpoints together.
+A copy consists of the files of a checkpoint (store.py), stored in memory. Each host stores the
+files of its own ranks and of the previous host in a ring of hosts, so that no file is lost if one
+host fails. A run that is restarted on a single host loads the newest copy like any other
+checkpoint, in any layout. If it is restarted on several hosts, each of which has part of the copy,
+the hosts first write the copy to the checkpoints folder together.
 
-Who waits for whom: `take` is collective and copies all tensors to the host, after which training
-continues. A thread of every rank writes, sends and receives; these threads wait for each other over
-a separate group. A thread that fails notifies the others or closes its connections to them, so that
-all threads end. A copy counts once its manifest exists, which rank 0 writes after `seal`: when the
-step is in the run's records. Invariant: the previous copy stays until the next one is complete on
-all ranks; the one before it loses its manifest and is overwritten.
+Who waits for whom: `take` is collective and copies all tensors to the host; then training
+continues. On every rank, a thread writes, sends and receives files. These threads wait for each
+other over a separate process group. A thread that fails notifies the others or closes its
+connections to them, so that all threads end. A copy becomes valid when its manifest exists. Rank 0
+writes the manifest after `seal`, which is called once the step is in the run's records. Invariant:
+the previous copy is kept until the next copy is complete on all ranks; the copy before it loses its
+manifest and is overwritten.
 """
 
 from __future__ import annotations
@@ -70,7 +72,7 @@ from hybridrl.parallel.heartbeat import POLL_S
 from hybridrl.parallel.ring import HostRing, close_connections
 
 Notify = Callable[[str], None]
-MAX_FAILED = 3  # failures in a row, after which copies are off
+MAX_FAILED = 3  # copies are turned off after this many failures in a row
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -80,7 +82,7 @@ class _KeptCopy:
 
     Args:
         step: Number of finished steps.
-        sizes: Bytes of each file that this rank has written or received.
+        sizes: Size in bytes of each file that this rank has written or received.
     """
 
     step: int
@@ -88,12 +90,12 @@ class _KeptCopy:
 
     @property
     def is_whole(self) -> bool:
-        """Whether these files are still there."""
+        """Whether all these files still exist with their sizes."""
         return all(_has_size(file, size) for file, size in self.sizes.items())
 
 
 class MemoryCopies:
-    """The copies of one run.
+    """Creates, keeps and restores the copies of one run.
 
     Args:
         run_folder: Folder of the run.
@@ -101,9 +103,10 @@ class MemoryCopies:
         notify: Prints a message once for all ranks.
 
     Attributes:
-        is_off: Whether copies are off: no room for them, or MAX_FAILED failures in a row.
-        busy_s: Seconds that this rank's thread worked on the last complete copy.
-        lineage: Existing checkpoints in the lineage of the copy that `restore` returned.
+        is_off: Whether copies are turned off, because there is no room for them or after MAX_FAILED
+            failures in a row.
+        busy_s: Seconds for which this rank's thread worked on the last copy.
+        lineage: Lineage of the copy that `restore` returned, with existing checkpoints only.
     """
 
     def __init__(self, run_folder: Path, world: World, notify: Notify) -> None:
@@ -119,28 +122,28 @@ class MemoryCopies:
         self._connect()
         self._copies: HostCopies | None = None
         self._begun: _BegunCopy | None = None
-        self._kept: list[_KeptCopy] = []  # the newest first
-        self._restored: int | None = None  # step of the copy that this start has loaded
+        self._kept: list[_KeptCopy] = []  # newest first
+        self._restored: int | None = None  # step of the copy from which the run was restored
         self._has_found_room, self._num_failed = False, 0
         self.is_off, self.busy_s = False, 0.0
         self.lineage: Sequence[Ancestor] = ()
 
     def _connect(self) -> None:
-        """Creates the threads' group; collective."""
+        """Creates the process group for the threads. Collective."""
         group = dist.new_group(backend="gloo", timeout=UNBOUNDED)
         assert isinstance(group, dist.ProcessGroup)
         self._group, self._ring = group, HostRing(group, self._hosts)
 
     def start(self, step: int, num_bytes: int) -> bool:
-        """Removes the copies of earlier starts, except the one from which the run continues: it is
-        the newest until the next one is complete. Collective.
+        """Removes the copies of earlier starts, except the copy from which the run continues, which
+        is needed until the next copy is complete. Collective.
 
         Args:
-            step: Step after which the run continues.
-            num_bytes: Approximate size of this rank's part of a copy.
+            step: Last finished step, after which the run continues.
+            num_bytes: Approximate size of this rank's part of a copy, in bytes.
 
         Returns:
-            Whether this host has room for such copies and for checkpoints.
+            Whether this host has room for such copies in addition to checkpoints.
         """
         self._end_copy()
         self._kept = [_KeptCopy(step)] if self._restored == step else []
@@ -163,13 +166,13 @@ class MemoryCopies:
         return has_room
 
     def take(self, content: Content, waits: bool, reserved: int = 0) -> bool:
-        """Copies the state of a step; returns whether it did. Collective.
+        """Begins a copy of a step's state. Returns whether a copy was begun. Collective.
 
         Args:
             content: Content of the copy.
-            waits: Whether to wait for the previous copy; if not, no copy is made while it is
-                written.
-            reserved: Bytes of host memory that this rank has taken for checkpoints.
+            waits: Whether to wait for the previous copy. If not, no copy is begun while the
+                previous one is being written.
+            reserved: Bytes of host memory that this rank has already allocated for checkpoints.
         """
         if waits and self._begun is not None:
             self._begun.wait()
@@ -182,7 +185,7 @@ class MemoryCopies:
         found = self._world.gather_objects(begun.names)
         written = {folder / name for rank in self._kept_ranks for name in found[rank]}
         if self._leads:
-            with suppress(OSError):  # those of another layout only take room
+            with suppress(OSError):  # files from another layout only occupy memory
                 keep_files(folder, lambda path: path.suffix != SHARDED or path in written)
         if not self._has_found_room and not self._has_room(reserved):
             return False
@@ -191,8 +194,8 @@ class MemoryCopies:
         return True
 
     def _makes_room(self, content: Content) -> bool:
-        """Prepares the folder of the next copy from the older existing copy, or from the newest if
-        files of it are gone; returns whether all hosts succeeded. Collective.
+        """Prepares the folder for the next copy by reusing the older copy, or the newest copy if
+        some of its files are gone. Returns whether all hosts succeeded. Collective.
         """
         assert content.step is not None
         whole = self._world.gather_objects([copy.is_whole for copy in self._kept])
@@ -217,20 +220,22 @@ class MemoryCopies:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's part of a copy; 0 before the first one."""
+        """Size in bytes of this rank's part of a copy; 0 before the first copy."""
         return 0 if self._copies is None else self._copies.num_bytes
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Lets the last copy count: its step is in the run's records.
+        """Makes the last copy valid, because its step is now in the run's records.
 
         Args:
-            evaluations: Current results of evaluations by step.
+            evaluations: Current evaluation results, by step.
         """
         if self._begun is not None:
             self._begun.seal(evaluations)
 
     def _is_ready(self) -> bool:
-        """Whether another copy may begin: none is being written on any rank. Collective."""
+        """Whether another copy may begin, because no rank is still writing the last one.
+        Collective.
+        """
         begun = self._begun
         if begun is None:
             return True
@@ -241,23 +246,24 @@ class MemoryCopies:
         return not self.is_off
 
     def _conclude(self, begun: _BegunCopy) -> None:
-        """Records the outcome of the last copy, whose threads have ended; collective."""
+        """Records the outcome of the last copy. Its threads must have ended. Collective."""
         self._begun, self.busy_s = None, begun.busy_s
         found = self._world.sum_on_host(torch.tensor([int(begun.is_complete)]))
         if int(found) == self._world.size:
             self._num_failed = 0
             self._kept = [_KeptCopy(begun.step, begun.sizes), *self._kept][:GENERATIONS]
         elif not self._is_right(begun.failure):
-            dist.destroy_process_group(self._group)  # some rank may have closed its connections
+            dist.destroy_process_group(self._group)  # another rank may have closed its connections
             self._connect()
 
     def _is_right(self, failure: BaseException | None) -> bool:
         """Returns whether the copy succeeded on all ranks. If not, reports the failure, and turns
-        copies off if the next one would fail too. Collective.
+        copies off if the next copy would fail too. Collective.
         """
         own = None
         if failure is not None:
-            # Reports of others and closed connections follow from another failure.
+            # Failures reported by other ranks and closed connections are consequences, so they are
+            # ranked last.
             order = isinstance(failure, RuntimeError) + isinstance(failure, _FailedElsewhere)
             is_full = isinstance(failure, OSError) and failure.errno in NO_ROOM
             said = f"{type(failure).__name__}: {failure}" if str(failure) else repr(failure)
@@ -278,7 +284,7 @@ class MemoryCopies:
         return f"that of step {self._kept[0].step} stays" if self._kept else "there is no other"
 
     def _has_room(self, reserved: int) -> bool:
-        """Whether all hosts have room for copies of the begun one's size; collective."""
+        """Whether all hosts have room for copies as large as the current one. Collective."""
         found = self._world.gather_objects((self.num_bytes, reserved))
         needed = self._needed_bytes([num_bytes for num_bytes, _ in found])
         free = free_bytes(sum(found[rank][1] for rank in self._world.mates))
@@ -290,18 +296,22 @@ class MemoryCopies:
 
     @property
     def _kept_ranks(self) -> list[int]:
-        """Ranks whose files this host has: its own and those of the host before it."""
+        """Ranks whose files this host stores: its own ranks and those of the previous host in the
+        ring.
+        """
         place = next(i for i, ranks in enumerate(self._hosts) if self._world.rank in ranks)
         kept = {place, place - 1 if len(self._hosts) > 1 else place}
         return [rank for i in kept for rank in self._hosts[i]]
 
     def _needed_bytes(self, found: Sequence[int]) -> int:
-        """Returns the bytes that copies take on this host, given each rank's part."""
+        """Returns the bytes that copies will occupy on this host, given the size of each rank's
+        part.
+        """
         missing = GENERATIONS - len(self._kept[:1])
         return missing * sum(found[rank] for rank in self._kept_ranks)
 
     def _turn_off_if(self, why: str) -> None:
-        """Turns copies off if any rank gives a reason; the newest copy stays. Collective."""
+        """Turns copies off if any rank passes a reason. Keeps the newest copy. Collective."""
         found = list(dict.fromkeys(one for one in self._world.gather_objects(why) if one))
         if found:
             self.is_off, self._copies, self._begun = True, None, None
@@ -311,13 +321,13 @@ class MemoryCopies:
             self._notify(f"no copies of the state in host memory: {found[0]}{more}")
 
     def _end_copy(self) -> None:
-        """Waits for the threads; a copy that was not sealed does not count. Collective."""
+        """Waits for the threads. A copy that was not sealed remains invalid. Collective."""
         if self._begun is not None:
             self._begun.end()
             self._conclude(self._begun)
 
     def close(self) -> None:
-        """Removes all copies, which a checkpoint has replaced. Collective."""
+        """Removes all copies, because a checkpoint has replaced them. Collective."""
         self._end_copy()
         self._world.arrive("the last copy in memory")
         if self._leads:
@@ -325,8 +335,9 @@ class MemoryCopies:
         self._copies = None
 
     def restore(self, root: Path) -> Path | None:
-        """Returns the newest copy as a checkpoint if it is newer than all checkpoints. Several
-        hosts write it to the folder of checkpoints first. Collective.
+        """Returns the folder of the newest copy if the copy is newer than all checkpoints,
+        otherwise None. With several hosts, first writes the copy to the checkpoints folder.
+        Collective.
 
         Args:
             root: The run's `checkpoints` folder.
@@ -364,8 +375,8 @@ class MemoryCopies:
         self._notify(f"step {step} was in host memory and is passed over: {damage}")
 
     def _damage(self, folder: Path, manifest: Manifest, readers: Mapping[str, int]) -> str | None:
-        """Returns the damage of a copy on this host, None if there is none; each rank verifies a
-        part. Collective.
+        """Verifies a copy on this host, each rank a part of it. Returns a description of the
+        damage, or None. Collective.
         """
         with self._world.all_agree("verifying a copy in memory", True) as agreement:
             try:
@@ -379,7 +390,9 @@ class MemoryCopies:
     def _write_out(
         self, folder: Path, manifest: Manifest, writers: Mapping[str, int]
     ) -> str | None:
-        """Writes a copy as a checkpoint; returns the damage found in it, if any."""
+        """Writes a copy to disk as a checkpoint. Returns a description of the damage in it, or
+        None. Collective.
+        """
         world, partial = self._world, folder.with_name(folder.name + PARTIAL)
         source = host_folder(self._number) / folder.name
         with world.all_agree("making a checkpoint of a copy in memory"):
@@ -407,7 +420,7 @@ class MemoryCopies:
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Copies a file, durably."""
+    """Copies a file durably."""
     with source.open("rb") as read, target.open("wb") as written:
         shutil.copyfileobj(read, written, 1 << 20)
         written.flush()
@@ -415,20 +428,20 @@ def _copy(source: Path, target: Path) -> None:
 
 
 class _BegunCopy:
-    """One copy that is being written on this rank.
+    """A copy that is being written on this rank.
 
     Args:
         folder: Folder of the copy on this host.
-        world, group, ring: All ranks, the threads' group and the ring of hosts.
+        world, group, ring: All ranks, the process group of the threads, and the ring of hosts.
         content: Content of the copy.
 
     Attributes:
         step: Number of finished steps.
-        failure: Error that stopped the copy, if any so far.
-        is_complete: Whether it counts and its files are on all intended hosts.
-        sizes: Bytes of each file that this rank has written or received.
-        busy_s: Seconds that the thread has worked.
-        is_sealed: Whether the copy may count.
+        failure: Error that stopped the copy, or None.
+        is_complete: Whether the copy is valid and its files are on all intended hosts.
+        sizes: Size in bytes of each file that this rank has written or received.
+        busy_s: Seconds for which the thread has worked, without waiting for `seal`.
+        is_sealed: Whether the copy may become valid.
     """
 
     def __init__(
@@ -452,7 +465,7 @@ class _BegunCopy:
         self._thread = threading.Thread(target=self._work, name="copy in memory", daemon=True)
 
     def begin(self, copies: HostCopies) -> None:
-        """Copies the tensors; collective."""
+        """Copies the tensors to host memory. Collective."""
         with (
             self._world.all_agree("copying the state to host memory", True),
             self._world.platform.megatron_phase(),
@@ -467,36 +480,37 @@ class _BegunCopy:
 
     @property
     def names(self) -> list[str]:
-        """This rank's files of sharded tensors."""
+        """Names of this rank's files with sharded tensors."""
         return [f"{name}/{file}" for name, begun in self._begun.items() for file in begun.names]
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread works, or waits."""
+        """Whether the thread is still running."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Begins to write."""
+        """Starts the thread that writes the files."""
         self._thread.start()
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Lets the copy count."""
+        """Allows the copy to become valid."""
         if not self._may_end.is_set():
             self._state["evaluations"] = dict(evaluations)
             self.is_sealed = True
             self._may_end.set()
 
     def wait(self) -> None:
-        """Waits for the thread of a sealed copy; the thread of another one waits for `end`.
+        """Waits for the thread if the copy is sealed. Otherwise returns, because the thread is
+        waiting for `end`.
 
         Raises:
-            PeerError: A rank has failed for which the thread may be waiting.
+            PeerError: A rank has failed that the thread may be waiting for.
         """
         if self.is_sealed:
             self._join()
 
     def end(self) -> None:
-        """Waits for the thread; a copy without `seal` does not count. Raises as `wait` does."""
+        """Waits for the thread. A copy that was not sealed stays invalid. Raises as `wait` does."""
         self._may_end.set()
         if self._thread.ident is not None:
             self._join()
@@ -508,18 +522,18 @@ class _BegunCopy:
                 self._world.check()
 
     def _work(self) -> None:
-        """Body of the thread: writes, sends and receives."""
+        """Runs in the thread: writes, sends and receives files."""
         begun = time.monotonic()
         try:
             waited_s = self._write_and_send()
-        except BaseException as error:  # whatever it is: the other threads wait for this one
+        except BaseException as error:  # any error, because the other threads wait for this one
             self.failure = error
             close_connections(self._group)
             return
         self.busy_s = time.monotonic() - begun - waited_s
 
     def _write_and_send(self) -> float:
-        """Makes the copy; returns the seconds that it waited for `seal`."""
+        """Writes and exchanges the files. Returns the seconds spent waiting for `seal`."""
         entries, results, failure = self._write_own()
         found: list[Any] | None = [None] * self._world.size if self._world.rank == 0 else None
         dist.gather_object((entries, results), found, 0, self._group)
@@ -537,26 +551,26 @@ class _BegunCopy:
         if found is not None and self.is_sealed:
             try:
                 names = self._write_of_all(found)
-            except Exception as error:  # sent below, where the others wait
+            except Exception as error:  # sent below, where the other ranks wait for it
                 failure = error
         is_right = self._is_right(self._exchange(names, failure))
         self.is_complete = is_right and self.is_sealed
         return waited_s
 
     def _exchange(self, names: Sequence[str], failure: Exception | None = None) -> Exception | None:
-        """Sends this rank's files to the next host and receives; see `HostRing.exchange`."""
+        """Sends this rank's files to the next host and receives files; see `HostRing.exchange`."""
         failure, received = self._ring.exchange(self._folder, names, failure)
         self.sizes |= received
         return failure
 
     def _gone(self) -> Exception | None:
-        """Returns an error if a file of the copy no longer exists."""
+        """Returns an error if a file of the copy no longer exists, otherwise None."""
         gone = [file for file, size in self.sizes.items() if not _has_size(file, size)]
         return FileNotFoundError(errno.ENOENT, "it is gone", str(gone[0])) if gone else None
 
     def _write_own(self) -> tuple[dict[str, FileEntry], dict[str, Any], Exception | None]:
-        """Writes this rank's files; returns their entries, each model's data for the index, and any
-        error.
+        """Writes this rank's files. Returns their entries, the index data of each model, and the
+        error if there was one.
         """
         entries: dict[str, FileEntry] = {}
         results: dict[str, Any] = {}
@@ -567,13 +581,13 @@ class _BegunCopy:
                 entries |= {f"{name}/{file}": entry for file, entry in files.items()}
             name = rng_file(self._world.rank)
             entries[name] = write_digested(self._folder / name, self._random)
-        except Exception as error:  # sent to all ranks, which wait for this one
+        except Exception as error:  # sent to all ranks, because they wait for this one
             return {}, {}, error
         self.sizes |= {self._folder / name: entry.bytes for name, entry in entries.items()}
         return entries, results, None
 
     def _write_of_all(self, found: Sequence[Any]) -> list[str]:
-        """Writes rank 0's files, the manifest last; returns their names."""
+        """Writes the files of rank 0, the manifest last. Returns their names."""
         folder, content = self._folder, self._content
         for name, begun in self._begun.items():
             begun.make_index([results[name] for _, results in found])
@@ -599,7 +613,7 @@ class _BegunCopy:
         return written
 
     def _is_right(self, failure: BaseException | None) -> bool:
-        """Whether no rank has a failure; collective over the threads."""
+        """Whether no rank has failed. Collective over the threads."""
         flag = torch.tensor([int(failure is not None)])
         dist.all_reduce(flag, dist.ReduceOp.MAX, self._group)
         if failure is not None:
@@ -610,7 +624,7 @@ class _BegunCopy:
 
 
 class _FailedElsewhere(RuntimeError):
-    """Another rank's part of a copy failed."""
+    """Raised if another rank failed to write its part of a copy."""
 
 
 def _has_size(file: Path, size: int) -> bool:

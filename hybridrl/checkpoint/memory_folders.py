@@ -1,8 +1,10 @@
-"""Folders of copies in host memory: their place, which one is complete, who writes its files.
+"""Manages the folders of copies in host memory: their paths, which copies are usable, and which
+rank writes each file.
 
-Owns `/dev/shm/hybridrl-UID/RUN/step_N` on each host: some files of a checkpoint. They outlive
-processes, not the host. RUN is a number in the run folder (`copies_id`), so that a recreated run
-folder finds none of them. No torch.
+Owns `/dev/shm/hybridrl-UID/RUN/step_N` on each host, which contains some of the files of a
+checkpoint. The files outlive the processes, but not the host. RUN is an identifier stored in the
+run folder (`copies_id`), so that a recreated run folder does not find old copies. Does not import
+torch.
 """
 
 from __future__ import annotations
@@ -31,20 +33,20 @@ from hybridrl.errors import CheckpointError
 
 MEMORY = Path("/dev/shm")
 RUN_ID = "copies_id"  # in a run folder
-OF_RUN = "run"  # in a folder of copies: path and number of the run folder
-DEVICE = "device"  # in a folder of copies: device number of `run.dir`'s file system
-GENERATIONS = 2  # of copies: one is complete while the next is written
-SHARDED = ".distcp"  # torch's ending of files of sharded tensors
+OF_RUN = "run"  # file in a folder of copies: path and identifier of the run folder
+DEVICE = "device"  # file in a folder of copies: device number of the file system of `run.dir`
+GENERATIONS = 2  # number of copies: one is complete while the next is written
+SHARDED = ".distcp"  # file name suffix that torch uses for sharded tensors
 
 
 @dataclass(frozen=True)
 class HostFiles:
-    """Files of a run's copies on one host.
+    """Files that one host stores for the copies of a run.
 
     Args:
-        ranks: Ranks of the host.
-        sizes: Bytes of each file, by step and then by path.
-        manifests: Manifests that exist, by step.
+        ranks: Ranks on the host.
+        sizes: Size of each file in bytes, by step and then by path.
+        manifests: Readable manifests, by step.
     """
 
     ranks: Sequence[int]
@@ -53,10 +55,11 @@ class HostFiles:
 
 
 def run_id(run_folder: Path) -> str:
-    """Returns the number of a run folder; creates it if there is none.
+    """Returns the identifier of a run folder. Creates it if there is none.
 
     Raises:
-        OSError: The file may exist but cannot be read now. A new number would lose the copies.
+        OSError: The file cannot be read, although it may exist. A new identifier would lose the
+            copies.
     """
     file = run_folder / RUN_ID
     with suppress(FileNotFoundError, UnicodeDecodeError):
@@ -72,12 +75,13 @@ def run_id(run_folder: Path) -> str:
 
 
 def host_folder(number: str) -> Path:
-    """Returns the folder of a run's copies on this host."""
+    """Returns the folder for the copies of a run on this host."""
     return MEMORY / f"hybridrl-{os.getuid()}" / number
 
 
 def make_host_folder(run_folder: Path, number: str) -> None:
-    """Creates the folder of a run's copies, and removes those of runs that no longer exist.
+    """Creates the folder for the copies of a run, and removes the folders of runs that no longer
+    exist.
 
     Raises:
         OSError: There is no memory file system, or the folder belongs to another user.
@@ -94,7 +98,7 @@ def make_host_folder(run_folder: Path, number: str) -> None:
     _remove_orphans(folder.parent)
     folder.mkdir(exist_ok=True)
     (folder / OF_RUN).write_text(f"{number}\n{run_folder.absolute()}\n", encoding="utf-8")
-    with suppress(FileNotFoundError):  # of a host that does not see the run folder
+    with suppress(FileNotFoundError):  # this host may not see the run folder
         (folder / DEVICE).write_text(f"{run_folder.absolute().parent.stat().st_dev}\n", "ascii")
 
 
@@ -105,24 +109,24 @@ def _remove_orphans(root: Path) -> None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Returns whether a run certainly no longer exists: the parent of its folder is readable, on
-    the same file system as before, and the folder is gone or was recreated. A file system that is
-    temporarily unavailable, or that this container lacks, proves nothing.
+    """Whether a run certainly no longer exists. This is the case if the parent of its folder is
+    readable and on the same file system as before, and the run folder is missing or was recreated.
+    A file system that is temporarily unavailable, or not mounted in this container, proves nothing.
 
     Args:
-        file: OF_RUN of the run's copies.
+        file: File OF_RUN in the folder of the run's copies.
     """
     try:
         number, _, run_folder = file.read_text(encoding="utf-8").strip().partition("\n")
         run_dir, name = os.path.split(run_folder)
-        with suppress(FileNotFoundError):  # earlier versions wrote none
+        with suppress(FileNotFoundError):  # earlier versions did not write this file
             if int(file.with_name(DEVICE).read_text("ascii")) != os.stat(run_dir).st_dev:
                 return False  # an empty mount point, for example
         try:
             found = Path(run_folder, RUN_ID).read_text(encoding="ascii").strip()
         except FileNotFoundError:
-            # Not `exists`: a network file system caches for a while that a file was missing, but
-            # reads listings again.
+            # Do not use `exists`: a network file system may cache that a file is missing, but reads
+            # listings again.
             return name not in os.listdir(run_dir) or RUN_ID not in os.listdir(run_folder)
         return found.isalnum() and found != number
     except (OSError, ValueError):
@@ -130,20 +134,21 @@ def _is_orphan(file: Path) -> bool:
 
 
 def remove_copies(number: str, keep: Sequence[int] = ()) -> None:
-    """Removes a run's copies from this host.
+    """Removes copies of a run from this host.
 
     Args:
-        number: Number of the run.
-        keep: Steps whose copies stay; without any the folder is removed too.
+        number: Identifier of the run.
+        keep: Steps whose copies are kept; if empty, the folder is removed too.
     """
     folder = host_folder(number)
     if not keep:
         shutil.rmtree(folder, ignore_errors=True)
-        with suppress(OSError):  # it has other runs' copies
+        with suppress(OSError):  # the folder still contains copies of other runs
             folder.parent.rmdir()
         return
     dropped = [path for step, path in _steps(folder) if step not in keep]
-    # The kernel frees a file's memory in the call that removes it, so threads share the work.
+    # The kernel frees the memory of a file in the call that removes it, so several threads remove
+    # files in parallel.
     files = [file for path in dropped for file in path.rglob("*") if file.is_file()]
     in_threads([partial(_remove_file, file) for file in files], MOST_THREADS)
     for path in dropped:
@@ -156,16 +161,17 @@ def _remove_file(file: Path) -> None:
 
 
 def renew_copy(number: str, step: int, complete: int | None, parts: Sequence[str]) -> None:
-    """Turns the copy before the complete one into the folder of the next copy on this host.
+    """Reuses the folder of the copy before the complete one for the next copy on this host.
 
-    Its sharded files stay, to be overwritten: allocating new memory for them, and freeing theirs,
-    each takes as long as writing. Its manifest goes first, so that it no longer counts.
+    The manifest is removed first, so that the old copy is no longer valid. The sharded files are
+    kept and overwritten, because freeing their memory and allocating new memory would each take as
+    long as writing.
 
     Args:
-        number: Number of the run.
+        number: Identifier of the run.
         step: Step of the next copy.
-        complete: Step of the copy that stays, if any.
-        parts: Folders in a copy.
+        complete: Step of the copy to keep, if any.
+        parts: Names of the folders in a copy.
     """
     new = host_folder(number) / f"step_{step}"
     found = {old: path for old, path in _steps(host_folder(number)) if old != complete}
@@ -182,7 +188,7 @@ def renew_copy(number: str, step: int, complete: int | None, parts: Sequence[str
 
 
 def keep_files(folder: Path, is_kept: Callable[[Path], bool]) -> None:
-    """Removes the files under a folder that are not kept."""
+    """Removes all files under a folder for which `is_kept` returns false."""
     for path in list(folder.rglob("*")):
         if not path.is_dir() and not is_kept(path):
             path.unlink()
@@ -195,17 +201,17 @@ def _steps(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def files_of_host(number: str, ranks: Sequence[int]) -> HostFiles:
-    """Returns the files of a run's copies on this host, which has these ranks."""
+    """Lists the files that this host, which runs `ranks`, stores for the copies of a run."""
     sizes: dict[int, dict[str, int]] = {}
     manifests: dict[int, Manifest] = {}
     for step, folder in _steps(host_folder(number)):
         sizes[step] = {}
         for path in folder.rglob("*"):
-            with suppress(OSError):  # somebody removes files there
+            with suppress(OSError):  # files may be removed at the same time
                 if path.is_file():
                     sizes[step][path.relative_to(folder).as_posix()] = path.stat().st_size
         if MANIFEST in sizes[step] and MANIFEST_DIGEST in sizes[step]:
-            with suppress(CheckpointError):  # it was being written
+            with suppress(CheckpointError):  # the copy was still being written
                 manifests[step] = read_manifest(folder)[0]
     return HostFiles(ranks, sizes, manifests)
 
@@ -213,16 +219,17 @@ def files_of_host(number: str, ranks: Sequence[int]) -> HostFiles:
 def usable(
     hosts: Sequence[HostFiles], newest: Ancestor | None
 ) -> Iterator[tuple[int, Manifest, dict[str, int]]]:
-    """Yields the copies from which the run can continue, newest first: step, manifest, and for each
-    file a rank that writes it, whose host has the file.
+    """Yields the copies from which the run can continue, newest first. Each result contains the
+    step, the manifest and, for each file, the rank that writes it (a rank on a host that has the
+    file).
 
-    A copy is usable only if it is newer than the newest checkpoint and descends from it; it does
-    not if the user has gone back or has removed checkpoints. A checkpoint that was being written
-    when the copy was taken may be missing, because ranks failed before it was complete; then the
-    yielded manifest omits it.
+    A copy is usable only if it is newer than the newest checkpoint and descends from it. It does
+    not descend from it if the user went back to an earlier checkpoint or removed checkpoints. A
+    checkpoint that was being written when the copy was taken may be missing, because ranks failed
+    before it was complete. In that case the yielded manifest omits it.
 
     Args:
-        hosts: All hosts.
+        hosts: Files on each host.
         newest: Newest checkpoint, if any.
     """
     manifests = {step: found for host in hosts for step, found in host.manifests.items()}
@@ -254,11 +261,13 @@ def usable(
 
 
 def free_bytes(reserved: int = 0) -> int:
-    """Returns the bytes of host memory that copies may take: half of what is free, since
-    checkpoints and files that are read need some too, within the memory file system's limit.
+    """Returns how many bytes of host memory copies may use: at most half of the free memory,
+    because checkpoints and file reads also need some, and at most the free space in the memory file
+    system.
 
     Args:
-        reserved: Bytes that checkpoints have taken already; negative for bytes still to be taken.
+        reserved: Bytes that checkpoints have already allocated; negative for bytes that they will
+            still allocate.
     """
     found, available = os.statvfs(MEMORY), available_bytes()
     return min(found.f_bavail * found.f_frsize, available, (available + reserved) // 2)
