@@ -1,11 +1,11 @@
 """Runs work on a background thread while the main thread continues.
 
-Who waits for whom: the main thread waits in `join` for the work; the work waits for no main thread,
-on this rank or another. Collectives of the work use process groups that the main thread does not
-use meanwhile, so their order does not matter.
+Who waits for whom: the main thread waits for the work in `join`. The work never waits for a main
+thread, on this rank or another. Collectives in the work use process groups that the main thread
+does not use at the same time, so their order does not matter.
 
-On a GPU, the work runs on a separate stream. It begins after the main thread's kernels, and it is
-done when `join` returns.
+On a GPU, the work runs on a separate stream. It begins after the kernels that the main thread has
+enqueued, and it is complete when `join` returns.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BackgroundThread:
     """Runs one function at a time.
 
     Attributes:
-        span: Beginning and end of the last joined work, by `time.perf_counter`.
+        span: Start and end of the last joined work, in seconds of `time.perf_counter`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,7 +37,7 @@ class BackgroundThread:
         self.span: Span | None = None
 
     def start(self, work: Callable[[], None], name: str) -> None:
-        """Begins work; earlier work must have been joined."""
+        """Starts the work. Earlier work must have been joined."""
         if self._thread is not None:
             raise RuntimeError(f"{name}: earlier work is not joined")
         if self._stream is not None:
@@ -48,13 +48,13 @@ class BackgroundThread:
         self._thread.start()
 
     def join(self, poll: Callable[[], None], timeout_s: float | None = None) -> bool:
-        """Waits until the work is done; returns False if it is not done after `timeout_s`.
+        """Waits until the work is done. Returns False if it is not done after `timeout_s` seconds.
 
         Args:
             poll: Function called every POLL_S; may raise.
 
         Raises:
-            The exception of the work.
+            The exception that the work raised.
         """
         if (thread := self._thread) is None:
             return True

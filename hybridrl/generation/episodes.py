@@ -1,15 +1,16 @@
-"""Responses of several turns, in which the policy and its environment alternate.
+"""Manages responses of several turns, in which the policy and its environment alternate.
 
-Token in, token out: the request of a turn is the prompt and every token so far, sampled tokens as
-they were sampled and observed ones as they were first encoded. So training sees exactly the
-engine's inputs. Owns the unfinished responses; the sampler owns the engine, and the stages own the
-environments.
+Token in, token out: the request for a turn contains the prompt and all tokens so far: sampled
+tokens as they were sampled, and observed tokens as they were first encoded. Therefore training sees
+exactly the inputs of the engine. Owns the unfinished responses; the sampler owns the engine, and
+the stages own the environments.
 
-Who waits for whom: only the first rank of a replica has environments, and sends their answers to
+Who waits for whom: only the first rank of a replica runs environments, and sends their answers to
 the other ranks. All ranks of the replica must call `advance`, or `end_turns` and `answer_due`, in
-the same order. `advance` takes answers as they arrive: while an environment works, the engine
-continues with other responses. `answer_due` makes the order of completion independent of time: it
-takes the answers requested before its last call, and waits for them.
+the same order. `advance` processes answers as they arrive, so that the engine can continue with
+other responses while an environment works. `answer_due` makes the order of completion independent
+of time: it waits for the answers that were requested before its last call, and processes only
+those.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from hybridrl.rollout.engine import (
     versions_from_json,
 )
 
-LONGEST_WAIT_S = 1.0  # longest wait for an environment before a check for a stop
-NO_VERSION = -1  # version of observations before the policy's first turn, until that ends
+LONGEST_WAIT_S = 1.0  # maximum wait for an environment between checks for a stop request
+NO_VERSION = -1  # version of observations before the policy's first turn, until that turn ends
 End = Literal["done", "turns", "tokens", "failure"]
 
 
@@ -49,13 +50,13 @@ class Response(Completion):
     """A finished response of several turns, with observations among its tokens.
 
     Args:
-        observed: Whether the environment gave each token.
-        num_turns: Turns of the policy.
-        ended: Reason for the end: the environment, max_turns, the token limit, or a failure of the
-            environment.
-        reward: Sum of the environment's rewards.
-        failure: The environment's fault and the allowed behaviour.
-        notes: Counts of the environment's notes.
+        observed: For each token, whether it came from the environment.
+        num_turns: Number of turns of the policy.
+        ended: Why the response ended: the environment, max_turns, the token limit, or a failure of
+            the environment.
+        reward: Sum of the rewards from the environment.
+        failure: What the environment did wrong, and what is allowed.
+        notes: Count of each note from the environment.
     """
 
     observed: tuple[bool, ...] = ()
@@ -67,13 +68,13 @@ class Response(Completion):
 
     @property
     def outcome(self) -> Outcome:
-        """The sum of the environment's rewards, or its failure."""
+        """Sum of the rewards from the environment, or its failure."""
         return self.reward if self.failure is None else ScorerFailure(*self.failure)
 
 
 def completion_from_json(fields: Mapping[str, Any]) -> Completion:
-    """Returns the completion or response that `saved_fields` saved, after conversion to and from
-    JSON.
+    """Restores a completion or response from the output of `saved_fields`, after conversion to and
+    from JSON.
     """
     names = {"tokens", "logps", "observed", "failure"} & set(fields)
     values = {name: value for name, value in fields.items() if name != "experts"}
@@ -88,9 +89,9 @@ class _Episode:
 
     Attributes:
         actions: Tokens and text of each turn.
-        runs: Runs of tokens with one version of the weights, [version, number]; observations count
-            with the turn before them.
-        waits: Whether the last turn (or the beginning) is with the environment.
+        runs: Runs of tokens with the same version of the weights, [version, number of tokens].
+            Observations are counted with the turn before them.
+        waits: Whether the response waits for the environment, after a turn or at the beginning.
     """
 
     step: int
@@ -110,7 +111,7 @@ class _Episode:
     blobs: Blobs = field(default_factory=dict)
 
     def add_turn(self, done: Completion) -> None:
-        """Adds the tokens that the policy sampled."""
+        """Appends the tokens that the policy sampled in a turn."""
         self._add(done.tokens, done.logps, is_observed=False)
         for version, count in done.runs:
             if self.runs and self.runs[-1][0] in (version, NO_VERSION):
@@ -121,7 +122,7 @@ class _Episode:
         self.num_turns += 1
 
     def add_observed(self, tokens: Sequence[int]) -> None:
-        """Adds the tokens that the environment gave."""
+        """Appends tokens that the environment returned."""
         self._add(tokens, [0.0] * len(tokens), is_observed=True)
         if self.runs:
             self.runs[-1][1] += len(tokens)
@@ -135,7 +136,7 @@ class _Episode:
 
     @property
     def room(self) -> int:
-        """Number of tokens that may follow."""
+        """Number of tokens that can still be added."""
         return self.sampling.max_new_tokens - len(self.tokens)
 
     def response(self, ended: End) -> Response:
@@ -164,11 +165,12 @@ _SAVED = (
 
 @dataclass(frozen=True)
 class OpenResponse:
-    """An unfinished response, which another replica or process can continue.
+    """An unfinished response that another replica or process can continue.
 
     Args:
-        turns: Entry of `Episodes.state`, possibly after conversion to and from JSON; never changed.
-        request: Turn in the engine; None if the response waits for its environment.
+        turns: Entry from `Episodes.state`, possibly after conversion to and from JSON; never
+            modified.
+        request: Request for the turn in the engine; None if the response waits for its environment.
     """
 
     turns: Mapping[str, Any]
@@ -182,16 +184,16 @@ class OpenResponse:
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Runs of tokens so far, (version, number)."""
+        """Runs of the tokens so far, as pairs (version, number of tokens)."""
         whole = tuple((version, count) for version, count in self.turns["runs"])
         return whole if self.request is None else whole + self.request.runs
 
 
 class Episodes:
-    """The unfinished responses of one replica.
+    """Manages the unfinished responses on one replica.
 
     Raises:
-        UserError: There is no such environment.
+        UserError: The environment does not exist.
     """
 
     def __init__(
@@ -206,8 +208,8 @@ class Episodes:
         self._tokenizer, self._encoder = tokenizer, encoder
         self._stages = Stages(config) if replica.is_first else None
         self._open: dict[int, _Episode] = {}
-        self._plays: dict[int, Future[list[Answer]]] = {}  # only on the first rank
-        self._due: list[int] = []  # responses that waited at the last `answer_due`
+        self._plays: dict[int, Future[list[Answer]]] = {}  # filled only on the first rank
+        self._due: list[int] = []  # responses that were waiting at the last `answer_due`
 
     @property
     def is_waiting(self) -> bool:
@@ -222,12 +224,13 @@ class Episodes:
         sampling: SamplingParams,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins a response, or continues one of `state`, which may be in the engine. The
-        `max_new_tokens` of `sampling` limits all turns and observations together.
+        """Begins a response, or continues a response from `state`, which may have a turn in the
+        engine. `sampling.max_new_tokens` limits the total number of tokens in all turns and
+        observations.
         """
         episode = _Episode(step, sample_id, prompt, sampling)
         if saved is not None:
-            if "runs" not in saved:  # an old checkpoint, in which a response has one version
+            if "runs" not in saved:  # an old checkpoint with only one version per response
                 runs = [[saved["version"], len(saved["tokens"])]] if saved["tokens"] else []
                 saved = {**saved, "runs": runs}
             for name in _SAVED:
@@ -243,8 +246,8 @@ class Episodes:
     def advance(
         self, completions: Sequence[Completion], blocks: bool
     ) -> tuple[list[Response], list[Request]]:
-        """Takes the policy's finished turns and the environments' answers. Returns responses that
-        ended, and requests for further turns.
+        """Processes finished turns of the policy and answers from environments. Returns the
+        responses that ended, and requests for further turns.
 
         Args:
             completions: Finished turns.
@@ -255,7 +258,7 @@ class Episodes:
         return responses + answered, requests
 
     def end_turns(self, completions: Sequence[Completion]) -> list[Response]:
-        """Takes the policy's finished turns and asks the environments for answers; returns
+        """Processes finished turns of the policy and asks the environments for answers. Returns the
         responses that ended without an answer.
         """
         ended = [self._end_turn(done) for done in completions]
@@ -265,12 +268,12 @@ class Episodes:
         return responses
 
     def answer_due(self, gives_up: Callable[[], bool]) -> tuple[list[Response], list[Request]]:
-        """Takes the answers that were requested before the last call, or when their responses
-        began, and waits for missing ones. Later requests are left for the next call, so the answers
-        of a call do not depend on how long environments take. Returns the same as `advance`.
+        """Waits for the answers that were requested before the last call or at the beginning of a
+        response, and processes them. Answers to later requests are left to the next call, so that
+        the result does not depend on how long environments take. Returns the same as `advance`.
 
         Args:
-            gives_up: Polled during the wait; true ends it without answers.
+            gives_up: Polled while waiting; if it returns true, the wait ends without answers.
         """
         answers: list[tuple[int, Answer]] | UserError = []
         if self._stages is not None and self._wait_for(self._due, gives_up):
@@ -289,7 +292,7 @@ class Episodes:
     def _continue(
         self, answers: Sequence[tuple[int, Answer]]
     ) -> tuple[list[Response], list[Request]]:
-        """Returns the responses that end with these answers, and requests for further turns."""
+        """Processes answers. Returns the responses that ended, and requests for further turns."""
         responses, requests = list[Response](), list[Request]()
         for sample_id, answer in answers:
             found = self._take_answer(self._open[sample_id], answer)
@@ -301,7 +304,7 @@ class Episodes:
         return responses, requests
 
     def finish(self) -> None:
-        """Ends the environments of responses that ended early; no response is unfinished."""
+        """Closes the environments of responses that ended early. No response may be unfinished."""
         if self._stages is not None:
             self._stages.clear()
 
@@ -311,7 +314,7 @@ class Episodes:
         self.finish()
 
     def state(self) -> list[dict[str, Any]]:
-        """Returns the unfinished responses as JSON values; the engine has the request of a turn."""
+        """Returns the unfinished responses as JSON values, without the requests in the engine."""
         return [
             {
                 "sample_id": episode.sample_id,
@@ -322,7 +325,7 @@ class Episodes:
         ]
 
     def close(self) -> None:
-        """Ends all processes."""
+        """Ends all environment processes."""
         if self._stages is not None:
             self._stages.close()
 
@@ -334,7 +337,7 @@ class Episodes:
             self._plays[episode.sample_id] = self._stages.play(play, episode.sample_id)
 
     def _answers(self, blocks: bool) -> Sequence[tuple[int, Answer]]:
-        """Returns the environments' answers since the last call, on all ranks of the replica."""
+        """Returns on all ranks of the replica the answers that have arrived since the last call."""
         if not self.is_waiting:
             return []
         answers: list[tuple[int, Answer]] | UserError = []
@@ -345,12 +348,12 @@ class Episodes:
         return self._broadcast(answers)
 
     def _results(self, ready: Sequence[int]) -> list[tuple[int, Answer]] | UserError:
-        """Returns the finished answers for these responses; an error for all ranks to raise."""
+        """Returns the finished answers for these responses, or an error for all ranks to raise."""
         try:
             answers = [(number, self._plays.pop(number).result()[0]) for number in ready]
         except UserError as error:
             return error
-        # The user's exception may not be picklable, so it is not sent.
+        # Do not send the user's exception, because it may not be picklable.
         return [
             (number, replace(answer, cause=None) if isinstance(answer, ScorerFailure) else answer)
             for number, answer in answers
@@ -359,7 +362,7 @@ class Episodes:
     def _broadcast(
         self, answers: list[tuple[int, Answer]] | UserError
     ) -> Sequence[tuple[int, Answer]]:
-        """Returns the first rank's answers on all ranks of the replica."""
+        """Sends the answers from the first rank to all ranks of the replica."""
         received: list[tuple[int, Answer]] | UserError = self._replica.broadcast_object(answers)
         if isinstance(received, UserError):
             raise received
@@ -370,7 +373,7 @@ class Episodes:
         episode.add_turn(done)
         if episode.failure is not None:
             return episode.response("failure")
-        if done.finish_reason == "length":  # truncated, so the environment gets no turn
+        if done.finish_reason == "length":  # truncated, so the environment is not asked
             return episode.response("tokens")
         text = text_of_turn(self._tokenizer, done.tokens)
         episode.actions.append((list(done.tokens), text))
@@ -403,7 +406,8 @@ class Episodes:
             episode.failure = (answer.got, answer.expected)
             if episode.actions:
                 return episode.response("failure")
-            # A response needs a token of the policy, so its first turn follows and is the last.
+            # A response needs at least one token from the policy, so its first turn follows and is
+            # the last.
         return self._request(episode)
 
     def _request(self, episode: _Episode) -> Request:
@@ -413,12 +417,12 @@ class Episodes:
         seed = request_seed(self._seed, episode.step, episode.sample_id, turn)
         prompt = (*episode.prompt.tokens, *episode.tokens)
         sampling = replace(episode.sampling, max_new_tokens=longest)
-        # Blobs of earlier turns are kept, even if the engine computes those positions again.
+        # Keep the blobs from earlier turns, even if the engine computes these positions again.
         return Request(episode.sample_id, prompt, seed, sampling, blobs=episode.blobs)
 
 
 def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:
-    """Returns the counts for `episode_metrics`, to sum over ranks."""
+    """Returns counts that `episode_metrics` reads after they were summed over ranks."""
     found: Counter[str] = Counter()
     for response in responses:
         assert isinstance(response, Response)
@@ -428,13 +432,13 @@ def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:
     return dict(found)
 
 
-# Names that no note of an environment can have.
+# Keys that cannot collide with the notes of an environment.
 RESPONSES, TURNS, TRUNCATED = "environment/#responses", "environment/#turns", "environment/#cut_"
 
 
 def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Returns `environment/turns_mean`, the shares of responses that max_turns or the token limit
-    ended, and the count of each note.
+    """Returns `environment/turns_mean`, the shares of responses that were ended by max_turns or by
+    the token limit, and the count of each note.
     """
     num = counts.get(RESPONSES, 0)
     if not num:
@@ -446,7 +450,7 @@ def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
 
 
 def as_rollout(done: Completion, prompt: Prompt) -> Rollout:
-    """Returns a completion or response as a Rollout."""
+    """Converts a completion or response to a Rollout."""
     return Rollout(
         sample_id=done.request_id,
         prompt=prompt,

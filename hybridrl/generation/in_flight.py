@@ -1,10 +1,10 @@
-"""Groups in flight of a run with a lag: between steps, and while a step generates.
+"""Keeps the groups in flight in a run with a lag, between steps and while a step generates.
 
-Collective: all ranks make the same calls and know all groups; each rank keeps the samples of its
+Collective: all ranks make the same calls and know all groups. Each rank stores the samples of its
 replica, finished and unfinished. At the beginning of a step, groups are assigned to replicas, and
-tokens move to the replica that continues them. An interrupted step restarts from its beginning,
-without the samples that it generated. Otherwise its samples would differ from those of an
-uninterrupted run.
+tokens are sent to the replica that continues them. An interrupted step restarts from its beginning
+without the samples that it had generated; otherwise the samples would differ from an uninterrupted
+run.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ States = tuple[tuple[Runs, ...], tuple[bool, ...]]
 
 @dataclass(frozen=True)
 class Pool:
-    """Groups in flight at one moment; replaced, never changed.
+    """Snapshot of the groups in flight; replaced, never modified.
 
     Args:
-        groups: Groups in the order of their numbers, the same on all ranks.
-        samples: Samples of this rank's replica, by number; on rank 0 also those of groups without a
-            replica.
-        next_number: Number of the next new group.
-        cursors: Positions in the data before the prompts of a step were taken, by step.
+        groups: Groups in ascending order of their numbers, identical on all ranks.
+        samples: Samples of this rank's replica, by number; on rank 0 also the samples of groups
+            without a replica.
+        next_number: Number that the next new group will receive.
+        cursors: For each step, the position in the data before its prompts were taken.
         response_lengths: State of the expected response lengths.
     """
 
@@ -55,7 +55,7 @@ class Pool:
     response_lengths: Mapping[str, float] = field(default_factory=dict)
 
     def with_states(self, known: Mapping[int, States]) -> Pool:
-        """Returns the pool with the states of groups, by number, that replicas reported."""
+        """Returns a pool with the group states, by number, that replicas reported."""
         groups = (
             replace(group, runs=known[group.number][0], is_done=known[group.number][1])
             for group in self.groups
@@ -63,7 +63,7 @@ class Pool:
         return replace(self, groups=tuple(groups))
 
     def rollouts(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Returns this rank's samples among these numbers, for a checkpoint, as JSON values."""
+        """Returns this rank's samples with these numbers as JSON values for a checkpoint."""
         own = [self.samples[number] for number in numbers if number in self.samples]
         whole = [sample for sample in own if isinstance(sample, Completion)]
         requests = [sample for sample in own if isinstance(sample, Request)]
@@ -72,7 +72,7 @@ class Pool:
         return rollout_state(whole, requests, [sample.turns for sample in turns], {})
 
     def table(self) -> dict[str, Any]:
-        """Returns the groups for a checkpoint, without samples and lengths, as JSON values."""
+        """Returns the groups, without samples and lengths, as JSON values for a checkpoint."""
         return {
             "groups": [[g.number, g.born, g.place, len(g.is_done)] for g in self.groups],
             "next_number": self.next_number,
@@ -81,13 +81,13 @@ class Pool:
 
 
 class InFlight:
-    """Keeps the groups in flight.
+    """Keeps track of the groups in flight.
 
     Args:
-        lengths: Expected lengths of responses, shared with the sampler.
+        lengths: Expected response lengths, shared with the sampler.
 
     Attributes:
-        pool: Present groups and samples.
+        pool: Current groups and samples.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class InFlight:
         self._step = -1
         self._cursor: Mapping[str, int | str] | None = None  # position before the last `take`
         self._left: dict[int, int] = {}  # unfinished samples of this replica, by group
-        # Number of groups that the present round and the next one complete.
+        # Number of groups that the current round and the next round complete.
         self._room = self._next_room = schedule.per_step
         self._taken, self._num_dropped = list[Group](), 0  # in the current step
-        self._num_prompts = 0  # prompts that the current step has begun
+        self._num_prompts = 0  # prompts that the current step has begun to generate
         self._lag: dict[str, float] = {}
 
     def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
-        """Returns the prompts to begin so that the next round completes `per_step` groups."""
+        """Returns the new prompts that the next round needs to complete `per_step` groups."""
         self._next_room = per_step
         return self._take(source, self._schedule.num_new(len(self.pool.groups), room=per_step))
 
     def take_ahead(self, source: PromptSource) -> list[Prompt]:
-        """Returns the prompts to begin while the policy trains."""
+        """Returns the new prompts to begin while the policy trains."""
         return self._take(source, self._schedule.num_new(len(self.pool.groups), is_ahead=True))
 
     def _take(self, source: PromptSource, num: int) -> list[Prompt]:
@@ -131,17 +131,17 @@ class InFlight:
         return source.take(num)
 
     def begin_round(self, step: int, num_new: int) -> bool:
-        """Begins a step, or a further round of it, with `num_new` prompts; returns whether it is
-        the step's first round.
+        """Begins a step, or a further round of the step, with `num_new` prompts. Returns whether
+        this is the first round of the step.
 
         Raises:
-            ValueError: The round would never end, even if all prompts were answered.
+            ValueError: The round could never end, even if all responses were complete.
         """
         self._room, self._next_room = self._next_room, self._schedule.per_step
         is_first = self._began is None or step != self._step
         if is_first:
             self._taken, self._num_dropped = [], 0
-            self.drop_late(step - 1)  # the last step may not have been ended
+            self.drop_late(step - 1)  # the previous step may not have been ended
             self.pool = replace(self.pool, response_lengths=self._lengths.state())
             self._began = self.pool
         born = [group.born for group in self.pool.groups] + [step] * num_new
@@ -159,11 +159,11 @@ class InFlight:
     def assign(
         self, prompts: Sequence[Prompt], greedy: bool
     ) -> list[tuple[Group, dict[int, Sample | None]]]:
-        """Assigns all groups and new prompts to replicas and moves their samples there. Returns
-        this replica's groups with their samples by number, the oldest group first. Collective.
+        """Assigns all groups and new prompts to replicas and sends their samples there. Returns
+        this replica's groups, oldest first, with their samples by number. Collective.
         """
         pool, num = self.pool, self._samples_per_prompt + greedy
-        # Prompts of one step are consecutive in the data, so one cursor is enough.
+        # The prompts of one step are consecutive in the data, so one position is enough.
         first = self._num_prompts if self._step in pool.cursors else 0
         self._num_prompts = first + len(prompts)
         new = [
@@ -195,7 +195,7 @@ class InFlight:
         return [(group, {n: samples.get(n) for n in self.sample_ids(group)}) for group in mine]
 
     def sample_ids(self, group: Group) -> list[int]:
-        """Returns the numbers of a group's samples, the greedy one's last."""
+        """Returns the sample numbers of a group, the greedy sample last."""
         first = group.number * self._samples_per_prompt
         numbers = [*range(first, first + self._samples_per_prompt), -1 - group.number]
         return numbers[: len(group.is_done)]
@@ -203,8 +203,8 @@ class InFlight:
     def _exchange_samples(
         self, groups: Sequence[Group], replica_of: Mapping[int, int]
     ) -> Mapping[int, Sample]:
-        """Returns the samples of the groups that this rank's replica continues; the first rank of
-        each replica sends those that move elsewhere. Collective.
+        """Returns the samples of the groups that this rank's replica continues. The first rank of
+        each replica sends the samples that move to other replicas. Collective.
         """
         sent: dict[int, list[Sample]] = {}
         kept: dict[int, Sample] = {}
@@ -212,7 +212,7 @@ class InFlight:
             own = self._samples_of(group)
             target = replica_of[group.number]
             if target == self._own_replica:
-                kept |= own  # empty if another replica has them
+                kept |= own  # empty if another replica has the samples
             if not own or not self._is_reporter(group) or group.replica == target:
                 continue
             for rank in self._layout.ranks:
@@ -227,35 +227,37 @@ class InFlight:
         return {number: samples[number] for number in self.sample_ids(group) if number in samples}
 
     def _is_reporter(self, group: Group) -> bool:
-        """Whether this rank sends a group's samples to others: the first rank of the replica that
-        has them, or rank 0 for samples from a checkpoint.
+        """Whether this rank sends the samples of a group to other ranks. This is the first rank of
+        the replica that has them, or rank 0 for samples from a checkpoint.
         """
         if group.replica is None:
             return self._world.rank == 0
         return self._replica.is_first and group.replica == self._own_replica
 
     def finish_sample(self, group: int) -> bool:
-        """Counts a finished sample; returns whether its group is now complete."""
+        """Counts a finished sample. Returns whether its group is now complete."""
         self._left[group] -= 1
         return not self._left[group]
 
     def num_complete(self) -> list[int]:
-        """Returns the number of complete groups by deadline, on a replica's first rank."""
+        """Returns the number of complete groups by deadline; zeros except on the first rank of a
+        replica.
+        """
         whole = [g.born for g in self.pool.groups if self._left.get(g.number) == 0]
         return self._schedule.by_deadline(whole if self._replica.is_first else [], self._step)
 
     def num_unfinished(self) -> int:
-        """Returns the number of unfinished samples; 0 except on a replica's first rank."""
+        """Returns the number of unfinished samples; 0 except on the first rank of a replica."""
         return sum(self._left.values()) if self._replica.is_first else 0
 
     def may_end(self, complete: Sequence[int]) -> bool:
-        """Returns whether the round may end, given the sum of `num_complete` over all replicas."""
+        """Whether the round may end, given the sum of `num_complete` over all replicas."""
         held = self._schedule.by_deadline([g.born for g in self.pool.groups], self._step)
         return self._schedule.may_end(complete, held, self._room)
 
     def leave_engine(self, samples: Mapping[int, Sample]) -> dict[int, States] | None:
-        """Stores this replica's samples, which were removed from the engine. Returns the states of
-        its groups on its first rank, for `note_states` on all ranks.
+        """Stores this replica's samples after they were removed from the engine. On the first rank
+        of the replica, returns the states of its groups, which all ranks pass to `note_states`.
         """
         self.pool = replace(self.pool, samples=samples)
         if not self._replica.is_first:
@@ -269,24 +271,24 @@ class InFlight:
         return found
 
     def note_states(self, reports: Sequence[Mapping[int, States] | None]) -> None:
-        """Stores the reported states of all groups."""
+        """Stores the states of all groups that the replicas reported."""
         known = {n: state for report in reports if report for n, state in report.items()}
         self.pool = self.pool.with_states(known)
 
     def end_round(self) -> list[Group]:
-        """Removes the groups of the round from the pool and returns them."""
+        """Removes the groups that the round takes from the pool and returns them."""
         taken, left, late = self._schedule.choose(self.pool.groups, self._step, self._room)
         self._taken += taken
         self._lag = lag_metrics(self._taken, self._num_dropped, self._step)
-        # A further round of the step may still take late groups.
+        # Keep late groups, because a further round of the step may take them.
         self._keep(sorted([*left, *late], key=lambda group: group.number))
         return taken
 
     def drop_late(self, step: int | None = None) -> None:
-        """Drops groups that no later step may learn from.
+        """Drops the groups that are too old for later steps.
 
         Args:
-            step: Step; the default is the present one.
+            step: Step that has ended. Default: the current step.
         """
         step = self._step if step is None else step
         _, left, late = self._schedule.choose(self.pool.groups, step, room=0)
@@ -307,25 +309,25 @@ class InFlight:
         )
 
     def end_step(self) -> None:
-        """Ends the step, which has learned from its samples; the others stay in flight."""
+        """Ends the step after it was trained. All other groups remain in flight."""
         self.drop_late()
         self._began = None
 
     def rewind(self) -> None:
-        """Returns to the beginning of the current step, if there is one."""
+        """Restores the state at the beginning of the current step, if there is one."""
         if self._began is not None:
             self.pool, self._began = self._began, None
             self._lengths.load_state(self.pool.response_lengths)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the ages of the step's samples, including dropped and replaced ones, and the
+        """Returns the ages of the step's samples, including dropped and replaced samples, and the
         number of samples in flight for later steps.
         """
         return self._lag | queue_metrics(self.pool.groups)
 
     def state(self) -> dict[str, Any]:
-        """Returns the groups in flight at the beginning of the step, as JSON values, with the
-        samples of all replicas on rank 0 and none on others. Collective.
+        """Returns the groups in flight at the beginning of the step as JSON values. Rank 0 returns
+        the samples of all replicas, other ranks none. Collective.
         """
         pool = self._began or replace(self.pool, response_lengths=self._lengths.state())
         reported = [group for group in pool.groups if self._is_reporter(group)]
@@ -339,12 +341,12 @@ class InFlight:
         }
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None) -> None:
-        """Continues from a checkpoint, without samples whose sampling parameters differ from the
-        run's. Collective; only rank 0 needs the samples.
+        """Continues from a checkpoint, without the samples whose sampling parameters differ from
+        the run's parameters. Collective; only rank 0 needs the samples.
 
         Args:
-            state: State of a checkpoint, after conversion to and from JSON.
-            source: Prompts of the run, at the saved position; without it, nothing continues.
+            state: State from a checkpoint, after conversion to and from JSON.
+            source: Prompts of the run, at the saved position. If None, nothing is continued.
         """
         self._began, self.pool = None, Pool()
         if state.get("in_flight") is None or source is None:
@@ -361,8 +363,8 @@ def restored_pool(
     sample_ids: Callable[[Group], list[int]],
     sampling: SamplingParams,
 ) -> Pool:
-    """Returns the pool of a checkpoint, without samples whose sampling parameters differ from
-    `sampling`; does not move `source`.
+    """Restores the pool from a checkpoint, without the samples whose sampling parameters differ
+    from `sampling`. Does not change the position of `source`.
     """
     saved, table = SavedRollouts(state), state["in_flight"]
     cursors = {int(step): cursor for step, cursor in table["cursors"].items()}
@@ -396,7 +398,7 @@ def _retake_prompts(
     groups: Sequence[Sequence[int]],
     cursors: Mapping[int, Mapping[str, int | str]],
 ) -> dict[tuple[int, int], Prompt]:
-    """Returns the prompts of groups by step and place; does not move the source."""
+    """Returns the prompts of groups by step and place. Does not change the position of `source`."""
     present = source.state()
     found: dict[tuple[int, int], Prompt] = {}
     for step, cursor in cursors.items():

@@ -1,4 +1,4 @@
-"""Decides when the engines of several replicas stop together, in steps of the engines."""
+"""Decides after how many engine steps all replicas stop together."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ STEPS_BETWEEN_SUMS = 8
 
 
 class JointStop:
-    """Sums counts every STEPS_BETWEEN_SUMS engine steps, to find out whether all ranks may stop.
+    """Sums counts over ranks every STEPS_BETWEEN_SUMS engine steps to decide whether all ranks may
+    stop.
 
-    A rank reads a sum when the next one is due, long after it is complete: it waits for another
-    rank only if that is a whole interval behind. The sum before the first step is read immediately,
-    because there may be nothing to do. Ranks stop at the same number of steps, which depends on the
-    counts and not on time.
+    A rank reads a sum only when the next sum is due, so it waits for another rank only if that rank
+    is a whole interval behind. The sum before the first step is read immediately, because there may
+    be nothing to do. All ranks stop after the same number of steps, which depends only on the
+    counts, not on time.
 
     Args:
-        begin: Starts a sum over the ranks; collective over them.
-        ends: Returns whether ranks may stop, given a sum of counts.
+        begin: Function that starts a sum over the ranks; collective.
+        ends: Function that decides from the summed counts whether ranks may stop.
     """
 
     def __init__(
@@ -32,11 +33,11 @@ class JointStop:
         self._pending: PendingSum | None = None
 
     def is_reached(self, num_steps: int, counts: Callable[[], Sequence[int]]) -> bool:
-        """Returns whether all ranks stop now; collective every STEPS_BETWEEN_SUMS steps.
+        """Whether all ranks stop now. Collective every STEPS_BETWEEN_SUMS steps.
 
         Args:
-            num_steps: Steps that this rank's engine has taken, including idle ones.
-            counts: Returns this rank's counts.
+            num_steps: Number of steps that this rank's engine has taken, including idle steps.
+            counts: Function that returns this rank's counts.
         """
         if num_steps % STEPS_BETWEEN_SUMS:
             return False

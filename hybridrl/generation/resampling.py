@@ -1,10 +1,10 @@
-"""Replaces groups from which nothing is learned by groups of further prompts (dynamic sampling,
-DAPO, Yu et al. 2025, arXiv 2503.14476, sec. 3.2): those whose advantages are all 0 because their
-rewards are equal.
+"""Replaces groups whose advantages are all 0, because their rewards are equal, by groups for
+further prompts (dynamic sampling, DAPO, Yu et al. 2025, arXiv 2503.14476, sec. 3.2). The policy
+learns nothing from such groups.
 
-Collective: every rank sees the same rewards, so all replace the same groups by the same prompts,
-the next ones of the source. The number of groups in a step does not change: groups that are still
-uninformative after the last round stay, and are counted.
+Collective: all ranks see the same rewards, so they replace the same groups by the same next
+prompts. The number of groups in a step does not change: groups that are still uninformative after
+the last round are kept and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridrl.generation.sample_tables import with_token_versions
 
 UNIFORM = "reward/uniform_groups"
 TRUNCATED = "response_tokens/truncated"
-UNIFORM_STEPS = 10  # uninformative steps in a row before a repeated warning
+UNIFORM_STEPS = 10  # number of consecutive uninformative steps before the warning is repeated
 WARN_EVERY_STEPS = 50
 
 Take = Callable[[int], Sequence[Prompt]]
@@ -36,14 +36,14 @@ def replace_uniform_groups(
     respond: Respond,
     next_group: int,
 ) -> tuple[ScoredBatch, dict[str, float]]:
-    """Replaces uninformative groups by informative ones of the next prompts, in up to
-    `algorithm.max_resampling` rounds; with 0, groups are only counted. A round in which no response
-    has a score brings no groups.
+    """Replaces uninformative groups by informative groups for the next prompts, in up to
+    `algorithm.max_resampling` rounds. If this is 0, groups are only counted. A round in which no
+    response has a score adds no groups.
 
     Returns:
-        The batch, in the order of sample numbers, and metrics: `reward/uniform_groups`, the share
-            of uninformative groups; `generate/resampled_groups`, the number of further groups
-            generated; and `generate/resampling_rounds`.
+        The batch in ascending order of sample numbers, and the metrics `reward/uniform_groups`
+        (share of uninformative groups), `generate/resampled_groups` (number of additional groups
+        that were generated) and `generate/resampling_rounds`.
     """
     first_group, rounds = next_group, 0
     is_lost_B = algorithm.uninformative(batch)
@@ -67,7 +67,7 @@ def replace_uniform_groups(
 
 
 def _merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
-    """Returns one batch, in the order of sample numbers."""
+    """Concatenates batches in ascending order of sample numbers."""
     if any(part.versions_T is not None for part in parts):
         parts = [with_token_versions(part) for part in parts]
     batch = ScoredBatch.concat(parts)
@@ -77,15 +77,16 @@ def _merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
 
 
 class UniformGroupsWarning:
-    """Warns when no group of a step is informative: at the first such step, and from the tenth in a
-    row every 50 steps. Truncated responses are mentioned first, as the likeliest reason.
+    """Warns if no group of a step is informative: at the first such step, and every 50 steps from
+    the tenth consecutive step on. If most responses were truncated, the warning says so first,
+    because this is the most likely reason.
     """
 
     def __init__(self) -> None:
         self._has_warned, self._in_a_row = False, 0
 
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Returns the warning for a step, if there is one."""
+        """Returns the warning for a step, or None."""
         if metrics.get(UNIFORM) != 1:
             self._in_a_row = 0
             return None
@@ -114,7 +115,9 @@ class UniformGroupsWarning:
 
 
 def _truncation_text(share: float) -> str:
-    """Returns the beginning of a warning, if most responses were truncated."""
+    """Returns the beginning of the warning if most responses were truncated, otherwise an empty
+    text.
+    """
     if share <= 0.5:
         return ""
     return (

@@ -26,7 +26,7 @@ Table = dict[str, Any]
 
 
 def with_greedy_rewards(batch: ScoredBatch) -> ScoredBatch | None:
-    """Makes the rewards of greedy responses a reward part of their groups' samples; leaves out
+    """Stores the reward of each greedy response as a reward part of all samples in its group. Drops
     groups whose greedy response has no reward.
     """
     is_greedy_B = batch.sample_ids_B < 0
@@ -45,7 +45,9 @@ def with_greedy_rewards(batch: ScoredBatch) -> ScoredBatch | None:
 
 
 def with_token_versions(batch: ScoredBatch) -> ScoredBatch:
-    """Returns the batch with the version of each token, even if every response has one version."""
+    """Returns the batch with the version of each token, even if every response has only one
+    version.
+    """
     if batch.versions_T is not None:
         return batch
     held = map(batch.of_held, (batch.versions_B, batch.lengths_B, batch.prompt_lengths_B))
@@ -53,7 +55,9 @@ def with_token_versions(batch: ScoredBatch) -> ScoredBatch:
 
 
 def table_of(batch: ScoredBatch) -> Table:
-    """Returns the per-sample columns of a batch that is whole on this rank, to send to all."""
+    """Returns the per-sample columns of a batch, to be sent to all ranks. This rank must have all
+    tokens of the batch.
+    """
     declared = columns_of(ScoredBatch)
     names = [name for name in batch.columns() if not declared[name].per_token]
     table: Table = {name: getattr(batch, name).numpy() for name in (*names, *LENGTHS)}
@@ -75,11 +79,11 @@ def gathered_batch(
     prompts: Mapping[int, Prompt],
     ranks: Ranks,
 ) -> ScoredBatch:
-    """Returns the batch of all ranks' samples, in the order of their numbers; each rank has the
-    tokens of the samples that it passed.
+    """Returns a batch with the samples of all ranks in ascending order of their numbers. Each rank
+    has the tokens of the samples that it passed as `own`.
 
     Args:
-        tables: Tables by rank, None for a rank without a sample; at least one rank has samples.
+        tables: Tables by rank; None for ranks without samples. At least one rank must have samples.
         own: This rank's samples.
         prompts: Prompts by group.
         ranks: All ranks.
@@ -124,13 +128,13 @@ def _blobs(
     sizes: Sequence[int],
     order: Any,
 ) -> dict[str, Blob]:
-    """Returns the blobs of all samples, with the rows of this rank's samples.
+    """Returns the blobs of all samples, with rows only for this rank's samples.
 
     Args:
-        table_blobs: For each table, by name of the blob, the numbers of rows and an array without
-            rows.
+        table_blobs: For each table, by blob name, the numbers of rows and an empty array with the
+            shape and dtype of a row.
         own: This rank's samples.
-        sizes: Number of samples of each table.
+        sizes: Number of samples in each table.
         order: Order of all samples.
     """
     found = {}
@@ -153,7 +157,7 @@ def _blobs(
 def _own_tokens(
     own: ScoredBatch | None, has_observed: bool, has_versions: bool
 ) -> dict[str, torch.Tensor]:
-    """Returns the per-token columns of this rank's samples; empty columns if it has none."""
+    """Returns the per-token columns for this rank's samples; empty columns if it has none."""
     num_tokens = 0 if own is None else own.num_tokens
     absent = set() if has_observed else {"observed_T"}
     if not has_versions:

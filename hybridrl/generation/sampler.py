@@ -1,26 +1,26 @@
-"""Generates and scores samples on all replicas, and shares their lengths and rewards with all
-ranks.
+"""Generates and scores samples on all replicas, and sends their lengths and rewards to all ranks.
 
-Collective: every rank calls with the same prompts. A replica generates all samples of a prompt, so
-that a reward can compare a group. Expected response lengths decide which prompts a replica gets
-(spread.py). Afterwards every rank has the same batch, in the order of sample numbers, with the
-tokens of the samples that it scored; the ranks of a replica divide the scoring. With an environment
-(episodes.py), a turn that ends in the engine goes to the environment, and continues as the request
-of the next turn or ends as a response.
+Collective: all ranks make the same calls with the same prompts. One replica generates all samples
+for a prompt, so that a reward can compare the samples of a group. Prompts are assigned to replicas
+by their expected response lengths (spread.py). The ranks of a replica divide the scoring among
+themselves. Afterwards all ranks have the same batch in ascending order of sample numbers; each rank
+has the tokens of the samples that it scored. With an environment (episodes.py), each turn that the
+engine finishes is sent to the environment. Its answer leads to a request for the next turn, or ends
+the response.
 
 The schedule decides when groups start (schedule.py). Without a lag, each replica runs until its
-share of the step is done; a checkpoint taken meanwhile keeps finished and unfinished responses.
-With a lag, all engines stop together when enough groups are complete, and in_flight.py keeps the
-others for the next step (partial rollouts, Kimi k1.5, arXiv 2501.12599, sec. 2.6.2). The samples,
-not the time, determine where a step ends, so runs are reproducible. (This holds for any number of
-replicas if `rollout.max_batch` fits all requests of a replica and its engine advances each request
-by one token per step. SGLang does not do so for samples that wait for the first sample of their
-prompt.) Engines on separate ranks also generate while the policy trains (docs/adr/0011), on a
-thread; the main thread waits for it before new weights arrive.
+share of the step is done; a checkpoint written in the meantime contains finished and unfinished
+responses. With a lag, all engines stop together when enough groups are complete, and in_flight.py
+keeps the other groups for the next step (partial rollouts, Kimi k1.5, arXiv 2501.12599, sec.
+2.6.2). Runs are reproducible, because the samples, not the time, determine where a step ends. (This
+holds for any number of replicas if `rollout.max_batch` fits all requests of a replica and its
+engine advances each request by one token per step. SGLang does not advance samples that wait for
+the first sample of their prompt.) Engines on separate ranks also generate while the policy trains
+(docs/adr/0011). They run on a thread, and the main thread waits for it before new weights arrive.
 
-If the algorithm compares with the greedy response to each prompt, that is one more sample of the
-group, with number -1 - group. Its reward becomes a reward part of the group's samples, and the
-sample is removed from the batch.
+If the algorithm compares samples with the greedy response to their prompt, the greedy response is
+an additional sample of the group with number -1 - group. Its reward becomes a reward part of the
+other samples, and the greedy sample is removed from the batch.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ from hybridrl.rollout.engine import (
 # Engine steps between checks for a stop signal. The ranks of a replica must leave generation
 # together, so the check is a collective.
 STEPS_BETWEEN_STOP_CHECKS = 32
-DROPPED_GROUPS = "reward/dropped_groups"  # number of groups without a sample
-CANCEL_S = 60.0  # a thread that generates notices its cancellation within two sums
+DROPPED_GROUPS = "reward/dropped_groups"  # metric: number of groups without any sample
+CANCEL_S = 60.0  # the generating thread notices a cancellation within two sums
 logger = logging.getLogger(__name__)
 
 
@@ -96,13 +96,13 @@ class Sampler:
     """Samples responses to prompts with this rank's engine replica and its peers.
 
     Args:
-        episodes: Responses of several turns; None without an environment.
+        episodes: Manager of responses with several turns; None without an environment.
         reward_models: Reward models that add their scores to a batch.
 
     Attributes:
-        in_flight: Groups that take several steps; empty without a lag.
-        generated: Lengths of everything that the last step generated on all replicas, including
-            greedy, replaced and dropped responses, but not evaluations.
+        in_flight: Groups in flight across steps; empty without a lag.
+        generated: Lengths of all responses that the last step generated on all replicas, including
+            greedy, replaced and dropped responses, but without evaluations.
     """
 
     def __init__(
@@ -126,10 +126,10 @@ class Sampler:
         self.generated: GeneratedLengths = {}
         self._step, self._next_step = -1, 0
         self._is_evaluation = self._has_greedy = False
-        self._prompts: dict[int, Prompt] = {}  # prompts of the batch, by group
+        self._prompts: dict[int, Prompt] = {}  # prompts in the batch, by group
         self._owners: dict[int, tuple[Prompt, int]] = {}  # prompt and group, by sample
         self._done: dict[int, Completion] = {}
-        self._earlier: dict[int, Completion] = {}  # from earlier calls for the step
+        self._earlier: dict[int, Completion] = {}  # from earlier calls in the same step
         self._digests: dict[int, str] = {}  # digests of the step's prompts, by sample
         self._saved = SavedRollouts()  # from the loaded checkpoint
         self._drawn = sampling  # sampling parameters of the current step
@@ -145,13 +145,13 @@ class Sampler:
         )
         # Values since the last `score_or_none`.
         self._episode_counts: dict[str, int] = {}
-        self._busy_s = 0.0  # seconds that this rank's engine worked
+        self._busy_s = 0.0  # seconds for which this rank's engine worked
         self._waits = WaitClock()
         # Values of the step, over all ranks.
         self._reward_counts: dict[str, int] = {}
         self._busy_of_calls: list[
             tuple[float, float]
-        ] = []  # mean and longest, for each `generate` call
+        ] = []  # mean and maximum, for each `generate` call
         self._clocks: Sequence[Clock] = ()  # from earlier rounds
         self._idle: dict[str, float] = {}
         # State of generation during training.
@@ -162,7 +162,9 @@ class Sampler:
             self._thread = BackgroundThread(world.platform.device)
 
     def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
-        """Returns the prompts that `generate` has to begin next, to complete `per_step` groups."""
+        """Returns the prompts to pass to the next `generate`, so that it completes `per_step`
+        groups.
+        """
         if self.schedule.carries_over:
             return self.in_flight.take(source, per_step)
         return source.take(per_step)
@@ -177,30 +179,31 @@ class Sampler:
         sampling: SamplingParams | None = None,
         greedy: bool = False,
     ) -> RolloutBatch | None:
-        """Generates this replica's share of the samples of a step.
+        """Generates this replica's share of a step's samples.
 
-        Without a lag, and for evaluations, these are the samples of the prompts. With a lag, the
-        prompts join those in flight, and the step completes as many groups as the last `take`
-        requested (by default, as many as a step has).
+        Without a lag, and in evaluations, generates all samples for the prompts. With a lag, the
+        prompts are added to those in flight, and the step completes as many groups as the last
+        `take` requested (by default, the number of groups in a step).
 
         Args:
-            prompts: Prompts to begin, the same on all ranks; with a lag, those of `take`.
-            samples_per_prompt: Responses to each prompt; the default is the sampler's.
-            step: Step, which is part of the seeds; negative for an evaluation; the default is the
-                last step plus one.
-            first_group: Group number of the first prompt. A further call for a step (dynamic
-                sampling) passes the number of earlier groups. With a lag, group numbers are unique
-                in the run.
-            sampling: Sampling parameters; the default is the sampler's.
+            prompts: New prompts, identical on all ranks; with a lag, the prompts that `take`
+                returned.
+            samples_per_prompt: Number of responses per prompt. Default: the sampler's value.
+            step: Step, which is part of the seeds; negative for an evaluation. Default: the last
+                step plus one.
+            first_group: Group number of the first prompt. A further call in the same step (dynamic
+                sampling) must pass the number of earlier groups. With a lag, group numbers are
+                unique in the run.
+            sampling: Sampling parameters. Default: the sampler's parameters.
             greedy: Whether to also generate the greedy response to each prompt.
 
         Returns:
-            The samples in the order of their numbers; None if this replica has no prompt.
+            The samples in ascending order of their numbers; None if this replica has no prompt.
 
         Raises:
-            StopAsked: A signal requested a stop; `state` keeps the samples so far.
-            ValueError: With a lag, if the step could never end with these prompts, or
-                `samples_per_prompt` or `sampling` is given.
+            StopAsked: A signal requested a stop. `state` contains the samples so far.
+            ValueError: With a lag, the step could never end with these prompts, or
+                `samples_per_prompt` or `sampling` was passed.
         """
         if step is None:
             step, self._next_step = self._next_step, self._next_step + 1
@@ -228,11 +231,12 @@ class Sampler:
         return self.collect()
 
     def _must_stop(self, num_steps: int) -> bool:
-        """Whether this replica stops for a signal after `num_steps` engine steps."""
+        """Whether this replica must stop after `num_steps` engine steps because of a signal."""
         is_requested = self._is_stop_requested()
         if self.layout.tp == 1:
             return is_requested
-        # Steps of an idle engine are long, because it waits for tools: check at each.
+        # Check at every step of an idle engine, because these steps are long: the engine waits for
+        # tools.
         is_due = num_steps % STEPS_BETWEEN_STOP_CHECKS == 0 or not self.engine.has_unfinished
         return is_due and self._replica.is_any(is_requested)
 
@@ -279,8 +283,8 @@ class Sampler:
         sampling: SamplingParams | None = None,
         greedy: bool = False,
     ) -> None:
-        """Submits this replica's requests to its engine; samples in the loaded checkpoint continue
-        from there.
+        """Submits this replica's requests to its engine. Samples in the loaded checkpoint continue
+        where they were saved.
 
         Raises:
             UserError: `greedy` is set and a scorer has the name of the greedy reward part.
@@ -338,8 +342,8 @@ class Sampler:
         begun: Request | None,
         turns: Mapping[str, Any] | None,
     ) -> Request | None:
-        """Returns the request with which the engine begins or continues a sample; None if the
-        environment acts first.
+        """Returns the request that begins or continues a sample; None if the environment acts
+        first.
         """
         sampling = sampling_of(self._drawn, sample_id)
         if self.episodes is not None:
@@ -349,12 +353,12 @@ class Sampler:
         return begun or Request(sample_id, prompt.tokens, seed, sampling)
 
     def _submit_in_flight(self, prompts: Sequence[Prompt], step: int, greedy: bool) -> None:
-        """Submits all groups in flight and new prompts to the engines; collective."""
+        """Submits all groups in flight and all new prompts to the engines. Collective."""
         self._step, self._has_greedy, self._drawn = step, greedy, self.sampling
         self._owners, self._done = {}, {}
         assigned = self.in_flight.assign(prompts, greedy)
         if self.episodes is not None:
-            self.episodes.forget()  # an evaluation may have left some
+            self.episodes.forget()  # an evaluation may have left responses
         requests = []
         for group, samples in assigned:
             for sample_id, sample in samples.items():
@@ -378,8 +382,8 @@ class Sampler:
             self.generated, self._clocks = {}, ()
 
     def _saved_samples(self, step: int, numbers: Sequence[Sequence[int]]) -> SavedRollouts:
-        """Returns the loaded checkpoint's data of this replica's samples, which rank 0 sends;
-        collective.
+        """Returns the data that the loaded checkpoint has for this replica's samples. Rank 0 sends
+        it. Collective.
         """
         if step < 0 or step != self._saved.step:
             return SavedRollouts()
@@ -391,12 +395,12 @@ class Sampler:
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a submitted response is not finished."""
+        """Whether any submitted response is unfinished."""
         is_waiting = self.episodes is not None and self.episodes.is_waiting
         return self.engine.has_unfinished or is_waiting
 
     def advance(self) -> None:
-        """Lets the engine take one step, and stores and scores finished responses."""
+        """Runs one engine step, and stores and scores the responses that finished."""
         if self.engine.has_unfinished:
             began = time.perf_counter()
             self.engine.step()  # returns tokens, so the device has finished
@@ -405,12 +409,12 @@ class Sampler:
         self._keep(self._take_turns(self.engine.collect()))
 
     def _advance_in_time(self, num_steps: int, gives_up: Callable[[], bool]) -> None:
-        """Lets the engine take one step, if it has work. Before each sum of counts, environments
-        must answer the questions from before the previous sum, so the samples do not depend on how
-        long environments take.
+        """Runs one engine step if the engine has work. Before each sum of counts, waits for all
+        answers from environments that were requested before the previous sum, so that the samples
+        do not depend on how long environments take.
 
         Args:
-            gives_up: Returns whether to stop waiting for environments.
+            gives_up: Function that returns whether to stop waiting for environments.
         """
         if self.has_unfinished:
             self.advance()
@@ -421,11 +425,11 @@ class Sampler:
 
     @property
     def _carries_over(self) -> bool:
-        """Whether responses that are unfinished when generation ends continue in the next step."""
+        """Whether unfinished responses continue in the next step."""
         return self.schedule.carries_over and not self._is_evaluation
 
     def _take_turns(self, completions: Sequence[Completion]) -> Sequence[Completion]:
-        """Returns the responses that ended; the engine gets the next turns of the others."""
+        """Returns the responses that ended. Submits the next turns of the others to the engine."""
         if self.episodes is None:
             return completions
         if self._carries_over:
@@ -435,8 +439,9 @@ class Sampler:
         return ended
 
     def _keep(self, finished: Sequence[Completion]) -> None:
-        """Stores responses that ended, and submits them to scorers while others are generated; with
-        a lag only whole groups, because the others may move to another replica.
+        """Stores responses that ended, and submits them to scorers while others are being
+        generated. With a lag, submits only complete groups, because other groups may move to
+        another replica.
         """
         self._done |= {done.request_id: done for done in finished}
         for done in finished:
@@ -453,11 +458,13 @@ class Sampler:
                     self.scorer.begin(number, prompt, whole.tokens, observed)
 
     def _is_mine_to_score(self, group: int) -> bool:
-        """Whether this rank scores a group; the ranks of a replica divide whole groups."""
+        """Whether this rank scores a group. The ranks of a replica divide whole groups among
+        themselves.
+        """
         return group % self.layout.tp == self.layout.tp_rank(self.world.rank)
 
     def _leave_engine(self) -> dict[int, States] | None:
-        """Removes all samples from the engine; returns the states of this replica's groups."""
+        """Removes all samples from the engine. Returns the states of this replica's groups."""
         begun = {request.request_id: request for request in self.engine.pending()}
         self.engine.clear()
         samples: dict[int, Sample] = {**begun, **self._done}
@@ -472,11 +479,11 @@ class Sampler:
     def ahead(
         self, source: PromptSource, waits: AbstractContextManager[None] | None = None
     ) -> Iterator[None]:
-        """Generates while the block runs, if the schedule says so: groups in flight and further
-        prompts, with the present weights. Collective.
+        """Generates groups in flight and new prompts with the current weights while the block runs,
+        if the schedule says so. Collective.
 
         Args:
-            waits: Context for the wait for generation, after the block.
+            waits: Context manager entered while waiting for generation after the block.
         """
         if not self.schedule.generates_ahead:
             yield
@@ -500,8 +507,8 @@ class Sampler:
             self._thread.start(self._generate_ahead, "generate ahead")
 
     def _generate_ahead(self) -> None:
-        """Generates until few samples of all replicas are unfinished; runs on a thread, on the
-        ranks with an engine. If one rank fails, the others stop with it.
+        """Generates until only few samples on all replicas are unfinished. Runs on a thread on each
+        rank with an engine. If one rank fails, the others stop too.
         """
         failure: Exception | None = None
         pause_at = self.schedule.ahead_until
@@ -526,41 +533,42 @@ class Sampler:
             raise failure
 
     def _must_end_ahead(self) -> bool:
-        """Whether to end generation during training immediately: its samples will not be used, or a
-        signal requested a stop and training is done. Before that, generation continues after a
-        signal: if it ends as planned, the resumed run has the same samples.
+        """Whether to end generation during training immediately, because its samples will not be
+        used, or because a signal requested a stop and training is done. If training is not done,
+        generation continues after a signal: if it ends as planned, the resumed run has the same
+        samples.
         """
         return self._is_cancelled or (self._is_awaited and self._is_stop_requested())
 
     def _end_ahead(self) -> None:
-        """Waits until the engines pause, and removes their samples from them."""
+        """Waits until the engines pause, and removes all samples from them."""
         began = time.perf_counter()
         self._is_awaited = True
         with self.world.all_agree("generating ahead") as agreement:
             self._thread.join(self.world.check)
             agreement.value = self._leave_engine()
         self._waits.waited_s += time.perf_counter() - began
-        # This time counts for the next step, even if an evaluation comes first.
+        # Count this time towards the next step, even if an evaluation comes first.
         self._busy_ahead_s, self._busy_s = self._busy_s, 0.0
         self.in_flight.note_states(agreement.values)
 
     def _cancel_ahead(self) -> None:
-        """Ends generation during training, and discards its samples. All ranks with an engine must
-        call it or exit.
+        """Cancels generation during training and discards its samples. All ranks with an engine
+        must call this method or exit.
         """
         self._is_cancelled = True
         try:
             self._thread.join(self.world.check, CANCEL_S)
-        except Exception as error:  # the error that ended the step is raised instead
+        except Exception as error:  # the caller raises the error that ended the step instead
             logger.warning("generating ahead: %s: %s", type(error).__name__, error)
 
     @property
     def ahead_span(self) -> Span | None:
-        """Time span of this rank's last generation during training."""
+        """Start and end of this rank's last generation during training."""
         return self._thread.span if self.schedule.generates_ahead else None
 
     def collect(self) -> RolloutBatch | None:
-        """Returns the finished samples of the submitted requests; the engine must be empty."""
+        """Returns the finished samples for the submitted requests. The engine must be empty."""
         owners, done = self._owners, self._done
         self._earlier |= done
         self._owners, self._done = {}, {}
@@ -575,12 +583,12 @@ class Sampler:
         return RolloutBatch.from_rollouts(rollouts, groups, producer)
 
     def score(self, local: RolloutBatch | None) -> ScoredBatch:
-        """Scores the samples of the last `generate` and shares those of all replicas with all
-        ranks, ordered by sample number; tokens stay on the rank that scored them.
+        """Scores the samples from the last `generate`. Returns the samples of all replicas on all
+        ranks, ordered by sample number. Tokens stay on the rank that scored them.
 
         Raises:
-            UserError, PeerError: The reward failed on some rank, or no response has a score; raised
-                on all ranks.
+            UserError, PeerError: A reward failed on any rank, or no response has a score. Raised on
+                all ranks.
         """
         if (scored := self.score_or_none(local)) is None:
             raise self.scorer.nothing_left()
@@ -615,7 +623,9 @@ class Sampler:
         return batch
 
     def _lengths_of(self, local: RolloutBatch | None) -> GeneratedLengths:
-        """Returns the lengths that this replica generated; only on the replica's first rank."""
+        """Returns the lengths that this replica generated; empty except on the first rank of the
+        replica.
+        """
         if local is None or self._is_evaluation or not self._replica.is_first:
             return {}
         found: GeneratedLengths = {}
@@ -625,12 +635,13 @@ class Sampler:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of the last step, the same on all ranks.
+        """Returns the metrics of the last step, identical on all ranks.
 
-        These are `generate/idle_share`, the mean share of generation time that replicas waited for
-        the slowest; `generate/tokens`, the tokens of all prompts and responses, with observations;
-        the scorers' counts; and those of `episode_metrics`. With a lag also `lag/*`, and `idle/*`
-        if engines generate ahead.
+        The metrics are `generate/idle_share` (mean share of the generation time for which replicas
+        waited for the slowest replica), `generate/tokens` (number of tokens in all prompts and
+        responses, including observations), the counts from scorers, and the metrics from
+        `episode_metrics`. With a lag, they include `lag/*`; if engines generate ahead, also
+        `idle/*`.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
         took = sum(longest for _, longest in self._busy_of_calls)
@@ -643,8 +654,8 @@ class Sampler:
         }
 
     def num_errors(self) -> int:
-        """Returns the number of responses on which a scorer failed since the first groups of the
-        step; the same on all ranks.
+        """Returns on how many responses a scorer has failed since the first groups of the step;
+        identical on all ranks.
         """
         return sum(n for name, n in self._reward_counts.items() if name.endswith("/errors"))
 
@@ -653,7 +664,7 @@ class Sampler:
             self._reward_counts[name] = self._reward_counts.get(name, 0) + count
 
     def _take_clock(self) -> Clock:
-        """Returns this rank's times since samples were last exchanged."""
+        """Returns this rank's times since the last exchange of samples."""
         if not self._carries_over:
             return Clock(self._busy_s)
         busy_s, self._busy_ahead_s = self._busy_s + self._busy_ahead_s, 0.0
@@ -667,7 +678,7 @@ class Sampler:
             self._idle = idle_shares(self._clocks, self.layout.ranks)
 
     def _note_lengths(self, batch: ScoredBatch) -> None:
-        """Records the mean response length of each prompt."""
+        """Records the mean response length for each prompt."""
         groups, first_B, counts = np.unique(batch.group_B, return_index=True, return_counts=True)
         sums = np.add.reduceat(batch.response_lengths_B.numpy(), first_B)
         for group, total, count in zip(groups.tolist(), sums, counts, strict=True):
@@ -675,7 +686,7 @@ class Sampler:
 
     @contextmanager
     def judged_by(self, scorer: Scorer) -> Iterator[None]:
-        """Scores everything that is generated in the block only with another scorer, without
+        """Within the block, scores all generated samples with another scorer only, without
         environment and reward models.
         """
         kept = self.scorer, self.reward_models, self.episodes
@@ -687,13 +698,13 @@ class Sampler:
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether a checkpoint would keep responses of a step in progress, on some rank. With a lag
-        it keeps the samples from the step's beginning instead.
+        """Whether a checkpoint would contain responses from a step in progress, on any rank. With a
+        lag, it contains the samples from the beginning of the step instead.
         """
         return self._step >= 0 and not self.schedule.carries_over
 
     def end_step(self) -> None:
-        """Drops the responses of a finished step."""
+        """Drops all responses of a finished step."""
         self._step, self._earlier = -1, {}
         self._saved = SavedRollouts()
         self.in_flight.end_step()
@@ -708,11 +719,11 @@ class Sampler:
         self.in_flight.rewind()
 
     def state(self) -> dict[str, Any]:
-        """Returns the rollouts for a checkpoint, as JSON values: those of all replicas on rank 0,
-        none on others; also the response lengths. Collective.
+        """Returns the rollouts and response lengths as JSON values for a checkpoint. Rank 0 returns
+        the rollouts of all replicas, other ranks none. Collective.
 
-        Without a lag these are the finished and unfinished responses of the current step, until
-        `end_step`; with a lag, those in flight at its beginning.
+        Without a lag, these are the finished and unfinished responses of the current step until
+        `end_step`. With a lag, they are the responses in flight at the beginning of the step.
         """
         found = {"next_step": self._next_step}
         if self.schedule.carries_over:
@@ -733,11 +744,12 @@ class Sampler:
         }
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None = None) -> None:
-        """Makes the next `generate` of the saved step continue from these rollouts; drops the
-        engine's requests. Collective.
+        """Makes the next `generate` for the saved step continue from these rollouts. Drops all
+        requests in the engine. Collective.
 
         Args:
-            state: Result of `state`, after conversion to and from JSON; that of rank 0 is used.
+            state: Result of `state`, after conversion to and from JSON; only the value on rank 0 is
+                used.
             source: Prompts of the run, at the saved position.
         """
         is_first = self.world.rank == 0
@@ -753,7 +765,7 @@ class Sampler:
     def _note_episodes(
         self, done: Mapping[int, Completion], owners: Mapping[int, tuple[Prompt, int]]
     ) -> None:
-        """Gives the scorer the environments' outcomes of the responses that this rank scores."""
+        """Passes environments' outcomes to the scorer for the responses that this rank scores."""
         if self.episodes is None:
             return
         self.episodes.finish()
@@ -764,7 +776,7 @@ class Sampler:
         self._episode_counts = episode_counts(own)
 
     def close(self) -> None:
-        """Ends the processes of scorers and environments."""
+        """Ends all processes of scorers and environments."""
         self.scorer.close()
         if self.episodes is not None:
             self.episodes.close()

@@ -1,8 +1,8 @@
-"""Finished and unfinished responses of a step in a checkpoint.
+"""Saves finished and unfinished responses of a step in a checkpoint, and finds them again.
 
-A response continues only with the prompt and sampling parameters that it started with; otherwise it
-is generated again. A step may have other prompts than the saved one: in a user's script, or if a
-step failed after it was resumed.
+A response is continued only with the prompt and sampling parameters with which it started;
+otherwise it is generated again. A step may have other prompts than the saved step in a user's
+script, or if a step failed after it was resumed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hybridrl.contracts.blobs import blobs_to_json
 from hybridrl.generation.episodes import completion_from_json
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
-# Entries of a state about samples; only rank 0 has those of all replicas.
+# Keys of a state that contain samples; only rank 0 has the samples of all replicas.
 SAMPLES = ("completions", "requests", "episodes", "prompts")
 
 
 class SavedSample(NamedTuple):
-    """Saved data of one response: the whole response, or the request and turns to continue."""
+    """Saved data for one response: the finished response, or the request and turns to continue."""
 
     whole: Completion | None = None
     request: Request | None = None
@@ -32,7 +32,7 @@ class SavedSample(NamedTuple):
 
 
 class SavedRollouts:
-    """Finds responses in a result of `Sampler.state`, after conversion to and from JSON."""
+    """Finds responses in the result of `Sampler.state`, after conversion to and from JSON."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         self._state = state = state or {}
@@ -40,14 +40,14 @@ class SavedRollouts:
         self._whole = {entry["request_id"]: entry for entry in state.get("completions", ())}
         self._requests = {entry["request_id"]: entry for entry in state.get("requests", ())}
         self._turns = {entry["sample_id"]: entry for entry in state.get("episodes", ())}
-        # Old checkpoints have no digests; then only the number of the step is compared.
+        # Old checkpoints have no digests; for them, only the step number is compared.
         self._digests: Mapping[str, str] = state.get("prompts", {})
         self._sampling = saved_sampling(state)
 
     def find(
         self, step: int, sample_id: int, prompt: Prompt, sampling: SamplingParams
     ) -> SavedSample:
-        """Returns the data of a step's sample, if its prompt and sampling parameters match."""
+        """Returns the saved data for a sample if step, prompt and sampling parameters match."""
         if step != self.step:
             return SavedSample()
         digest = prompt_digest(prompt.tokens)
@@ -65,7 +65,7 @@ class SavedRollouts:
         return SavedSample(turns=turns) if turns_fit(began, sampling) else SavedSample()
 
     def select(self, sample_ids: Collection[int]) -> dict[str, Any]:
-        """Returns the state with only these samples."""
+        """Returns the part of the state for these samples."""
         wanted = set(sample_ids)
         prompts = {n: self._digests[n] for n in map(str, wanted) if n in self._digests}
         return {
@@ -78,27 +78,27 @@ class SavedRollouts:
 
 
 def without_sample_data(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of a state that all ranks get."""
+    """Returns the part of a state that all ranks receive."""
     return {name: type(value)() if name in SAMPLES else value for name, value in state.items()}
 
 
 def saved_sampling(state: Mapping[str, Any]) -> SamplingParams | None:
-    """Returns the sampling parameters of the responses in `Sampler.state`; None if an old
-    checkpoint does not have them, so they may differ from the run's.
+    """Returns the sampling parameters of the responses in `Sampler.state`. Returns None for an old
+    checkpoint that does not contain them; they may then differ from the run's parameters.
     """
     saved = state.get("sampling")
     return None if saved is None else SamplingParams.from_dict(saved)
 
 
 def sampling_of(sampling: SamplingParams, sample_id: int) -> SamplingParams:
-    """Returns the parameters of a sample; a negative number is a group's greedy response."""
+    """Returns the parameters for a sample. A negative number is the greedy response of a group."""
     return sampling if sample_id >= 0 else dataclasses.replace(sampling, temperature=0.0)
 
 
 def done_fits(done: Completion, began: SamplingParams | None, sampling: SamplingParams) -> bool:
-    """Whether `sampling` could have produced a finished response: the parameters are equal, or
-    differ only in the length limit and the response ended below both. `began` has the parameters of
-    the response, None if they are unknown.
+    """Whether `sampling` could have produced a finished response. This is true if its parameters
+    `began` are equal to `sampling`, or if they differ only in the length limit and the response is
+    shorter than both limits. `began` is None if the parameters are unknown.
     """
     if began is None or not _same_but_for_length(began, sampling):
         return False
@@ -108,7 +108,7 @@ def done_fits(done: Completion, began: SamplingParams | None, sampling: Sampling
 
 
 def request_fits(request: Request, sampling: SamplingParams, is_turn: bool) -> bool:
-    """Whether an unfinished response may continue; one turn of several has a smaller limit."""
+    """Whether an unfinished response may continue. One turn of several may have a smaller limit."""
     limit, most = request.sampling.max_new_tokens, sampling.max_new_tokens
     fits = limit <= most if is_turn else limit == most
     return fits and _same_but_for_length(request.sampling, sampling)
@@ -136,7 +136,7 @@ def rollout_state(
     turns: Sequence[Mapping[str, Any]],
     digests: Mapping[int, str],
 ) -> dict[str, Any]:
-    """Returns a replica's part of the state that SavedRollouts reads, as JSON values."""
+    """Returns one replica's part of the state that SavedRollouts reads, as JSON values."""
     return {
         "completions": [saved_fields(done) for done in whole],
         "requests": [saved_fields(request) for request in requests],
@@ -146,13 +146,13 @@ def rollout_state(
 
 
 def saved_fields(sample: Completion | Request) -> dict[str, Any]:
-    """Returns a completion or request as JSON values."""
+    """Converts a completion or request to JSON values."""
     found = dataclasses.asdict(dataclasses.replace(sample, blobs={}))
     return found | {"blobs": blobs_to_json(sample.blobs)}
 
 
 def merge_states(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the parts of all replicas as one state."""
+    """Merges the parts of all replicas into one state."""
     lists = ("completions", "requests", "episodes")
     found: dict[str, Any] = {n: [entry for part in parts for entry in part[n]] for n in lists}
     return found | {"prompts": {k: v for part in parts for k, v in part["prompts"].items()}}

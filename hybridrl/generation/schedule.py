@@ -1,7 +1,8 @@
-"""Rules for when prompts begin, when the generation of a step may end, and which groups it takes.
+"""Decides when prompts begin, when the generation of a step may end, and which groups the step
+takes.
 
-A step's number is the version of the weights that it trains. Generation with those weights gives
-the step's samples. Then the policy trains, while engines stop or generate ahead:
+The number of a step is the version of the weights at its beginning. The step first generates its
+samples with these weights. Then the policy trains, while the engines pause or generate ahead:
 
     engines on their own ranks                    | ranks that train and generate
     generating            training                |
@@ -10,13 +11,13 @@ the step's samples. Then the policy trains, while engines stop or generate ahead
     generate ahead v=n    train v=n               | train v=n
     weights  <------------> weights v=n+1         | weights v=n+1
 
-Both sides exchange samples and weights in this order and nothing else, so neither waits for the
-other within an action. A step that replaces groups repeats `generate` and `samples`, in rounds that
-all ranks count in the same way.
+The two sides exchange only samples and weights, in this order, so neither waits for the other
+during an action. A step that replaces groups repeats `generate` and `samples` in rounds, which all
+ranks count identically.
 
-A group is the samples of one prompt. Steps may train on it until `max_lag` steps after the one that
-began it, so none of its tokens has older weights. All ranks know all groups and compute the same
-answers without communication. Pure, no torch.
+A group consists of the samples for one prompt. It can be trained up to `max_lag` steps after the
+step that began it, so that no token comes from older weights. All ranks know all groups and compute
+the same results without communication. Pure functions; does not import torch.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ AtBound = Literal["finish", "drop"]
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt, in the form that all ranks know.
+    """State of the samples for one prompt, known to all ranks.
 
     Args:
         number: Number of the group in the run.
-        born: Step whose weights first generated it.
-        place: Position of its prompt among those that this step took from the data.
-        prompt: Prompt of all its samples.
-        replica: Replica that has its samples; None if rank 0 has them or there are none yet.
-        runs: Runs of tokens of each sample, in the order of sample numbers.
+        born: Step whose weights began the group.
+        place: Position of the prompt among the prompts that step `born` took from the data.
+        prompt: Prompt that all samples share.
+        replica: Replica that has the samples; None if rank 0 has them or there are none yet.
+        runs: For each sample, in ascending order of sample numbers, the runs of its tokens.
         is_done: Whether each sample is finished.
     """
 
@@ -62,7 +63,7 @@ class Group:
 
     @property
     def open_lengths(self) -> list[int]:
-        """Number of tokens so far of each unfinished sample."""
+        """Number of tokens so far in each unfinished sample."""
         return [
             sum(count for _, count in runs)
             for runs, is_done in zip(self.runs, self.is_done, strict=True)
@@ -72,16 +73,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Limits on what a run generates, and when.
+    """Limits on what a run generates and when.
 
     Args:
-        max_lag: Most steps between the weights that sampled a token and those that learn from it;
-            with 0, each step generates all samples that it trains on.
-        per_step: Groups that a step takes.
-        in_flight: Groups in flight while a step generates.
-        at_bound: Whether a step waits for groups that may not get older ("finish"), or drops them.
-        ahead_until: Number of unfinished samples at which generation during training pauses; None
-            if engines do not generate during training.
+        max_lag: Maximum number of steps between the weights that sampled a token and the weights
+            that learn from it. With 0, each step generates all samples that it trains on.
+        per_step: Number of groups that a step takes.
+        in_flight: Number of groups in flight while a step generates.
+        at_bound: What a step does with groups that have reached the maximum age: wait for them
+            ("finish"), or drop them.
+        ahead_until: Generation during training pauses when only this many samples are unfinished.
+            None if engines do not generate during training.
     """
 
     max_lag: int
@@ -106,12 +108,12 @@ class Schedule:
         return self.ahead_until is not None
 
     def num_new(self, num_held: int, is_ahead: bool = False, room: int | None = None) -> int:
-        """Returns the number of groups to begin.
+        """Returns the number of new groups to begin.
 
         Args:
-            num_held: Groups in flight.
-            is_ahead: Whether the present step already has its samples. Then one step fewer can
-                learn from new groups, and more groups could not all be taken in time.
+            num_held: Number of groups in flight.
+            is_ahead: Whether the current step already has its samples. In that case, one step fewer
+                can train on new groups, so fewer groups can be taken in time.
             room: Further groups that the step takes; the default is `per_step`.
         """
         now = 0 if is_ahead else self._room(room)
@@ -119,11 +121,12 @@ class Schedule:
         return max(0, min(self.in_flight, most) - num_held)
 
     def by_deadline(self, born: Sequence[int], step: int) -> list[int]:
-        """Returns the number of groups whose last step is this one, the next one, and so on.
+        """Returns the number of groups for which the last possible step is this step, the next
+        step, and so on.
 
         Args:
             born: Step that began each group.
-            step: Present step.
+            step: Current step.
         """
         found = [0] * (self.max_lag + 1)
         for birth in born:
@@ -133,15 +136,15 @@ class Schedule:
     def may_end(
         self, complete: Sequence[int], held: Sequence[int], room: int | None = None
     ) -> bool:
-        """Returns whether generation may end: the step's groups are complete, and later steps can
-        take the rest in time.
+        """Whether generation may end, because the groups for the step are complete and later steps
+        can take all other groups in time.
 
-        The step takes complete groups, the oldest first. At most j steps' worth of groups may
-        remain whose last step is at most j steps away: then taking the earliest deadline first
-        keeps all of them (Liu and Layland 1973, J. ACM 20(1), 46-61, sec. 7).
+        The step takes complete groups, oldest first. For every j, at most j * `per_step` groups may
+        remain whose last possible step is at most j steps away. If so, taking the earliest deadline
+        first takes all of them in time (Liu and Layland 1973, J. ACM 20(1), 46-61, sec. 7).
 
         Args:
-            complete, held: Numbers of complete groups and of all groups, from `by_deadline`.
+            complete, held: Results of `by_deadline` for the complete groups and for all groups.
             room: Further groups that the step takes; the default is `per_step`.
         """
         room = self._room(room)
@@ -161,12 +164,13 @@ class Schedule:
     def choose(
         self, groups: Sequence[Group], step: int, room: int | None = None
     ) -> tuple[list[Group], list[Group], list[Group]]:
-        """Returns the groups that a step takes, those that stay in flight, and those that no later
-        step may learn from; a further round of this step takes the latter, or its end drops them.
+        """Returns the groups that the step takes, the groups that stay in flight, and the groups
+        that are too old for later steps. A further round of this step may take the last kind;
+        otherwise they are dropped at its end.
 
         Args:
-            groups: All groups, when `may_end` is true.
-            step: Present step.
+            groups: All groups; `may_end` must be true for them.
+            step: Current step.
             room: Further groups that the step takes; the default is `per_step`.
         """
         room = self._room(room)
@@ -186,8 +190,8 @@ SYNCHRONOUS = Schedule(max_lag=0, per_step=1, in_flight=1)
 
 
 def remaining_tokens(have: int, expected: float, longest: int) -> float:
-    """Returns the expected number of further tokens of a response; if it is already longer than
-    expected, half of the tokens up to the limit.
+    """Returns the expected number of further tokens in a response. If the response is already
+    longer than expected, returns half of the tokens that remain up to the limit.
     """
     return expected - have if expected > have else max(longest - have, 0) / 2
 
@@ -195,13 +199,13 @@ def remaining_tokens(have: int, expected: float, longest: int) -> float:
 def assign_replicas(
     groups: Sequence[Group], expected: Mapping[int, float], longest: int, num_replicas: int
 ) -> dict[int, int]:
-    """Returns the replica of each group, by number, so that the remaining work is spread evenly.
-    Complete groups do not move; the others may.
+    """Assigns each group, by number, to a replica so that the remaining work is spread evenly. Only
+    incomplete groups may move.
 
     Args:
         groups: All groups.
-        expected: Expected tokens of a response, by group.
-        longest: Token limit of a response.
+        expected: Expected number of tokens per response, by group.
+        longest: Maximum number of tokens in a response.
         num_replicas: Number of replicas.
     """
     found = {g.number: g.replica for g in groups if g.is_complete and g.replica is not None}

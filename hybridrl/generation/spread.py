@@ -1,8 +1,8 @@
-"""Divides groups among replicas by their expected work. No torch.
+"""Divides groups among replicas by their expected work. Does not import torch.
 
-Pure, with inputs that every rank has (prompts, and lengths of collected responses), so all ranks
-compute the same division without communication. Groups are not split: the samples of a prompt share
-its prefix, and a reward may compare them.
+The result depends only on inputs that every rank has (prompts, and the lengths of collected
+responses), so all ranks compute the same division without communication. Groups are not split,
+because the samples for a prompt share its prefix and a reward may compare them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ SHARE_OF_NEWEST = 0.5
 
 
 class ResponseLengths:
-    """Predicts response lengths: an exponential average of each prompt's earlier responses.
+    """Predicts response lengths with an exponential average over earlier responses to the same
+    prompt.
 
     A prompt is identified by its tokens, so training and evaluation share predictions.
     """
@@ -35,21 +36,22 @@ class ResponseLengths:
         self._means: dict[str, float] = {}
 
     def observe(self, prompt: Prompt, mean_tokens: float) -> None:
-        """Records the mean number of tokens of a prompt's latest responses."""
+        """Records the mean number of tokens in the latest responses to a prompt."""
         key = _key(prompt)
         before = self._means.get(key, mean_tokens)
         self._means[key] = before + SHARE_OF_NEWEST * (mean_tokens - before)
 
     def expected(self, prompts: Sequence[Prompt], unknown: float) -> list[float]:
-        """Returns the expected tokens of one response to each prompt: for a prompt without earlier
-        responses the mean over the others, or `unknown` if there are none.
+        """Returns the expected number of tokens in one response to each prompt. For a prompt
+        without earlier responses, returns the mean over the other prompts, or `unknown` if none has
+        responses.
         """
         if self._means:
             unknown = math.fsum(self._means.values()) / len(self._means)
         return [self._means.get(_key(prompt), unknown) for prompt in prompts]
 
     def state(self) -> dict[str, float]:
-        """Returns the state for `load_state`, as plain JSON values."""
+        """Returns the state for `load_state`, as JSON values."""
         return dict(self._means)
 
     def load_state(self, state: Mapping[str, float]) -> None:
@@ -58,17 +60,18 @@ class ResponseLengths:
 
 
 def group_work(prompt: Prompt, response_tokens: float, num_samples: int) -> float:
-    """Returns the work of a prompt's samples, in response tokens."""
+    """Returns the work for all samples of a prompt, measured in response tokens."""
     return num_samples * response_tokens + PROMPT_TOKEN_WORK * len(prompt.tokens)
 
 
 def spread(work: Sequence[float], num_replicas: int) -> list[list[int]]:
-    """Assigns the largest remaining group to the replica with the least work so far. Returns the
-    groups of each replica, largest first, because a long group that started last would run alone.
+    """Repeatedly assigns the largest remaining group to the replica with the least work. Returns
+    the groups of each replica, largest first, because a long group that starts last would run
+    alone.
 
-    A replica had the least work when it got its last group, so the work of any two differs by at
-    most one group. The longest takes at most 4/3 of the time of the best division (Graham 1969,
-    SIAM J. Appl. Math. 17(2), 416-429).
+    Each replica had the least work when it received its last group, so the work of any two replicas
+    differs by at most one group. The slowest replica takes at most 4/3 of the time in the best
+    possible division (Graham 1969, SIAM J. Appl. Math. 17(2), 416-429).
     """
     replicas: list[list[int]] = [[] for _ in range(num_replicas)]
     least = [(0.0, number) for number in range(num_replicas)]
