@@ -1,9 +1,9 @@
-"""Model families: an HF config read into sizes, Megatron keywords and a weight table.
+"""Model families: read an HF config into sizes, Megatron arguments and a weight table.
 
-Owns the types `ModelShape`, `Row` and `Family` and the choice of a family for a model. Builds
-nothing: build.py makes the Megatron model, weights.py turns rows into the rectangles that a rank
-holds. Pure data, no torch. Invariant: HF names and shapes are the only coordinates, so a family
-never mentions ranks.
+Defines the types `ModelShape`, `Row` and `Family`, and selects the family of a model. Builds
+nothing: build.py creates the Megatron model, and weights.py converts rows into the rectangles that
+a rank holds. Pure data, no torch. Invariant: families use only HF names and shapes as coordinates,
+and never mention ranks.
 """
 
 from __future__ import annotations
@@ -25,25 +25,29 @@ RowKind = Literal["vocab", "replicated", "column", "heads", "kv_heads", "row", "
 Stage = Literal["first", "layer", "last"]
 
 VOCAB_MULTIPLE = 128
-CAUSAL = "ForCausalLM"  # the end of most architectures' names
+CAUSAL = "ForCausalLM"  # suffix of most architecture names
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT_LAYER = "output_layer.weight"
-# Suffixes of HF tensors that stay float32 for weights of any type, as in transformers
-# (`_keep_in_fp32_modules_strict`), Megatron and engines: 16 bits lose a step of a router's bias.
+# Suffixes of HF tensors that stay float32 in models of any data type, as in transformers
+# (`_keep_in_fp32_modules_strict`), Megatron and engines, because 16 bits cannot represent a small
+# update of a router's bias.
 KEPT_IN_FP32 = ("e_score_correction_bias",)
 
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Sizes of a decoder's mixtures of experts.
+    """Dimensions of a decoder's mixtures of experts.
 
     Args:
         num_experts: Number of experts in one layer.
-        experts_per_token: Number of experts that compute each token.
+        experts_per_token: Number of experts selected for each token.
         expert_ffn_size: Width of one expert, a gated feed-forward layer.
-        shared_ffn_size: Width of the experts that compute every token; 0 for none.
-        dense_layers: Layers with a plain feed-forward layer, of width `ModelShape.ffn_size`.
-        has_bias: Whether a bias affects the choice of experts, but not their weights.
+        shared_ffn_size: Width of the shared experts, which process every token; 0 if there are
+            none.
+        dense_layers: Indices of layers that have a dense feed-forward layer, of width
+            `ModelShape.ffn_size`.
+        has_bias: Whether the router adds a bias that affects which experts are selected, but not
+            their weights.
     """
 
     num_experts: int
@@ -59,10 +63,12 @@ class LatentShape:
     """Sizes of multi-head latent attention.
 
     Args:
-        query_rank: Size of the latent for queries; 0 if they are computed from the input.
+        query_rank: Size of the latent for queries; 0 if queries are computed directly from the
+            input.
         key_value_rank: Size of the latent for keys and values.
-        plain_dim: Size of the part of a head's query and key without positions.
-        rotary_dim: Size of the part with positions; all heads share the key's.
+        plain_dim: Size of the part of each query and key that carries no position.
+        rotary_dim: Size of the rotary part of each query and key; all heads share that part of the
+            key.
         value_dim: Size of a head's value.
     """
 
@@ -79,25 +85,26 @@ class LatentShape:
 
     @property
     def cached_dim(self) -> int:
-        """Elements that an engine caches for a token and layer, for any number of heads."""
+        """Number of elements that an engine caches per token and layer, for any number of heads."""
         return self.key_value_rank + self.rotary_dim
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary positions of a model (rotary_positions.py has the mathematics).
+    """Parameters of a model's rotary positions (see rotary_positions.py for the formulas).
 
     Args:
         base: Base of the frequencies.
         kind: Scaling of the frequencies: default (none), linear, llama3, yarn or longrope.
         factor: Ratio of the new to the original context length.
         original_length: Original context length; for llama3, yarn and longrope.
-        low, high: Turns over the original length below which frequencies are divided by the factor,
-            and above which they are kept.
+        low, high: Numbers of rotations over the original length. Frequencies with fewer than `low`
+            are divided by the factor, and those with more than `high` are kept.
         share: Share of a head's dimensions that rotate.
-        divisors: Divisor of each pair's frequency; for longrope.
-        mscale, mscale_all_dim: Coefficients of YaRN's magnitude; 0 leaves `mscale_all_dim` out.
-        local: Positions of windowed layers (Gemma 3); None if they equal the others.
+        divisors: Divisors of the pairs' frequencies; for longrope.
+        mscale, mscale_all_dim: Coefficients of YaRN's magnitude; if `mscale_all_dim` is 0, it has
+            no effect.
+        local: Positions in windowed layers (Gemma 3); None if all layers use the same.
     """
 
     base: float
@@ -114,7 +121,7 @@ class Rotary:
 
     @property
     def magnitude(self) -> float:
-        """Factor of sines and cosines."""
+        """Factor by which sines and cosines are multiplied."""
         if self.kind == "longrope":  # Ding et al. 2024, "LongRoPE", as Phi-3 has it
             return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
         if self.kind != "yarn":
@@ -123,7 +130,7 @@ class Rotary:
 
     @property
     def magnitude_of_all(self) -> float:
-        """Additional factor of queries and keys in latent attention."""
+        """Additional factor for queries and keys in latent attention."""
         return self._yarn_magnitude(self.mscale_all_dim) if self.kind == "yarn" else 1.0
 
     def _yarn_magnitude(self, mscale: float) -> float:
@@ -133,13 +140,14 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Scales:
-    """Constant factors of a model.
+    """Constant factors in a model.
 
     Args:
         embedding: Factor of the embeddings.
-        residual: Factor of the outputs of attention and feed-forward layers before they are added.
+        residual: Factor of the outputs of attention and feed-forward layers, applied before they
+            are added to the residual stream.
         logits: Divisor of the logits.
-        is_rounded: Whether the embeddings' factor is rounded to their type first (Gemma).
+        is_rounded: Whether the embeddings' factor is first rounded to their data type (Gemma).
     """
 
     embedding: float = 1.0
@@ -150,29 +158,30 @@ class Scales:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a decoder, from its HF config.
+    """Dimensions and options of a decoder, from its HF config.
 
     Args:
         head_dim: Size of one attention head, not necessarily `hidden_size / num_heads`; with latent
-            attention, of its query and key.
-        ffn_size: Width of the gated feed-forward layer, in the layers that have one.
-        tied_embeddings: Whether the output layer is the embedding (HF stores no `lm_head.weight`).
+            attention, the size of its query and key.
+        ffn_size: Width of the dense gated feed-forward layers.
+        tied_embeddings: Whether the output layer uses the embedding's weight (HF stores no
+            `lm_head.weight`).
         qkv_bias: Whether the query, key and value projections have biases.
-        qk_norm: Whether queries and keys are normalised per head.
+        qk_norm: Whether queries and keys are normalized per head.
         linear_bias: Whether every linear layer of a decoder layer has a bias.
         moe: Sizes of the experts; None if all layers are dense.
         latent: Sizes of latent attention; None for grouped-query attention.
-        window: Positions that a query of a windowed layer attends to, including itself; None if no
-            layer is windowed.
-        num_whole_layers: Number of layers without a window, if others have one.
-        norms_after: Whether norms follow attention and the feed-forward layer: "no", "only" or
-            "also".
-        whole_qk_norm: Whether queries and keys are normalised over all heads together.
+        window: Number of positions that a query in a windowed layer attends to, including its own;
+            None if no layer is windowed.
+        num_whole_layers: Number of layers without a window, if other layers have one.
+        norms_after: Whether norms follow attention and the feed-forward layer: "no", "only"
+            (instead of norms before them) or "also".
+        whole_qk_norm: Whether queries and keys are normalized over all heads together.
         centered_norms: Whether norms multiply by 1 + their weight.
         activation: Activation of the gated feed-forward layer; gelu_tanh approximates GELU by tanh.
-        attention_cap: Bound c of scaled products of queries and keys, which become c tanh(product /
-            c); 0 for none.
-        logits_cap: The same bound of logits, before a temperature divides them.
+        attention_cap: Soft cap c for scaled products of queries and keys, which become c
+            tanh(product / c); 0 for no cap.
+        logits_cap: Soft cap for logits, applied before division by the temperature.
     """
 
     num_layers: int
@@ -199,9 +208,7 @@ class ModelShape:
 
     @property
     def torch_only(self) -> str:
-        """Features that transformer-engine's layers are not known to compute, in words; empty if
-        none.
-        """
+        """Describes a feature that only torch's layers support; empty if there is none."""
         if self.attention_cap:
             return "the model has a soft cap of products of queries and keys"
         if self.centered_norms or self.activation != "silu":
@@ -216,7 +223,7 @@ class ModelShape:
 
     @property
     def latent_dim(self) -> int | None:
-        """Elements that latent attention caches for a token and layer; None for other attention."""
+        """Number of elements that latent attention caches per token and layer; None if not used."""
         return None if self.latent is None else self.latent.cached_dim
 
     @property
@@ -225,7 +232,7 @@ class ModelShape:
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     def cached_elements(self, tp: int) -> int:
-        """Returns the elements that one of an engine's `tp` ranks caches for a token and layer."""
+        """Returns how many elements each of an engine's `tp` ranks caches per token and layer."""
         if self.latent is not None:
             return self.latent.cached_dim  # the same on every rank
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # heads repeat if tp is larger
@@ -233,8 +240,8 @@ class ModelShape:
     def padded_vocab(self, tp: int) -> int:
         """Returns the number of rows of Megatron's embedding at tensor-parallel size `tp`.
 
-        It is a multiple of 128, the same for every `tp` that divides 128, so that checkpoints move
-        between layouts.
+        It is a multiple of 128, and is the same for every `tp` that divides 128, so that
+        checkpoints can be loaded in other layouts.
         """
         multiple = math.lcm(VOCAB_MULTIPLE, tp)
         return -(-self.vocab_size // multiple) * multiple
@@ -242,28 +249,28 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a weight table: a Megatron parameter and its HF tensors.
+    """One row of a weight table: a Megatron parameter and its HF tensors.
 
     Args:
         megatron: Name of the Megatron parameter; `{L}` is the layer's index within its chunk, `{E}`
-            the expert's index among those of its rank.
+            the expert's index among the experts of its rank.
         parts: Names of the HF tensors in Megatron's order; `{L}` is the global layer index, `{E}`
-            the global expert index. A repeated name is one HF tensor, whose rows are those of its
-            parts, one part after the other.
-        shapes: Shapes of the HF tensors, or of such parts.
-        kind: Cut of the parameter by tensor parallelism, or by expert tensor parallelism for an
+            the global expert index. If a name is repeated, it is one HF tensor that concatenates
+            the parts.
+        shapes: Shapes of the HF tensors, or of the parts of a repeated one.
+        kind: How tensor parallelism (for experts, expert tensor parallelism) shards the parameter.
+            `replicated`: every rank holds the whole parameter; several parts are concatenated.
+            `column`: dim 0 is split evenly. `heads`, `kv_heads`: like `column`, but query heads or
+            key heads are never split. `row`: dim 1 is split evenly. `vocab`: dim 0 is padded
+            (`ModelShape.padded_vocab`), then split evenly. `gate_up`: each part is split evenly
+            along dim 0; a rank concatenates its slices. `qkv`: the rows of the three parts are
+            interleaved per key-value head (its query heads, its key, its value), then split evenly,
+            possibly within a head's group.
+        stage: Pipeline stage that holds the parameter: the first, the last, or the stage of its
+            layer.
+        num_experts: Number of experts that each have this parameter; 0 if it does not belong to an
             expert.
-            `replicated`: every rank holds all of it, several parts one after the other.
-            `column`: dim 0 is cut evenly.
-            `heads`, `kv_heads`: the same, and no cut falls inside a head of queries, or of keys.
-            `row`: dim 1 is cut evenly.
-            `vocab`: dim 0 is padded (`ModelShape.padded_vocab`), then cut evenly.
-            `gate_up`: every part is cut evenly along dim 0; a rank stacks its pieces.
-            `qkv`: the rows of the three parts are interleaved per key-value head (its query heads,
-            its key, its value), then cut evenly, even if a cut falls inside a head's group.
-        stage: Pipeline stage that holds it: the first, the last, or the one that owns the layer.
-        num_experts: Number of experts that each have such a parameter; 0 for other parameters.
-        layers: Global indices of the layers that have the parameter; None for all.
+        layers: Global indices of the layers that have the parameter; None if all have it.
     """
 
     megatron: str
@@ -275,7 +282,7 @@ class Row:
     layers: tuple[int, ...] | None = None
 
     def layers_of(self, shape: ModelShape) -> Sequence[int]:
-        """Returns the layers that have the parameter; only 0 for a parameter outside layers."""
+        """Returns the layers that have the parameter; just 0 if it is outside of the layers."""
         if self.layers is not None:
             return self.layers
         return range(shape.num_layers if self.stage == "layer" else 1)
@@ -283,26 +290,29 @@ class Row:
 
 @dataclass(frozen=True)
 class Family:
-    """Everything that hybridrl knows about one kind of model.
+    """Everything that hybridrl knows about a kind of model.
 
     Args:
-        name: Short name, as in `model.family`; for HF models also their `model_type`.
-        architectures: HF `architectures` entries that the family describes.
-        shape: Reads the sizes from an HF config; raises ModelError for unsupported ones.
-        transformer_config: Keywords of Megatron's TransformerConfig that the model fixes, except
-            `activation_func`, a torch function, which build.py sets from `ModelShape.activation`.
-        model_keywords: Keywords of Megatron's GPTModel for positions: rotary embedding, longest
-            sequence; and for build.py `rotary`, a Rotary, and `scales`, Scales.
-        rows: The weight table.
-        layer_spec: Makes a layer's Megatron ModuleSpec, for families not shaped like llama.
-        config_keys: Keys of config.json that the functions above follow, or refuse with ModelError.
-            The default is those of families/decoder.py's functions. Other keys are refused unless
-            config_keys.py says that they change no numbers.
-        stated: Keys of config.json that engines need, with the architecture's defaults.
-        extra_inputs: Makes the model's inputs besides tokens, a models/inputs.py `ExtraInputs`;
-            None if it has no others.
-        is_served_fused: Whether engines with fused parameters have native code for it; otherwise
-            they run transformers' code, which has other parameters.
+        name: Short name, as used in `model.family`; for HF models, this is their `model_type`.
+        architectures: Entries in HF `architectures` that this family describes.
+        shape: Function that reads the sizes from an HF config; raises ModelError if they are not
+            supported.
+        transformer_config: Function that returns arguments of Megatron's TransformerConfig, except
+            `activation_func`, a torch function that build.py sets according to
+            `ModelShape.activation`.
+        model_keywords: Function that returns arguments of Megatron's GPTModel for rotary embedding
+            and maximum length, and, for build.py, `rotary` (Rotary) and `scales` (Scales).
+        rows: Function that returns the weight table.
+        layer_spec: Function that returns a layer's Megatron ModuleSpec, for families that are not
+            llama-shaped.
+        config_keys: Keys of config.json that the functions above obey, or reject with ModelError.
+            Default: the keys that families/decoder.py handles. Other keys are rejected unless
+            config_keys.py lists them as having no effect on results.
+        stated: Keys that engines need in config.json, with the architecture's defaults.
+        extra_inputs: Function that returns the model's inputs other than tokens (models/inputs.py,
+            `ExtraInputs`); None if there are none.
+        is_served_fused: Whether engines with fused parameters implement the model natively;
+            otherwise they run transformers' code, whose parameters are different.
     """
 
     name: str
@@ -318,13 +328,13 @@ class Family:
     extra_inputs: Callable[[HfConfig], Any] | None = None
 
     def for_engines(self, hf_config: HfConfig) -> dict[str, Any]:
-        """Returns a config.json in which absent or null keys have the architecture's defaults."""
+        """Returns a config.json with the architecture's defaults for absent or null keys."""
         given = {key: value for key, value in hf_config.items() if value is not None}
         return {**hf_config, **self.stated, **given}
 
 
 def bias_rule(rate: float, family: Family, shape: ModelShape) -> Iterator[UserError]:
-    """Yields a violation if balancing needs a bias that the experts lack.
+    """Yields an error if balancing is enabled but the model's routers have no bias.
 
     Args:
         rate: `train.moe.bias_update_rate`.
@@ -336,22 +346,22 @@ def bias_rule(rate: float, family: Family, shape: ModelShape) -> Iterator[UserEr
 
 
 def is_kept_in_fp32(hf_name: str) -> bool:
-    """Returns whether an HF tensor, of one dimension, is float32 for any model type."""
+    """Returns whether a one-dimensional HF tensor is float32 in models of any data type."""
     return hf_name.endswith(KEPT_IN_FP32)
 
 
 def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShape]:
-    """Returns a model's family and sizes, once the family is known to describe it in full.
+    """Returns a model's family and sizes, after checking that the family fully describes it.
 
-    `hybridrl plan`, the parent of a run and its ranks all judge a model here, so that all find the
-    same faults.
+    `hybridrl plan`, the launcher of a run and its ranks all check models with this function, so
+    they report the same errors.
 
     Args:
         name: See `resolve_family`.
         hf_config: Content of the model's config.json.
 
     Raises:
-        ModelError: No family describes it, or the family does not support a key's value.
+        ModelError: No family describes the model, or its family does not support some value.
     """
     family = resolve_family(name, hf_config)
     model_type = hf_config.get("model_type")
@@ -362,7 +372,7 @@ def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShap
             "config.json: model_type",
             "nothing" if model_type is None else shown(model_type),
             allowed,
-            "Engines would compute another model: download config.json again, or fix the key.",
+            "Engines would run a different model: download config.json again, or correct the key.",
         )
     check_keys(family.name, family.config_keys, hf_config)
     check_values(hf_config)
@@ -373,14 +383,14 @@ def read_model(name: str | None, hf_config: HfConfig) -> tuple[Family, ModelShap
 
 
 def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
-    """Returns the family called `name`, or if it is None the one that describes `hf_config`.
+    """Returns the family called `name`, or, if None, the family that describes `hf_config`.
 
     Args:
         name: A key of FAMILIES, a dotted path `package.module:ATTRIBUTE` to a Family, or None.
         hf_config: Content of the model's config.json.
 
     Raises:
-        ModelError: No such family, or the family does not describe this model's architecture.
+        ModelError: There is no such family, or it does not describe the model's architecture.
     """
     architectures = _architectures(hf_config)
     if name is None:
@@ -391,7 +401,7 @@ def resolve_family(name: str | None, hf_config: HfConfig) -> Family:
         family = _load(FAMILIES[name])
     else:
         close = difflib.get_close_matches(name, FAMILIES, n=1)
-        remedy = "Leave it out to choose by the model's config.json."
+        remedy = "Leave it out to select the family by the model's config.json."
         raise ModelError(
             "model.family",
             name,
@@ -443,10 +453,10 @@ def _architectures(hf_config: HfConfig) -> tuple[str, ...]:
 
 
 def _bodies(architectures: tuple[str, ...]) -> set[str]:
-    """Returns the causal language models with these decoders.
+    """Returns the names of the causal language models that share these decoders.
 
-    A sequence classifier, the export format of reward models, is a causal language model with
-    another head.
+    A sequence classifier, which is the export format of reward models, is a causal language model
+    with a different head.
     """
     return {name.replace("ForSequenceClassification", "ForCausalLM") for name in architectures}
 

@@ -1,8 +1,8 @@
-"""Initial weights from a seed, in HF coordinates.
+"""Initializes weights from a seed, in HF coordinates.
 
-Every HF tensor has its own generator, seeded by the run's seed and the tensor's name, so a new
-model has the same weights in every layout. Each rank draws one whole tensor at a time and keeps its
-own rectangles.
+Each HF tensor has its own random generator, seeded with the run's seed and the tensor's name, so a
+new model has the same weights in every layout. Each rank generates one whole tensor at a time and
+keeps only its own rectangles.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from hybridrl.models.hf.shards import box_view
 from hybridrl.models.weights import RankLayout
 
-# Projections that write into the residual stream start smaller by sqrt(2 * layers), as in GPT-2
-# (Radford et al. 2019, 2.3).
+# The initial weights of projections into the residual stream are divided by sqrt(2 * layers), as in
+# GPT-2 (Radford et al. 2019, 2.3).
 RESIDUAL_OUTPUTS = ("o_proj.weight", "down_proj.weight", ".w2.weight")
 
 
@@ -31,16 +31,17 @@ def init_weights(
 ) -> None:
     """Fills this rank's tensors with random weights.
 
-    The weights are the same in every layout, but CPUs and GPUs draw different numbers.
+    The weights are the same in every layout, but differ between CPUs and GPUs.
 
     Args:
         layout: Layout of the rank.
         hf_shapes: Shape of every HF tensor of the model.
-        tensors: Local tensors by the layout's names; all are overwritten, padding with zeros.
-        hf_config: Content of config.json; `initializer_range` is the standard deviation (0.02 if
-            absent), `num_hidden_layers` scales the residual outputs.
+        tensors: Local tensors by the layout's names; all are overwritten, and padding is set to
+            zero.
+        hf_config: Contents of config.json. `initializer_range` is the standard deviation (0.02 if
+            absent); `num_hidden_layers` determines the scale of residual projections.
         seed: Seed of the run.
-        norm_weight: Weight of norms that makes them scale by 1.
+        norm_weight: Initial weight of norms, for which they scale by 1.
     """
     std = float(hf_config.get("initializer_range", 0.02))
     residual_std = std / (2 * int(hf_config["num_hidden_layers"])) ** 0.5
@@ -56,7 +57,7 @@ def init_weights(
             full = torch.full(shape, value, device=device)
         else:
             digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=7).digest()
-            # Drawn on the device: the host would take a minute for 7 billion numbers.
+            # Generated on the device, because the host would need a minute for 7 billion numbers.
             generator = torch.Generator(device).manual_seed(int.from_bytes(digest, "little"))
             scale = residual_std if name.endswith(RESIDUAL_OUTPUTS) else std
             full = torch.randn(shape, generator=generator, device=device) * scale

@@ -1,9 +1,9 @@
-"""Inputs of a model other than tokens and their positions.
+"""Model inputs other than tokens and their positions.
 
 A family, or a part of a model such as its routers, provides an `ExtraInputs`. The batch planner
-keeps the blobs that it names and calls it for the model's inputs of each micro-batch. Every layer
-finds these in `packed_seq_params.model_inputs`; the embedding gets them through `embed`. The code
-between the batch and the model does not interpret them.
+keeps the blobs that it names, and calls it to create the inputs for each micro-batch. All layers
+can read these inputs in `packed_seq_params.model_inputs`; the embedding receives them through
+`embed`. Code between the batch and the model does not interpret them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ from hybridrl.contracts.batch import Prompt, RolloutBatch
 from hybridrl.contracts.micro_batch import MicroBatch, ModelTensor
 
 PREDICTS = "predicts"
-"""Model input that every micro-batch has: (S,) bool, true where a response token is predicted."""
+"""Model input in every micro-batch: (S,) bool, true where a response token is predicted."""
 
 
 class ExtraInputs:
-    """Extra inputs of a model; this base class has none.
+    """Extra inputs of a model; this base class provides none.
 
     Attributes:
-        blobs: Names of the batch's blobs that the model reads; others are not sent to ranks.
+        blobs: Names of the blobs in a batch that the model reads; other blobs are not sent to
+            ranks.
         needed_by: Feature that needs these blobs, for error messages.
         changes_embeddings: Whether `embed` changes the embeddings.
-        num_position_rows: Number R of positions per token; 0 if `positions` is not used.
+        num_position_rows: Number R of positions per token; 0 if the model does not use `positions`.
     """
 
     blobs: tuple[str, ...] = ()
@@ -37,14 +38,14 @@ class ExtraInputs:
     num_position_rows = 0
 
     def prepare(self, micro: MicroBatch, batch: RolloutBatch) -> Mapping[str, ModelTensor]:
-        """Returns the model's inputs of a micro-batch.
+        """Returns the model's inputs for a micro-batch.
 
-        It runs on the host, before the micro-batch is cut for context parallelism and moved to the
+        Runs on the host, before the micro-batch is split for context parallelism and moved to the
         device.
 
         Args:
-            micro: The whole micro-batch; its `model_inputs` are its blobs.
-            batch: Batch that the samples come from.
+            micro: The whole micro-batch; `model_inputs` contains its blobs.
+            batch: Batch that contains the samples.
 
         Raises:
             BatchError: The blobs do not fit the model.
@@ -56,11 +57,11 @@ class ExtraInputs:
         return torch.arange(num_tokens)[:, None]
 
     def embed(self, model: Any, embedded_S1D: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-        """Returns the embeddings of this context-parallel rank's positions, with any changes.
+        """Returns the embeddings of this context-parallel rank's positions, possibly changed.
 
         Args:
             model: GPTModel of the first pipeline stage.
-            embedded_S1D: Embeddings of the tokens, before sequence parallelism cuts them.
-            inputs: Result of `prepare`, on the device.
+            embedded_S1D: Embeddings of the tokens, before sequence parallelism splits them.
+            inputs: Inputs that `prepare` returned, on the device.
         """
         return embedded_S1D

@@ -1,8 +1,8 @@
-"""Token of a text at which a reward model's score is read. No torch.
+"""Determines the token at which a reward model's score is read. No torch.
 
-The default is the last token, the end token included, as in transformers' sequence classifiers.
-Older versions of hybridrl read the score one token earlier, at the state from which the last token
-was sampled. Their checkpoints and exports are recognized and keep that position.
+By default this is the last token, possibly the end token, as in transformers' sequence classifiers.
+Older versions of hybridrl read the score one token earlier, at the hidden state from which the last
+token was sampled. Their checkpoints and exports are recognized, and keep that position.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ KEY = "hybridrl_score_token"  # in config.json; other programs ignore it
 
 
 def score_token(hf_config: Mapping[str, Any]) -> ScoreToken:
-    """Returns the token at which the score of this model is read.
+    """Returns the token at which this model's score is read.
 
     Args:
-        hf_config: Content of its config.json.
+        hf_config: Contents of the model's config.json.
 
     Raises:
-        ModelError: The key has another value than the two that are allowed.
+        ModelError: The key in config.json has an invalid value.
     """
     value = hf_config.get(KEY)
     if value is None:
@@ -44,9 +44,9 @@ def score_token(hf_config: Mapping[str, Any]) -> ScoreToken:
 
 
 def is_old_export(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a hybridrl version exported the model before exports named the score token.
+    """Whether hybridrl exported the model before exports named the score token.
 
-    Such exports have `num_labels` in config.json; transformers writes `id2label` instead.
+    Such exports contain `num_labels` in config.json; transformers writes `id2label` instead.
     """
     return KEY not in hf_config and "num_labels" in hf_config and "id2label" not in hf_config
 
@@ -54,14 +54,15 @@ def is_old_export(hf_config: Mapping[str, Any]) -> bool:
 def padding_token(hf_config: Mapping[str, Any]) -> int | None:
     """Returns the padding token, or None if config.json does not name it.
 
-    transformers skips padding at the end of a text and reads the score at the last other token.
+    transformers skips padding at the end of a text, and reads the score at the last token before
+    it.
     """
     value = hf_config.get("pad_token_id")
     return value if isinstance(value, int) and value >= 0 else None
 
 
 def score_notices(hf_config: Mapping[str, Any], path: str) -> list[str]:
-    """Returns what a user should know about the token at which this model's scores are read."""
+    """Returns notices for the user about the token at which this model's score is read."""
     if is_old_export(hf_config):
         return [
             f"{path} looks like a reward model that an older hybridrl exported: its score is read "

@@ -1,11 +1,12 @@
 """Weight sources: the tensors that engines and exports read.
 
-A source stands between the trainer's state and the reshard. It has the layout of every rank, and
-this rank's tensors. The planner, transports and verification read rectangles of these tensors; they
-do not know whether a tensor is a trained parameter, base plus adapter, or quantised on the fly.
+A source is the interface between the trainer's state and the reshard. It provides the layouts of
+all ranks, and this rank's tensors. The planner, transports and verification read rectangles of
+these tensors; they do not know whether a tensor is a trained parameter, base plus adapter, or
+quantized on the fly.
 
-Invariant: names and shapes of the tensors match this rank's layout. A tensor keeps its address
-until its memory is freed and allocated again.
+Invariant: names and shapes of the tensors match this rank's layout. A tensor's address does not
+change until its memory is freed and reallocated.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from hybridrl.models.weights import RankLayout
 class ComputedTensor(Protocol):
     """A tensor that is computed slice by slice when it is sent.
 
-    The work is queued on the current stream and may be captured in a CUDA graph. An element must
-    have the same bits in every slice that contains it, since verification and transports compute
-    different slices.
+    The computation is enqueued on the current stream and may be captured in a CUDA graph. An
+    element must be bitwise identical in every slice that contains it, because verification and
+    transports compute different slices.
     """
 
     @property
@@ -39,7 +40,7 @@ class ComputedTensor(Protocol):
 
     @property
     def inputs(self) -> Sequence[Tensor]:
-        """Tensors in memory from which it is computed."""
+        """Tensors in memory from which this tensor is computed."""
         ...
 
     def compute(self, box: Box) -> Tensor:
@@ -63,14 +64,14 @@ class ComputedSlice:
 
 
 def slice_of(tensor: SourceTensor, box: Box) -> Tensor | ComputedSlice:
-    """Returns a rectangle of a source's tensor: a view, or a slice still to be computed."""
+    """Returns a rectangle of a source tensor: a view, or a slice that can be computed later."""
     if isinstance(tensor, Tensor):
         return box_view(tensor, box)
     return ComputedSlice(tensor, box)
 
 
 def memory_of(tensors: Iterable[SourceTensor]) -> Iterator[Tensor]:
-    """Yields the tensors themselves, and the inputs of computed ones."""
+    """Yields tensors in memory: the given ones, and the inputs of computed ones."""
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             yield tensor
@@ -80,11 +81,11 @@ def memory_of(tensors: Iterable[SourceTensor]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class TrainingShard:
-    """The trainer's parameters on this rank, which an engine may use in place of a copy.
+    """The trainer's parameters on this rank, which an engine may use instead of a copy.
 
     Args:
         layout: Layout of the rank.
-        tensors: Parameters by local name, at addresses that stay the same while the model exists.
+        tensors: Parameters by local name; their addresses do not change while the model exists.
     """
 
     layout: RankLayout
@@ -103,8 +104,8 @@ class WeightSource(Protocol):
     def tensors(self) -> Mapping[str, SourceTensor]:
         """This rank's tensors by the local names of its layout.
 
-        Compute a small tensor, or one kept in fp32 among 16-bit weights, as a whole in `refresh`
-        rather than as a ComputedTensor.
+        A small tensor, or an fp32 tensor among 16-bit weights, should be computed completely in
+        `refresh` rather than be a ComputedTensor.
         """
         ...
 
@@ -112,33 +113,35 @@ class WeightSource(Protocol):
     def frozen(self) -> frozenset[str]:
         """Local names of tensors that never change.
 
-        They are sent once, and again only if an engine has lost them or a checkpoint was loaded.
+        They are sent once, and again only if an engine has lost them or a checkpoint has been
+        loaded.
         """
         ...
 
     @property
     def shard(self) -> TrainingShard | None:
-        """Parameters that an engine may use in place of a copy.
+        """Parameters that an engine may use instead of a copy.
 
-        None if they differ from the weights of this source, or are freed during rollout.
+        None if the trainer's parameters differ from this source's weights, or are freed during
+        rollout.
         """
         ...
 
     def refresh(self) -> None:
-        """Computes tensors that depend on the newest trained state; called before they are read."""
+        """Updates tensors that depend on the trained state; called before they are read."""
         ...
 
 
 @dataclass(frozen=True)
 class FullWeights:
-    """A `WeightSource` whose tensors are in memory in the form in which they are sent.
+    """A `WeightSource` whose tensors are already in memory in the form in which they are sent.
 
     Args:
-        layouts: Layout of every rank's tensors. If the optimizer updates only a part of a tensor on
-            a rank, the layout has only that part.
+        layouts: Layout of every rank's tensors. If the optimizer updates only part of a tensor on a
+            rank, the layout contains only that part.
         tensors: This rank's tensors by local name.
         frozen: Local names of tensors that never change.
-        shard: The same parameters, whole, if they stay in memory during rollout; else None.
+        shard: The same parameters in full, if they stay in memory during rollout; otherwise None.
     """
 
     layouts: Sequence[RankLayout]
@@ -147,4 +150,4 @@ class FullWeights:
     shard: TrainingShard | None = None
 
     def refresh(self) -> None:
-        """Does nothing: no tensor is computed."""
+        """Does nothing, because no tensor is computed."""

@@ -1,8 +1,7 @@
-"""Trainable parameters of a model: `train.freeze`, its rules, and the weight table of what is
-trained.
+"""Applies `train.freeze`: its rules, and the weight table of the trained parameters.
 
-Live models set `requires_grad` by it, which Megatron's data-parallel wrapper and optimizer follow,
-and plans count memory and FLOPs by it. No torch.
+Models set `requires_grad` accordingly, which Megatron's data-parallel wrapper and optimizer obey;
+plans use the table to count memory and FLOPs. No torch.
 
 Invariant: a Megatron parameter is trained or frozen as a whole, and so are the experts of a layer.
 """
@@ -37,14 +36,14 @@ LAYERS = re.compile(r"layers\.(\d+)(?:-(\d+))?")
 
 @dataclass(frozen=True)
 class BackwardShares:
-    """Cost of a backward pass, as shares of the forward pass's FLOPs.
+    """Cost of a backward pass, as shares of a forward pass's FLOPs.
 
     Args:
-        weights: Share of the layers' weights that have a gradient.
-        flow: Share of the layers' weights through which gradients flow towards trained parameters.
+        weights: Share of the layers' weights for which gradients are computed.
+        flow: Share of the layers' weights through which gradients flow to trained parameters.
         attention: Share of the layers through whose attention gradients flow.
-        head_weights: 1 if the output head has a gradient, else 0.
-        head_flow: 1 if gradients flow through the head to layers below, else 0.
+        head_weights: 1 if a gradient of the output head is computed, else 0.
+        head_flow: 1 if gradients flow through the head to the layers, else 0.
     """
 
     weights: float = 1.0
@@ -61,9 +60,9 @@ ALL = BackwardShares()
 def trained_family(
     family: Family, shape: ModelShape, freeze: tuple[str, ...], head: Head = "lm"
 ) -> Family:
-    """Returns a family whose weight table holds only the trained parameters.
+    """Returns a family whose weight table contains only the trained parameters.
 
-    Layouts, shapes and sizes computed from it are those of the trained parameters.
+    Layouts, shapes and sizes that are computed from it cover only trained parameters.
 
     Args:
         family, shape: Family and sizes of the model.
@@ -84,7 +83,7 @@ def trained_family(
 def freeze_rules(
     freeze: Sequence[str], family: Family, shape: ModelShape, head: Head = "lm"
 ) -> Iterator[UserError]:
-    """Yields the faults of `train.freeze` for a model.
+    """Yields the errors in `train.freeze` for a model.
 
     Args:
         freeze: `train.freeze`.
@@ -97,7 +96,7 @@ def freeze_rules(
     if faults or not freeze or head == "value":
         return
     if not trained_family(family, shape, tuple(freeze), head).rows(shape):
-        allowed = "some parameters left to train"
+        allowed = "at least one parameter that is not frozen"
         yield UserError(KEY, ", ".join(freeze), allowed, "Freeze fewer parts.")
 
 
@@ -118,8 +117,9 @@ def _unknown(freeze: Sequence[str], rows: Sequence[Row], shape: ModelShape) -> I
 def _partly_frozen(
     freeze: Sequence[str], rows: Sequence[Row], shape: ModelShape
 ) -> Iterator[UserError]:
-    """Yields an error for the first tensors of which only some are frozen and that must not differ:
-    the HF tensors of one Megatron parameter, or a weight and its bias.
+    """Yields an error for the first tensors that must be frozen together but are not.
+
+    These are the HF tensors of one Megatron parameter, or a weight and its bias.
     """
     frozen_weights = set[tuple[str, int]]()
     biases: dict[tuple[str, int], str] = {}
@@ -136,7 +136,7 @@ def _partly_frozen(
                 frozen_weights.add((module, layer))
             elif kind == "bias" and not any(matched):
                 biases[module, layer] = names
-    # Megatron computes no gradient for the bias of a frozen weight.
+    # Megatron does not compute a gradient for the bias of a frozen weight.
     for weight, names in biases.items():
         if weight in frozen_weights:
             allowed = f"{names} frozen with the weight"
@@ -173,18 +173,18 @@ def backward_shares(
 
 
 def mark(parameters: Mapping[str, Any], trained: Collection[str]) -> None:
-    """Marks parameters as trained or frozen by `requires_grad`.
+    """Marks parameters as trained or frozen by setting `requires_grad`.
 
     Args:
         parameters: Parameters by local name.
-        trained: Local names of the trained ones.
+        trained: Local names of the trained parameters.
     """
     for name, parameter in parameters.items():
         parameter.requires_grad_(name in trained)
 
 
 def frozen(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the frozen parameters by name, those of a stack of experts in ascending order."""
+    """Returns the frozen parameters by name; experts of a stack are in ascending order."""
     order = reversed(in_stacks(list(parameters)))
     return {name: parameters[name] for name in order if not parameters[name].requires_grad}
 
@@ -195,10 +195,10 @@ def has_trained(module: Any) -> bool:
 
 
 def stack_frozen(parameters: Mapping[str, Any]) -> None:
-    """Moves the frozen experts of each stack next to one another in memory.
+    """Moves the frozen experts of each stack into contiguous memory.
 
-    Megatron's buffers hold trained experts in this way. An engine that stacks its experts can then
-    use them in place.
+    Megatron's buffers already store trained experts in this way. An engine that stacks its experts
+    can then use them in place.
     """
     stacks: dict[str, list[Any]] = {}
     for name, parameter in frozen(parameters).items():
@@ -212,7 +212,7 @@ def stack_frozen(parameters: Mapping[str, Any]) -> None:
 
 
 def trained_summary(freeze: tuple[str, ...], family: Family, shape: ModelShape) -> str:
-    """Returns a phrase with the number of trained parameters; "" if nothing is frozen."""
+    """Returns a text with the number of trained parameters; "" if nothing is frozen."""
     if not freeze:
         return ""
     total, trained = (
@@ -223,7 +223,7 @@ def trained_summary(freeze: tuple[str, ...], family: Family, shape: ModelShape) 
 
 
 def _matmul_weights(rows: Sequence[Row], shape: ModelShape) -> list[float]:
-    """Returns, for each layer, the number of weights that are multiplied with a token."""
+    """Returns, for each layer, the number of weights that multiply each token."""
     weights = [0.0] * shape.num_layers
     for row in rows:
         if row.stage != "layer" or len(row.shapes[0]) < 2:
@@ -237,7 +237,7 @@ def _matmul_weights(rows: Sequence[Row], shape: ModelShape) -> list[float]:
 
 
 def _matches(row: Row, layer: int, freeze: Sequence[str]) -> list[bool]:
-    """Returns, for each HF tensor of a parameter, whether `freeze` names it."""
+    """Returns, for each HF tensor of a parameter, whether `freeze` matches it."""
     return [
         any(_stands_for(name, row, layer, part.format(L=layer, E=expert)) for name in freeze)
         for part in row.parts

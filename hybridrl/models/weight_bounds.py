@@ -1,6 +1,6 @@
-"""Detection of weights that have become too large, or not finite, during training.
+"""Detects weights that have become too large, or not finite, during training.
 
-Reads all weights, so it is called only after a failure that such weights may explain.
+This reads all weights, so it runs only after a failure that such weights could explain.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from hybridrl.errors import UserError
 
-# The largest weights of trained language models (norms, biases of keys) are a few hundred.
+# The largest weights in trained language models (norms, biases of keys) are a few hundred.
 LARGEST_WEIGHT = 1e4
 
 
 def exploded(tensors: Mapping[str, Tensor]) -> str | None:
-    """Returns a phrase about the worst tensor; None if all are finite and below the bound."""
+    """Describes the worst tensor; returns None if all are finite and below the bound."""
     worst, largest = "", LARGEST_WEIGHT
     for name, tensor in tensors.items():
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        # torch has no aminmax for float8; for other types it needs no memory.
+        # torch does not implement aminmax for float8; other types need no copy.
         values = tensor.float() if tensor.element_size() == 1 else tensor
         low, high = (float(x) for x in torch.aminmax(values))
         if not max(abs(low), abs(high)) < torch.inf:  # NaN compares as False
@@ -33,11 +33,11 @@ def exploded(tensors: Mapping[str, Tensor]) -> str | None:
 
 
 def explosion(found: str, when: str, symptom: object, rate: float | None = None) -> UserError:
-    """Returns the error that names exploded weights as the reason for another failure.
+    """Returns an error that names exploded weights as the cause of another failure.
 
     Args:
-        found: Result of `exploded`.
-        when: Last event before the failure, for example "step 3".
+        found: Description that `exploded` returned.
+        when: Last event before the failure, such as "step 3".
         symptom: The failure.
         rate: Learning rate, if known.
     """

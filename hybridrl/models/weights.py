@@ -1,9 +1,9 @@
-"""Layouts of weights: the place of every rectangle of every HF tensor on a rank.
+"""Weight layouts: where a rank stores each rectangle of each HF tensor.
 
-The HF checkpoint's tensors are the canonical coordinates. A layout maps, for one rank, rectangles
-of HF tensors to rectangles of local tensors, so that import, export and resharding are one
-operation: rectangle intersection. Pure data, no torch. Invariant: regions and padding of a layout
-tile each of its local tensors exactly (`check_layout` proves it).
+Tensors of the HF checkpoint are the canonical coordinates. For one rank, a layout maps rectangles
+of HF tensors to rectangles of local tensors. Import, export and resharding are therefore the same
+operation: intersecting rectangles. Pure data, no torch. Invariant: the regions and padding of a
+layout exactly tile each local tensor (`check_layout` verifies this).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from hybridrl.models.family import EMBEDDING, OUTPUT_LAYER, Family, ModelShape, 
 from hybridrl.parallel.layout import TrainLayout
 
 Head = Literal["lm", "value"]
-"""Output of a model's last stage: log-probabilities over the vocabulary, or one value per token."""
+"""Head on a model's last stage: log-probabilities over the vocabulary, or one value per token."""
 
-VALUE_HEAD = "score.weight"  # the HF tensor of a value head
-EXPERTS = ".mlp.experts."  # in the local name of every tensor of experts
-# Parameter names if transformer-engine fuses a norm into the linear layer after it.
+VALUE_HEAD = "score.weight"  # HF name of a value head's weight
+EXPERTS = ".mlp.experts."  # part of the local name of every expert tensor
+# Parameter names if transformer-engine fuses a norm into the following linear layer.
 _LAYER = "decoder.layers.{L}."
-# Norms before a mixture of experts and before latent attention are never fused: several layers read
-# their output.
+# Norms before a mixture of experts and before latent attention are never fused, because several
+# layers read their output.
 INPUT_NORM, PRE_MLP_NORM = (f"{_LAYER}{n}_layernorm.weight" for n in ("input", "pre_mlp"))
 TE_NAMES = {
     INPUT_NORM: f"{_LAYER}self_attention.linear_qkv.layer_norm_weight",
     PRE_MLP_NORM: f"{_LAYER}mlp.linear_fc1.layer_norm_weight",
 }
-# Parameter names if transformer-engine multiplies all experts of a rank in one module.
+# Parameter names if transformer-engine computes all experts of a rank in one module.
 GROUPED_NAMES = {
     f"{_LAYER}mlp.experts.local_experts.{{E}}.linear_{fc}.weight": (
         f"{_LAYER}mlp.experts.linear_{fc}.weight{{E}}"
@@ -43,7 +43,7 @@ GROUPED_NAMES = {
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """A rectangle of an HF tensor, and the rectangle of a local tensor with the same elements."""
+    """A rectangle of an HF tensor, and the rectangle of a local tensor that stores it."""
 
     hf: str
     hf_box: Box
@@ -53,13 +53,13 @@ class Region:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """Every local tensor of one rank, and its content in the HF checkpoint.
+    """All local tensors of one rank, and the elements of the HF checkpoint that they contain.
 
     Args:
-        regions: Rectangles with an HF counterpart.
+        regions: Rectangles that correspond to HF elements.
         shapes: Shape of each local tensor.
-        padding: (local name, box) of elements without an HF counterpart, such as rows that pad a
-            vocabulary, or with one that another rank supplies.
+        padding: (local name, box) of elements that correspond to no HF element, such as rows that
+            pad a vocabulary, or whose HF element another rank supplies.
     """
 
     regions: tuple[Region, ...]
@@ -68,7 +68,7 @@ class RankLayout:
 
 
 NOTHING = RankLayout((), {})
-"""Layout of a rank without a part of the model."""
+"""Layout of a rank that holds no part of the model."""
 
 
 def hf_shapes(family: Family, shape: ModelShape, head: Head = "lm") -> dict[str, Shape]:
@@ -94,11 +94,11 @@ def megatron_layout(
     te: bool = False,
     grouped: bool = False,
 ) -> RankLayout:
-    """Returns the layout of `rank` of a Megatron model.
+    """Returns the layout of a Megatron model on `rank`.
 
     Local names are `CHUNK/PARAMETER`: the virtual pipeline chunk, then Megatron's parameter name,
-    whose layer index is local to the chunk. With tied embeddings and several pipeline stages the
-    last stage holds a copy of the embedding, `output_layer.weight`.
+    in which the layer index is relative to the chunk. With tied embeddings and several pipeline
+    stages, the last stage holds a copy of the embedding, `output_layer.weight`.
 
     Args:
         family: Source of the weight table.
@@ -107,8 +107,9 @@ def megatron_layout(
         rank: Global rank.
         head: "lm", the vocabulary head; "value", a critic, whose `output_layer.weight` of shape (1,
             hidden) is HF's `score.weight`.
-        te: Whether norms are parameters of the linear layers after them, as in transformer-engine.
-        grouped: Whether the experts of a rank are one module, as in transformer-engine.
+        te: Whether norms are parameters of the linear layers that follow them, as in
+            transformer-engine.
+        grouped: Whether all experts of a rank are one module, as in transformer-engine.
 
     Raises:
         ModelError: The model cannot be cut this way; names the parameter.
@@ -119,7 +120,7 @@ def megatron_layout(
     is_last = where.pp == layout.pp - 1
     builder = _LayoutBuilder()
     for row in _rows(family, shape, head):
-        experts: Sequence[int] = (0,)  # names of rows without experts have no {E}
+        experts: Sequence[int] = (0,)  # names in rows without experts do not contain {E}
         if row.num_experts:
             experts = layout.experts(rank, row.num_experts)
             cut = plain_cut(row, layout.etp, layout.expert_coordinates(rank).etp, "train.etp")
@@ -154,8 +155,8 @@ def megatron_layouts(
 ) -> list[RankLayout]:
     """Returns the layout of each rank of a Megatron model.
 
-    Ranks with equal layouts, such as data- and context-parallel ranks of a dense model, share one
-    object.
+    Ranks with equal layouts, such as the data- and context-parallel ranks of a dense model, share
+    one object.
     """
     found: dict[tuple[int, ...], RankLayout] = {}
     ranks = []
@@ -172,7 +173,7 @@ def megatron_layouts(
 
 
 def hf_layout(shapes: Mapping[str, Shape]) -> RankLayout:
-    """Returns the layout of whole HF tensors under their own names."""
+    """Returns the layout of complete HF tensors under their own names."""
     boxes = {name: whole(shape) for name, shape in shapes.items()}
     regions = tuple(Region(name, box, name, box) for name, box in boxes.items())
     return RankLayout(regions, dict(shapes))
@@ -183,17 +184,19 @@ def fused_layout(
 ) -> RankLayout:
     """Returns the layout of one tensor-parallel rank of an engine with fused projections.
 
-    Names and order are vLLM's. `qkv_proj` is [queries; keys; values] of the rank's heads, with
-    key-value heads repeated if `tp` exceeds them; `gate_up_proj` is [gate; up]; `fused_qkv_a_proj`
-    the projection down to [queries; keys and values]; vocabularies are padded to a multiple of 64;
-    tied models hold no `lm_head`. Each expert in an engine's stacked tensor is a local tensor,
-    `<parameter>/<index on the rank>`: [gate; up] in `w13_weight`, down in `w2_weight`.
+    Names and order are as in vLLM. `qkv_proj` is [queries; keys; values] for the rank's heads,
+    where key-value heads are replicated if `tp` exceeds their number. `gate_up_proj` is [gate; up].
+    `fused_qkv_a_proj` is the down projection to [queries; keys and values]. Vocabularies are padded
+    to a multiple of 64; tied models have no `lm_head`. Each expert in an engine's stacked tensor is
+    a separate local tensor, `<parameter>/<index on the rank>`: `w13_weight` contains [gate; up],
+    and `w2_weight` contains down.
 
     Args:
         family: Source of the weight table.
         shape: Sizes of the model.
-        tp, tp_rank: Number of parts of the engine, and index of the part.
-        ep: Number of groups of a layer's experts; each expert is cut into `tp / ep` parts.
+        tp, tp_rank: Number of tensor-parallel ranks of the engine, and index of this rank.
+        ep: Number of groups into which a layer's experts are divided; each expert is split into `tp
+            / ep` shards.
 
     Raises:
         ModelError: The model cannot be cut this way; names the parameter.
@@ -222,10 +225,11 @@ def fused_layouts(family: Family, shape: ModelShape, tp: int, ep: int = 1) -> li
 
 
 def check_layout(layout: RankLayout) -> None:
-    """Proves that regions and padding tile every local tensor exactly.
+    """Verifies that regions and padding exactly tile each local tensor.
 
     Raises:
-        ModelError: A hole, an overlap, or a rectangle outside its tensor; names the elements.
+        ModelError: There is a hole, an overlap, or a rectangle outside its tensor; the error names
+            the elements.
     """
     boxes: dict[str, list[Box]] = {name: [] for name in layout.shapes}
     for region in layout.regions:
@@ -242,14 +246,15 @@ def check_layout(layout: RankLayout) -> None:
 
 
 def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -> None:
-    """Proves that the layouts together hold every element of every HF tensor and nothing else.
+    """Verifies that the layouts together contain all elements of all HF tensors and nothing else.
 
     Args:
-        layouts: Layouts of all ranks; each is also checked by `check_layout`.
+        layouts: Layouts of all ranks, each of which is also checked by `check_layout`.
         shapes: Shape of every HF tensor of the model, as from `hf_shapes`.
 
     Raises:
-        ModelError: An HF tensor is unknown, or no rank has some of its elements; names both.
+        ModelError: An HF tensor is unknown, or no rank holds some of its elements; the error names
+            them.
     """
     boxes: dict[str, set[Box]] = {name: set() for name in shapes}
     for layout in layouts:
@@ -265,14 +270,14 @@ def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -
 
 
 def check_tensors(layout: RankLayout, shapes: Mapping[str, Shape]) -> None:
-    """Checks that a rank has exactly the tensors of its layout.
+    """Checks that a rank has exactly the tensors that its layout describes.
 
     Args:
-        layout: Expected tensors of the rank.
+        layout: Layout with the tensors that the rank should have.
         shapes: Shape of every parameter of the live model or engine.
 
     Raises:
-        ModelError: A parameter is unmapped, missing or misshaped; names it.
+        ModelError: A parameter is unmapped, missing or has the wrong shape; the error names it.
     """
     for name in sorted(layout.shapes.keys() | shapes.keys()):
         mapped, live = layout.shapes.get(name, "none"), shapes.get(name, "none")
@@ -286,7 +291,7 @@ def check_tensors(layout: RankLayout, shapes: Mapping[str, Shape]) -> None:
 
 
 class _LayoutBuilder:
-    """Collects the regions, shapes and padding of one rank's layout."""
+    """Builds one rank's layout from its regions, shapes and padding."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
@@ -294,14 +299,14 @@ class _LayoutBuilder:
         self._padding: list[tuple[str, Box]] = []
 
     def add(self, row: Row, layer: int, local: str, cut: Cut, expert: int = 0) -> None:
-        """Adds the local tensor that a rank cuts from a row.
+        """Adds the local tensor that holds a rank's shard of a row.
 
         Args:
             row: Row of the weight table.
             layer: Global layer index.
             local: Local name.
-            cut: The rank's slices of the row.
-            expert: Global index of the expert, if the row has experts.
+            cut: The rank's shard of the row.
+            expert: Global index of the expert, if the row is for experts.
         """
         before, after = whole(row.shapes[0][: cut.dim]), whole(row.shapes[0][cut.dim + 1 :])
         offset = 0
@@ -323,7 +328,7 @@ class _LayoutBuilder:
 
 
 def _hf_tensors(row: Row) -> dict[str, Shape]:
-    """Returns the shape of each HF tensor of a row; parts of one tensor are joined."""
+    """Returns the shape of each HF tensor in a row; parts of one tensor are concatenated."""
     found: dict[str, Shape] = {}
     for name, shape in zip(row.parts, row.shapes, strict=True):
         first, *rest = shape
@@ -334,7 +339,7 @@ def _hf_tensors(row: Row) -> dict[str, Shape]:
 def _first_row(row: Row, part: int) -> int:
     """Returns the index of a part's first row in its HF tensor.
 
-    A tensor that is stored as several parts is never cut along dim 1.
+    A tensor that is stored as several parts is never split along dim 1.
     """
     before = zip(row.parts[:part], row.shapes[:part], strict=True)
     return sum(shape[0] for name, shape in before if name == row.parts[part])
@@ -349,7 +354,7 @@ def _rows(family: Family, shape: ModelShape, head: Head) -> tuple[Row, ...]:
 
 
 def _check_division(shape: ModelShape, layout: TrainLayout) -> None:
-    """Raises ModelError if ep does not divide the experts, or there are more chunks than layers."""
+    """Raises ModelError if ep does not divide the experts, or there are too few layers."""
     if shape.moe is not None and shape.moe.num_experts % layout.ep:
         raise ModelError(
             "train.ep",
@@ -378,9 +383,9 @@ def _megatron_name(row: Row, shape: ModelShape, layer: int, te: bool, grouped: b
 def _add_fused_experts(
     builder: _LayoutBuilder, row: Row, shape: ModelShape, tp: int, tp_rank: int, ep: int
 ) -> None:
-    """Adds an engine rank's experts.
+    """Adds the experts of an engine rank.
 
-    With etp = tp / ep, the rank holds part `tp_rank % etp` of each expert in group `tp_rank //
+    With etp = tp / ep, the rank holds shard `tp_rank % etp` of each expert in group `tp_rank //
     etp`.
     """
     if tp % ep or row.num_experts % ep:

@@ -62,7 +62,7 @@ def test_names_stand_for_parts_of_the_model() -> None:
         (["vision"], "embeddings, head, norms, layers, layers.N"),
         (["model.layers.0.mlp.gate_proj.*"], "gate_proj.weight, model.layers.0.mlp.up_proj.weight"),
         (["model.layers.*.self_attn.*_proj.weight"], "q_proj.bias, model.layers.0.self_attn"),
-        (["*"], "some parameters left to train"),
+        (["*"], "at least one parameter that is not frozen"),
     ],
 )
 def test_what_cannot_be_frozen_is_refused_by_name(freeze: list[str], message: str) -> None:

@@ -1,9 +1,9 @@
 """Builds Megatron models; the only module that does.
 
-A family gives the model's keywords. This module adds the keywords of the layout and the host,
-chooses the ModuleSpecs and builds this rank's chunks. Megatron's initial weights are never used:
-weights are written through the weight table, from an HF directory (hf/shards.py) or a seed
-(init.py), so they do not depend on the layout.
+A family provides the model's arguments. This module adds the arguments that depend on layout and
+host, selects the ModuleSpecs, and builds this rank's chunks. Megatron's initial weights are never
+used: weights are loaded through the weight table, from an HF directory (hf/shards.py) or from a
+seed (init.py), so they do not depend on the layout.
 """
 
 from __future__ import annotations
@@ -49,17 +49,18 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 FIXED_KEYWORDS: dict[str, Any] = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
-    # Megatron marks parameters as tensor-parallel while it initialises them; the gradient norm
-    # relies on the marks.
+    # Megatron marks parameters as tensor-parallel when it initializes them; the gradient norm
+    # relies on these marks.
     "perform_initialization": True,
-    # Micro-batches of packed sequences differ in length, for which Megatron requires the
-    # all-to-all dispatcher. dispatch.py replaces it for ranks of one micro-batch.
+    # Micro-batches of packed sequences differ in length, and Megatron then requires the all-to-all
+    # dispatcher. dispatch.py replaces it for ranks that share a micro-batch.
     "variable_seq_lengths": True,
     "moe_token_dispatcher_type": "alltoall",
-    # The loss carries the global denominator, so gradients are summed, never averaged.
+    # The loss is already divided by the global denominator, so gradients are summed, never
+    # averaged.
     "calculate_per_token_loss": True,
     "finalize_model_grads_func": finalize_summed_gradients,
-    # Fusions that need apex; layers.py sets those of transformer-engine.
+    # Fusions that need apex; layers.py sets the fusions of transformer-engine.
     "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "bias_dropout_fusion": False,
@@ -78,21 +79,22 @@ def transformer_config(
     layers: LayerKind = "torch",
     fp8: Literal["none", "hybrid"] = "none",
 ) -> TransformerConfig:
-    """Builds Megatron's configuration from the family's keywords, the layout and the host.
+    """Builds Megatron's configuration from the family's arguments, the layout and the host.
 
     Args:
-        family: Source of the model's keywords.
+        family: Family that provides the model's arguments.
         hf_config: Content of the model's config.json.
-        layout: Parallel sizes; sequence parallel is on if tp > 1, which saves memory at equal
-            traffic.
-        dtype: Type of parameters and activations.
+        layout: Parallel sizes. Sequence parallelism is on if tp > 1, because it saves memory at
+            equal traffic.
+        dtype: Data type of parameters and activations.
         platform: Platform of this host.
-        recompute: 'full' keeps only layer inputs and recomputes the rest in the backward pass;
-            'selective' is done by the layers' modules (`layer_specs`), except for grouped experts.
-        fp32_residual: Whether the stream between layers is fp32, also between stages.
+        recompute: 'full' stores only layer inputs and recomputes everything else in the backward
+            pass. 'selective' is implemented by the layers' modules (`layer_specs`), except for
+            grouped experts.
+        fp32_residual: Whether the residual stream is fp32, also between pipeline stages.
         layers: Library of the layers' modules.
-        fp8: 'hybrid' multiplies in FP8 (forward E4M3, backward E5M2), scaled by each tensor's
-            largest element; parameters stay in `dtype`.
+        fp8: 'hybrid' computes matrix products in FP8 (forward E4M3, backward E5M2), with each
+            tensor scaled by its largest element; parameters remain in `dtype`.
     """
     shape = family.shape(hf_config)
     has_experts = shape.moe is not None
@@ -117,8 +119,8 @@ def transformer_config(
             "recompute_num_layers": 1,
         }
     elif recompute == "selective" and has_experts and layers == "transformer_engine":
-        # Megatron refuses this for experts that run one by one: they use LeanMlp, as dense
-        # layers do.
+        # Megatron rejects this for experts that run one by one; these use LeanMlp, like dense
+        # layers.
         keywords |= {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
     keywords |= family.transformer_config(hf_config)
     is_latent = "kv_lora_rank" in keywords
@@ -129,10 +131,10 @@ def _expert_keywords(layout: TrainLayout, layers: LayerKind) -> dict[str, Any]:
     return {
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
-        # transformer-engine multiplies a rank's experts together, Megatron one by one.
+        # transformer-engine computes a rank's experts together, Megatron one by one.
         "moe_grouped_gemm": layers == "transformer_engine",
-        # One kernel sorts tokens by expert, instead of torch's gathers, scatters and copies: an
-        # update takes 889 instead of 1,139 ms (benchmarks/results/train_moe_h100.json).
+        # A single kernel sorts tokens by expert, instead of torch's gathers, scatters and copies.
+        # An update takes 889 ms instead of 1,139 ms (benchmarks/results/train_moe_h100.json).
         "moe_permute_fusion": layers == "transformer_engine",
         "moe_expert_capacity_factor": None,  # no token is dropped
     }
@@ -147,17 +149,19 @@ def _layout_keywords(layout: TrainLayout, num_layers: int, platform: Platform) -
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if interleaved else None,
-        # Megatron distributes the layers itself if all chunks have equally many.
+        # Megatron distributes the layers itself if all chunks have equally many layers.
         "pipeline_model_parallel_layout": chunks if num_layers % len(chunks) else None,
         "context_parallel_size": layout.cp,
         "sequence_parallel": layout.tp > 1,
-        # With two stages the previous rank is also the next rank, and batched sends of the
-        # interleaved schedule would cross.
+        # With two stages, the previous rank is also the next rank, so batched sends of the
+        # interleaved schedule could be mismatched.
         "overlap_p2p_comm": interleaved,
         "batch_p2p_comm": not interleaved,
-        # True would synchronize the device after each exchange, for old versions of PyTorch.
+        # True would synchronize the device after each exchange, which only old PyTorch versions
+        # need.
         "batch_p2p_sync": False,
-        # gloo reads a tensor after isend returns; freeing it early corrupts what is sent.
+        # gloo reads a tensor after isend has returned, so freeing it early would corrupt the
+        # message.
         "deallocate_pipeline_outputs": not platform.is_cpu,
     }
 
@@ -171,23 +175,24 @@ def build_chunks(
     recompute: Recompute = "none",
     extra_inputs: ExtraInputs | None = None,
 ) -> list[torch.nn.Module]:
-    """Builds this rank's model chunks, one per virtual pipeline stage, with weights still to be
-    loaded.
+    """Builds this rank's model chunks, one per virtual pipeline stage, without loading weights.
 
     Args:
-        family: Source of GPTModel keywords and, for a user's family, of the layer's ModuleSpec.
+        family: Family that provides GPTModel arguments and, if it is a user's own, the layer's
+            ModuleSpec.
         hf_config: Content of the model's config.json.
-        config: Result of `transformer_config`; Megatron's process groups must exist.
-        head: 'lm' computes log-probabilities of targets, 'value' one value per token.
-        layers: Library of the layers' modules; the value that `config` was built with.
-        recompute: 'selective' keeps no output of the feed-forward layers' activations.
-        extra_inputs: Inputs of the model other than tokens.
+        config: Configuration from `transformer_config`. Megatron's process groups must exist.
+        head: 'lm' computes log-probabilities of target tokens, 'value' computes one value per
+            token.
+        layers: Library that implements the layers; must be the one that `config` was built with.
+        recompute: 'selective' recomputes the output of the feed-forward layers' activations.
+        extra_inputs: Model inputs other than tokens.
     """
     shape = family.shape(hf_config)
     num_chunks = config.virtual_pipeline_model_parallel_size
     spec = layer_specs(layers, family, config, recompute, shape)
     family_keywords = family.model_keywords(hf_config)
-    rotary = family_keywords.pop("rotary", None)  # if None, Megatron computes it
+    rotary = family_keywords.pop("rotary", None)  # if None, Megatron computes the frequencies
     scales = _in_type(family_keywords.pop("scales", Scales()), config.params_dtype)
     chunks: list[torch.nn.Module] = []
     for vp_stage in range(num_chunks) if num_chunks else [None]:
@@ -221,7 +226,7 @@ def build_chunks(
                 )
             )
         if family_keywords.get("position_embedding_type") == "mrope":
-            # Angles cover the whole pack; packed attention takes this rank's share.
+            # Angles cover the whole micro-batch; packed attention selects this rank's part.
             chunks[-1].rotary_pos_emb.cp_group = None  # type: ignore[union-attr]  # Megatron's
         if rotary is not None:
             set_rotary(chunks[-1], rotary)
@@ -235,7 +240,7 @@ def build_chunks(
 
 
 def _in_type(scales: Scales, dtype: torch.dtype) -> Scales:
-    """Returns the scales; the embedding factor is rounded to `dtype` if the model rounds it."""
+    """Returns the scales, with the embedding factor rounded to `dtype` if the model requires it."""
     if not scales.is_rounded:
         return scales
     return replace(scales, embedding=float(torch.tensor(scales.embedding).to(dtype)))
@@ -244,13 +249,13 @@ def _in_type(scales: Scales, dtype: torch.dtype) -> Scales:
 def _mark_gradients(
     chunks: Sequence[torch.nn.Module], config: TransformerConfig, shape: ModelShape
 ) -> None:
-    """Marks gradients that Megatron must not sum over its default ranks.
+    """Marks gradients that Megatron must not reduce over its default ranks.
 
-    Gradients of experts are summed over the experts' data-parallel ranks. Megatron (0.16.1,
-    tensor_parallel/layers.py) marks them only if ep > 1, and otherwise sums them over the
-    data-parallel ranks, which is wrong if etp differs from tp. With `qk_layernorm` it sums
-    gradients of query and key norms over the tensor-parallel ranks (finalize_model_grads.py), which
-    is wrong if each rank has a part of the norm.
+    Expert gradients must be summed over the experts' data-parallel ranks. Megatron (0.16.1,
+    tensor_parallel/layers.py) marks expert parameters only if ep > 1. Otherwise it sums their
+    gradients over all data-parallel ranks, which is wrong if etp differs from tp. With
+    `qk_layernorm`, it sums the gradients of query and key norms over the tensor-parallel ranks
+    (finalize_model_grads.py), which is wrong if the norm is sharded over these ranks.
     """
     if shape.whole_qk_norm:
         config.qk_layernorm = False
@@ -300,9 +305,7 @@ def _with_scaled_residual(layer: ModuleSpec, scale: float) -> ModuleSpec:
 
 
 def named_weights(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Returns this rank's weights, parameters and buffers, by local name: "<chunk>/<megatron
-    name>".
-    """
+    """Returns this rank's parameters and weight buffers by local name, CHUNK/PARAMETER."""
     found = {name: parameter.data for name, parameter in named_parameters(chunks).items()}
     return found | weight_buffers(chunks)
 
@@ -317,7 +320,7 @@ def named_parameters(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Pa
 
 
 def weight_buffers(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Returns the router biases by local name, fp32. They are buffers: no gradient changes them."""
+    """Returns the fp32 router biases, which have no gradient, by local name."""
     return {
         f"{index}/{name}": buffer
         for index, chunk in enumerate(chunks)

@@ -1,14 +1,14 @@
-"""Token dispatch by gathering, for ranks that share both a layer's experts and a micro-batch.
+"""Dispatches tokens by gathering, if ranks share both a layer's experts and a micro-batch.
 
 The methods are collective over the ranks that share a layer's experts. The host waits once per
-layer, for the number of tokens of each expert, while the tokens are in transit.
+layer, for the number of tokens per expert, while the tokens are in transit.
 
 Megatron's all-to-all dispatcher sends a token once for each of its experts on another rank, and the
-receiver sorts tokens by expert. Tensor-parallel ranks of one replica hold equal shares of the same
-positions. Here each rank gathers every token once and picks the tokens of its experts. With 8
-experts per token on two ranks, this moves a quarter of the bytes of hidden states, with one copy
-less in each direction; even a single rank saves a copy. Outputs of experts are summed over the
-ranks and scattered by position in the activations' type, as in tensor-parallel layers.
+receiver sorts tokens by expert. However, the tensor-parallel ranks of a replica hold equal shares
+of the same micro-batch. Here, each rank gathers every token once and selects the tokens for its
+experts. With 8 experts per token on two ranks, this transfers a quarter of the bytes of hidden
+states, with one copy fewer in each direction; even a single rank saves a copy. Expert outputs are
+reduce-scattered by position in the activations' data type, as in tensor-parallel layers.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hybridrl.models.family import ModelShape
 
 
 def gather_tokens(chunks: Iterable[torch.nn.Module], shape: ModelShape) -> None:
-    """Replaces the dispatcher of expert layers by one that gathers tokens, if `gathers` allows it.
+    """Makes expert layers use a dispatcher that gathers tokens, if `gathers` allows it.
 
     Args:
         chunks: Chunks of a newly built model.
@@ -54,15 +54,15 @@ def gather_tokens(chunks: Iterable[torch.nn.Module], shape: ModelShape) -> None:
 
 
 def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:
-    """Whether gathering works in this layout and sends no more than Megatron's all-to-all.
+    """Whether gathering is possible in this layout and sends no more than Megatron's all-to-all.
 
-    It works if the ranks that share a layer's experts hold parts of one micro-batch. It sends no
-    more if there are at most as many such ranks as experts per token. `TrainLayout.gathers_tokens`
-    is the same rule for a layout.
+    It is possible if the ranks that share a layer's experts hold parts of the same micro-batch. It
+    sends no more if the number of these ranks does not exceed the number of experts per token.
+    `TrainLayout.gathers_tokens` implements the same rule for a layout.
 
     Args:
         groups: Megatron's process groups of this rank.
-        experts_per_token: Number of experts that compute each token.
+        experts_per_token: Number of experts selected for each token.
     """
     sharing = dist.get_process_group_ranks(groups.tp_ep)
     if len(sharing) == 1:
@@ -72,26 +72,26 @@ def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:
 
 
 class GatheringDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's MoEAllGatherTokenDispatcher (token_dispatcher.py, 0.16.1) in another order.
+    """Megatron's MoEAllGatherTokenDispatcher (token_dispatcher.py, 0.16.1), reordered.
 
-    It counts the tokens of each expert before the tokens arrive, and sorts routing weights together
-    with tokens. Megatron's version waits for the device twice while nothing is in transit, and
-    reduces in the router's type, fp32.
+    It counts the tokens per expert before the tokens arrive, and sorts routing weights together
+    with the tokens. Megatron's version waits for the device twice while nothing is in transit, and
+    reduces outputs in the router's data type, fp32.
     """
 
     routing_map: Tensor | None  # Megatron does not annotate it
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns all tokens, (T, D), and the weights of this rank's experts for them, (T, E).
+        """Returns all tokens, (T, D), and their routing weights for this rank's experts, (T, E).
 
         Args:
             hidden_states: This rank's tokens.
-            probs: Weights of all experts for this rank's tokens.
+            probs: Routing weights of this rank's tokens for all experts.
         """
-        assert self.routing_map is not None  # `dispatch_preprocess` has set it
+        assert self.routing_map is not None  # set by `dispatch_preprocess`
         own = slice(self.local_expert_indices[0], self.local_expert_indices[-1] + 1)
         with torch.no_grad():
-            # As uint8, which every backend can gather.
+            # Cast to uint8, which every backend can gather.
             chosen_TE = self._gather(self.routing_map.to(torch.uint8))
             self.local_map = chosen_TE[:, own].bool().contiguous()
             self._tokens_E = self.local_map.sum(dim=0).to("cpu", non_blocking=True)
@@ -104,7 +104,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         return self._gather(hidden_states), probs
 
     def _gather(self, part: Tensor) -> Tensor:
-        """Returns the rows of all ranks; their gradients are summed and scattered."""
+        """Gathers the rows of all ranks; their gradients are reduce-scattered."""
         if self.tp_ep_group.size() == 1:
             return part
         return gather_from_sequence_parallel_region(part, group=self.tp_ep_group)
@@ -112,16 +112,14 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns this rank's tokens sorted by expert, the tokens per expert (on the CPU), and the
-        weights.
-        """
+        """Returns this rank's tokens sorted by expert, tokens per expert (CPU), and weights."""
         self.hidden_shape_before_permute = hidden_states.shape
         if self._counted is not None:
-            self._counted.synchronize()  # the one sync point of the layer
+            self._counted.synchronize()  # the only sync point in the layer
         tokens_E = self._tokens_E
         num_tokens = int(tokens_E.sum())
-        # The backward pass of transformer-engine's kernels (2.11) fails without rows, and a
-        # micro-batch of padding alone may have no token for a rank's experts.
+        # The backward pass of transformer-engine's kernels (2.11) fails if there are no rows, which
+        # happens if a micro-batch has no tokens for a rank's experts.
         self._is_fused = self.config.moe_permute_fusion and num_tokens > 0
         found = permute(
             hidden_states,
@@ -134,7 +132,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         return tokens, tokens_E, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Returns the sum of the outputs of this rank's experts for each token, (T, D)."""
+        """Returns, for each token, the sum of the outputs of this rank's experts, (T, D)."""
         added: Tensor = unpermute(
             hidden_states,
             self.reversed_local_input_permutation_mapping,
@@ -145,7 +143,7 @@ class GatheringDispatcher(MoEAllGatherTokenDispatcher):
         return added
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
-        """Returns the sums over all experts, for this rank's tokens."""
+        """Returns the sums over all experts' outputs for this rank's tokens."""
         if self.tp_ep_group.size() == 1:
             return hidden_states
         return reduce_scatter_to_sequence_parallel_region(hidden_states, group=self.tp_ep_group)

@@ -1,10 +1,10 @@
-"""Heads of the last pipeline stage: per-token log-probabilities, or values, from hidden states.
+"""Heads on the last pipeline stage: compute per-token log-probabilities or values.
 
-The rest of the trainer never sees logits. Vocabulary padding, vocabulary parallelism and
-temperature end here: padded columns are left out of the softmax, statistics are combined over the
-tensor-parallel group, and logits are recomputed a chunk at a time in the backward pass instead of
-being kept. The head computes only positions whose statistics are read: those that predict a
-response token.
+The rest of the trainer never sees logits. Only this module deals with vocabulary padding,
+vocabulary parallelism and temperature: the softmax ignores padded columns, statistics are combined
+over the tensor-parallel group, and the backward pass recomputes logits chunk by chunk instead of
+storing them. The head computes only positions that predict a response token, because other
+statistics are not needed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hybridrl.models.megatron.attention import PackedSequences
 
 @dataclass(frozen=True)
 class HeadInput:
-    """Input of the vocabulary head for the S positions of a micro-batch.
+    """Input to the vocabulary head for the S positions of a micro-batch.
 
     Args:
-        tokens: Target token of each position, (S,), or the target and K further ones, (S, 1 + K),
+        tokens: Target token at each position, (S,), or the target and K further tokens, (S, 1 + K),
             int64.
-        rows_N: Positions to compute, ascending; the head computes no others.
+        rows_N: Positions for which the head is computed, ascending.
         temperature: Divisor of the logits.
     """
 
@@ -46,11 +46,11 @@ class HeadInput:
 
 
 class TokenStats(NamedTuple):
-    """Log-probability of the target and entropy, nats, of each packed position, (S,) fp32; zero and
-    without a gradient for positions that were not computed.
+    """Log-probability of the target, and entropy, at each packed position: nats, (S,) fp32.
 
-    If further tokens were given, or the likeliest requested, `chosen_SK` are these tokens and
-    `chosen_logp_SK` their log-probabilities.
+    Positions that were not computed have zeros and no gradient. If further tokens were given, or
+    the most likely requested, `chosen_SK` are these tokens and `chosen_logp_SK` their
+    log-probabilities.
     """
 
     logp_S: torch.Tensor
@@ -60,9 +60,7 @@ class TokenStats(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Device of the statistics; Megatron's schedule reads it from outputs of models with
-        experts.
-        """
+        """Device of the statistics; Megatron's schedule reads it for models with experts."""
         return self.logp_S.device
 
 
@@ -82,7 +80,7 @@ class _TokenStatsFunction(torch.autograd.Function):
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
         local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature, cap)
         largest = local.max_T.clone()
-        is_shared = group.size() > 1 and rows_N.numel() > 0  # rows are equal on these ranks
+        is_shared = group.size() > 1 and rows_N.numel() > 0  # these ranks have equal rows
         if is_shared:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shift = local.max_T - largest
@@ -133,7 +131,7 @@ class _TokenStatsFunction(torch.autograd.Function):
 
 
 class _ChosenLogits(torch.autograd.Function):
-    """Logits of K columns at each computed position, (N, K) fp32, summed over vocabulary shards."""
+    """Computes the logits of K columns at each position, (N, K) fp32, over all shards."""
 
     @staticmethod
     def forward(
@@ -173,13 +171,14 @@ class _ChosenLogits(torch.autograd.Function):
             ctx.needs_input_grad[1],
         )
         grad_hidden = _at_rows(grad_hidden, rows_N, ctx.num_positions)
-        # If the gradient went into main_grad, _TokenStatsFunction returns the placeholder for it.
+        # If the gradient was added to main_grad, _TokenStatsFunction returns the placeholder for
+        # it.
         grad_weight = None if main_grad_VD is not None else _padded(grad_shard, weight_VD)
         return grad_hidden, grad_weight, None, None, None, None, None, None
 
 
 def _padded(grad_shard: torch.Tensor | None, weight_VD: torch.Tensor) -> torch.Tensor | None:
-    """Returns the gradient with zeros for the vocabulary's padding."""
+    """Returns the gradient, padded with zeros for the vocabulary's padding."""
     if grad_shard is None:
         return None
     missing = weight_VD.size(0) - grad_shard.size(0)
@@ -187,26 +186,28 @@ def _padded(grad_shard: torch.Tensor | None, weight_VD: torch.Tensor) -> torch.T
 
 
 def _at_rows(part: torch.Tensor, rows_N: torch.Tensor, num_positions: int) -> torch.Tensor:
-    """Returns the rows of `part` at their positions, zeros elsewhere."""
+    """Returns a tensor with the rows of `part` at their positions, and zeros elsewhere."""
     return part.new_zeros(num_positions, *part.shape[1:]).index_copy_(0, rows_N, part)
 
 
 def _main_grad(weight: torch.Tensor) -> torch.Tensor | None:
-    """Returns the fp32 buffer in which Megatron's wrapper sums the weight's gradient."""
-    if not hasattr(weight, "grad_added_to_main_grad"):  # not wrapped, or frozen
+    """Returns the fp32 buffer in which Megatron accumulates the weight's gradient, or None."""
+    if not hasattr(
+        weight, "grad_added_to_main_grad"
+    ):  # the model is not wrapped, or the weight is frozen
         return None
     main_grad: torch.Tensor = weight.main_grad  # type: ignore[attr-defined]  # Megatron's
     return main_grad if main_grad.dtype == torch.float32 else None
 
 
 def _placeholder(weight: torch.Tensor) -> torch.Tensor:
-    """Returns a placeholder for a gradient that is already in the main gradient, and marks the
-    weight.
+    """Returns a placeholder for a gradient that main_grad already contains; marks the weight.
 
-    Megatron's hook on the weight runs only if a gradient arrives, and ignores its numbers on a
-    marked weight. The weight itself is the placeholder: autograd passes it unchanged and the hook
-    drops it, so it needs no memory. Embeddings that are tied on one stage are `zero_out_wgrad`:
-    autograd adds the lookup's gradient to this one, and the hook takes the sum.
+    Megatron's hook on the weight runs only if autograd passes a gradient, but ignores its values if
+    the weight is marked. The weight itself serves as placeholder: autograd passes it through
+    unchanged and the hook discards it, so this needs no memory. Embeddings that are tied on a
+    single stage are marked `zero_out_wgrad`: autograd adds the lookup's gradient to the
+    placeholder, and the hook uses the sum, so the placeholder must be zero.
     """
     weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
     if getattr(weight, "zero_out_wgrad", False):
@@ -217,13 +218,13 @@ def _placeholder(weight: torch.Tensor) -> torch.Tensor:
 class PackedModel(GPTModel):
     """Megatron's GPTModel for packed sequences with shared prompts and padding masks.
 
-    Rotary angles follow positions if sequences share a prompt. The padding mask, (1, S), is cut for
-    sequence parallelism on every pipeline stage; Megatron cuts it on the first only.
+    If sequences share a prompt, rotary angles are selected by position. The padding mask, (1, S),
+    is split for sequence parallelism on every pipeline stage; Megatron splits it only on the first.
 
     Attributes:
-        scales: Constant factors of the model.
+        scales: Constant factors in the model.
         extra_inputs: Inputs other than tokens, which may change the embeddings before sequence
-            parallelism cuts them; None if there are none.
+            parallelism splits them; None if there are none.
     """
 
     scales = Scales()
@@ -238,7 +239,7 @@ class PackedModel(GPTModel):
     ) -> tuple[Any, ...]:
         extra = self.extra_inputs
         if extra is not None and extra.changes_embeddings and self.pre_process:
-            assert packed_seq_params is not None  # every pass is packed
+            assert packed_seq_params is not None  # all passes use packed sequences
             kwargs["decoder_input"] = self._embedded(extra, packed_seq_params, **kwargs)
         found = super()._preprocess(*args, packed_seq_params=packed_seq_params, **kwargs)
         is_scaled = kwargs.get("decoder_input") is not None
@@ -252,7 +253,7 @@ class PackedModel(GPTModel):
         if packed_seq_params is None or packed_seq_params.shared is None:
             return found
         if self.position_embedding_type == "mrope":
-            return found  # its angles are already per position
+            return found  # mrope angles are already per position
         embedded, angles_LD, *rest = found
         return (embedded, angles_LD.index_select(0, packed_seq_params.shared.positions_S), *rest)
 
@@ -264,9 +265,9 @@ class PackedModel(GPTModel):
         position_ids: torch.Tensor,
         **_: Any,
     ) -> torch.Tensor:
-        """Returns this rank's part of the embeddings, changed by the extra inputs.
+        """Returns this rank's shard of the embeddings, after the extra inputs have changed them.
 
-        build.py keeps the embedding layer from cutting them for sequence parallelism.
+        build.py prevents the embedding layer from splitting them for sequence parallelism.
         """
         embedded_S1D = self.embedding(input_ids=input_ids, position_ids=position_ids)
         if self.scales.embedding != 1:
@@ -278,16 +279,15 @@ class PackedModel(GPTModel):
 
 
 class LanguageModel(PackedModel):
-    """Megatron's GPTModel that returns TokenStats of given targets.
+    """Megatron's GPTModel, returning TokenStats for given target tokens.
 
     Args:
-        num_tokens: Size of the real vocabulary; the softmax leaves out the padded columns beyond
-            it.
+        num_tokens: Size of the actual vocabulary; the softmax ignores the padded columns beyond it.
         logits_cap: See `ModelShape`.
         **kwargs: Arguments of GPTModel.
 
     Attributes:
-        num_top: Number of likeliest tokens to find at each position.
+        num_top: Number of most likely tokens to find at each position.
     """
 
     def __init__(self, *, num_tokens: int, logits_cap: float = 0.0, **kwargs: Any) -> None:
@@ -296,7 +296,7 @@ class LanguageModel(PackedModel):
         self.num_top = 0
 
     def output_weight(self) -> torch.Tensor:
-        """Returns this rank's rows of the output weight, padding included; last stage only."""
+        """Returns this rank's rows of the output weight, including padding; last stage only."""
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
@@ -333,7 +333,7 @@ class LanguageModel(PackedModel):
         if tokens_NC.size(1) == 1:
             return TokenStats(*stats)
         logits_NC = _ChosenLogits.apply(hidden_SD, weight, columns_NC, rows_N, *head)
-        # The softmax has one denominator for all columns.
+        # The softmax uses the same denominator for all columns.
         logp_N = stats[0].index_select(0, rows_N)
         chosen_NK = logits_NC[:, 1:] - logits_NC[:, :1] + logp_N[:, None]
         chosen = (
@@ -342,7 +342,7 @@ class LanguageModel(PackedModel):
         return TokenStats(*stats, *chosen)
 
     def _likeliest(self, hidden_ND: torch.Tensor, shard_VD: torch.Tensor) -> torch.Tensor:
-        """Returns the `num_top` likeliest tokens over all shards, (N, num_top) int64."""
+        """Returns the `num_top` most likely tokens over all shards, (N, num_top) int64."""
         group = self.pg_collection.tp
         start = group.rank() * self.output_weight().size(0)
         logits_NK, columns_NK = ops.vocab_top(hidden_ND, shard_VD, self.num_top)
@@ -357,7 +357,7 @@ class LanguageModel(PackedModel):
 
 
 class ValueHead(MegatronModule):
-    """One linear output per token, the same on every tensor-parallel rank."""
+    """Linear layer with one output per token; replicated on tensor-parallel ranks."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -371,12 +371,12 @@ class ValueHead(MegatronModule):
         )
 
     def forward(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """Returns the value of each position, (S,) fp32."""
+        """Returns the value at each position, (S,) fp32."""
         return (hidden_SD @ self.weight.T).flatten().float()
 
 
 class ValueModel(PackedModel):
-    """Megatron's GPTModel with a value head instead of the vocabulary."""
+    """Megatron's GPTModel with a value head instead of a vocabulary head."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -389,7 +389,7 @@ class ValueModel(PackedModel):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # Every rank computes the same head on the same tokens, so its slice of the gradient is
+            # Every rank computes the same head for the same tokens, so its slice of the gradient is
             # already complete.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp

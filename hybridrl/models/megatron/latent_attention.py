@@ -1,12 +1,12 @@
-"""Multi-head latent attention as a Megatron self-attention (families/latent.py describes it).
+"""Multi-head latent attention as a Megatron self-attention; see families/latent.py.
 
-Megatron's own MLA (0.16.1, multi_latent_attention.py) computes rotary angles itself and, with its
-local spec, splits the gradient of the shared rotary key over tensor-parallel ranks without summing
-it (get_query_key_value_tensors). This class uses GPTModel's angles, like every other attention, so
-packed sequences, shared prompts and context parallel work.
+Megatron's own MLA (0.16.1, multi_latent_attention.py) computes its own rotary angles. With its
+local spec, it also splits the gradient of the shared rotary key over tensor-parallel ranks without
+summing it (get_query_key_value_tensors). This class uses GPTModel's angles, like all other
+attention classes, so it supports packed sequences, shared prompts and context parallelism.
 
-Tensor parallel: the down projection is replicated. Each rank applies it to its part of the
-sequence, as with norms, and Megatron sums its gradient. Up projections are cut by heads.
+Tensor parallelism: the down projection is replicated; each rank applies it to its part of the
+sequence, and Megatron sums its gradients, as for norms. Up projections are sharded by head.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybridrl.models.megatron.norm import TorchNorm
 
 @dataclass
 class LatentSubmodules:
-    """ModuleSpec pieces of latent attention."""
+    """Classes from which latent attention is built."""
 
     core_attention: type = PackedAttention
     column_linear: type = ColumnParallelLinear
@@ -44,9 +44,9 @@ class LatentSubmodules:
 
 
 class SharedLinear(MegatronModule):
-    """Linear layer without bias, whole on every tensor-parallel rank.
+    """Linear layer without bias, replicated on all tensor-parallel ranks.
 
-    Each rank computes it for its part of the sequence.
+    Each rank applies it to its part of the sequence.
     """
 
     def __init__(self, input_size: int, output_size: int, config: MLATransformerConfig) -> None:
@@ -54,7 +54,7 @@ class SharedLinear(MegatronModule):
         device = torch.cuda.current_device()
         weight = torch.empty(output_size, input_size, dtype=config.params_dtype, device=device)
         self.weight = torch.nn.Parameter(weight)
-        # Megatron's mark of parameters whose gradients it sums over tensor-parallel ranks.
+        # Megatron sums the gradients of marked parameters over tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class SharedLinear(MegatronModule):
 
 
 class LatentAttention(MegatronModule):
-    """Self-attention over latents; takes and returns (S, B, D), S cut by sequence parallelism."""
+    """Self-attention over latents; input and output (S, B, D), S split by sequence parallelism."""
 
     def __init__(
         self,
@@ -147,13 +147,13 @@ class LatentAttention(MegatronModule):
         packed_seq_params: PackedSequences | None = None,
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the attention's output, (S, B, D), and no bias.
+        """Returns the attention's output, (S, B, D), and None for its bias.
 
         Args:
-            hidden_states: (S, B, D), normalised; this tensor-parallel rank's part of the sequence.
-            attention_mask: Megatron's argument; attention is causal anyway.
+            hidden_states: (S, B, D), normalized; this tensor-parallel rank's part of the sequence.
+            attention_mask: Not used; the attention is always causal.
             rotary_pos_emb: GPTModel's angles for the whole sequence.
-            packed_seq_params: Bounds of packed sequences; B is 1 with them.
+            packed_seq_params: Boundaries of packed sequences; B must then be 1.
         """
         if rotary_pos_emb is None:
             raise ValueError("latent attention without rotary angles")
@@ -184,8 +184,8 @@ class LatentAttention(MegatronModule):
     def _projected(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns query, key without positions, rotary key and value, each (S, B, N, H).
 
-        They cover this rank's heads and the whole sequence. The rotary key has one head, shared by
-        all.
+        They contain this rank's heads for the whole sequence. The rotary key has a single head,
+        which all heads share.
         """
         config = self.config
         sizes = self.query_rank, config.kv_lora_rank, config.qk_pos_emb_head_dim
@@ -196,7 +196,8 @@ class LatentAttention(MegatronModule):
             query, _ = self.linear_q_proj(hidden)
         key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(latent.contiguous()))
         if config.sequence_parallel:
-            # Each rank's heads compute a part of the key's gradient; the gather sums them.
+            # Each rank's heads compute part of the key's gradient; the gather's backward pass sums
+            # them.
             shared_key = gather_from_sequence_parallel_region(
                 shared_key.contiguous(), tensor_parallel_output_grad=True, group=self.groups.tp
             )
@@ -208,10 +209,10 @@ class LatentAttention(MegatronModule):
     def _rotated(
         self, part: torch.Tensor, angles: torch.Tensor, packed: PackedSequences | None
     ) -> torch.Tensor:
-        """Returns the rotary part of queries or keys, rotated by the angles of its positions.
+        """Rotates the rotary part of queries or keys by the angles of their positions.
 
-        The checkpoint pairs neighbouring dimensions, GPTModel pairs the two halves, so the
-        dimensions are reordered first.
+        The checkpoint pairs neighbouring dimensions, whereas GPTModel pairs the two halves, so the
+        dimensions are first reordered.
         """
         halves = torch.cat((part[..., 0::2], part[..., 1::2]), dim=-1)
         rotated = apply_rotary_pos_emb(

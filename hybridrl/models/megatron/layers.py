@@ -1,10 +1,11 @@
-"""Modules of a decoder layer: transformer-engine's where they work, else torch's.
+"""Selects the modules of decoder layers: transformer-engine's if possible, otherwise torch's.
 
-Owns the choice and the layers' ModuleSpecs. transformer-engine's layers fuse a norm into the linear
-layer after it, attend over packed sequences by cuDNN, rotate by a fused kernel, and add weight
-gradients to Megatron's fp32 buffers inside the matrix product. These layers are used on CUDA in
-bf16 for families without their own `layer_spec`. Both kinds have the same checkpoints: Megatron
-saves a torch layer's norms under transformer-engine's names (`sharded_state_dict_keys_map`).
+Also builds the layers' ModuleSpecs. transformer-engine's layers fuse a norm into the following
+linear layer, attend over packed sequences with cuDNN, apply rotary positions with a fused kernel,
+and add weight gradients to Megatron's fp32 buffers inside the matrix product. They are used on CUDA
+in bf16 for families without their own `layer_spec`. Both kinds write the same checkpoints, because
+Megatron saves a torch layer's norms under transformer-engine's names
+(`sharded_state_dict_keys_map`).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ from hybridrl.platform import TRANSFORMER_ENGINE_VERSIONS, Platform
 
 LayerKind = Literal["torch", "transformer_engine"]
 
-# Keywords that differ between the kinds; build.py sets the others. Megatron's fused dropout is left
-# out: without dropout, and mostly without biases, it has nothing to fuse.
+# Arguments that differ between the kinds; build.py sets the others. Megatron's fused dropout is not
+# used, because without dropout, and mostly without biases, there is nothing to fuse.
 KEYWORDS: dict[LayerKind, dict[str, Any]] = {
     "torch": {"bias_activation_fusion": False, "apply_rope_fusion": False},
     "transformer_engine": {"bias_activation_fusion": True, "apply_rope_fusion": True},
@@ -55,12 +56,12 @@ KEYWORDS: dict[LayerKind, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Layers:
-    """Choice of the layers' library for one model, the same on all ranks.
+    """The selected library for a model's layers; the same on all ranks.
 
     Args:
-        kind: Library of the modules.
+        kind: Library that implements the modules.
         fuses_norms: Whether norms are parameters of the linear layers that follow them.
-        said: Log line with the choice and its reason.
+        said: Log line that names the choice and its reason.
     """
 
     kind: LayerKind
@@ -77,19 +78,19 @@ def choose_layers(
     fp8: str = "none",
     torch_only: str = "",
 ) -> Layers:
-    """Chooses the library of the layers' modules on this host.
+    """Selects the library for the layers' modules on this host.
 
     Args:
         wanted: `train.layers`.
-        family: Family of the model; its own `layer_spec` excludes transformer-engine.
-        dtype: Type of parameters and activations.
-        platform: Platform that the model runs on.
-        fp32_residual: Whether the residual stream is fp32; fused norms cannot take it.
-        fp8: `train.fp8`, which needs transformer-engine.
+        family: Family of the model; if it has its own `layer_spec`, transformer-engine is not used.
+        dtype: Data type of parameters and activations.
+        platform: Platform on which the model runs.
+        fp32_residual: Whether the residual stream is fp32, which fused norms do not accept.
+        fp8: `train.fp8`, which requires transformer-engine.
         torch_only: Feature of the model that needs torch's layers (`ModelShape.torch_only`), or "".
 
     Raises:
-        UserError: transformer-engine, or FP8, is wanted but cannot be used.
+        UserError: transformer-engine or FP8 is requested but cannot be used.
     """
     if wanted == "torch":
         reason = "as set by train.layers"
@@ -116,7 +117,7 @@ def choose_layers(
 def _transformer_engine_fault(
     family: Family, dtype: torch.dtype, platform: Platform, torch_only: str
 ) -> str | None:
-    """Returns why transformer-engine's layers cannot be used; None if they can."""
+    """Returns the reason why transformer-engine's layers cannot be used, or None."""
     if family.layer_spec is not None:
         return f"family {family.name} has its own layer_spec"
     if torch_only:
@@ -133,25 +134,25 @@ def layer_specs(
     recompute: str,
     shape: ModelShape,
 ) -> tuple[ModuleSpec, ModuleSpec | None, type]:
-    """Returns the specs of a dense layer and of a layer with experts (or None), and the final norm.
+    """Returns the specs of dense layers and of layers with experts (or None), and the final norm.
 
     Args:
-        kind: Library of the modules.
+        kind: Library that implements the modules.
         family: Family of the model; its own `layer_spec` replaces the built-in layers.
         config: Megatron's configuration.
-        recompute: 'selective' recomputes the activation of feed-forward layers and experts in the
-            backward pass. Grouped experts do that themselves if `config` says so.
-        shape: Sizes of the model and its norms.
+        recompute: 'selective' recomputes activations of feed-forward layers and experts in the
+            backward pass. For grouped experts, `config` makes Megatron do this.
+        shape: Dimensions and norms of the model.
 
     Raises:
-        UserError: 'selective' with a feed-forward layer that LeanMlp cannot replace.
+        UserError: 'selective' is used with a feed-forward layer that LeanMlp cannot replace.
     """
     layer, final_norm = _layer_spec(kind, family, config)
     if shape.torch_only:
         norm_after(layer, shape)
     with_experts = None
     if config.num_moe_experts is not None:
-        # A user's layer_spec is used for every layer; it can read the config itself.
+        # A user's layer_spec is used for all layers; it can read the config itself.
         is_own = family.layer_spec is not None
         with_experts = layer if is_own else expert_layer_spec(kind, config, layer)
     if recompute == "selective":
@@ -179,7 +180,7 @@ def _layer_spec(
 ) -> tuple[ModuleSpec, type]:
     if family.layer_spec is not None:
         layer, final_norm = family.layer_spec(config)
-        return copy.deepcopy(layer), final_norm  # a user's spec may serve other models too
+        return copy.deepcopy(layer), final_norm  # a user's spec may also be used for other models
     is_te = kind == "transformer_engine"
     layer, norm = (transformer_engine_layer_spec if is_te else torch_layer_spec)(config)
     if isinstance(config, MLATransformerConfig):
@@ -188,7 +189,7 @@ def _layer_spec(
 
 
 def _attend_over_latents(kind: LayerKind, layer: ModuleSpec, norm: type) -> None:
-    """Puts latent attention into a layer, with a separate norm before it."""
+    """Replaces a layer's attention by latent attention, with a separate norm before it."""
     pieces = LatentSubmodules()
     if kind == "transformer_engine":
         from megatron.core.extensions.transformer_engine import (
@@ -207,7 +208,7 @@ def _attend_over_latents(kind: LayerKind, layer: ModuleSpec, norm: type) -> None
 
 
 def _keep_name(layer: ModuleSpec, name: str) -> None:
-    """Keeps a separate norm's own name in checkpoints."""
+    """Makes checkpoints store a separate norm under its own name."""
     names = layer.submodules.sharded_state_dict_keys_map
     layer.submodules.sharded_state_dict_keys_map = {
         own: fused for own, fused in names.items() if own != name
@@ -221,11 +222,11 @@ def _is_swiglu(config: TransformerConfig) -> bool:
 
 
 def torch_layer_spec(config: TransformerConfig, norm: type = TorchNorm) -> tuple[ModuleSpec, type]:
-    """Returns a layer of Megatron's linear layers, `norm` and packed attention, and the final norm.
+    """Returns a layer with Megatron's linear layers and packed attention, and the final norm.
 
     Args:
         config: Megatron's configuration.
-        norm: Norm, built as `norm(config=..., hidden_size=..., eps=...)`.
+        norm: Class of the norms, called as `norm(config=..., hidden_size=..., eps=...)`.
     """
     spec = copy.deepcopy(
         get_gpt_layer_local_spec(
@@ -246,8 +247,9 @@ def torch_layer_spec(config: TransformerConfig, norm: type = TorchNorm) -> tuple
 def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec, type]:
     """Returns transformer-engine's layer and the final norm.
 
-    With an fp32 residual stream the norms are torch's and separate: transformer-engine's accept
-    inputs of their weights' type only (module/base.py, set_activation_dtype, 2.11).
+    With an fp32 residual stream, the norms are separate torch norms, because transformer-engine's
+    norms accept only inputs of their weights' data type (module/base.py, set_activation_dtype,
+    2.11).
     """
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 
@@ -268,9 +270,9 @@ def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec
 
 
 def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleSpec) -> ModuleSpec:
-    """Returns a layer like `dense`, with a mixture of experts as its feed-forward layer.
+    """Returns a layer like `dense` with a mixture of experts as feed-forward layer.
 
-    The norm before it is separate, since the router reads its output too.
+    The norm before it is separate, because the router also reads the norm's output.
     """
     spec = copy.deepcopy(dense)
     layer = spec.submodules
@@ -295,17 +297,18 @@ def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleS
 
 
 def use_grouped_gemm() -> None:
-    """Lets transformer-engine multiply all experts of a rank in one CUTLASS kernel on Hopper.
+    """Makes transformer-engine compute all experts of a rank in one CUTLASS kernel on Hopper.
 
-    Otherwise it starts one cuBLAS kernel per expert, and the host limits the speed of many small
+    Otherwise it launches one cuBLAS kernel per expert, so the host limits the speed with many small
     experts (benchmarks/results/train_moe_h200.json). transformer-engine reads the variable in every
-    call. Weight gradients, summed in fp32, still use cuBLAS. A value that the user has set is kept.
+    call. Weight gradients, which are accumulated in fp32, still use cuBLAS. If the user has set the
+    variable, its value is kept.
     """
     os.environ.setdefault("NVTE_USE_CUTLASS_GROUPED_GEMM", "1")
 
 
 def transformer_engine_attention() -> type:
-    """Returns Megatron's transformer-engine attention, extended to shared prompts."""
+    """Returns Megatron's transformer-engine attention, extended to support shared prompts."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
 
     attend = TEDotProductAttention.__base__.forward  # transformer-engine's DotProductAttention
@@ -338,19 +341,20 @@ def transformer_engine_attention() -> type:
 def shares_prompts(
     wanted: bool | None, cp: int, kind: LayerKind, is_cpu: bool, modules: Iterable[torch.nn.Module]
 ) -> bool:
-    """Returns whether samples of one prompt share its tokens in micro-batches.
+    """Returns whether micro-batches store a prompt's tokens only once for all its samples.
 
     Args:
-        wanted: `train.share_prompts`. None shares prompts where that is possible and known to be
-            faster; torch's attention would build its mask on the host, even for a GPU.
-        cp: Context-parallel size; context parallelism cuts every sequence.
-        kind: Library of the layers' modules.
+        wanted: `train.share_prompts`. None shares prompts if that is possible and known to be
+            faster; torch's attention would build its mask on the host even for a GPU.
+        cp: Context-parallel size; with context parallelism, prompts cannot be shared, because it
+            splits every sequence.
+        kind: Library that implements the layers.
         is_cpu: Whether the model runs on the CPU.
         modules: Modules of the model.
 
     Raises:
-        UserError: It is wanted, but an attention class, as in a user's own layers, does not support
-            it.
+        UserError: Sharing is requested, but an attention class (such as in a user's own layers)
+            does not support it.
     """
     if wanted is None and (cp > 1 or not (is_cpu or kind == "transformer_engine")):
         return False
@@ -364,14 +368,15 @@ def shares_prompts(
             f"false with {others[0]}, which cannot attend to a shared prompt",
             "Set train.share_prompts=false, or build layers with hybridrl's PackedAttention.",
         )
-    # The default is off for a model without `core_attention`: its layers may be recurrent.
+    # By default, prompts are not shared if a model has no `core_attention`, because its layers may
+    # be recurrent.
     return bool(wanted) or (wanted is None and bool(found) and not others)
 
 
 def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
     """Makes transformer-engine's linear layers add weight gradients to Megatron's `main_grad`.
 
-    Megatron's own switch, `gradient_accumulation_fusion`, would also require apex, for GPTModel's
+    Megatron's own switch, `gradient_accumulation_fusion`, would also require apex for GPTModel's
     output layer (tensor_parallel/layers.py, 0.16.1).
     """
     for part in module.modules():
@@ -380,10 +385,10 @@ def add_weight_gradients_in_place(module: torch.nn.Module) -> None:
 
 
 def begin_gradients(chunks: Iterable[Any], recompute: str) -> None:
-    """Starts gradients at the first trained layer of a model with frozen embeddings.
+    """Makes gradients start at the first trained layer if a model's embeddings are frozen.
 
-    A recomputed module has gradients only if its input requires one. With recompute 'full', which
-    recomputes all layers, gradients start before the first layer.
+    A recomputed module computes gradients only if its input requires a gradient. With recompute
+    'full', all layers are recomputed, so gradients start before the first layer.
 
     Args:
         chunks: Megatron's GPTModels, with frozen parameters marked.
@@ -409,7 +414,7 @@ def _with_gradient(_: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
 
 
 def lean_mlp(submodules: MLPSubmodules) -> type:
-    """Returns a ModuleSpec piece that builds a LeanMlp from these linear layers."""
+    """Returns a class for ModuleSpecs that builds a LeanMlp from these linear layers."""
 
     class Lean:
         def __new__(  # type: ignore[misc]  # as TorchNorm
@@ -423,14 +428,14 @@ def lean_mlp(submodules: MLPSubmodules) -> type:
 class LeanMlp(MLP):
     """Megatron's gated feed-forward layer that recomputes its activation in the backward pass.
 
-    The activation's output is a third of what a layer keeps; recomputing it costs two reads and a
-    write of memory.
+    The activation's output is a third of what a layer stores; recomputing it costs only two memory
+    reads and one write.
     """
 
     def forward(
         self, hidden_states: torch.Tensor, per_token_scale: torch.Tensor | None = None, **_: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the output, and the bias still to be added to it."""
+        """Returns the output, and the bias that the caller must add to it."""
         widened, bias = self.linear_fc1(hidden_states)
         kept = CheckpointWithoutOutput(fp8=self.config.fp8)  # type: ignore[arg-type]
         activated = kept.checkpoint(self._activated, widened, bias, per_token_scale)
@@ -441,7 +446,7 @@ class LeanMlp(MLP):
     def _activated(
         self, widened: torch.Tensor, bias: torch.Tensor | None, scale: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns activation(gate) * up; for an expert, times the router's weights, (T,)."""
+        """Returns activation(gate) * up; for experts, also times the router's weights, (T,)."""
         if self.config.bias_activation_fusion:
             if scale is not None:
                 return weighted_bias_swiglu_impl(widened, bias, scale[:, None])
@@ -452,7 +457,7 @@ class LeanMlp(MLP):
 
 
 class LeanSharedExperts(SharedExpertMLP, LeanMlp):
-    """Megatron's shared experts, which compute every token, with LeanMlp's forward pass."""
+    """Megatron's shared experts, which process every token, with LeanMlp's forward pass."""
 
 
 class LeanExperts(SequentialMLP):
@@ -465,11 +470,11 @@ class LeanExperts(SequentialMLP):
 
 
 class GroupedExperts(TEGroupedMLP):
-    """Megatron's experts on transformer-engine's grouped matrix products, for any number of tokens.
+    """Megatron's experts with transformer-engine's grouped matrix products, also without tokens.
 
-    transformer-engine (2.11) ends the process by a segmentation fault if no expert has a row. In
-    that case the first expert gets a row of zeros; its output is dropped and its gradients are
-    zeros.
+    transformer-engine (2.11) crashes with a segmentation fault if no expert has a row. In that case
+    the first expert computes a row of zeros, whose output is discarded and whose gradients are
+    zero.
     """
 
     def forward(
@@ -480,7 +485,7 @@ class GroupedExperts(TEGroupedMLP):
         Args:
             hidden_states: (T, D), sorted by expert.
             tokens_per_expert: (E,), on the CPU.
-            probs: (T,), routing weight of each row.
+            probs: (T,), the routing weight of each row.
         """
         if len(hidden_states):
             return super().forward(hidden_states, tokens_per_expert, probs)  # type: ignore[no-any-return]

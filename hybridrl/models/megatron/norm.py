@@ -1,8 +1,8 @@
 """Norms as ModuleSpecs, for hosts without transformer-engine.
 
-Megatron's own wrapper of torch's norms refuses sequence parallel. The norms here mark their weights
-so that Megatron sums their gradients over the tensor-parallel ranks, which is all that sequence
-parallel needs from a norm.
+Megatron's own wrapper of torch's norms does not support sequence parallelism. The norms here mark
+their weights, so that Megatron sums their gradients over the tensor-parallel ranks; sequence
+parallelism needs nothing else from a norm.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hybridrl.errors import ModelError
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float | None, is_centered: bool = False
 ) -> torch.Tensor:
-    """Returns x, (..., width), divided by the root of its mean square, times the weight, (width,).
+    """Divides x, (..., width), by its root mean square, and multiplies by the weight, (width,).
 
     Args:
-        x: Input, in the weight's type or a wider one.
-        eps: Addend of the mean square.
-        is_centered: Whether the factor is 1 + weight, in float32, as in Gemma; 16 bits would lose a
-            small weight in the sum.
+        x: Input, in the weight's data type or a wider one.
+        eps: Constant added to the mean square.
+        is_centered: Whether to multiply by 1 + weight in float32, as in Gemma; with 16 bits, the
+            sum would lose small weights.
     """
     if not is_centered:
         return torch.nn.functional.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
@@ -34,7 +34,7 @@ def rms_norm(
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm that also takes inputs wider than its weight."""
+    """torch's RMSNorm, extended to inputs wider than its weight."""
 
     is_centered = False
 
@@ -50,7 +50,7 @@ class CenteredNorm(RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """torch's LayerNorm that also takes inputs wider than its weight."""
+    """torch's LayerNorm, extended to inputs wider than its weight."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns x normalised, in its type."""
@@ -63,9 +63,9 @@ class TorchNorm:
     """Builds the `RMSNorm`, `CenteredNorm` or `LayerNorm` that a TransformerConfig names.
 
     Args:
-        config: Configuration of the norm and of sequence parallelism.
-        hidden_size: Size of the normalised last dimension.
-        eps: Addend of the variance.
+        config: Megatron's configuration.
+        hidden_size: Size of the last dimension, which is normalized.
+        eps: Constant added to the variance.
     """
 
     def __new__(  # type: ignore[misc]  # a ModuleSpec names a class; what it builds is the torch module
@@ -91,9 +91,9 @@ class TorchNorm:
 
 
 def narrowing(norm: Callable[..., torch.nn.Module]) -> type:
-    """Returns a ModuleSpec piece like `norm`, with outputs in the type of its parameters.
+    """Returns a class that builds `norm` with outputs in the data type of its parameters.
 
-    Layers compute in that type even if the residual stream is wider.
+    Layers then compute in that type even if the residual stream is wider.
     """
 
     class Narrowing:
@@ -108,9 +108,9 @@ def narrowing(norm: Callable[..., torch.nn.Module]) -> type:
 
 
 def wide_residual_add(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-    """Returns Megatron's bias-dropout-add without dropout, for an fp32 residual stream.
+    """Returns a bias-dropout-add without dropout for an fp32 residual stream.
 
-    Megatron's own casts the residual to the type of the addend.
+    Megatron's own function would cast the residual to the data type of the other addend.
     """
 
     def add(
@@ -125,7 +125,7 @@ def wide_residual_add(training: bool, fused: bool) -> Callable[..., torch.Tensor
 
 
 def scaled_add(scale: float, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a bias-dropout-add like `plain` that multiplies the addend by `scale`."""
+    """Returns a bias-dropout-add like `plain` that scales the layer's output by `scale`."""
 
     def made(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
         add_plain = plain(training, fused)

@@ -1,6 +1,6 @@
-"""Norms after attention and feed-forward layers (OLMo 2), and norms over all heads of a projection.
+"""Norms after attention and feed-forward layers, and norms over all heads (both in OLMo 2).
 
-Tensor parallelism cuts the projection of queries or keys that a norm over all heads normalises.
+Tensor parallelism shards the queries or keys that a norm over all heads normalizes.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _MEGATRON_LAYER = logging.getLogger("megatron.core.transformer.transformer_layer
 
 
 def _is_other_warning(record: logging.LogRecord) -> bool:
-    """Whether a record is not Megatron-Core's warning that it does not know `NormedMlp`.
+    """Log filter that drops Megatron-Core's warning about `NormedMlp` as an unknown MLP type.
 
-    The warning is harmless: Megatron passes such a layer no group, and the layer then uses the
-    tensor-parallel group, as `MLP` does.
+    The warning is harmless: Megatron does not pass a process group to such a layer, and the layer
+    then uses the tensor-parallel group, like `MLP`.
     """
     return not record.getMessage().startswith("Unknown MLP type")
 
@@ -45,7 +45,7 @@ def _is_other_warning(record: logging.LogRecord) -> bool:
 class NormedAttention(SelfAttention):
     """Self-attention with a norm on its output."""
 
-    # Whether the layer uses the local rotary angles; None if the model has one kind of angles.
+    # Whether the layer uses local rotary angles; None if the model has only one kind of angles.
     is_local: bool | None = None
 
     def __init__(self, config: TransformerConfig, *args: Any, **keywords: Any) -> None:
@@ -53,7 +53,7 @@ class NormedAttention(SelfAttention):
         self.post_layernorm = PostNorm(config)
 
     def choose_angles(self) -> None:
-        """Selects the local rotary angles if this layer has a window, else the global angles."""
+        """Selects local rotary angles if this layer has a window, otherwise global angles."""
         window, skipped = self.config.window_size, self.config.window_attn_skip_freq
         self.is_local = is_layer_window_attention(window, skipped, self.layer_number)
 
@@ -78,9 +78,7 @@ class NormedMlp(MLP):
 
 
 class PostNorm(MegatronModule):
-    """RMSNorm of a layer's output; a MegatronModule, since Megatron's MLP asks its parts for
-    checkpoints.
-    """
+    """RMSNorm on a layer's output; a MegatronModule, as Megatron's checkpoints require."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config=config)
@@ -95,13 +93,13 @@ class PostNorm(MegatronModule):
 
 
 class WholeNorm(MegatronModule):
-    """RMSNorm over all heads of a projection; a tensor-parallel rank holds its own heads.
+    """RMSNorm over all heads of a projection; each tensor-parallel rank holds some of the heads.
 
     Args:
         config: Configuration of the model.
-        num_heads: Number of heads of the projection over all tensor-parallel ranks.
+        num_heads: Total number of heads over all tensor-parallel ranks.
         head_dim: Size of one head.
-        eps: Addend of the mean square.
+        eps: Constant added to the mean square.
     """
 
     def __init__(
@@ -114,15 +112,16 @@ class WholeNorm(MegatronModule):
         self.weight = torch.nn.Parameter(
             torch.ones(width, dtype=config.params_dtype, device=device)
         )
-        # Megatron's marks of a sharded parameter: its gradient norm counts every rank's part.
+        # Megatron's marks for a sharded parameter, so that the gradient norm includes every rank's
+        # shard.
         self.weight.tensor_model_parallel = True  # type: ignore[attr-defined]
         self.weight.partition_dim, self.weight.partition_stride = 0, 1  # type: ignore[attr-defined]
 
     def forward(self, heads: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's heads, (..., heads, head size), normalised."""
+        """Normalizes this rank's heads, (..., heads, head size)."""
         wide = heads.flatten(-2).float()
         squares = wide.square().sum(-1, keepdim=True)
-        # Every rank's loss depends on the sum, so its gradient is summed over the ranks too.
+        # Every rank's loss depends on this sum, so its gradient must also be summed over the ranks.
         squares = reduce_from_tensor_model_parallel_region(squares)
         squares = copy_to_tensor_model_parallel_region(squares)
         normed = self.weight * (wide * torch.rsqrt(squares / self.size + self.eps))
@@ -131,7 +130,7 @@ class WholeNorm(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Returns the weight, cut along its only dimension."""
+        """Returns the weight as sharded along its only dimension."""
         state = self.state_dict(prefix="", keep_vars=True)
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             state, prefix, {"weight": 0}, sharded_offsets
@@ -140,7 +139,7 @@ class WholeNorm(MegatronModule):
 
 
 class _WholeNormOf:
-    """ModuleSpec piece that builds the WholeNorm of queries."""
+    """Class for ModuleSpecs that builds a WholeNorm for queries."""
 
     def __new__(  # type: ignore[misc]  # as TorchNorm
         cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
@@ -161,7 +160,7 @@ class _WholeNormOfKeys(_WholeNormOf):
 
 
 def norm_after(spec: ModuleSpec, shape: ModelShape) -> None:
-    """Changes the ModuleSpec of a torch layer to the norms that `shape` describes."""
+    """Changes a torch layer's ModuleSpec to use the norms that `shape` describes."""
     layer = spec.submodules
     if shape.norms_after == "only":
         layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp

@@ -1,8 +1,8 @@
-"""Frequencies of rotary positions, set in a Megatron model.
+"""Computes frequencies for rotary positions and sets them in a Megatron model.
 
-Megatron's own scalings (0.16.1, RotaryEmbedding) are `llama3` with fixed parameters and `linear`;
-one function here computes all kinds. Operations and their order are those of transformers
-(modeling_rope_utils.py), so results are bit-equal.
+Megatron itself (0.16.1, RotaryEmbedding) supports only `linear` and `llama3` with fixed parameters;
+this module computes all kinds. It performs the same operations in the same order as transformers
+(modeling_rope_utils.py), so results are bitwise identical.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from hybridrl.models.family import Rotary
 
 
 def rotary_frequencies(rotary: Rotary, size: int) -> torch.Tensor:
-    """Returns radians per position for each pair of `size` dimensions, (size / 2,) fp32, on the
-    CPU.
-    """
+    """Returns radians per position for each pair of `size` dims, (size / 2,) fp32, on the CPU."""
     powers = rotary.base ** (torch.arange(0, size, 2, dtype=torch.float32) / size)
     plain = 1.0 / powers
     if rotary.kind == "linear":
@@ -36,8 +34,8 @@ def rotary_frequencies(rotary: Rotary, size: int) -> torch.Tensor:
 def _llama3(rotary: Rotary, plain: torch.Tensor) -> torch.Tensor:
     """Returns frequencies scaled as in Llama 3.1.
 
-    Waves longer than the original length / `low` are stretched by the factor, waves shorter than
-    the original length / `high` are kept, and waves between the two are blended.
+    Wavelengths above (original length / `low`) are multiplied by the factor, wavelengths below
+    (original length / `high`) are unchanged, and those in between are interpolated.
     """
     wave = 2 * math.pi / plain
     longest, shortest = (rotary.original_length / bound for bound in (rotary.low, rotary.high))
@@ -51,13 +49,13 @@ def _llama3(rotary: Rotary, plain: torch.Tensor) -> torch.Tensor:
 def _yarn(rotary: Rotary, powers: torch.Tensor) -> torch.Tensor:
     """Returns frequencies scaled as in Peng et al. 2023, "YaRN", section 3.2.
 
-    Pairs that turn more than `high` times over the original length keep their frequency, pairs that
-    turn less than `low` times are divided by the factor, and pairs between the two are blended.
+    Frequencies with more than `high` rotations over the original length are unchanged, those with
+    fewer than `low` rotations are divided by the factor, and those in between are interpolated.
     """
     size = 2 * len(powers)
 
     def dimension(turns: float) -> float:
-        """Returns the dimension that makes `turns` turns over the original length."""
+        """Returns the dimension whose pair rotates `turns` times over the original length."""
         length = rotary.original_length / (turns * 2 * math.pi)
         return size * math.log(length) / (2 * math.log(rotary.base))
 
@@ -71,11 +69,10 @@ def _yarn(rotary: Rotary, powers: torch.Tensor) -> torch.Tensor:
 
 
 def set_rotary(model: Any, rotary: Rotary) -> None:
-    """Sets the rotary frequencies of a GPTModel, and the local ones of windowed layers if they
-    differ.
+    """Sets a GPTModel's rotary frequencies, including local ones for windowed layers.
 
-    Attention that rotates a part of each head also gets the magnitude of sines and cosines here.
-    Attention that rotates whole heads has it in its softmax scale.
+    If attention rotates only part of each head, this also sets the magnitude of sines and cosines.
+    If it rotates whole heads, the softmax scale already includes the magnitude.
     """
     embedding = model.rotary_pos_emb
     size, device = 2 * embedding.inv_freq.numel(), embedding.inv_freq.device
@@ -94,9 +91,9 @@ def set_rotary(model: Any, rotary: Rotary) -> None:
 def _scale_rotated(attention: Any, magnitude: float) -> None:
     """Makes Megatron's attention multiply the rotated part of queries and keys by `magnitude`.
 
-    Megatron computes that factor from TransformerConfig attributes that only YaRN has
-    (_yarn_get_concentration_factor_from_config): 0.1 * mscale * log(factor) + 1. Version 0.16 does
-    so in every pass, 0.19 once, when it builds the layer.
+    Megatron computes this factor as 0.1 * mscale * log(factor) + 1, from TransformerConfig
+    attributes that are meant for YaRN (_yarn_get_concentration_factor_from_config). Version 0.16
+    computes it in every pass, version 0.19 once, when it builds the layer.
     """
     config = attention.config
     config.yarn_rotary_scaling_factor = math.e
@@ -108,7 +105,7 @@ def _scale_rotated(attention: Any, magnitude: float) -> None:
 def angles_of_layer(both: torch.Tensor, is_local: bool) -> torch.Tensor:
     """Returns the local or the global angles, (..., size), from Megatron's (..., 2 size).
 
-    Megatron concatenates the frequencies, here global then local, with themselves.
+    Megatron repeats all frequencies, which are here the global and then the local ones.
     """
     kinds = both.unflatten(-1, (2, 2, -1))
     return kinds[..., int(is_local), :].flatten(-2)

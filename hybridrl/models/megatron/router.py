@@ -1,11 +1,10 @@
-"""Megatron's router of a mixture of experts, with auxiliary losses and counts over real tokens
-only.
+"""Megatron's MoE router, with auxiliary losses and token counts that ignore padding.
 
-Megatron scales its auxiliary losses for a division that hybridrl does not make
+Megatron scales its auxiliary losses for a later division that hybridrl does not perform
 (calculate_per_token_loss with summed gradients, parallel/schedule.py), so this module computes its
-own. Each loss is a mean over all tokens of an update: a rank adds the sum over its own tokens,
-divided by `num_step_tokens`, and the gradient reduction sums over ranks. The number of
-micro-batches and ranks therefore does not scale it. Padding is not counted.
+own. Each loss is a mean over all tokens in an update: a rank adds the sum over its own tokens,
+divided by `num_step_tokens`, and the gradient reduction sums over ranks. The loss therefore does
+not depend on the number of micro-batches or ranks. Padding is not counted.
 """
 
 from __future__ import annotations
@@ -28,23 +27,23 @@ from hybridrl.models.trainable import has_trained
 
 
 class Router(TopKRouter):
-    """Megatron's router, computed in fp32 (`moe_router_dtype`), that drops no token.
+    """Megatron's router, computed in fp32 (`moe_router_dtype`), which never drops tokens.
 
     Attributes:
         aux_loss, z_loss: Coefficients of the losses; 0 turns a loss off.
-        num_step_tokens: Number of tokens of the update over all ranks, the denominator of both
-            losses.
-        tokens_E: Number of tokens of each expert since `clear`, on this rank.
-        entropy: Sum over these tokens of the entropy of the expert scores, nats.
-        routed: Experts that the engine chose for the current micro-batch; None if the router
-            chooses (router_replay.py).
-        replayed: Counts of replays since `clear`, as in `Counted`.
+        num_step_tokens: Number of tokens in the update over all ranks, by which both losses are
+            divided.
+        tokens_E: Number of tokens that each expert received on this rank since `clear`.
+        entropy: Entropy of the expert scores, summed over these tokens, in nats.
+        routed: Experts that the engine selected for the current micro-batch; None if the router
+            selects (router_replay.py).
+        replayed: Replay counts since `clear`, as in `Counted`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Megatron (0.16.1) makes the weight on the CPU and moves it in the first forward pass,
-        # too late for an export before that.
+        # Megatron (0.16.1) creates the weight on the CPU and moves it in the first forward pass,
+        # which is too late if weights are exported before.
         self.weight.data = self.weight.data.to(torch.cuda.current_device())
         self.aux_loss = self.z_loss = 0.0
         self.num_step_tokens = 1
@@ -56,8 +55,8 @@ class Router(TopKRouter):
     def _apply_expert_bias(self, *_: Any, **__: Any) -> None:
         """Does nothing.
 
-        Megatron's own count (0.16.1) accepts no padding mask of this shape; the bias is updated
-        from `tokens_E`.
+        Megatron's own token count (0.16.1) does not accept a padding mask of this shape; the bias
+        is updated from `tokens_E`.
         """
 
     def clear(self) -> None:
@@ -65,9 +64,9 @@ class Router(TopKRouter):
         self.tokens_E = self.entropy = self.replayed = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Returns the experts' weights, 0 if not chosen, and a mask of chosen experts, both (T, E).
+        """Returns the experts' weights, 0 if not selected, and a mask of selected experts, (T, E).
 
-        In training it also counts tokens, and attaches the losses to the weights.
+        In training, this also counts tokens and attaches the losses to the weights.
 
         Args:
             logits: (S, 1, E).
@@ -75,14 +74,16 @@ class Router(TopKRouter):
         """
         replay, predicts_T = None, None
         if self.routed is not None:
-            # Megatron counts layers from 1; `moe_layer_freq` is 1 for layers with experts, else 0.
+            # Megatron numbers layers from 1; `moe_layer_freq` is 1 for layers with experts, else 0.
             layer = sum(self.config.moe_layer_freq[: self.layer_number]) - 1
             num_tokens = logits.size(0) * logits.size(1)
             replay, predicts_T = replay_of(self.routed, num_tokens, layer, self.tp_group)
         self.router_replay = replay
         probs_TE, chosen_TE = super().routing(logits, padding_mask)
         self.router_replay = None
-        if not (self.training and torch.is_grad_enabled()):  # recompute runs a second pass
+        if not (
+            self.training and torch.is_grad_enabled()
+        ):  # recomputation runs a second forward pass
             return probs_TE, chosen_TE
         logits_TE = logits.view(-1, logits.size(-1))
         is_token_T = torch.ones_like(chosen_TE[:, 0])
@@ -108,9 +109,9 @@ class Router(TopKRouter):
             self.tokens_E, self.entropy = self.tokens_E + tokens_E, self.entropy + entropy
 
     def _shares(self, logits_TE: Tensor) -> Tensor:
-        """Returns scores of the experts that sum to 1, (T, E) fp32.
+        """Returns the experts' scores, normalized to sum to 1, (T, E) fp32.
 
-        They are a softmax, or sigmoids divided by their sum.
+        These are a softmax, or sigmoids divided by their sum.
         """
         if self.score_function == "softmax":
             return logits_TE.float().softmax(-1)
@@ -118,14 +119,12 @@ class Router(TopKRouter):
         return scores_TE / scores_TE.sum(-1, keepdim=True)
 
     def _loss(self, logits_TE: Tensor, is_token_T: Tensor, tokens_E: Tensor) -> Tensor | None:
-        """Returns the auxiliary losses of this rank's tokens of the micro-batch; None if both are
-        off.
-        """
+        """Returns the auxiliary losses for this rank's tokens in the micro-batch, or None."""
         loss: Tensor | None = None
         if self.aux_loss:
             # Fedus et al. 2022, "Switch Transformers", eq. 4, for several experts per token: E *
-            # sum over experts of (share of the choices) * (mean probability). Both are over the
-            # tokens of the micro-batch; the loss is weighted by their number.
+            # sum over experts of (share of selections) * (mean probability). Both are computed over
+            # the micro-batch's tokens; the loss is weighted by their number.
             whole_E = tokens_E.to(torch.float32, copy=True)
             dist.all_reduce(whole_E, group=self.tp_cp_group)
             share_E = whole_E / whole_E.sum().clamp(min=1)
@@ -139,7 +138,7 @@ class Router(TopKRouter):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Passes a tensor through; the backward pass gives `loss` the gradient 1."""
+    """Returns a tensor unchanged; the backward pass sets the gradient of `loss` to 1."""
 
     @staticmethod
     def forward(ctx: Any, passed: Tensor, loss: Tensor) -> Tensor:
@@ -153,37 +152,36 @@ class _WithLoss(torch.autograd.Function):
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> Iterator[Router]:
-    """Yields the routers of a model's chunks on this rank."""
+    """Yields the routers in a model's chunks on this rank."""
     for chunk in chunks:
         yield from (part for part in chunk.modules() if isinstance(part, Router))
 
 
 def load_of(chunks: Iterable[torch.nn.Module], num_layers: int, num_experts: int) -> Tensor:
-    """Returns the counts of this rank's routers, (L, E + 1) float64 on the CPU.
+    """Returns the counts from this rank's routers, (L, E + 1) float64 on the CPU.
 
-    A row has the number of tokens of each expert of a layer, then the sum of entropies. The sum
-    over all ranks is the load of the model.
+    A row contains the number of tokens for each expert in a layer, then the sum of entropies. The
+    sum over all ranks is the model's load.
     """
     found = torch.zeros(num_layers, num_experts + 1, dtype=torch.float64)
     for router in routers(chunks):
         if router.tokens_E is None or router.entropy is None:
             continue
         row = found[router.layer_number - 1]  # Megatron counts layers from 1
-        # A sync point, once an update.
+        # A sync point, once per update.
         row += torch.cat((router.tokens_E.double(), router.entropy.double()[None])).cpu()
     return found
 
 
 @torch.no_grad()
 def balance(chunks: Iterable[torch.nn.Module], load: Tensor, rate: float) -> None:
-    """Moves the bias of every expert by `rate` towards even use.
+    """Changes each expert's bias by `rate` to make the load more even.
 
-    The bias of an expert goes down if it got more tokens than the mean of its layer, up if fewer
-    (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
+    An expert's bias is decreased if the expert received more tokens than the layer's mean, and
+    increased if fewer (DeepSeek-AI 2024, "DeepSeek-V3", section 2.1.2).
 
     Args:
-        chunks: Chunks of a model on this rank, whose routers have biases; frozen routers are
-            skipped.
+        chunks: This rank's chunks of a model whose routers have biases; frozen routers are skipped.
         load: Sum of `load_of` over all ranks.
         rate: Size of the change.
     """
@@ -195,7 +193,7 @@ def balance(chunks: Iterable[torch.nn.Module], load: Tensor, rate: float) -> Non
 
 
 def replayed_of(chunks: Iterable[torch.nn.Module], num_layers: int) -> Tensor:
-    """Returns the replay counts of this rank's routers, (L, COUNTS) float64 on the CPU."""
+    """Returns the replay counts from this rank's routers, (L, COUNTS) float64 on the CPU."""
     found = torch.zeros(num_layers, COUNTS, dtype=torch.float64)
     for router in routers(chunks):
         if router.replayed is not None:
@@ -204,17 +202,18 @@ def replayed_of(chunks: Iterable[torch.nn.Module], num_layers: int) -> Tensor:
 
 
 def load_metrics(load: Tensor, experts_per_token: int) -> dict[str, float]:
-    """Returns metrics of how evenly a model uses its experts.
+    """Returns metrics about how evenly a model uses its experts.
 
     Args:
         load: Sum of `load_of` over all ranks.
-        experts_per_token: Number of experts that compute each token.
+        experts_per_token: Number of experts selected for each token.
 
     Returns:
-        `max_load`: tokens of the busiest expert of any layer, as a multiple of its layer's mean; 1
-        is even. `unused_experts`: number of experts, over all layers, without a token.
-        `routing_entropy`: entropy of the expert scores, mean over tokens and layers, nats.
-        `max_load/layer_3` and `routing_entropy/layer_3` are those of one layer, counted from 0.
+        `max_load`: number of tokens of the busiest expert in any layer, as a multiple of the
+        layer's mean; 1 means perfectly even. `unused_experts`: number of experts without tokens,
+        over all layers. `routing_entropy`: entropy of the expert scores in nats, averaged over
+        tokens and layers. `max_load/layer_3` and `routing_entropy/layer_3` are the values for one
+        layer, numbered from 0.
     """
     is_used_L = load[:, :-1].sum(1) > 0  # dense layers have no counts
     used = load[is_used_L]

@@ -1,10 +1,10 @@
-"""Replay of the experts that the rollout engine chose, in place of the router's own choice.
+"""Replays the experts that the rollout engine selected, instead of the router's own choice.
 
 Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers"
-(rollout routing replay). The router computes its own probabilities, with gradients, and weighs the
-recorded experts by them as it would weigh its own choice. The choices are part of the micro-batch,
-so a layer that is recomputed in the backward pass finds the same ones. Positions without a record
-(padding, the last token of a sample) keep the router's choice.
+(rollout routing replay). The router computes its own probabilities, with gradients, and uses them
+to weight the recorded experts as it would weight its own choice. The records are part of the
+micro-batch, so a layer that is recomputed in the backward pass uses the same experts. At positions
+without a record (padding, a sample's last token), the router's own choice is used.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _IS_ROUTED = f"{ROUTED_EXPERTS}.is_there"
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Recorded experts of one micro-batch, for the positions of one context-parallel rank.
+    """Recorded experts in one micro-batch, for the positions of one context-parallel rank.
 
     Args:
-        experts_SLK: Experts of each position in each layer with experts; uint8 or int16.
+        experts_SLK: Recorded experts at each position, for each layer with experts; uint8 or int16.
         is_routed_S: Whether a position has a record.
         predicts_S: Whether a position predicts a response token.
     """
@@ -45,14 +45,14 @@ class RoutedExperts:
 
     @staticmethod
     def of(inputs: Mapping[str, Tensor]) -> RoutedExperts | None:
-        """Returns the recorded experts among a micro-batch's model inputs; None without any."""
+        """Returns the recorded experts in a micro-batch's model inputs, or None."""
         if ROUTED_EXPERTS not in inputs:
             return None
         return RoutedExperts(inputs[ROUTED_EXPERTS], inputs[_IS_ROUTED], inputs[PREDICTS])
 
 
 class ExpertInputs(ExtraInputs):
-    """Recorded experts as inputs of a model.
+    """Provides recorded experts as model inputs.
 
     Args:
         shape: Sizes of the model, which has experts.
@@ -69,11 +69,11 @@ class ExpertInputs(ExtraInputs):
         self._num_experts = shape.moe.num_experts
 
     def prepare(self, micro: MicroBatch, batch: RolloutBatch) -> Mapping[str, ModelTensor]:
-        """Returns the recorded experts of each position; empty if the batch has none.
+        """Returns the recorded experts at each position; empty if the batch has none.
 
         Raises:
-            BatchError: They do not fit the model. The check runs on the host, since an expert index
-                out of range would stop a GPU.
+            BatchError: The records do not fit the model. This is checked on the host, because an
+                expert index out of range would crash a GPU kernel.
         """
         packed, (num_layers, per_token) = micro.model_inputs, self._sizes
         if ROUTED_EXPERTS not in packed:
@@ -101,10 +101,10 @@ class Replay:
     """Recorded experts for one call of a router, with the interface of Megatron's RouterReplay.
 
     Megatron's class (moe_utils.py, topk_routing_with_score_function, 0.16.1) keeps one list per
-    process, in which the routers of several models would mix.
+    process, which would mix up the routers of several models.
 
     Args:
-        experts_TK: Experts of this rank's tokens.
+        experts_TK: Recorded experts for this rank's tokens.
         is_routed_T: Whether a token has a record.
     """
 
@@ -120,26 +120,27 @@ class Replay:
         group_topk: int | None,
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores of the chosen experts, (T, K) with gradients, and the experts."""
+        """Returns the scores of the selected experts, (T, K) with gradients, and the experts."""
         own_scores_TK, own_TK = default_compute_topk(scores, topk, num_groups, group_topk)
         self.own_TK = own_TK
         chosen_TK = torch.where(self.is_routed_T[:, None], self.experts_TK, own_TK)
         return scores.gather(1, chosen_TK), chosen_TK
 
     def agreeing(self) -> Tensor:
-        """Returns, for each token, how many recorded experts the router would choose too, (T,)."""
-        assert self.own_TK is not None  # the router has chosen
+        """Returns, for each token, how many recorded experts the router also selected, (T,)."""
+        assert self.own_TK is not None  # the router has already selected experts
         return (self.experts_TK[:, :, None] == self.own_TK[:, None]).any(2).sum(1)
 
 
 class Counted(NamedTuple):
-    """Counts of replays by a router, to be summed over ranks and micro-batches.
+    """A router's replay counts, to be summed over ranks and micro-batches.
 
     Args:
-        predicting: Positions that predict a response token.
-        replayed: Positions among these with a record.
-        agreeing: Recorded experts of the replayed positions that the router would choose too.
-        own: Tokens without a record.
+        predicting: Number of positions that predict a response token.
+        replayed: Number of these positions that have a record.
+        agreeing: Number of recorded experts, at replayed positions, that the router would also have
+            selected.
+        own: Number of tokens without a record.
     """
 
     predicting: Tensor
@@ -160,7 +161,7 @@ class Counted(NamedTuple):
 
 
 class ReplayingLayer(TransformerLayer):
-    """Megatron's layer that passes the recorded experts of its micro-batch to its router."""
+    """Megatron's layer, extended to pass the micro-batch's recorded experts to its router."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what Megatron's layer returns."""
@@ -172,14 +173,14 @@ class ReplayingLayer(TransformerLayer):
 def replay_of(
     routed: RoutedExperts, num_tokens: int, layer: int, group: dist.ProcessGroup
 ) -> tuple[Replay, Tensor]:
-    """Returns a layer's recorded experts for this rank's tokens, and which predict response tokens.
+    """Returns a layer's recorded experts for this rank's tokens, and a mask of predicting tokens.
 
     Args:
         routed: Recorded experts of the micro-batch.
-        num_tokens: Number of this rank's tokens; with sequence parallelism, its share of the
+        num_tokens: Number of this rank's tokens; with sequence parallelism, its shard of the
             positions.
-        layer: Index among the layers with experts, from 0.
-        group: Tensor-parallel group, whose ranks share the positions in order.
+        layer: Index among the layers with experts, starting at 0.
+        group: Tensor-parallel group, over whose ranks the positions are sharded in order.
     """
     start = 0 if len(routed.is_routed_S) == num_tokens else dist.get_rank(group) * num_tokens
     share = slice(start, start + num_tokens)
@@ -191,7 +192,7 @@ def check_layers(chunks: Iterable[torch.nn.Module]) -> None:
     """Checks that all layers with experts can replay recorded experts.
 
     Raises:
-        UserError: A layer cannot; names its class.
+        UserError: A layer cannot; the error names its class.
     """
     for chunk in chunks:
         for part in chunk.modules():
@@ -206,23 +207,23 @@ def check_layers(chunks: Iterable[torch.nn.Module]) -> None:
 
 
 def replay_metrics(counts: Tensor, shape: ModelShape) -> dict[str, float]:
-    """Returns metrics of the replays in an update.
+    """Returns metrics about the replays in an update.
 
     Args:
-        counts: (L, COUNTS) as in `Counted`, over all ranks, one row per layer of the model.
+        counts: (L, COUNTS), with columns as in `Counted`, summed over all ranks; one row per layer.
         shape: Sizes of the model, which has experts.
 
     Returns:
-        `replayed_share`: share of the choices for positions that predict response tokens, over all
-        layers with experts, that came from the engine; below 1 if a layer got no record.
-        `agreed_share`: share of the replayed experts that the trainer's router would have chosen
-        too. `own_choice_tokens`: tokens without a record, mean over layers. Empty if no layer saw a
-        record.
+        `replayed_share`: over all layers with experts and all positions that predict response
+        tokens, the share at which recorded experts were used; below 1 if a layer received no
+        record. `agreed_share`: share of the replayed experts that the trainer's router would also
+        have selected. `own_choice_tokens`: number of tokens without a record, averaged over layers.
+        Empty if no layer received a record.
     """
     if shape.moe is None:
         raise ValueError("the model has no experts")
     of_experts = counts[[layer for layer in range(len(counts)) if shape.has_experts(layer)]]
-    # Every layer sees the same positions; one without a record counts none.
+    # Every layer has the same positions, but a layer without a record counts none of them.
     predicting = float(of_experts[:, 0].max()) * len(of_experts)
     if not predicting:
         return {}

@@ -1,9 +1,9 @@
-"""Access to the parts of Megatron-Core's layer specs, which differ between its versions.
+"""Accesses the parts of Megatron-Core's layer specs, which differ between versions.
 
-In 0.16.1 a part is a `ModuleSpec` of a class and its submodules. In 0.19 feed-forward layers,
+In 0.16.1, a part is a `ModuleSpec` with a class and its submodules. In 0.19, feed-forward layers,
 mixtures of experts and their parts are a `functools.partial` of a class, of its class method
-`as_mlp_submodule` or of a function, with `submodules` among its keywords. The functions here read
-and change both forms.
+`as_mlp_submodule` or of a function, with a keyword `submodules`. The functions here support both
+forms.
 """
 
 from __future__ import annotations
@@ -17,14 +17,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def submodules_of(part: Any) -> Any:
-    """Returns the submodules of a part: the object itself, not a copy."""
+    """Returns a part's submodules: the object itself, not a copy."""
     return part.keywords["submodules"] if isinstance(part, partial) else part.submodules
 
 
 def module_of(part: Any) -> Any:
-    """Returns the class, or for a partial of a function the function, that builds a part; else
-    None.
-    """
+    """Returns the class or function that builds a part; None if the part has neither form."""
     if isinstance(part, ModuleSpec):
         return part.module
     if isinstance(part, partial):
@@ -33,7 +31,7 @@ def module_of(part: Any) -> Any:
 
 
 def with_module(part: Any, module: type) -> Any:
-    """Returns a copy of a part with another class and the same submodules.
+    """Returns a copy of a part with a different class and the same submodules.
 
     Args:
         part: Part of a Megatron layer spec.
