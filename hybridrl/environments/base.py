@@ -132,7 +132,7 @@ def checked_start(observation: object) -> Observation | ScorerFailure:
     seen = checked_observation(observation)
     if isinstance(seen, list) and any(isinstance(part, Mapping) for part in seen):
         got = f"returned messages at the start of {WHERE}"
-        return ScorerFailure(got, "a text or token ids, since messages belong in the prompt")
+        return ScorerFailure(got, "a text or token ids, because messages belong in the prompt")
     return seen
 
 

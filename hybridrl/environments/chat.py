@@ -113,7 +113,7 @@ class ObservationEncoder:
 def _no_template(reason: str) -> UserError:
     return UserError(
         "environment.name",
-        "an environment that observes messages",
-        "an environment that observes texts, since the chat template rejects its messages",
+        "an environment whose observations are messages",
+        "an environment whose observations are texts: the chat template rejects messages",
         f"Set environment.options.parser=tag, or choose another model. {reason}",
     )

@@ -71,7 +71,7 @@ def _unused_knobs(config: EnvironmentConfig) -> Iterator[UserError]:
             yield UserError(
                 f"environment.{knob}",
                 value,
-                f"no value with environment {config.name}, which runs in the rank's own process",
+                f"not set with environment {config.name}, which runs in the rank's own process",
                 "Remove it, or set environment.isolated=true.",
             )
 

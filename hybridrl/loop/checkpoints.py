@@ -132,7 +132,7 @@ class Checkpoints(Observer):
     def _save_at_stop(self, stop: StopAsked, last: int, resume: str) -> None:
         self._phases.enter_training()
         step, rollouts = self._position.step, self._sampler.has_rollouts
-        saved = "nothing is new since the last checkpoint"
+        saved = "nothing has changed since the last checkpoint"
         self._position.rewind()
         try:
             self.store.finish()
@@ -142,7 +142,7 @@ class Checkpoints(Observer):
             self.copies.close()
         finally:
             self._sampler.drop()
-        saved += f", with the responses of step {step + 1} so far" if rollouts else ""
+        saved += f", including all responses so far in step {step + 1}" if rollouts else ""
         without = " without --resume" if resume == "previous" else ""
         self._journal.notify(
             f"{stop} after step {step} of {last}: {saved}. Run the same command{without} to "

@@ -188,7 +188,7 @@ class Evaluations:
         # memory away from the engine.
         found = {name: evaluate(sampler, prompts, section) for name, prompts in self._sets.items()}
         if not self._own.prompts and found:
-            note = "there are no data.eval_prompts"
+            note = "data.eval_prompts is not set"
             return Evaluation(None, None, {}, 0, 0, note, sets=found)
         own = evaluate(sampler, self._own, section, before_scoring)
         return dataclasses.replace(own, sets=found)

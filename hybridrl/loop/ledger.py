@@ -126,9 +126,9 @@ def table(found: list[Entry], platform: Platform) -> str:
         held = torch.cuda.memory_reserved()
         used = torch.cuda.memory_allocated()
         lines.append(
-            f"now: {_gib(free)} of {_gib(size)} free; torch holds {_gib(held)}, of which "
-            f"{_gib(used)} in tensors, at most {_gib(torch.cuda.max_memory_allocated())} in this "
-            "phase"
+            f"now: {_gib(free)} of {_gib(size)} free; torch reserves {_gib(held)}, of which "
+            f"tensors use {_gib(used)} (peak in this phase: "
+            f"{_gib(torch.cuda.max_memory_allocated())})"
         )
     return "\n".join(lines)
 

@@ -348,7 +348,7 @@ def _trackers(config: Config) -> Iterator[UserError]:
         if name is not None and find_spec(package) is None:
             remedy = f"Run pip install {package}, or remove log.{package}."
             yield UserError(
-                f"log.{package}", name, f"null, since the package {package} is missing", remedy
+                f"log.{package}", name, f"null, because {package} is not installed", remedy
             )
 
 

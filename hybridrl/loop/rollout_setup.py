@@ -172,7 +172,7 @@ def report_copies(
     if most := max(model.world.gather_objects(missed)):
         notify(
             f"engine memory: up to {most} matrices per rank are stored twice, although training "
-            "and engine split them equally; padding between Megatron's experts can cause this"
+            "and engine split them alike; padding between Megatron's experts can cause this"
         )
 
 

@@ -82,7 +82,9 @@ def _generate(trainer: Trainer, number: int, new_tokens: int) -> float:
         done = generate(trainer.engine, requests) if requests else []
         agreement.value = time.monotonic() - start
         if any(len(completion.tokens) != new_tokens for completion in done):
-            raise RuntimeError(f"the engine returned a response without {new_tokens} tokens")
+            raise RuntimeError(
+                f"the engine returned a response that does not have {new_tokens} tokens"
+            )
     return max(agreement.values)
 
 

@@ -96,7 +96,7 @@ class SavedBatch:
         try:
             with safe_open(path, "pt") as file:
                 if file.metadata() not in (_FORMAT, _OLD_FORMAT):
-                    raise ValueError(f"its header says {file.metadata()}, not {_FORMAT}")
+                    raise ValueError(f"its header contains {file.metadata()}, not {_FORMAT}")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             return _assembled(tensors)
         except (

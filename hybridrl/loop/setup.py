@@ -128,7 +128,7 @@ def make_meshes(config: Config, platform: Platform, machines: Machines) -> Meshe
 def report_order(config: Config, meshes: Meshes, notify: Callable[[str], None]) -> None:
     """Reports which order of ranks `train.order=auto` chose, unless it is the default."""
     if (order := meshes.of("policy").layout.order) not in (config.train.order, DEFAULT_ORDER):
-        notify(f"train.order=auto: {order}, with which engines receive the fewest bytes")
+        notify(f"train.order=auto chose {order}, because engines then receive the fewest bytes")
 
 
 def training_layout(config: Config, placement: Placement) -> TrainLayout:

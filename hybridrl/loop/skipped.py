@@ -86,7 +86,7 @@ class SkippedSteps:
                 "train.max_skipped_steps",
                 symptom,
                 f"fewer than {self._allowed}",
-                "The weights have not changed since before the first skipped step. "
+                "The skipped steps have not changed the weights. "
                 + (remedy if fault is None else f"The batch was {place}."),
             )
 

@@ -219,7 +219,8 @@ class TrackerSink:
         except queue.Full:
             self.num_dropped += 1
             if self.num_dropped == 1:
-                self._say(f"{self._tracker.name}: does not keep up; records are dropped")
+                name = self._tracker.name
+                self._say(f"{name}: the service does not keep up, so records are dropped")
 
     def _say_errors(self) -> None:
         while self._errors:

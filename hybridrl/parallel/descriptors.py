@@ -62,7 +62,7 @@ def shortage(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) -> U
     if hard == resource.RLIM_INFINITY or needed <= hard:
         return None
     return UserError(
-        "the limit of open files (ulimit -n)",
+        "the limit on open files (ulimit -n)",
         hard,
         f"at least {needed} for {world_size} ranks",
         "Raise the hard limit where the ranks run (ulimit -Hn, limits.conf, LimitNOFILE= of the "

@@ -55,7 +55,9 @@ class Mesh:
         self.world, self.layout = world, layout
         self.ranks = tuple(range(world.size) if ranks is None else ranks)
         if len(self.ranks) != layout.world_size or list(self.ranks) != sorted(set(self.ranks)):
-            raise ValueError(f"a layout over {layout.world_size} ranks for ranks {self.ranks}")
+            raise ValueError(
+                f"the layout has {layout.world_size} ranks, but the mesh has ranks {self.ranks}"
+            )
         is_member = world.rank in self.ranks
         self._place = self.ranks.index(world.rank) if is_member else None
         self.where: Coordinates | None = None

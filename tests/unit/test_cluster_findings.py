@@ -62,7 +62,7 @@ def of_gpu(**changed: Any) -> dict[str, dict[str, Any]]:
 DEFECTS: list[tuple[str, ClusterFacts, str, str]] = [
     ("node-unreachable", cluster(unreachable={"n5": "no route"}), "n5", "ssh n5 true"),
     ("package", cluster({"n2": {"problems": [("a", "b", "pip install a")]}}), "n2", "pip install"),
-    ("differs", cluster({"n2": versions(numpy="2.2")}), "n2", "bring numpy on n2 to 2.0"),
+    ("differs", cluster({"n2": versions(numpy="2.2")}), "n2", "change numpy on n2 to 2.0"),
     ("gpus-unusable", cluster({"n2": {"num_torch_gpus": 1}}), "n2", "unset CUDA_VISIBLE_DEVICES"),
     ("gpus-unusable", cluster({"n2": {"num_gpus_on_bus": 8}}), "n2", "nvidia-driver"),
     ("gpu-memory", cluster(of_gpu(used_bytes=9 * GIB)), "n2 gpu 1", "--query-compute-apps"),

@@ -389,7 +389,7 @@ def test_the_end_of_a_run_points_to_the_report_of_the_phase_it_ended_in(
     written = tmp_path / "hangs" / "step_2.txt"
     assert newest_report(tmp_path, time.time() - 50) == (written, "rank 1 hangs")
     assert conclude(outcome, logs) == 1
-    assert f"what all ranks did before: {written}" in capsys.readouterr().err
+    assert f"state of all ranks before that: {written}" in capsys.readouterr().err
     os.utime(logs / "rank_0.phase", (1.0, time.time() + 100))  # it went on since
     conclude(outcome, logs)
     assert "what all ranks did" not in capsys.readouterr().err

@@ -200,7 +200,7 @@ def test_a_service_that_hangs_holds_nobody_up_and_what_is_dropped_is_counted(
     assert sink.num_dropped == 6
     sink.close()
     assert time.monotonic() - start < 30  # and not the minute of the service
-    assert said[0] == "slow: does not keep up; records are dropped"
+    assert said[0] == "slow: the service does not keep up, so records are dropped"
     assert said[1].startswith("slow: 10 of 10 records were dropped") and len(said) == 2
     gate.set()
 

@@ -97,7 +97,7 @@ ONE = torch.zeros(1, dtype=torch.int64)
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (of_header, "its header says"),
+        (of_header, "its header contains"),
         (without("reason"), "reason"),
         (without("term.pairs.column.reward_B"), "reward_B"),
         (without("prompts.index"), "prompts.index"),

@@ -82,7 +82,8 @@ def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
     code, is_late = process.wait(), not timer.is_alive()
     timer.cancel()
     if reply is None:
-        raise NodeLost(f"no answer in {ANSWER_S:g} s" if is_late else last or f"exit code {code}")
+        late = f"no reply within {ANSWER_S:g} s"
+        raise NodeLost(late if is_late else last or f"exit code {code}")
     return reply
 
 

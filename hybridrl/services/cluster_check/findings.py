@@ -118,7 +118,7 @@ def _names(node: NodeFacts) -> Iterator[Finding]:
         fix = f"add {other} to /etc/hosts of {node.node}, or to DNS"
         yield Finding("name-unknown", node.node, f"cannot resolve the name {other}", fix)
     if node.address and node.own_address and node.own_address != node.address:
-        found = f"its name is {node.own_address}, but other nodes reach it at {node.address}"
+        found = f"its own name resolves to {node.own_address}, but other nodes use {node.address}"
         name = node.interface
         fix = f"export GLOO_SOCKET_IFNAME={name} NCCL_SOCKET_IFNAME={name}"
         yield Finding("name-elsewhere", node.node, found, fix)
@@ -126,12 +126,12 @@ def _names(node: NodeFacts) -> Iterator[Finding]:
 
 def _room(node: NodeFacts, folder: str) -> Iterator[Finding]:
     """Checks the limits and the disk space on a node."""
-    name, for_good = node.node, "for good in /etc/security/limits.conf"
+    name, for_good = node.node, "permanently in /etc/security/limits.conf"
     if 0 <= node.max_files < MIN_FILES:
-        found = f"the limit of open files is {node.max_files}; needed: {MIN_FILES}"
+        found = f"the limit on open files is {node.max_files}; needed: {MIN_FILES}"
         yield Finding("files-limit", name, found, f"ulimit -n 65536; {for_good}")
     if node.has_rdma and node.max_locked_bytes >= 0:
-        found = f"the limit of locked memory is {node.max_locked_bytes >> 10} KiB; RDMA needs more"
+        found = f"the limit on locked memory is {node.max_locked_bytes >> 10} KiB; RDMA needs more"
         yield Finding("locked-memory", name, found, f"ulimit -l unlimited; {for_good}")
     for use, (place, free_bytes) in node.free_bytes.items():
         least = MIN_FREE_BYTES[use]
@@ -151,8 +151,8 @@ def _differing(facts: ClusterFacts) -> Iterator[Finding]:
         common = Counter(values).most_common(1)[0][0]
         for node, value in zip(facts.nodes, values, strict=True):
             if value != common:
-                found = f"{name} is {value}, on most nodes {common}"
-                fix = f"bring {name} on {node.node} to {common}, or remove the node"
+                found = f"{name} is {value}, but {common} on most nodes"
+                fix = f"change {name} on {node.node} to {common}, or remove the node"
                 yield Finding("differs", node.node, found, fix)
 
 

@@ -75,7 +75,7 @@ def all_reduce(gpus: Sequence[int], limit_s: float, device: str = "cuda") -> Sum
             return Sum(None, f"GPU {gpu}: {text or f'exit code {code}'}")
     if None in codes:
         silent = [str(gpu) for gpu, code in zip(gpus, codes, strict=True) if code is None]
-        return Sum(None, f"no end within {limit_s:g} s on GPU {', '.join(silent)}")
+        return Sum(None, f"not finished within {limit_s:g} s on GPU {', '.join(silent)}")
     return Sum(min(json.loads(text) for text in texts))
 
 
@@ -85,8 +85,9 @@ def judge(count: int, reduce: Reduce = all_reduce) -> tuple[bool, str]:
     """
     together = reduce(range(count), TOGETHER_S)
     if not together.fault:
-        over = f"over {count} GPUs, {together.gb_per_s:.3g} GB/s a GPU" if count > 1 else "on 1 GPU"
-        return True, f"works {over}"
+        if count == 1:
+            return True, "works on 1 GPU"
+        return True, f"works over {count} GPUs, {together.gb_per_s:.3g} GB/s per GPU"
     failing = _failing_pairs(count, reduce)
     texts = []
     for gpu in range(count):  # if a GPU fails in all of its pairs, report it only once
@@ -154,7 +155,7 @@ def main(arguments: Sequence[str]) -> int:
             return 1
         return 0
     found = all_reduce([int(gpu) for gpu in arguments[0].split(",")], TOGETHER_S, *arguments[1:2])
-    print(found.fault or f"{found.gb_per_s:.3g} GB/s a GPU")
+    print(found.fault or f"{found.gb_per_s:.3g} GB/s per GPU")
     return int(bool(found.fault))
 
 

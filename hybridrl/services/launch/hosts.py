@@ -136,7 +136,7 @@ def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
         lines, code = f"{done.stdout}\n{done.stderr}".strip().splitlines(), done.returncode
         answer = done.stdout.strip().rpartition("\n")[2]
     except subprocess.TimeoutExpired:
-        lines, code, answer = [f"no answer in {PROBE_S:g} s"], 255, ""
+        lines, code, answer = [f"no reply within {PROBE_S:g} s"], 255, ""
     except OSError as error:
         raise UserError(
             "--ssh", command[0], "a program that runs commands on hosts", f"{error.strerror}."
@@ -150,7 +150,7 @@ def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
     return UserError(
         name,
         last,
-        f"hybridrl {__version__} by {sys.executable} in {os.getcwd()}, and {address} resolved",
+        f"hybridrl {__version__} with {sys.executable} in {os.getcwd()}, and {address} resolvable",
         "Share the environment and the working folder among the hosts.",
     )
 

@@ -228,7 +228,7 @@ def _bind(server: socket.socket, share: Share) -> None:
         raise UserError(
             "--port",
             share.port,
-            f"a free port of {socket.gethostname()}",
+            f"a free port on {socket.gethostname()}",
             f"{error.strerror}; choose another port with --port.",
         ) from error
 

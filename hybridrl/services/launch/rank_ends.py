@@ -163,7 +163,7 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
     log = _log_of(blamed, ranks, log_dir)
     report = newest_report(log_dir.parent, _phase_began(log))
     if report is not None and report[0].name not in message:
-        message += f"; what all ranks did before: {report[0]}"
+        message += f"; state of all ranks before that: {report[0]}"
     message = f"hybridrl: {message}; the other ranks were ended. Its log is {log}"
     others = [rank for rank in outcome.ranks if rank.index != blamed]
     found = {outcome.fault, *(_append(rank, message) for rank in others)}

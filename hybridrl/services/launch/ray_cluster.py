@@ -342,7 +342,7 @@ def connect(address: str) -> Any:
         raise UserError(
             "--ray",
             f"{address}: {said(error)}",
-            "the address of a running cluster of the same versions of Ray and Python",
+            "the address of a running cluster with the same versions of Ray and Python",
             "Run `ray status --address ADDRESS`; start one by `ray start --head`.",
         ) from error
     return ray

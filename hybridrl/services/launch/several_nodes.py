@@ -154,7 +154,7 @@ def on_ray(run: Run, address: str, world: int | None, has_gpus: bool) -> int:
             raise UserError(
                 "--ray",
                 f"{slots} free {cluster.unit} slots in the cluster" + cluster.lost_nodes(),
-                f"{max(world_size, 1)} free ones" + ", with a CPU each" * cluster.has_gpus,
+                f"{max(world_size, 1)} free slots" + ", with a CPU each" * cluster.has_gpus,
                 "Run `ray status`; add nodes, end other jobs, or give --world.",
             )
         parts = shares(hosts, world_size, hosts[0].name, any_port())
@@ -234,7 +234,10 @@ def by_slurm(run: Run, sizes: NodeSizes, options: Sequence[str], dry_run: bool) 
         return 1 if subprocess.run(["sbatch", folder / SCRIPT], check=False).returncode else 0
     except FileNotFoundError as error:
         raise UserError(
-            "--slurm", f"no {error.filename}", "a host that submits Slurm jobs", "Use --dry-run."
+            "--slurm",
+            f"{error.filename} was not found",
+            "a host on which Slurm's sbatch is installed",
+            "Run this on a login node, or print the script with --dry-run.",
         ) from error
 
 
