@@ -1,8 +1,9 @@
-"""Keys of a config.json: those that change no number, and the refusal of keys that nobody handles.
+"""Rejects keys in a config.json that no code handles and that may affect results.
 
-Owns the tables of keys that change no number and of values at which a key changes none. Any other
-key that the family does not handle is refused: a model that is computed differently from its
-training gives wrong log-probabilities without any other sign. No torch.
+Contains the table of keys that never affect results, and the table of values for which a key has no
+effect. Any other key that the family does not handle is rejected, because computing a model
+differently from its training would give wrong log-probabilities without any other symptom. No
+torch.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ DECODER_KEYS = frozenset({
     "rope_scaling", "rope_theta", "tie_word_embeddings", "use_sliding_window", "vocab_size",
 })
 
-# Names, labels, storage, options of transformers, defaults of generation, and lengths that only
-# bound requests. Keys that start with "_" are transformers' own and also neutral.
+# Names, labels, storage, options of transformers, generation defaults, and lengths that only limit
+# requests. Keys that start with "_" belong to transformers and are also neutral.
 NEUTRAL_KEYS = frozenset({
     "architectures", "model_type", "transformers_version", "name_or_path", "torch_dtype",
     "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",
@@ -45,8 +46,8 @@ NEUTRAL_KEYS = frozenset({
     "is_llama_config", "transformers.js_config", "unsloth_fixed", "unsloth_version",
     "hybridrl_score_token",
 })
-# fmt: on
-# Values at which these keys change no number. A null is transformers' "not set" for every key.
+# fmt: on Values for which these keys do not affect results. For every key, transformers treats null
+# as "not set".
 NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "add_cross_attention": (False,),
     "attention_bias": (False,),
@@ -85,19 +86,18 @@ NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
     "use_mrope": (False,),
     "use_qk_norm": (False,),
 }
-# Keys without effect if `use_sliding_window` is false.
+# Keys that have no effect if `use_sliding_window` is false.
 WINDOW_KEYS = ("max_window_layers", "sliding_window")
 MOST_NAMED = 5
 DTYPES = ("auto", "bfloat16", "float16", "float32", "float64")
 
 
 def check_keys(family: str, handled: Collection[str], hf_config: Mapping[str, Any]) -> None:
-    """Refuses keys of a config.json that may change the model's numbers and are unknown to its
-    family.
+    """Rejects keys of a config.json that may affect results but that the family does not handle.
 
     Args:
         family: Name of the family.
-        handled: Keys that the family reads or refuses itself.
+        handled: Keys that the family reads or rejects itself.
         hf_config: Content of config.json.
 
     Raises:
@@ -140,7 +140,7 @@ def _is_known(key: str, handled: Collection[str], hf_config: Mapping[str, Any]) 
 def check_values(hf_config: Mapping[str, Any]) -> None:
     """Checks values that engines and exports read for every family.
 
-    They are the type of the weights, the kinds of the layers, and the end tokens.
+    These are the data type of the weights, the kinds of layers, and the end tokens.
 
     Raises:
         ModelError: Names the key.
@@ -155,7 +155,7 @@ def check_values(hf_config: Mapping[str, Any]) -> None:
         raise _refusal("layer_types", f"{len(kinds)} kinds", allowed)
     end, num_tokens = hf_config.get("eos_token_id"), hf_config.get("vocab_size")
     if not isinstance(num_tokens, int):
-        return  # the family reports it
+        return  # the family reports this error
     for token in end_tokens_of(hf_config):
         is_number = isinstance(token, int) and not isinstance(token, bool)
         if not (is_number and 0 <= token < num_tokens):

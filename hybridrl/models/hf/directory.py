@@ -1,6 +1,6 @@
-"""Small files of an HF model's folder: config.json, tokenizer and generation files. No torch.
+"""Reads and writes an HF model's small files: config.json, tokenizer, generation. No torch.
 
-shards.py owns the tensors.
+shards.py reads and writes the tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridrl.errors import CheckpointError
 from hybridrl.models.score_token import KEY
 
 CONFIG_FILE = "config.json"
-# Tokenizer and generation files that are copied into an exported model's folder.
+# Tokenizer and generation files that are copied to an exported model's directory.
 SIDE_FILES = (
     "added_tokens.json",
     "chat_template*",
@@ -30,10 +30,10 @@ SIDE_FILES = (
 
 
 def read_config(path: str | Path) -> dict[str, Any]:
-    """Returns the content of an HF config: a directory's config.json, or the file `path`.
+    """Returns the contents of a directory's config.json, or of the file `path`.
 
     Raises:
-        CheckpointError: It is missing, damaged, no JSON object, or repeats a key.
+        CheckpointError: The file is missing or damaged, is not a JSON object, or repeats a key.
     """
     file = Path(os.path.expanduser(path))
     if os.path.isdir(file):
@@ -44,13 +44,13 @@ def read_config(path: str | Path) -> dict[str, Any]:
 def write_side_files(
     directory: Path, config: Mapping[str, Any], dtype: str, side_files: Path | None
 ) -> None:
-    """Writes config.json and copies tokenizer and generation files into an exported model's folder.
+    """Writes config.json and copies tokenizer and generation files to an exported model.
 
     Args:
-        directory: Folder of the exported model.
-        config: Content of config.json; its dtype is replaced.
+        directory: Directory of the exported model.
+        config: Contents of config.json; its dtype is replaced.
         dtype: Name of the exported tensors' type, such as "bfloat16".
-        side_files: Folder of the files to copy, or None.
+        side_files: Directory with the files to copy, or None.
     """
     written = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
     written["torch_dtype" if "torch_dtype" in config else "dtype"] = dtype
@@ -67,9 +67,9 @@ def write_side_files(
 
 
 def _set_padding(directory: Path, number: int | None) -> None:
-    """Sets the padding token of a model with a value head in its tokenizer's files.
+    """Sets the padding token in the tokenizer files of a model with a value head.
 
-    The token that pads texts must be the one that transformers skips when it looks for the last
+    The tokenizer must pad with the token that transformers skips when it searches for the last
     token.
     """
     try:

@@ -1,4 +1,4 @@
-"""Content of the config.json of an exported model."""
+"""Creates the config.json of an exported model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridrl.models.score_token import KEY, LAST, ScoreToken
 from hybridrl.models.weights import Head
 
 SPARE = ("pad", "reserved", "unused", "unk")
-"""Words in the names of special tokens that can serve as padding, best first."""
+"""Words in the names of special tokens that can serve as padding token, best first."""
 
 
 def exported_config(
@@ -28,17 +28,17 @@ def exported_config(
 ) -> dict[str, Any]:
     """Returns the config.json of an exported model.
 
-    transformers reads a model with a value head as its sequence classifier with 1 label, which
-    scores the last token that is not padding. The padding token must then not be an end token, as
-    it is in many tokenizers, or transformers would read the score before the end. Another special
-    token takes its place, in the tokenizer's files too (directory.py). Without a spare one, no
-    padding token is named, and transformers can score only one text at a time.
+    transformers loads a model with a value head as a sequence classifier with 1 label, which scores
+    the last token that is not padding. In many tokenizers, the padding token is also an end token;
+    transformers would then read the score before the end token. Therefore another special token
+    becomes the padding token, also in the tokenizer's files (directory.py). If there is no unused
+    special token, no padding token is set, and transformers can score only one text at a time.
 
     Args:
         hf_config: config.json of the model before training.
         head: Head of the exported model.
-        side_files: Folder with tokenizer files, if any.
-        score_token: Token of a text at which the score of a value head is read.
+        side_files: Directory with tokenizer files, if any.
+        score_token: Token at which a value head's score is read.
     """
     model_type = hf_config.get("model_type")
     if head == "lm":
@@ -48,7 +48,7 @@ def exported_config(
     exported = {key: value for key, value in hf_config.items() if key != "architectures"}
     exported["num_labels"] = 1
     exported[KEY] = score_token
-    # transformers has a classifier for some types only.
+    # transformers has sequence classifiers only for some model types.
     named = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
     if named is not None:
         exported["architectures"] = [named]
@@ -57,9 +57,10 @@ def exported_config(
 
 
 def _padding_token(hf_config: Mapping[str, Any], folder: Path | None) -> int | None:
-    """Returns a token that can serve as padding because it ends no text, or None.
+    """Returns a token that can serve as padding because it is not an end token, or None.
 
-    Candidates are the config's padding token, the tokenizer's, and spare special tokens.
+    Candidates are the config's padding token, the tokenizer's padding token, and unused special
+    tokens.
     """
     tokenizer = _read(folder, "tokenizer_config.json")
     added = {
@@ -85,7 +86,7 @@ def _padding_token(hf_config: Mapping[str, Any], folder: Path | None) -> int | N
 
 
 def _read(folder: Path | None, name: str) -> dict[str, Any]:
-    """Returns the content of a JSON file, or an empty dict if there is no such file."""
+    """Returns the JSON object in a file, or an empty dict if the file is missing or invalid."""
     if folder is None:
         return {}
     try:
@@ -96,5 +97,5 @@ def _read(folder: Path | None, name: str) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str | None:
-    """Returns the text of a token in a tokenizer's file: a string, or an object with attributes."""
+    """Returns a token's text; tokenizer files store it as a string or as an object."""
     return token.get("content") if isinstance(token, dict) else token

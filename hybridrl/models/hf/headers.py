@@ -1,7 +1,8 @@
-"""Safetensors headers of an HF directory: names, shapes and types of its tensors.
+"""Reads safetensors headers in an HF directory: names, shapes and types of its tensors.
 
-Owns the errors of a directory that is incomplete, damaged, or of another model. Reads headers only,
-so that the command line can refuse a bad directory before any rank starts. No torch.
+Raises the errors for a directory that is incomplete, damaged, or belongs to a different model.
+Reads only headers, so that the command line can reject a bad directory before any rank starts. No
+torch.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ OTHER_WEIGHTS = (
 )  # formats that are not read; the first found is reported
 TORCH_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 SHARD_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.safetensors")
-# A layer for multi-token prediction, after the last layer, has a tensor of this name.
+# A layer for multi-token prediction, after the last layer, contains a tensor with this name.
 MTP_LAYER = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight$")
-# Rotary buffers of old checkpoints, and the head of a model without one: a copy of the embedding,
-# or of no use to a value model.
+# Rotary buffers in old checkpoints; and a vocabulary head that is not used, because the embeddings
+# are tied or the model has a value head.
 NOT_WEIGHTS = re.compile(r"\.rotary_emb\.inv_freq$|^lm_head\.weight$")
 LM_HEAD, HF_EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-COMPARED_BYTES = 64 << 20  # bytes in memory at a time
+COMPARED_BYTES = 64 << 20  # number of bytes to compare at a time
 
 
 @contextmanager
@@ -67,12 +68,12 @@ class HfHeaders:
     """Names, shapes and types of the tensors in an HF directory.
 
     Attributes:
-        shapes, dtype_names, files: Shape, torch's name of the type, and file of each tensor, by
-            name.
-        stored_names: Names in the files of tensors that `check` has renamed.
+        shapes, dtype_names, files: Shape, torch's name of the data type, and file of each tensor,
+            by tensor name.
+        stored_names: Original names of tensors that `check` has renamed.
 
     Raises:
-        CheckpointError: Weights or a shard are missing, a shard is damaged, or the index is wrong.
+        CheckpointError: Weights or shards are missing, a shard is damaged, or the index is wrong.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -94,12 +95,12 @@ class HfHeaders:
                 )
 
     def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
-        """Raises CheckpointError unless the directory holds exactly the tensors of `shapes`.
+        """Raises CheckpointError unless the directory contains exactly the tensors in `shapes`.
 
-        Ignored are rotary buffers, layers for multi-token prediction (DeepSeek-V3's MTP), and the
-        `lm_head.weight` of a value model or of tied embeddings; in the latter case it must equal
-        the embedding. If `score.weight` is missing, the value head may have another name: it is the
-        only other tensor of its shape.
+        Rotary buffers and layers for multi-token prediction (DeepSeek-V3's MTP) are ignored. So is
+        `lm_head.weight` in value models and with tied embeddings; in the latter case it must equal
+        the embedding. If `score.weight` is missing, the value head is the only other tensor with
+        the same shape, whatever its name.
         """
         if VALUE_HEAD in shapes and VALUE_HEAD not in self.shapes:
             self._find_value_head(shapes)
@@ -124,22 +125,22 @@ class HfHeaders:
             )
 
     def _are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same numbers; reads a part at a time."""
+        """Whether two tensors contain the same numbers; compares them in pieces."""
         if self.shapes[one] != self.shapes[other]:
             return False
         if self.dtype_names[one] != self.dtype_names[other]:
-            return False  # no known model stores equal numbers in two types
+            return False  # no known model stores equal numbers in two data types
         views = [self._bytes_of(name) for name in (one, other)]
         return all(
-            # memoryviews are compared element by element, which is slow; bytes are not.
+            # Comparing bytes is fast; memoryviews would be compared element by element.
             bytes(views[0][at : at + COMPARED_BYTES]) == bytes(views[1][at : at + COMPARED_BYTES])
             for at in range(0, len(views[0]), COMPARED_BYTES)
         )
 
     def _bytes_of(self, name: str) -> memoryview:
-        """Returns the bytes of a tensor by mmap.
+        """Returns a tensor's bytes as memory-mapped data.
 
-        safetensors would return a NumPy array, and NumPy has no bfloat16.
+        safetensors would return a NumPy array, but NumPy does not support bfloat16.
         """
         file = self.files[name]
         with file.open("rb") as opened:
@@ -152,7 +153,7 @@ class HfHeaders:
         """Renames the only unknown tensor with the value head's shape to `score.weight`.
 
         Raises:
-            CheckpointError: There are several.
+            CheckpointError: There are several such tensors.
         """
         found = [
             name
@@ -171,7 +172,7 @@ class HfHeaders:
             self.files[VALUE_HEAD] = self.files.pop(stored)
 
     def _index(self) -> dict[str, str] | None:
-        """Returns the file of each tensor; None if one file holds them all."""
+        """Returns the file of each tensor; None if a single file contains all tensors."""
         single = self.directory / SINGLE_FILE
         if single.exists() or single.is_symlink():
             return None
@@ -192,8 +193,8 @@ class HfHeaders:
             found = f"unreadable (weight_map is {what})"
             raise CheckpointError(str(file), found, allowed, FETCH_AGAIN)
         for name, shard in weight_map.items():
-            # An index must not name files outside the directory. The files may be links, as in the
-            # hub's cache.
+            # The index must not name files outside of the directory. The files themselves may be
+            # links, as in the hub's cache.
             if not isinstance(shard, str) or not SHARD_NAME.fullmatch(shard):
                 raise CheckpointError(
                     f"{file}: weight_map: {shown(name)}",
@@ -226,14 +227,15 @@ class HfHeaders:
 
 
 def _other_weights(directory: Path) -> tuple[str, str]:
-    """Returns a phrase about weights in other formats in a directory, and a remedy."""
+    """Describes a directory's weights in other formats, and suggests a remedy."""
     files = sorted(file for end in OTHER_WEIGHTS for file in directory.glob(f"*{end}"))
     if not files:
         return "no weights", "Point model.path at an HF directory with safetensors weights."
     begin = f'import transformers as t; d = {shown(str(directory), 999)}; o = d + "-safetensors"; '
     given, dtype, model = "d", ', dtype="auto"', "m"
     if files[0].suffix == ".gguf":
-        # transformers saves no model loaded from GGUF, so its weights are copied into another.
+        # transformers cannot save a model that was loaded from GGUF, so its weights are copied to a
+        # new model.
         given += f", gguf_file={shown(files[0].name, 999)}"
         model = "n"
     copy = (

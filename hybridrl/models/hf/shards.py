@@ -1,7 +1,7 @@
-"""Reads and writes the tensors of HF directories, rectangle by rectangle.
+"""Reads and writes tensors in HF directories, rectangle by rectangle.
 
-Invariant: besides the destination, memory holds at most one tensor, or the rectangle of it. Every
-rank reads the header of every file (headers.py), so all ranks refuse the same directories.
+Invariant: in addition to the destination, at most one tensor or rectangle is in memory. Every rank
+reads the headers of all files (headers.py), so all ranks reject the same directories.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from hybridrl.models.hf.headers import INDEX_FILE, SINGLE_FILE, TORCH_NAMES, HfH
 from hybridrl.models.weights import RankLayout, Region, check_tensors
 
 MAX_SHARD_BYTES = 5 * 10**9
-CARD = "README.md"  # the hub's name of a model card
+CARD = "README.md"  # name of model cards on the hub
 _KINDS = {name: kind for kind, name in TORCH_NAMES.items()}
 
 
 def box_view(tensor: Tensor, box: Box) -> Tensor:
-    """Returns the view of `tensor` that holds the elements of `box`."""
+    """Returns a view of the elements of `tensor` in `box`."""
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
 def allocate(layout: RankLayout, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Returns zero-filled CPU tensors of a layout, of `dtype` except those kept in fp32."""
+    """Returns zero-filled CPU tensors for a layout, in `dtype` except those kept in fp32."""
     types = {region.local: stored_as(region.hf, dtype) for region in layout.regions}
     return {n: torch.zeros(s, dtype=types.get(n, dtype)) for n, s in layout.shapes.items()}
 
 
 def stored_as(hf_name: str, dtype: torch.dtype) -> torch.dtype:
-    """Returns the type of an HF tensor in a model of type `dtype`."""
+    """Returns the data type of an HF tensor in a model of type `dtype`."""
     return torch.float32 if is_kept_in_fp32(hf_name) else dtype
 
 
 class HfCheckpoint(HfHeaders):
-    """HF directory whose tensors can be read by rectangle; see `HfHeaders` for errors."""
+    """HF directory whose tensors can be read by rectangle; see `HfHeaders` for the errors."""
 
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Type of each tensor by its name."""
+        """Data type of each tensor, by name."""
         return {name: getattr(torch, dtype) for name, dtype in self.dtype_names.items()}
 
 
@@ -63,22 +63,25 @@ def load_hf(
     *,
     missing_ok: Collection[str] = (),
 ) -> frozenset[str]:
-    """Reads a rank's part of an HF checkpoint into its tensors, casting to their types.
+    """Reads a rank's part of an HF checkpoint into its tensors, and casts to their data types.
 
     Args:
         directory: The HF directory.
         layout: Layout of the rank.
-        tensors: Local tensors by the layout's names; written in place, padding zeroed.
-        shapes: Shape of every HF tensor of the model, as from `hf_shapes`; the directory must hold
-            exactly these.
-        missing_ok: HF tensors that may be absent (a critic's `score.weight`); left untouched then.
+        tensors: Local tensors by the layout's names. They are written in place; padding is set to
+            zero.
+        shapes: Shape of every HF tensor of the model, as from `hf_shapes`; the directory must
+            contain exactly these.
+        missing_ok: HF tensors that may be absent (such as a critic's `score.weight`) and are then
+            left unchanged.
 
     Returns:
         The names among `missing_ok` that were absent.
 
     Raises:
-        CheckpointError: A file or tensor is missing, extra, misshaped or damaged; names it.
-        ModelError: `tensors` are not those of the layout; names the first that differs.
+        CheckpointError: A file or tensor is missing, unexpected or damaged, or has the wrong shape;
+            the error names it.
+        ModelError: `tensors` do not match the layout; the error names the first difference.
     """
     check_tensors(layout, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     checkpoint = HfCheckpoint(directory)
@@ -103,10 +106,11 @@ def load_hf(
 def _refuse_non_finite(
     file: Path, regions: Sequence[Region], tensors: Mapping[str, Tensor]
 ) -> None:
-    """Refuses a file's content if it has a NaN or an infinity.
+    """Raises CheckpointError if a file contains a NaN or an infinity.
 
     The sum of a tensor with such an element is never finite, so only tensors with a non-finite sum
-    are examined (finite elements may also overflow). All sums take one transfer from the device.
+    are examined further (sums of finite elements may also overflow). All sums are copied from the
+    device in one transfer.
     """
     views = [box_view(tensors[region.local], region.local_box) for region in regions]
     sums = torch.stack([view.sum() for view in views]).tolist()
@@ -125,10 +129,10 @@ def _refuse_non_finite(
 
 
 class HfPlaces:
-    """Offsets of the tensors in the files of an HF directory, computed from their shapes.
+    """Computes the offsets of tensors in the files of an HF directory from their shapes.
 
     Args:
-        shapes: Shape of every HF tensor of the directory, in file order.
+        shapes: Shape of every HF tensor in the directory, in file order.
         dtype: Stored type, except for tensors kept in fp32.
         max_shard_bytes: Maximal size of a file, unless a single tensor is larger.
     """
@@ -149,15 +153,17 @@ class HfPlaces:
         total = len(shards)
         files = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
         files = [SINGLE_FILE] if total == 1 else files
-        self._headers: dict[str, tuple[bytes, int]] = {}  # by file: header, bytes of tensors
+        self._headers: dict[
+            str, tuple[bytes, int]
+        ] = {}  # by file: header, and size of the tensors in bytes
         self._offsets: dict[str, tuple[str, int]] = {}
         for file, names in zip(files, shards, strict=True):
             self._lay_out(file, names)
 
     def _lay_out(self, file: str, names: Sequence[str]) -> None:
-        """Builds the header of one file (its length, then JSON).
+        """Builds the header of one file: its length, followed by JSON.
 
-        The safetensors library can write a file only if all its tensors are in memory. With this
+        The safetensors library can write a file only if all of its tensors are in memory. With this
         header, tensors can be written one at a time.
         """
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -178,7 +184,7 @@ class HfPlaces:
         self._offsets.update({name: (file, len(head) + start) for name, start in starts.items()})
 
     def create(self, directory: Path) -> None:
-        """Writes the index, and every file with its header at its final length."""
+        """Writes the index, and creates every file with its header and final length."""
         for file, (head, num_bytes) in self._headers.items():
             with (directory / file).open("wb") as opened:
                 opened.write(head)
@@ -205,18 +211,18 @@ class HfPlaces:
 
 
 class HfWriter:
-    """Writes an HF directory one tensor at a time; it gets its name only when it is complete.
+    """Writes an HF directory one tensor at a time, and renames it when it is complete.
 
-    Use it as a context manager: normal exit completes the directory, an exception removes what was
-    written. Tensors may come in any order. Other processes that see the `partial` folder may write
-    some of them by `HfPlaces.write`.
+    Use it as a context manager: normal exit completes the directory, and an exception removes what
+    was written. Tensors may be written in any order. Other processes that can access the `partial`
+    directory may write some tensors with `HfPlaces.write`.
 
     Args:
-        directory: Directory to create; it must not exist, or be empty.
+        directory: Directory to create; it must not exist or must be empty.
         shapes: Shape of every HF tensor.
         dtype: Stored type, except for tensors kept in fp32.
         config: Content of config.json.
-        side_files: Folder whose tokenizer files are copied, if any.
+        side_files: Directory from which tokenizer files are copied, if any.
         max_shard_bytes: Maximal size of a file, unless a single tensor is larger.
         card: Text of README.md, or None.
 
@@ -259,16 +265,16 @@ class HfWriter:
             raise
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes one tensor, as in `HfPlaces.write`."""
+        """Writes one tensor; see `HfPlaces.write`."""
         self._places.write(self.partial, name, tensor)
         self._missing.discard(name)
 
     def wrote(self, names: Collection[str]) -> None:
-        """Records tensors that other processes have written."""
+        """Records that other processes have written these tensors."""
         self._missing.difference_update(names)
 
     def complete(self) -> None:
-        """Renames the folder to its final name; every tensor must have been written."""
+        """Renames the directory to its final name; all tensors must have been written."""
         if self._missing:
             raise ValueError(f"never written: {sorted(self._missing)[:3]}")
         for file in self.partial.iterdir():
@@ -277,7 +283,7 @@ class HfWriter:
         self.partial.rename(self.directory)
 
     def discard(self) -> None:
-        """Removes the partial folder, if it was not completed."""
+        """Removes the partial directory, unless it was completed."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def __enter__(self) -> HfWriter:

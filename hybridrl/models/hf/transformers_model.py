@@ -1,6 +1,6 @@
-"""A transformers causal language model, built from a config.json without its weights.
+"""Builds transformers' causal language model from a config.json, without weights.
 
-Owns the choice of keys that transformers gets, and the errors of models that it refuses.
+Selects the keys that are passed to transformers, and raises errors for models that it rejects.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.config_keys import NEUTRAL_KEYS
 from hybridrl.models.hf.directory import read_config
 
-# Keys for which null is a value and not the architecture's default: one key-value head
-# per query head, no window, no cap, no latent for queries.
+# Keys for which null is a value rather than the architecture's default: one key-value head per
+# query head, no window, no cap, no latent for queries.
 NULL_IS_A_VALUE = (
     "num_key_value_heads",
     "sliding_window",
@@ -27,7 +27,8 @@ NULL_IS_A_VALUE = (
     "final_logit_softcapping",
     "q_lora_rank",
 )
-# transformers would otherwise set the architecture's tokens, which a small vocabulary lacks.
+# Without this, transformers would set the architecture's tokens, which a small vocabulary may not
+# contain.
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
@@ -39,23 +40,23 @@ def transformers_model(
 ) -> Any:
     """Returns transformers' causal language model with unset weights.
 
-    Global random generators keep their states.
+    The states of global random generators do not change.
 
     Args:
-        model_config: HF directory, or content of a config.json.
+        model_config: HF directory, or contents of a config.json.
         dtype: Type of the parameters.
         device: Device of the parameters.
-        attention: transformers' name of the attention implementation.
+        attention: transformers' name for the attention implementation.
 
     Raises:
-        ModelError: transformers does not know the model or refuses its config.json, or `model_type`
-            and `architectures` name different models.
+        ModelError: transformers does not support the model or rejects its config.json, or
+            `model_type` and `architectures` name different models.
     """
     if not isinstance(model_config, Mapping):
         model_config = read_config(model_config)
     named = model_config.get("architectures")
-    # Keys that change no number are left out. So are nulls that mean "not set", since transformers
-    # does not accept them for every key.
+    # Keys that do not affect results are omitted. So are nulls that mean "not set", because
+    # transformers does not accept them for every key.
     fields = {
         key: value
         for key, value in model_config.items()
@@ -68,7 +69,7 @@ def transformers_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=getattr(torch, dtype), attn_implementation=attention
             )
-    # transformers raises many kinds of errors for a config that it refuses.
+    # transformers raises many kinds of errors for configs that it rejects.
     except (ValueError, TypeError, AttributeError, KeyError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
         raise ModelError(
@@ -78,7 +79,7 @@ def transformers_model(
             f"Use another rollout engine, or a newer transformers. Its error: {reason}.",
         ) from error
     for name, buffer in model.named_buffers():
-        if is_kept_in_fp32(name):  # transformers does this only for weights that it loads itself
+        if is_kept_in_fp32(name):  # transformers does this only when it loads weights itself
             buffer.data = buffer.data.float()
     if named and type(model).__name__ not in named:
         raise ModelError(

@@ -1,8 +1,8 @@
-"""A transformers model's parameters by their names in an HF checkpoint.
+"""Returns a transformers model's parameters by their names in an HF checkpoint.
 
 transformers 5 stacks experts in memory, `mlp.experts.gate_up_proj` (E, 2 * width, hidden) and
-`down_proj` (E, hidden, width). The checkpoint has one matrix per expert, under the family's names.
-Every matrix returned here is a view, so writing it changes the model.
+`down_proj` (E, hidden, width). The checkpoint contains one matrix per expert, under the family's
+names. Every matrix returned here is a view, so writing to it changes the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hybridrl.errors import ModelError
 from hybridrl.models.family import Family, Row, is_kept_in_fp32, resolve_family
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
-BLOCK = ".mlp."  # transformers' name of a feed-forward layer; the checkpoint may have another
+BLOCK = ".mlp."  # transformers' name of a feed-forward layer, which may differ in the checkpoint
 
 
 def checkpoint_tensors(
@@ -32,7 +32,7 @@ def checkpoint_tensors(
             default.
 
     Raises:
-        ModelError: Experts are stacked, and the family has none.
+        ModelError: Experts are stacked, but the family has none.
     """
     tensors = {name: parameter.data for name, parameter in model.named_parameters()}
     tensors |= {n: buffer for n, buffer in model.named_buffers() if is_kept_in_fp32(n)}
@@ -62,7 +62,7 @@ def checkpoint_tensors(
 
 
 def _expert_rows(family: Family, hf_config: Mapping[str, Any]) -> tuple[Row, Row]:
-    """Returns the rows of the gate-and-up and the down projections of a family's experts."""
+    """Returns the rows for the gate-and-up and down projections of a family's experts."""
     rows = {row.kind: row for row in family.rows(family.shape(hf_config)) if row.num_experts}
     if not {"gate_up", "row"} <= rows.keys():
         raise ModelError(

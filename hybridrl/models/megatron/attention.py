@@ -1,16 +1,17 @@
 """Causal attention over packed sequences, for hosts without transformer-engine.
 
-Megatron's own local attention refuses packed sequences and context parallel; `PackedAttention`
-takes both. It copies the sequences of a micro-batch into rows of equal length, one bucket per power
-of two, so that padding at most doubles the work and one `scaled_dot_product_attention` call
-computes a bucket. Rows are padded at their end, which causal attention never reads.
+Megatron's own local attention does not support packed sequences or context parallelism;
+`PackedAttention` supports both. It copies the sequences of a micro-batch into buckets of rows of
+equal length, one bucket per power of two. Padding therefore at most doubles the work, and one
+`scaled_dot_product_attention` call computes each bucket. Rows are padded at the end, which causal
+attention never reads.
 
-Samples may share the positions of their common prompt (MicroBatch.prefix_sequences). Each response
-is then a sequence that attends to the prompt's sequence, and causally to itself.
+Samples may share the positions of a common prompt (MicroBatch.prefix_sequences). Each response is
+then a sequence that attends to the whole prompt, and causally to itself.
 
-Context parallel: every rank waits for the keys and values of its context-parallel group; queries
-stay. Rank r of n holds chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's order, which
-balances causal work).
+Context parallelism: each rank waits for the keys and values of its context-parallel group; queries
+are not sent. Rank r of n holds chunks r and 2n-1-r of each sequence's 2n chunks (Megatron's order,
+which balances causal attention).
 """
 
 from __future__ import annotations
@@ -35,19 +36,20 @@ from torch.utils.checkpoint import checkpoint
 
 from hybridrl.errors import ModelError
 
-# Products of queries and keys that soft-capped attention holds in memory: 0.5 GB, fp32.
+# Maximum number of fp32 query-key products that soft-capped attention stores: 0.5 GB.
 CAPPED_PRODUCTS = 1 << 27
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length as rows of one batch; indices point into the packed tokens.
+    """Sequences of similar length as rows of one batch; indices refer to the packed tokens.
 
     Args:
         query_index_NQ: Local positions of the queries.
-        key_index_NK: Positions of the keys after the gather, or (rank, index) pairs with context
-            parallel.
-        query_position_NQ: Last key that each query attends to; None if query and key rows coincide.
+        key_index_NK: Positions of the keys after the gather; with context parallelism, (rank,
+            index) pairs.
+        query_position_NQ: Last key that each query attends to; None if queries and keys are the
+            same rows.
     """
 
     query_index_NQ: torch.Tensor
@@ -57,10 +59,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class SharedPrompts:
-    """Bounds of packed sequences, some of which continue another sequence, their prompt.
+    """Boundaries of packed sequences, some of which continue a prompt in another sequence.
 
     Args:
-        cu_seqlens: Start of each sequence, then the number of positions.
+        cu_seqlens: Start of each sequence, followed by the total number of positions.
         prefix_sequences: For each sequence, the index of the sequence that it continues, or -1.
         positions_S: Position of each token within its sample, on the model's device.
     """
@@ -81,7 +83,7 @@ class SharedPrompts:
 
     @cached_property
     def keys(self) -> KeyRows:
-        """Keys of each sequence, its prefix included, one sequence after the other."""
+        """Keys of each sequence, including its prefix, one sequence after another."""
         parts, counts = [], [0]
         for first, shared, start, length in self.sequences:
             parts += [torch.arange(first, first + shared), torch.arange(start, start + length)]
@@ -98,10 +100,10 @@ class SharedPrompts:
 
 
 class Readers(NamedTuple):
-    """Rows of a gather, grouped by the packed token that they copy.
+    """Gathered rows, grouped by the packed token that they copy.
 
     Args:
-        order_K: Rows, sorted by token, then ascending.
+        order_K: Row indices, sorted by token, then ascending.
         start_T: Start of each token's rows in `order_K`.
     """
 
@@ -110,7 +112,7 @@ class Readers(NamedTuple):
 
     @staticmethod
     def of(index_K: torch.Tensor, num_tokens: int) -> Readers:
-        """Returns the rows that `index_K` gathers from each of `num_tokens` tokens."""
+        """Returns, for each of `num_tokens` tokens, the rows that `index_K` gathers from it."""
         sorted_K, order_K = index_K.sort(stable=True)
         token_T = torch.arange(num_tokens, device=index_K.device)
         return Readers(order_K, torch.searchsorted(sorted_K, token_T))
@@ -121,13 +123,13 @@ class Readers(NamedTuple):
 
 
 class KeyRows(NamedTuple):
-    """Arguments of an attention kernel for packed sequences of unequal queries and keys.
+    """Arguments of an attention kernel for packed sequences with more keys than queries.
 
     Args:
         index_K: Position of each key.
-        readers: Keys of each position.
-        cu_seqlens_q, cu_seqlens_k: Bounds of the sequences, int32; all tensors are on the model's
-            device.
+        readers: For each position, the keys that copy it.
+        cu_seqlens_q, cu_seqlens_k: Boundaries of the sequences, int32. All tensors are on the
+            model's device.
     """
 
     index_K: torch.Tensor
@@ -140,12 +142,13 @@ class KeyRows(NamedTuple):
 
 @dataclass
 class PackedSequences(PackedSeqParams):
-    """Megatron's PackedSeqParams, with buckets that are computed once for all layers.
+    """Megatron's PackedSeqParams, extended by buckets that are computed once for all layers.
 
     `cu_seqlens_q` and `cu_seqlens_kv` count padded tokens of whole sequences, before context
-    parallel cuts them. With shared prompts they describe one sequence of all positions: Megatron
-    needs them only for rotary angles, which heads.py then selects by position. `model_inputs` reach
-    every layer here, recomputed layers too (inputs.py).
+    parallelism splits them. With shared prompts, they describe a single sequence of all positions,
+    because Megatron needs them only for rotary angles, which heads.py then selects by position.
+    `model_inputs` are here so that they reach all layers, also when layers are recomputed
+    (inputs.py).
     """
 
     shared: SharedPrompts | None = None
@@ -172,7 +175,7 @@ class PackedSequences(PackedSeqParams):
         )
 
     def buckets(self, cp_size: int, cp_rank: int) -> tuple[list[Bucket], torch.Tensor]:
-        """Returns the buckets, and the index of each local token in their concatenated rows."""
+        """Returns the buckets, and each local token's index in their concatenated rows."""
         key = (cp_size, cp_rank)
         if key not in self._buckets:
             if self.shared is not None:
@@ -244,9 +247,9 @@ def _make_buckets(
 def _gathered_index(
     column_K: torch.Tensor, starts: torch.Tensor, half: torch.Tensor, cp_size: int
 ) -> torch.Tensor:
-    """Returns the index of each sequence position in the gathered keys, as (rank, local index).
+    """Returns each sequence position's index in the gathered keys, as (rank, local index).
 
-    The caller combines each pair into one index, since it knows the number of local tokens.
+    The caller combines each pair into one index, because it knows the number of local tokens.
     """
     chunk = column_K // half
     rank = torch.where(chunk < cp_size, chunk, 2 * cp_size - 1 - chunk)
@@ -255,11 +258,11 @@ def _gathered_index(
 
 
 class PackedAttention(MegatronModule):
-    """Causal `core_attention` on torch's scaled_dot_product_attention.
+    """Causal `core_attention` based on torch's scaled_dot_product_attention.
 
-    It applies the window that Megatron's `window_size` gives the layer, if any. It takes packed
-    sequences (thd) with `PackedSequences`, and plain [s, b, h, d] batches without context parallel.
-    torch shares grouped-query heads without copies.
+    Applies the window that Megatron's `window_size` sets for the layer, if any. Accepts packed
+    sequences (thd) with `PackedSequences`, and plain [s, b, h, d] batches without context
+    parallelism. For grouped queries, torch shares key-value heads without copies.
     """
 
     takes_shared_prompts = True
@@ -277,7 +280,7 @@ class PackedAttention(MegatronModule):
         k_channels: int | None = None,
         v_channels: int | None = None,
     ) -> None:
-        """Takes the arguments of Megatron's `core_attention`; inputs determine the head sizes."""
+        """Accepts the arguments of Megatron's `core_attention`; inputs determine head sizes."""
         super().__init__(config=config)
         if attn_mask_type not in (AttnMaskType.causal, AttnMaskType.padding_causal):
             raise ValueError(f"attn_mask_type={attn_mask_type}: PackedAttention is causal")
@@ -293,11 +296,13 @@ class PackedAttention(MegatronModule):
         is_windowed = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        # Positions before its own that a query attends to; None for all.
+        # Number of positions before its own that a query attends to; None for all.
         self.num_before = int(config.window_size[0]) if is_windowed else None
-        if self.num_before is not None and self.num_before < 0:  # Megatron's value for no bound
+        if (
+            self.num_before is not None and self.num_before < 0
+        ):  # Megatron's value for an unlimited window
             self.num_before = None
-        self.soft_cap = 0.0  # build.py sets the model's
+        self.soft_cap = 0.0  # build.py sets the model's value
         self.cp_group: dist.ProcessGroup | None = None
         if pg_collection is not None and config.context_parallel_size > 1:
             self.cp_group = pg_collection.cp
@@ -315,14 +320,14 @@ class PackedAttention(MegatronModule):
         """Attends within each sequence.
 
         Args:
-            query: [t, heads, d] packed local tokens, or [s, b, heads, d].
-            key, value: The same with KV heads; values may have another d.
-            attention_mask, attn_mask_type, attention_bias: Ignored arguments of Megatron; only the
-                causal mask is applied.
-            packed_seq_params: Bounds of packed sequences.
+            query: Packed local tokens [t, heads, d], or [s, b, heads, d].
+            key, value: The same with KV heads; values may have a different d.
+            attention_mask, attn_mask_type, attention_bias: Arguments from Megatron that are
+                ignored; only the causal mask is applied.
+            packed_seq_params: Boundaries of packed sequences.
 
         Returns:
-            [t, heads * d], or [s, b, heads * d], with the d of values.
+            [t, heads * d], or [s, b, heads * d], where d is that of the values.
         """
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -339,7 +344,7 @@ class PackedAttention(MegatronModule):
         rows = []
         for bucket in buckets:
             key_index = bucket.key_index_NK
-            if key_index.dim() == 3:  # (rank, index) pairs of context parallel
+            if key_index.dim() == 3:  # (rank, index) pairs for context parallelism
                 key_index = key_index[..., 0] * query.size(0) + key_index[..., 1]
             attended = self._attend(
                 _rows(query, bucket.query_index_NQ),
@@ -368,7 +373,7 @@ class PackedAttention(MegatronModule):
                 mask &= position_N1Q1 - self.num_before <= column_K
             mask = mask.to(query.device)
         dropout = self.dropout if self.training else 0.0
-        if self.soft_cap and mask is not None:  # a cap always makes a mask
+        if self.soft_cap and mask is not None:  # with a cap, there always is a mask
             return capped_attention(query, key, value, mask, self.scale, self.soft_cap, dropout)
         return F.scaled_dot_product_attention(
             query,
@@ -383,10 +388,10 @@ class PackedAttention(MegatronModule):
 
 
 def set_soft_cap(model: torch.nn.Module, cap: float) -> None:
-    """Sets the cap of products of queries and keys in a model's attention.
+    """Sets the soft cap for products of queries and keys in a model's attention.
 
     Raises:
-        ModelError: An attention is not a PackedAttention.
+        ModelError: Some attention module is not a PackedAttention.
     """
     for part in model.modules():
         attention = getattr(part, "core_attention", None)
@@ -410,20 +415,20 @@ def capped_attention(
     cap: float,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Attends with scaled products p of queries and keys bounded to cap * tanh(p / cap), fp32.
+    """Attention in which scaled query-key products p become cap * tanh(p / cap), in fp32.
 
-    Queries are computed in blocks whose products are recomputed in the backward pass, so that the
-    products of a long sequence are never all in memory.
+    Queries are processed in blocks, and the backward pass recomputes each block's products, so that
+    a long sequence's products are never all in memory.
 
     Args:
         query: [n, heads, q, d].
         key, value: [n, KV heads, k, d].
-        mask: Whether a query attends to a key; bool, broadcast to [n, 1, q, k].
-        scale, cap: Factor and bound of the products.
-        dropout: Dropout probability of the weights.
+        mask: Whether a query attends to a key; bool, broadcastable to [n, 1, q, k].
+        scale, cap: Factor and soft cap of the products.
+        dropout: Dropout probability for the attention weights.
 
     Returns:
-        [n, heads, q, d], with the d of values.
+        [n, heads, q, d], where d is that of the values.
     """
     num_kv, num_queries = key.size(1), query.size(2)
     grouped = query.unflatten(1, (num_kv, -1))
@@ -454,9 +459,9 @@ def capped_attention(
 class GatherKeys(torch.autograd.Function):
     """Gathers rows of packed keys or values.
 
-    One kernel sums the gradients of a row in fp32, in the order of its readers. `index_add_` would
-    sum them in the order in which a GPU's atomic additions arrive, so that equal backward passes
-    could differ.
+    In the backward pass, one kernel sums the gradients of a row in fp32, in the order of its
+    readers. `index_add_` would sum them in the order of a GPU's atomic additions, so repeated
+    backward passes could give different results.
     """
 
     @staticmethod
@@ -475,7 +480,7 @@ class GatherKeys(torch.autograd.Function):
         readers = ctx.readers
         if readers is None:
             readers = Readers.of(index_K, ctx.num_tokens)
-        # The kernel sums each bag of rows in order, in fp32.
+        # The kernel sums the rows of each bag in order, in fp32.
         total_TD = F.embedding_bag(
             readers.order_K, grad_KHD.flatten(1).contiguous(), readers.start_T, mode="sum"
         )
