@@ -203,7 +203,8 @@ def evaluate(
         Path | None, typer.Option(help="Checkpoint folder; default: the run's newest checkpoint.")
     ] = None,
     prompts: Annotated[
-        Path | None, typer.Option(help="JSONL file to use in place of data.eval_prompts.")
+        Path | None,
+        typer.Option(help="JSONL file to evaluate, in place of the run's own held-out prompts."),
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -218,8 +219,7 @@ def evaluate(
         raise UserError("--checkpoint", checkpoint, "one checkpoint", remedy)
     checkpoint = checkpoint or found
     if prompts is not None:
-        data = loaded.data.model_copy(update={"eval_prompts": (str(prompts),)})
-        loaded = loaded.model_copy(update={"data": data})
+        loaded = loaded.with_eval_prompts((str(prompts),))
     loaded = with_commits(loaded)
     files = loaded.data.eval_prompts if prompts else None
     if checkpoint is not None and not os.path.isdir(checkpoint):

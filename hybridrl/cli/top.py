@@ -62,8 +62,13 @@ def run_text(folder: Path) -> str:
     records = read_records(file) if file.exists() else []
     last = records[-1] if records else {}
     steps = yaml.safe_load(config.read_text(encoding="utf-8")) if config.exists() else {}
-    goal = steps.get("steps", {}).get("num_steps", "?")
-    lines = [f"{folder.resolve().name}: step {int(last.get('step') or 0)}/{goal}, {state}"]
+    section = steps.get("steps", {})
+    done = f"step {int(last.get('step') or 0)}"
+    if epochs := section.get("num_epochs"):  # the run computes the number of steps from its rows
+        done += f", epoch {last.get('train/epoch', 0):.2f} of {epochs:g}"
+    else:
+        done += f"/{section.get('num_steps', '?')}"
+    lines = [f"{folder.resolve().name}: {done}, {state}"]
     for title, forms in (("last step", LAST_STEP), ("queue", QUEUE)):
         if values := _shown(last, forms):
             lines.append(f"{title}: " + ", ".join(values))
@@ -79,7 +84,7 @@ def run_text(folder: Path) -> str:
     hang = newest_report(folder, file.stat().st_mtime if file.exists() else 0.0)
     if hang is not None:
         lines.append(f"{hang[1]}; all ranks: {hang[0]}")
-    if not phases:
+    if not phases and not state.startswith(FINISHED):
         lines.append("  no rank has started")
     return "\n".join(lines)
 

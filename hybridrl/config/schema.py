@@ -7,7 +7,7 @@ overrides. Values are frozen after validation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
@@ -206,6 +206,13 @@ class Config(Section):
     def written(self) -> dict[Path, str]:
         """Text of each value that was written as `${...}`, by place."""
         return self._written
+
+    def with_eval_prompts(self, files: Sequence[str]) -> Self:
+        """Returns this configuration with other files of evaluation prompts. They also replace the
+        rows that `data.eval_share` holds out.
+        """
+        found = {"eval_prompts": tuple(files), "eval_share": 0.0}
+        return self.model_copy(update={"data": self.data.model_copy(update=found)})
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
         """Returns a copy in which some dotted keys have other values, which are not validated."""

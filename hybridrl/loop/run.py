@@ -55,8 +55,7 @@ def evaluate_rank(
         UserError: The configuration names no data to evaluate on.
     """
     if prompts is not None:
-        data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
-        config = config.model_copy(update={"data": data})
+        config = config.with_eval_prompts(prompts)
     trainer = Trainer(config, trains=False)
     folder = trainer.store.newest() if checkpoint is None else checkpoint
     if folder is not None:

@@ -260,6 +260,12 @@ def test_eval_prints_one_json_object_whatever_the_layout(quickstart: Path) -> No
     assert {"accuracy", "reward", "num_prompts", "checkpoint"} <= found[0].keys()
     assert found[0]["num_prompts"] == 8
     assert found[0]["checkpoint"].endswith("runs/quickstart-sft/checkpoints/step_3")
+    # Given prompts take the place of rows that the run holds out.
+    three = quickstart / "three.jsonl"
+    three.write_text("".join((QUICKSTART / "heldout.jsonl").open().readlines()[:3]))
+    held_out = ("data.eval_prompts=null", "data.eval_share=0.01", "--prompts", str(three))
+    printed = succeed(quickstart, "eval", "runs/quickstart-sft", *held_out, *layout, "--json")
+    assert json.loads(printed)["num_prompts"] == 3
     summary = json.loads((quickstart / "runs/quickstart-sft/summary.json").read_text())
     assert found[0]["accuracy"] == summary["accuracy_after"]
     assert 0 < found[0]["accuracy"] < 1

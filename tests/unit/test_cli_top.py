@@ -71,6 +71,14 @@ def test_top_says_what_ranks_do_and_what_the_last_step_gave(folder: Path) -> Non
     assert lines[4:] == ["  update, step 3: ranks 0-3 for 10 s"]
 
 
+def test_top_counts_epochs_where_the_configuration_does(folder: Path) -> None:
+    (folder / "config.yaml").write_text("steps: {num_steps: 100, num_epochs: 12.0}\n")
+    sink = JsonlSink(folder / "metrics.jsonl", last_step=2)
+    sink.write(3, {"train/epoch": 1.5})
+    sink.close()
+    assert "math: step 3, epoch 1.50 of 12, " in run_text(folder)
+
+
 def test_top_says_what_waits_in_runs_with_a_lag(folder: Path) -> None:
     assert "queue" not in run_text(folder)
     sink = JsonlSink(folder / "metrics.jsonl", last_step=2)
@@ -114,6 +122,9 @@ def test_top_says_how_a_run_ended_and_not_for_how_long_ranks_have_been_gone(
     lines = run_text(folder).splitlines()
     assert lines[0].startswith(f"math: step 2/40, {state}") and lines[1].startswith("last step: 4")
     assert (len(lines) == 2) == state.startswith("finished")
+    for file in (folder / "logs").iterdir():  # as after a start with nothing left to train
+        file.unlink()
+    assert ("no rank" in run_text(folder)) != state.startswith("finished")
     if not state.startswith("finished"):
         assert sorted(lines[2:]) == [
             "  ended in rollout, step 3: rank 4",

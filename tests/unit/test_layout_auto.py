@@ -140,6 +140,13 @@ def test_235b_on_256_ranks_is_searched_within_a_minute() -> None:
     )
 
 
+def test_a_search_on_cpu_has_no_verdict_on_memory() -> None:
+    config = config_of("qwen2.5-0.5b.json", rollout={"engine": "hf"})
+    result, assumed = search(config, 2, Host())
+    text = search_text(search_report(result, assumed, 0.1, ()))
+    assert text.startswith("no verdict on CPU") and "of a GPU" not in text
+
+
 def test_plan_prints_the_best_ten_with_phases_and_why_others_lost(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
     file.write_text(json.dumps(sections("qwen2.5-7b.json")))

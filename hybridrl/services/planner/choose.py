@@ -21,13 +21,18 @@ from hybridrl.models.family import read_model
 from hybridrl.parallel.host_gpus import Host
 from hybridrl.rollout.registry import ENGINES
 from hybridrl.services.planner.fit import Changes, with_margin
-from hybridrl.services.planner.hardware import GIB, Assumptions, ClusterFile, assume, merged
+from hybridrl.services.planner.hardware import (
+    GIB,
+    NO_BOUND_GIB,
+    Assumptions,
+    ClusterFile,
+    assume,
+    merged,
+)
 from hybridrl.services.planner.phase_memory import role_models
 from hybridrl.services.planner.planned_models import planned_models
 from hybridrl.services.planner.search import Result, Search, pinned_keys
 from hybridrl.services.planner.text import memory_size
-
-NO_BOUND_GIB = 2.0**20  # stands for unlimited memory, on hosts without GPUs
 
 
 def with_layout(

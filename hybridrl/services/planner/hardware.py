@@ -28,6 +28,7 @@ from hybridrl.hybrid_engine.planning.nodes import LINK_GB_PER_S, Cluster
 from hybridrl.parallel.host_gpus import Host
 
 GIB = 2**30
+NO_BOUND_GIB = 2.0**20  # stands for unlimited memory, on hosts without GPUs
 DEFAULT_GPU = KNOWN_GPUS["H100"]
 NVLINK_4 = "NVLink 4, as in H100 and H200, where 330 to 363 were measured"
 # Default rates, each with its reason, which the report prints.

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from hybridrl.services.planner.fit import with_margin
-from hybridrl.services.planner.hardware import Assumptions
+from hybridrl.services.planner.hardware import GIB, NO_BOUND_GIB, Assumptions
 from hybridrl.services.planner.search import LAYOUT_KEYS, Candidate, Result
 from hybridrl.services.planner.text import memory_size
 
@@ -84,10 +84,13 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
     judged = report["fitting"] + report["too_large"] + report["refused"]
     if best:
         first = best[0]
-        yield (
-            f"fits: {_said(first)}: a step of about {first['step_s']:.3g} s, "
-            f"{memory_size(first['memory_bytes'])} of a GPU's {memory_size(gpu)}"
-        )
+        step = f"{_said(first)}: a step of about {first['step_s']:.3g} s"
+        memory = memory_size(first["memory_bytes"])
+        if gpu >= NO_BOUND_GIB * GIB:
+            verdict = "no verdict on CPU, because ranks share the host's memory"
+            yield f"{verdict}; the fastest is {step}, {memory} per rank"
+        else:
+            yield f"fits: {step}, {memory} of a GPU's {memory_size(gpu)}"
     else:
         yield f"does not fit: none of {judged} layouts"
     yield (

@@ -206,7 +206,8 @@ def _facts(run: RunData) -> dict[str, str]:
     hardware = f"{ranks} × {noted('device')}" if ranks else ""
     hosts = last.get("hosts")
     steps = run.records[-1]["step"]
-    planned = config.of("steps.num_steps")
+    # With epochs, the run computes the number of steps from its rows.
+    planned = None if config.of("steps.num_epochs") else config.of("steps.num_steps")
     return {
         "model": config.of("model.path", "model.init"),
         "data": config.of("data.prompts"),
