@@ -1,4 +1,6 @@
-"""Table of algorithms by name. Importing it imports no torch; `make_algorithm` does."""
+"""Table of algorithms by name. Importing this module does not import torch; calling
+`make_algorithm` does.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,13 @@ _METHODS = ("name", "needs", "advantages", "denominator", "loss")
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """Creates the algorithm of a config section.
+    """Creates the algorithm for a config section.
 
-    A built-in algorithm gets the section. A user's class, `package.module:Class`, gets the
+    A built-in algorithm receives the section. A user's class, `package.module:Class`, receives the
     section's `options` as keyword arguments.
 
     Raises:
-        UserError: The class cannot be imported or created, or lacks a member of `Algorithm`.
+        UserError: The class cannot be imported or instantiated, or lacks a member of `Algorithm`.
     """
     if not isinstance(config, CustomAlgorithmConfig):
         builtin: Algorithm = imported(ALGORITHMS[config.name])(config)
@@ -65,9 +67,10 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
 
 
 def needs_of(config: AlgorithmConfig) -> Needs:
-    """Returns the needs of a section's algorithm.
+    """Returns the needs of the algorithm that a section selects.
 
-    Sections of built-in algorithms state them. A user's class has to be imported and created.
+    Sections of built-in algorithms declare the needs. For a user's algorithm, its class is imported
+    and instantiated.
 
     Raises:
         UserError: See `make_algorithm`.
@@ -76,12 +79,12 @@ def needs_of(config: AlgorithmConfig) -> Needs:
 
 
 def not_a_term(term: str, algorithm: str) -> UserError:
-    """Returns the error for an algorithm that the section `mix` cannot use as a term."""
+    """Returns the error for an algorithm that cannot be used as a term in the section `mix`."""
     return UserError(
         f"mix.{term}.algorithm.name",
         algorithm,
-        "an algorithm without rollouts, critic, teacher and state",
-        "Make it the main algorithm: set algorithm.name.",
+        "an algorithm that needs no rollouts, critic or teacher, and has no state",
+        "Use it as the main algorithm: set algorithm.name.",
     )
 
 

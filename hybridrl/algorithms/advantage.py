@@ -1,10 +1,10 @@
 """Computes advantages from rewards. Pure functions in float64 on the CPU.
 
 Sizes: B samples of the step, known on every rank; H samples whose tokens are on this rank; T tokens
-of these samples; R response tokens among them, without the prompts. `response_values` takes (R,)
-from a (T,) column, and `response_column` is its inverse. Boolean indices and repetitions go through
-numpy, which takes a third of torch's time for a million tokens. over_tokens.py has statistics over
-the tokens of all ranks.
+of these samples; R response tokens among them, without the prompts. `response_values` selects (R,)
+from a (T,) column, and `response_column` is its inverse. Boolean indexing and repetition use numpy,
+which takes a third of torch's time for a million tokens. Statistics over the tokens on all ranks
+are in over_tokens.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hybridrl.algorithms.over_tokens import OverTokens
 from hybridrl.contracts.batch import RolloutBatch, TrainBatch
 
 Keys = Callable[[Tensor], Tensor]
-"""Function from indices of response tokens to pseudo-random numbers, such as `token_keys`."""
+"""Function that maps indices of response tokens to pseudo-random numbers, such as `token_keys`."""
 
 
 def token_kl(batch: TrainBatch, estimator: KlEstimator, needed_by: str) -> Tensor:
-    """Estimates the KL of the old policy to the reference at each token.
+    """Estimates, at each token, the KL from the old policy to the reference.
 
     Returns:
         (T,) float64, zero on prompt tokens.
@@ -36,22 +36,24 @@ def token_kl(batch: TrainBatch, estimator: KlEstimator, needed_by: str) -> Tenso
 
 
 def sequence_kl(batch: TrainBatch, needed_by: str) -> float:
-    """Returns the mean over responses of their summed KL (k1) to the reference, in nats per
-    response.
+    """Returns the KL (k1) to the reference, summed over each response and averaged over responses,
+    in nats per response.
     """
     kl_R = response_values(token_kl(batch, "k1", needed_by), batch)
     return float(OverTokens(batch).totals(kl_R)) / batch.num_samples
 
 
 def last_token_rewards(reward_H: Tensor, response_lengths_H: Tensor) -> Tensor:
-    """Returns each sample's reward on its last response token, else zero: (R,) float64."""
+    """Returns token rewards: each sample's reward at its last response token, zero at all others:
+    (R,) float64.
+    """
     rewards_R = torch.zeros(int(response_lengths_H.sum()), dtype=torch.float64)
     rewards_R[response_lengths_H.cumsum(0) - 1] = reward_H.double()
     return rewards_R
 
 
 def overlong_penalty(response_lengths_B: Tensor, longest: int, buffer: int) -> Tensor:
-    """Returns the penalty of long responses (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
+    """Returns the penalty for long responses (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 13).
 
     Returns:
         (B,) float64: 0 up to `longest - buffer` tokens, falling linearly to -1 at `longest`, and -1
@@ -72,15 +74,15 @@ def gae(
     """Generalised advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
 
     A_t = sum over l >= 0 of (gamma lam)^l delta_{t+l}, with delta_t = r_t + gamma V(s_{t+1}) -
-    V(s_t). The state after the last token is terminal: its value is 0.
+    V(s_t). The state after the last token is terminal, so its value is 0.
 
     Args:
         rewards_R: Reward of each response token.
         values_R: V(s_t), the value of the state in which token t was sampled.
         response_lengths_H: Number of response tokens of each sample.
         gamma: Discount per token.
-        lam: Lambda, one number or one for each sample.
-        critic_lam: Lambda of the returns; None takes `lam`.
+        lam: Lambda, one number for all samples or one per sample.
+        critic_lam: Lambda for the returns; None means `lam`.
 
     Returns:
         Advantages and returns (advantage + value), each (R,) float64.
@@ -101,18 +103,18 @@ def _discounted_sums(value_R: Tensor, lengths_B: Tensor, decay: float | Tensor) 
     """Returns the sum over l >= 0 of decay^l value_{t+l} for each token t, within its sample: (R,).
 
     Args:
-        decay: One number or one for each sample.
+        decay: One number for all samples or one per sample.
     """
     decay_B = torch.as_tensor(decay, dtype=torch.float64).expand(len(lengths_B))
-    if not bool(decay_B.any()):  # also if this rank has no sample
+    if not bool(decay_B.any()):  # also true if this rank has no samples
         return value_R
     if bool((decay_B == 1).all()):
         total_R = value_R.cumsum(0)
         end_B = total_R[lengths_B.cumsum(0) - 1]
         return repeated(end_B, lengths_B).sub_(total_R).add_(value_R)
     is_in_BL = (torch.arange(int(lengths_B.max())) < lengths_B[:, None]).numpy()
-    # Values after a response are 0, so the loop needs no mask. Time is the first dim in the loop,
-    # so that rows are contiguous.
+    # Values after the end of a response are 0, so the loop needs no mask. Time is the first dim in
+    # the loop, so that rows are contiguous.
     value_BL = torch.zeros(is_in_BL.shape, dtype=torch.float64)
     value_BL.numpy()[is_in_BL] = value_R.numpy()
     value_LB = value_BL.t().contiguous()
@@ -123,15 +125,15 @@ def _discounted_sums(value_R: Tensor, lengths_B: Tensor, decay: float | Tensor) 
 
 
 def length_lambda(response_lengths_B: Tensor, alpha: float) -> Tensor:
-    """Returns lambda = max(0, 1 - 1 / (alpha length)) of each sample.
+    """Returns lambda = max(0, 1 - 1 / (alpha * length)) for each sample.
 
-    The length-adaptive GAE of VAPO (Yue et al. 2025, arXiv 2504.05118, eq. 5).
+    Used in VAPO's length-adaptive GAE (Yue et al. 2025, arXiv 2504.05118, eq. 5).
     """
     return (1 - 1 / (alpha * response_lengths_B.double())).clamp(min=0)
 
 
 def minus_group_mean(reward_B: Tensor, group_B: Tensor, weight_B: Tensor | None = None) -> Tensor:
-    """Subtracts the weighted mean of its group from each reward.
+    """Subtracts from each reward the weighted mean of the rewards in its group.
 
     Without weights this is the advantage of Dr. GRPO (Liu et al. 2025, arXiv 2503.20783, sec. 3.2).
     With the response lengths as weights the mean is sum(l r) / sum(l), the optimal baseline of OPO
@@ -143,13 +145,13 @@ def minus_group_mean(reward_B: Tensor, group_B: Tensor, weight_B: Tensor | None 
     reward_B = reward_B.double()
     weight_B = torch.ones_like(reward_B) if weight_B is None else weight_B.double()
     total_B = _group_sum(weight_B, group_B)
-    # One reward of the group is subtracted first, so that equal rewards give exactly 0.
+    # First subtract one of the group's rewards, so that equal rewards give exactly 0.
     reward_B = reward_B - _group_member(reward_B, group_B)
     return reward_B - _group_sum(weight_B * reward_B, group_B) / total_B
 
 
 def leave_one_out(reward_B: Tensor, group_B: Tensor) -> Tensor:
-    """Subtracts the mean of the group's other rewards from each reward.
+    """Subtracts from each reward the mean of the other rewards in its group.
 
     RLOO (Ahmadian et al. 2024, arXiv 2402.14740): r_i - sum(r_j, j != i) / (n - 1), which equals n
     / (n - 1) times r_i minus the mean of all n.
@@ -159,12 +161,12 @@ def leave_one_out(reward_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def pass_at_k(is_passed_B: Tensor, group_B: Tensor, k: int, normalize_std: bool) -> Tensor:
-    """Compares a sample's contribution to pass@k with the group's pass@k, in closed form.
+    """Returns the advantage of each sample for pass@k, in closed form.
 
-    Chen et al. 2025, arXiv 2508.10751, eq. 11-15 ("analytical derivation"). A set of k samples of
-    the group has the reward 1 if one of them passes. The worth of a sample is the mean reward of
-    the sets that contain it. With n samples, w of them wrong, the mean over all sets is 1 - C(w, k)
-    / C(n, k) and their std is sqrt(mean (1 - mean)). The worth is 1 for a right sample and 1 - C(w
+    Chen et al. 2025, arXiv 2508.10751, eq. 11-15 ("analytical derivation"). A set of k samples from
+    the group has reward 1 if any of them passes. The worth of a sample is the mean reward over all
+    sets that contain the sample. If w of n samples are wrong, the mean over all sets is 1 - C(w, k)
+    / C(n, k) and the std is sqrt(mean (1 - mean)). The worth is 1 for a correct sample and 1 - C(w
     - 1, k - 1) / C(n - 1, k - 1) for a wrong one.
 
     Returns:
@@ -183,12 +185,13 @@ def pass_at_k(is_passed_B: Tensor, group_B: Tensor, k: int, normalize_std: bool)
 
 
 def divided_by_group_std(centred_B: Tensor, group_B: Tensor) -> Tensor:
-    """Divides by the standard deviation (n - 1) of the group, plus 1e-6.
+    """Divides each value by the standard deviation (n - 1) of its group plus 1e-6.
 
-    GRPO (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2).
+    As in GRPO (Shao et al. 2024, arXiv 2402.03300, sec. 4.1.2).
 
     Args:
-        centred_B: Rewards minus a baseline. The deviation is around their own mean.
+        centred_B: Rewards minus a baseline. The standard deviation is computed around the mean of
+            these values.
     """
     size_B = _group_sum(torch.ones_like(centred_B), group_B)
     square_B = _group_sum(minus_group_mean(centred_B, group_B).square(), group_B)
@@ -206,9 +209,9 @@ def zero_groups(advantages_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def informative_scale(is_uninformative_B: Tensor) -> float:
-    """Returns B / (B - M) for M uninformative samples of B, or 1 if all are uninformative.
+    """Returns B / (B - M) if M of B samples are uninformative; 1 if all are.
 
-    The accurate gradient estimation of GPG (Chu et al. 2025, arXiv 2504.02546, eq. 7-8).
+    This is GPG's accurate gradient estimation (Chu et al. 2025, arXiv 2504.02546, eq. 7-8).
     """
     num_informative = int((~is_uninformative_B).sum())
     return len(is_uninformative_B) / num_informative if num_informative else 1.0
@@ -218,8 +221,8 @@ def covariance(advantages_R: Tensor, logp_R: Tensor, over: OverTokens) -> Tensor
     """Returns (logp - mean) (A - mean) of each token (Cui et al. 2025, arXiv 2505.22617, eq. 10):
     (R,).
 
-    Uses the policy at the start of the step, so that all updates of the step agree, however they
-    are cut into micro-batches.
+    Uses the policy at the start of the step, so that the result is the same in all updates of the
+    step and does not depend on how samples are split into micro-batches.
     """
     logp_mean, advantage_mean = over.means(logp_R, advantages_R)
     return (logp_R - logp_mean) * (advantages_R - advantage_mean)
@@ -230,12 +233,12 @@ def kl_cov_mask(
 ) -> Tensor:
     """Returns a mask of the tokens that KL-Cov penalises (Cui et al. 2025, eq. 13): (R,) bool.
 
-    They are the max(1, int(fraction N)) tokens of highest covariance, for N tokens on all ranks.
-    Ties go to the smallest keys.
+    These are the max(1, int(fraction * N)) tokens with the highest covariance among the N tokens on
+    all ranks. If covariances are equal, tokens with smaller keys come first.
     """
     covariance_R, count = covariance(advantages_R, logp_R, over), max(int(fraction * over.num), 1)
     candidates = torch.arange(len(covariance_R))
-    if len(candidates) > count:  # at most this rank's `count` highest can be chosen
+    if len(candidates) > count:  # only the `count` highest of this rank can be chosen
         candidates = (covariance_R >= covariance_R.topk(count).values[-1]).nonzero()[:, 0]
     chosen_R = torch.zeros(len(covariance_R), dtype=torch.bool)
     chosen_R[candidates] = over.are_first(
@@ -253,12 +256,12 @@ def clip_cov_advantages(
     low: float,
     high: float,
 ) -> Tensor:
-    """Returns the advantages with some tokens of high covariance set to 0, which keeps entropy
+    """Returns the advantages, set to 0 at some tokens with high covariance, which keeps the entropy
     high.
 
-    Clip-Cov (Cui et al. 2025, arXiv 2505.22617, eq. 11-12) draws max(1, int(fraction N)) of the
-    tokens whose covariance is in [low, high], for N tokens on all ranks. The tokens with the
-    smallest keys are drawn.
+    Clip-Cov (Cui et al. 2025, arXiv 2505.22617, eq. 11-12) selects, at random, max(1, int(fraction
+    * N)) of the tokens whose covariance is in [low, high], where N is the number of tokens on all
+    ranks. The tokens with the smallest keys are selected.
     """
     covariance_R = covariance(advantages_R, logp_R, over)
     candidates = ((covariance_R >= low) & (covariance_R <= high)).nonzero()[:, 0]
@@ -269,10 +272,11 @@ def clip_cov_advantages(
 
 
 def token_keys(batch: TrainBatch, index_N: Tensor) -> Tensor:
-    """Returns a pseudo-random number for each of these response tokens: (N,) int64.
+    """Returns a pseudo-random number for each given response token: (N,) int64.
 
-    It is a hash of the policy's version, the sample's number in the step and the token's position.
-    So it is the same on every rank, for any order of samples, and in a resumed run.
+    The number is a hash of the policy's version, the sample's number in the step and the token's
+    position. It is therefore the same on every rank, for any order of samples, and in a resumed
+    run.
 
     Args:
         index_N: Indices into the R response tokens of this rank.
@@ -288,13 +292,15 @@ def token_keys(batch: TrainBatch, index_N: Tensor) -> Tensor:
 
 
 def _group_sum(value_B: Tensor, group_B: Tensor) -> Tensor:
-    """Returns the sum over each sample's group."""
+    """Returns, for each sample, the sum of the values in its group."""
     _, index_B = group_B.unique(return_inverse=True)
     return torch.bincount(index_B, value_B)[index_B]
 
 
 def _group_member(value_B: Tensor, group_B: Tensor) -> Tensor:
-    """Returns the value of one member of each sample's group, the same one for the whole group."""
+    """Returns, for each sample, the value of one member of its group, which is the same member for
+    the whole group.
+    """
     _, index_B = group_B.unique(return_inverse=True)
     value_G = torch.zeros(int(index_B.max()) + 1, dtype=value_B.dtype)
     value_G[index_B] = value_B
@@ -305,9 +311,8 @@ def whiten(values_B: Tensor, counts_B: Tensor | None = None) -> Tensor:
     """Scales values to mean 0 and standard deviation (n - 1) 1.
 
     Args:
-        values_B: One value for each sample.
-        counts_B: Number of times that each value counts, such as its response length; None counts
-            each once.
+        values_B: One value per sample.
+        counts_B: How many times each value counts, such as the response length; None means once.
     """
     num = len(values_B) if counts_B is None else int(counts_B.sum())
     weight_B = 1 if counts_B is None else counts_B
@@ -316,7 +321,9 @@ def whiten(values_B: Tensor, counts_B: Tensor | None = None) -> Tensor:
 
 
 def whiten_tokens(values_R: Tensor, over: OverTokens) -> Tensor:
-    """Scales tokens' values in place to mean 0 and standard deviation (n - 1) 1 over all ranks."""
+    """Scales token values, in place, to mean 0 and standard deviation (n - 1) 1 over the tokens on
+    all ranks.
+    """
     centred_R = values_R.sub_(over.means(values_R))
     return _divided_by_std(centred_R, over.totals(centred_R.square())[0], over.num)
 
@@ -331,14 +338,18 @@ def response_values(column_T: Tensor, batch: RolloutBatch) -> Tensor:
 
 
 def response_column(values_R: Tensor, batch: TrainBatch) -> Tensor:
-    """Returns a column with these values at response tokens: (T,) float32, else zero."""
+    """Returns a column with the values at response tokens and zero at prompt tokens: (T,)
+    float32.
+    """
     column_T = torch.zeros(batch.num_tokens)
     column_T.numpy()[batch.response_mask_T.numpy()] = values_R.numpy()
     return column_T
 
 
 def sample_column(value_B: Tensor, batch: TrainBatch) -> Tensor:
-    """Returns a column with each sample's value at its response tokens: (T,) float32, else zero."""
+    """Returns a column with each sample's value at all its response tokens and zero at prompt
+    tokens: (T,) float32.
+    """
     column_T = repeated(batch.of_held(value_B).float(), batch.lengths_H)
     column_T.numpy()[~batch.response_mask_T.numpy()] = 0
     return column_T

@@ -1,10 +1,11 @@
-"""Interface of algorithms: the columns they need, their advantages, denominator and loss.
+"""Interface of algorithms: the columns that they need, advantages, denominator and loss.
 
-An algorithm sees log-probabilities of tokens, never logits. `advantages` and `denominator` see the
-per-sample columns of the whole step on every rank, but token columns only for the samples that this
-rank trains on (contracts/batch.py); over_tokens.py computes statistics over the tokens of all
-ranks. `loss` sees one micro-batch of one context-parallel rank. Invariant: the sum of a
-mini-batch's gradients is the same for every way to cut it into micro-batches and ranks.
+An algorithm receives log-probabilities of tokens, never logits. On every rank `advantages` and
+`denominator` receive the per-sample columns of the whole step, but token columns only for the
+samples that this rank trains on (contracts/batch.py); over_tokens.py computes statistics over the
+tokens on all ranks. `loss` receives one micro-batch on one context-parallel rank. Invariant: the
+sum of a mini-batch's gradients does not depend on how the mini-batch is split into micro-batches
+and over ranks.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class LossOutput:
         loss: Scalar with a gradient, already divided by the global denominator. The mini-batch's
             loss is the plain sum over micro-batches and ranks.
         metrics: Detached scalars, each a sum over positions. The trainer adds them up and divides
-            by the number of response tokens, whatever the denominator is. It takes the maximum if
-            the name ends in `_max`.
+            by the number of response tokens, independently of the denominator. If a name ends in
+            `_max`, the trainer takes the maximum instead.
     """
 
     loss: Tensor
@@ -40,24 +41,24 @@ class Algorithm(Protocol):
 
     @property
     def name(self) -> str:
-        """Name in messages."""
+        """Name to show in messages."""
 
     @property
     def needs(self) -> Needs:
-        """Columns and models that the trainer has to provide."""
+        """Columns and models that the trainer must provide."""
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the step's batch with `advantages_T`, and with `returns_T` for a critic. All
-        ranks call it.
+        """Returns the step's batch with the column `advantages_T`, and `returns_T` if there is a
+        critic. All ranks call this together.
         """
 
     def denominator(self, batch: TrainBatch) -> float:
-        """Returns the divisor of this mini-batch's losses, counted over all ranks."""
+        """Returns the divisor for the summed loss of this mini-batch, counted over all ranks."""
 
     def loss(
         self, logp_S: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
     ) -> LossOutput:
-        """Returns the policy's loss on the positions of a micro-batch.
+        """Returns the policy's loss over the positions of a micro-batch.
 
         Args:
             logp_S: Log-probability of each position's target token under the policy, with a
@@ -74,10 +75,12 @@ class AdaptiveAlgorithm(Algorithm, Protocol):
     """An algorithm with a state that changes once per step and is saved in checkpoints."""
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Updates the state from the step's batch; returns metrics, equal on all ranks."""
+        """Updates the state from the step's batch; returns metrics, which are the same on all
+        ranks.
+        """
 
     def state(self) -> dict[str, float]:
-        """Returns the state for `load_state`, as values that JSON can hold."""
+        """Returns the state for `load_state`, as values that JSON can represent."""
 
     def load_state(self, state: Mapping[str, float]) -> None:
         """Restores a state."""
@@ -85,14 +88,16 @@ class AdaptiveAlgorithm(Algorithm, Protocol):
 
 @runtime_checkable
 class GroupAlgorithm(Algorithm, Protocol):
-    """An algorithm that learns nothing from some groups of samples."""
+    """An algorithm that cannot learn from some groups of samples."""
 
     @property
     def max_resampling(self) -> int:
-        """Maximum number of rounds that replace such groups by samples of other prompts."""
+        """Maximum number of rounds in which such groups are replaced by groups of new prompts."""
 
     def uninformative(self, batch: ScoredBatch) -> Tensor:
-        """Returns a mask of the samples in such groups, whole groups only: (B,) bool."""
+        """Returns a mask of the samples in such groups; it always covers whole groups: (B,)
+        bool.
+        """
 
 
 @runtime_checkable
@@ -100,8 +105,8 @@ class SelectiveAlgorithm(Algorithm, Protocol):
     """An algorithm that learns from only some of a step's samples."""
 
     def selected(self, batch: ScoredBatch) -> Tensor:
-        """Returns the indices of those samples, at least one: (N,) int64. `advantages` accepts the
-        whole batch as well as the selected samples.
+        """Returns the indices of the samples to learn from, at least one: (N,) int64. `advantages`
+        accepts both the whole batch and the selected samples.
         """
 
 
@@ -110,9 +115,9 @@ class CriticAlgorithm(Algorithm, Protocol):
     """An algorithm that also trains a critic."""
 
     def value_loss(self, values_S: Tensor, micro: MicroBatch, denominator: float) -> LossOutput:
-        """Returns the critic's loss; arguments as in `loss`, `values_S` with a gradient."""
+        """Returns the critic's loss. Arguments as in `loss`; `values_S` has a gradient."""
 
 
 def num_response_tokens(batch: TrainBatch) -> float:
-    """Returns the number of response tokens, the denominator of a mean over them."""
+    """Returns the number of response tokens, which is the denominator of a mean over them."""
     return float(batch.response_lengths_B.sum())

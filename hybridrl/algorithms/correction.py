@@ -1,8 +1,8 @@
 """Off-policy correction: importance weights, rejection and their metrics. Pure functions.
 
 The ratio k = old / behaviour compares the policy at the start of the step with the policy that
-sampled the tokens. With the objective's own ratio, current / old, it makes decoupled PPO (Hilton et
-al. 2021, arXiv 2110.00641). Nothing here has a gradient.
+sampled the tokens. Together with the objective's own ratio, current / old, this is decoupled PPO
+(Hilton et al. 2021, arXiv 2110.00641). No result of this module has a gradient.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridrl.config.correction import CorrectionConfig, Level
 from hybridrl.contracts.batch import RolloutBatch
 
 Sum = Callable[[Tensor], Tensor]
-"""Function that returns the sum over each token's response."""
+"""Function that returns, at each token, the sum over the token's response."""
 
 
 def ratio(log_ratio_N: Tensor, level: Level, sum_of: Sum) -> Tensor:
@@ -28,7 +28,7 @@ def ratio(log_ratio_N: Tensor, level: Level, sum_of: Sum) -> Tensor:
     Args:
         log_ratio_N: d_t = old - behaviour log-probability of each token.
         level: token: exp(d_t); sequence: exp(sum_t d_t); geometric: exp(mean_t d_t); none: 1.
-        sum_of: Function that returns the sum over each token's response.
+        sum_of: Function that returns, at each token, the sum over the token's response.
     """
     if level == "none":
         return torch.ones_like(log_ratio_N)
@@ -44,9 +44,9 @@ def bounded(ratio_N: Tensor, config: CorrectionConfig) -> Tensor:
     """Returns the importance weights.
 
     If `bound` is truncate, k is clamped to [min, max] (TIS, Yao et al. 2025,
-    fengyao.notion.site/off-policy-rl). Otherwise weights outside of [min, max] are 0: IcePop with
-    the level token (Ling team 2025, arXiv 2510.18855), masked importance sampling with the level
-    sequence (Liu, Li et al. 2025, richardli.xyz/rl-collapse).
+    fengyao.notion.site/off-policy-rl). Otherwise weights outside [min, max] are set to 0. With
+    level token this is IcePop (Ling team 2025, arXiv 2510.18855); with level sequence it is masked
+    importance sampling (Liu, Li et al. 2025, richardli.xyz/rl-collapse).
     """
     if config.bound == "truncate":
         return ratio_N.clamp(config.min, config.max)
@@ -54,13 +54,15 @@ def bounded(ratio_N: Tensor, config: CorrectionConfig) -> Tensor:
 
 
 def is_kept(ratio_N: Tensor, config: CorrectionConfig) -> Tensor:
-    """Returns a mask of the tokens whose ratio is within the bounds of rejection."""
+    """Returns a mask of the tokens that are not rejected, because their ratio is within the
+    bounds.
+    """
     low, high = config.reject_bounds
     return (ratio_N >= low) & (ratio_N <= high)
 
 
 def weights(log_ratio_N: Tensor, config: CorrectionConfig, sum_of: Sum) -> Tensor:
-    """Returns the factor of each token's objective; arguments as in `ratio`."""
+    """Returns the factor by which each token's objective is multiplied; arguments as in `ratio`."""
     weight_N = torch.ones_like(log_ratio_N)
     if config.weight != "none":
         weight_N = bounded(ratio(log_ratio_N, config.weight, sum_of), config)
@@ -72,10 +74,10 @@ def weights(log_ratio_N: Tensor, config: CorrectionConfig, sum_of: Sum) -> Tenso
 def off_policy_metrics(
     batch: RolloutBatch, old_logp_T: Tensor, config: CorrectionConfig | None = None
 ) -> dict[str, float]:
-    """Measures the distance of the behaviour policy from the policy at the start of the step.
+    """Measures how far the behaviour policy is from the policy at the start of the step.
 
-    `mismatch/*` is always returned. For response i let d_t = old - behaviour at token t, e_i =
-    -mean_t behaviour (the engine's log-perplexity) and o_i = -mean_t old (the trainer's).
+    The metrics `mismatch/*` are always returned. For response i let d_t = old - behaviour at token
+    t, e_i = -mean_t behaviour (the engine's log-perplexity) and o_i = -mean_t old (the trainer's).
 
         rollout_ppl, training_ppl: mean_i exp(e_i), mean_i exp(o_i).
         rollout_log_ppl, training_log_ppl: mean_i e_i, mean_i o_i.
@@ -85,16 +87,16 @@ def off_policy_metrics(
         kl_k1, chi2_token: mean(-d_t) and mean(exp(d_t)^2) - 1 over all tokens.
         chi2_sequence: mean_i exp(sum_t d_t)^2 - 1.
 
-    These are what the code of verl's rollout correction computes
-    (verl/trainer/ppo/rollout_corr_helper.py). Its documentation (docs/algo/rollout_corr.md) has the
-    opposite sign of `log_ppl_diff` and another `ppl_ratio`. `correction/*` is returned if `config`
-    sets weights or rejection.
+    The definitions are the same as in the code of verl's rollout correction
+    (verl/trainer/ppo/rollout_corr_helper.py). verl's documentation (docs/algo/rollout_corr.md)
+    states the opposite sign for `log_ppl_diff` and another `ppl_ratio`. The metrics `correction/*`
+    are returned if `config` turns on weights or rejection.
 
     Args:
         batch: Samples with the engine's `behaviour_logp_T`.
         old_logp_T: Log-probabilities of the policy at the start of the step, (T,) like the batch's
             columns.
-        config: Section of the correction, if there is one.
+        config: The section `algorithm.correction`; None if the algorithm has none.
     """
     lengths_B, over = batch.response_lengths_B, OverTokens(batch)
     engine_R, old_R = (
@@ -129,7 +131,9 @@ def off_policy_metrics(
 
 
 class _ResponseSums:
-    """Function that returns the sum over each token's response, for the responses on this rank."""
+    """Function that returns, at each token, the sum over the token's response, for the responses on
+    this rank.
+    """
 
     def __init__(self, lengths_H: Tensor) -> None:
         self._sample_R, self._num = torch.repeat_interleave(lengths_H), len(lengths_H)
@@ -145,12 +149,13 @@ def _correction_metrics(
     lengths_B: Tensor,
     config: CorrectionConfig,
 ) -> dict[str, float]:
-    """Returns metrics of the weights k before their bounds, and of rejection.
+    """Returns metrics of the weights k before they are bounded, and of rejection.
 
-    `effective_sample_size` = (sum k)^2 / (n sum k^2), a share of the n tokens. `weight_*` describe
-    the tokens' k, `sequence_weight_*` the responses' means of k: mean, standard deviation, minimum,
-    maximum, largest |k - 1|, and the shares above `max` and below `min` (1 / `max` if `min` is 0).
-    The deviation divides by n for tokens and by n - 1 for responses; it is 0 for one response.
+    `effective_sample_size` = (sum k)^2 / (n sum k^2) is a fraction of the n tokens. `weight_*`
+    describe the k of tokens; `sequence_weight_*` describe the mean k of each response. Both have
+    mean, standard deviation, minimum, maximum, largest |k - 1|, and the fractions above `max` and
+    below `min` (1 / `max` if `min` is 0). The standard deviation divides by n for tokens and by n -
+    1 for responses; it is 0 if there is only one response.
     """
     metrics: dict[str, float] = {}
     if config.weight != "none":

@@ -1,8 +1,8 @@
-"""Distillation: learning from a teacher's log-probabilities.
+"""Distillation: learns from a teacher's log-probabilities.
 
-`OnPolicyDistillation` takes policy gradients of the teacher's log-probability of each token that
-the policy sampled. `Distillation` learns the teacher's distributions, on the data's responses or on
-samples.
+`OnPolicyDistillation` uses policy gradients; the reward of each sampled token depends on the
+teacher's log-probability of the token. `Distillation` learns the teacher's distributions, on
+responses from the data or on samples.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from hybridrl.config.algorithm import OnPolicyDistillationConfig
 from hybridrl.config.distillation import DistillationConfig, GkdConfig
 from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
 
-# Lower bound of the other tokens' total probability, 1 - sum(p). Below it the difference of fp32
-# probabilities is only rounding.
+# Lower bound on the other tokens' total probability, 1 - sum(p). Smaller values of this fp32
+# difference are only rounding errors.
 MIN_REST = 1e-6
 
 
@@ -35,21 +35,21 @@ class OnPolicyDistillation(PolicyGradient[OnPolicyDistillationConfig]):
     thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al. 2023, GKD, arXiv 2306.13649).
 
     A token's reward is log p_teacher - log p_old. This is the single-step part of MiniLLM's
-    gradient for the sampled token (Gu et al. 2023, arXiv 2306.08543, sec. 2.2). gamma 1 adds the
-    long part, which gives the gradient of the responses' KL. `reward_coef` times GRPO's advantage
-    is added.
+    gradient for the sampled token (Gu et al. 2023, arXiv 2306.08543, sec. 2.2). With gamma = 1 the
+    long part is included, and the result is the gradient of the KL over whole responses. GRPO's
+    advantage times `reward_coef` is added.
     """
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Computes the advantages: discounted sums of the tokens' rewards, plus those of the
-        reward.
+        """Computes the advantages: discounted sums of the token rewards, plus the weighted
+        group-relative advantage of the reward.
         """
         config, lengths_H = self.config, batch.response_lengths_H
         token_rewards_T = -self._reverse_kl(batch)
         if (penalty_T := self.kl_penalty(batch)) is not None:
             token_rewards_T = token_rewards_T - penalty_T
         rewards_R = response_values(token_rewards_T, batch)
-        # GAE with lambda 1 and without values is the discounted sum of rewards.
+        # With lambda 1 and all values 0, GAE is the discounted sum of rewards.
         advantages_R, _ = gae(
             rewards_R, torch.zeros_like(rewards_R), lengths_H, config.gamma, lam=1.0
         )
@@ -61,7 +61,9 @@ class OnPolicyDistillation(PolicyGradient[OnPolicyDistillationConfig]):
         return batch.join_columns(Producer.here(self.name), advantages_T=column_T)
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Also returns `teacher/reverse_kl` of the step's first policy, in nats per token."""
+        """Also returns `teacher/reverse_kl` for the policy at the start of the step, in nats per
+        token.
+        """
         reverse_kl = float(OverTokens(batch).means(response_values(self._reverse_kl(batch), batch)))
         return {"teacher/reverse_kl": reverse_kl, **super().after_step(batch)}
 
@@ -72,14 +74,14 @@ class OnPolicyDistillation(PolicyGradient[OnPolicyDistillationConfig]):
 
 
 class Distillation:
-    """Forward KL from the teacher to the policy, the mean over response tokens (Hinton et al. 2015,
-    arXiv 1503.02531; on sampled responses GKD's, Agarwal et al. 2023, arXiv 2306.13649).
+    """Forward KL from the teacher to the policy, averaged over response tokens (Hinton et al. 2015,
+    arXiv 1503.02531; on sampled responses this is GKD, Agarwal et al. 2023, arXiv 2306.13649).
 
     Each distribution is reduced to the teacher's k most likely tokens and one outcome for all other
     tokens: sum_k p_k (log p_k - log q_k) + p_rest (log p_rest - log q_rest), p_rest = 1 - sum_k
-    p_k. This is a KL, at most that of the whole distributions; it and its gradient are 0 if policy
-    and teacher agree. Without the rest, or with p renormalised to sum to 1, the loss would push the
-    other tokens' probability to 0.
+    p_k. This is a KL and never exceeds the KL of the full distributions; it and its gradient are 0
+    if policy and teacher agree. Without the term for the rest, or with p renormalised to sum to 1,
+    the loss would push the probability of all other tokens to 0.
     """
 
     def __init__(self, config: DistillationConfig | GkdConfig) -> None:
@@ -97,11 +99,13 @@ class Distillation:
     def loss(
         self, logp_SK: Tensor, entropy_S: Tensor, micro: MicroBatch, denominator: float
     ) -> LossOutput:
-        """Returns the KL; arguments as in `Algorithm.loss`, `logp_SK` for the teacher's tokens."""
+        """Returns the KL. Arguments as in `Algorithm.loss`; `logp_SK` are for the teacher's
+        tokens.
+        """
         mask_S = micro.loss_mask_S
         logp_SK = logp_SK.masked_fill(~mask_S[:, None], 0.0)
         teacher_SK = micro.require("teacher_logp_SK", self.name)
-        # At other positions both are 0, and so is every term.
+        # At masked positions both log-probabilities are 0, so every term is 0 there.
         kl_S, mass_S = forward_kl(teacher_SK, logp_SK)
         metrics = {
             "policy/entropy": entropy_S.detach().masked_fill(~mask_S, 0.0).sum(),
@@ -112,8 +116,8 @@ class Distillation:
 
 
 def forward_kl(teacher_SK: Tensor, logp_SK: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns KL(teacher, policy) over K tokens and the rest in nats, and the teacher's total
-    probability of the K tokens, each (S,).
+    """Returns KL(teacher, policy) over K tokens and the rest, in nats, and the teacher's total
+    probability of the K tokens; each (S,).
 
     Args:
         teacher_SK: Teacher's log-probabilities of K distinct tokens.
@@ -126,5 +130,5 @@ def forward_kl(teacher_SK: Tensor, logp_SK: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rest(mass_S: Tensor) -> Tensor:
-    """Returns the probability of all other tokens, (S,)."""
+    """Returns the total probability of all other tokens: (S,)."""
     return (1 - mass_S).clamp(min=MIN_REST)

@@ -1,9 +1,10 @@
 """Group relative policy optimization (Shao et al. 2024, arXiv 2402.03300) and its variants.
 
-All of them compare the samples of one prompt and train no critic. `config.algorithm.PRESETS` holds
-the settings of each name. The loss of `grpo` is the paper's eq. 3, except that the mean is over all
-response tokens of the mini-batch, not first over those of each sample. So a token counts the same
-in short and long responses (Yu et al. 2025, arXiv 2503.14476, sec. 3.3).
+All of them compare the samples of a prompt with each other and train no critic. The settings of
+each variant are in `config.presets.PRESETS`. The loss of `grpo` is the paper's eq. 3, except that
+it is averaged over all response tokens of the mini-batch instead of first over the tokens of each
+sample. A token therefore counts the same in short and in long responses (Yu et al. 2025, arXiv
+2503.14476, sec. 3.3).
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ from hybridrl.contracts.batch import (
 
 
 class Grpo(PolicyGradient[GrpoConfig]):
-    """Compares the samples of one prompt with each other, without a critic.
+    """Compares the samples of each prompt with each other, without a critic.
 
     With `kl_in: loss` the KL to the reference is a term of the loss, as in the paper. With `kl_in:
-    reward` each sample's reward is reduced by its summed KL before samples are compared.
+    reward` the KL summed over a sample is subtracted from its reward before samples are compared.
     """
 
     def __init__(self, config: GrpoConfig) -> None:
@@ -54,7 +55,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         self.max_resampling = config.max_resampling
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Gives every response token the advantage of its sample.
+        """Assigns each sample's advantage to all its response tokens.
 
         Raises:
             BatchError: A group has too few samples to compare.
@@ -65,7 +66,8 @@ class Grpo(PolicyGradient[GrpoConfig]):
             reward_B = reward_B - OverTokens(batch).sums(penalty_R)[:, 0]
         advantages_B = self._within_groups(reward_B, batch)
         if config.rescale_informative:
-            # Judged by rewards without the KL, which differs between samples of equal reward.
+            # Based on rewards without the KL, because the KL differs between samples with equal
+            # rewards.
             advantages_B = advantages_B * informative_scale(self.uninformative(batch))
         if config.whiten_advantages:
             # REINFORCE++ whitens over tokens (arXiv 2501.03262, eq. 5), GDPO over samples (eq. 6).
@@ -77,7 +79,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return batch.join_columns(Producer.here(self.name), **columns)
 
     def own_term(self, logp_S: Tensor, old_S: Tensor, micro: MicroBatch) -> Tensor | None:
-        """Returns KL-Cov's weighted penalty |logp - old_logp| of the chosen tokens, as in the
+        """Returns KL-Cov's weighted penalty |logp - old_logp| at the selected tokens, as in the
         authors' code.
         """
         if self.config.cov_kl_fraction == 0:
@@ -87,7 +89,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
     def uninformative(self, batch: ScoredBatch) -> Tensor:
         """Returns a mask of the samples in groups whose advantages are all 0: (B,) bool.
 
-        The KL in the reward and any scaling over the whole batch are left out.
+        The KL in the reward and scaling over the whole batch are ignored.
 
         Raises:
             BatchError: See `advantages`.
@@ -102,7 +104,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return self._compare(reward_B, batch)
 
     def _covariance_columns(self, advantages_B: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
-        """Returns the column that KL-Cov or Clip-Cov changes."""
+        """Returns the column that KL-Cov or Clip-Cov modifies."""
         config, over = self.config, OverTokens(batch)
         advantages_R = repeated(batch.of_held(advantages_B), batch.response_lengths_H)
         old_R = response_values(batch.require("old_logp_T", self.name), batch).double()
@@ -129,14 +131,14 @@ class Grpo(PolicyGradient[GrpoConfig]):
 
     def _parts(self, batch: ScoredBatch) -> dict[str, Tensor]:
         """Returns the parts of the reward to compare, by name."""
-        # The greedy response's reward is equal within a group and belongs to ReMax.
+        # The greedy response's reward is the same for the whole group; only ReMax uses it.
         found = {name: part_B for name, part_B in batch.reward_parts.items() if name != GREEDY}
         wanted = self.config.part_weights
         unknown = sorted(set(wanted) - set(found))
         if unknown or not found:
             got = f"returned no part {unknown[0]!r}" if unknown else "returned no parts"
             allowed = ", ".join(sorted(found)) or "at least one part"
-            remedy = "Change algorithm.part_weights, or return the part from the reward."
+            remedy = "Change algorithm.part_weights, or make the reward return this part."
             raise BatchError(batch.producer, "reward_parts", got, allowed, remedy)
         return {name: found[name] for name in wanted or found}
 
@@ -161,7 +163,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         """
         if GREEDY not in batch.reward_parts:
             got = f"returned a batch without the part {GREEDY!r}"
-            expected = f"the reward of a greedy response to each prompt, for {self.name}"
+            expected = f"the reward of a greedy response to each prompt, which {self.name} needs"
             remedy = "Call sampler.generate(prompts, greedy=True)."
             raise BatchError(batch.producer, "reward_parts", got, expected, remedy)
         return batch.reward_parts[GREEDY].double()
@@ -172,6 +174,6 @@ class Grpo(PolicyGradient[GrpoConfig]):
         if (least := int(counts.min())) < fewest:
             group = int(groups[counts.argmin()])
             got = f"returned {least} sample{'s' * (least > 1)} for group {group}"
-            expected = f"{fewest} or more, for {self.name}"
+            expected = f"{fewest} or more, which {self.name} needs"
             remedy = "Raise steps.samples_per_prompt."
             raise BatchError(batch.producer, "group_B", got, expected, remedy)

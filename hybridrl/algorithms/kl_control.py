@@ -1,4 +1,4 @@
-"""Adapts the coefficient of the KL penalty by a proportional controller. Pure."""
+"""Adapts the coefficient of the KL penalty with a proportional controller. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ class AdaptiveKl:
 
     coefficient <- coefficient (1 + e n / horizon), with e = clip(KL / target - 1, -0.2, 0.2) and n
     samples in the step, as in the authors' code (openai/lm-human-preferences). The paper's K_beta
-    is n / horizon. n is at most the horizon, so that the coefficient stays positive.
+    is n / horizon. n is capped at the horizon, so that the coefficient stays positive.
 
     Args:
         target: KL to reach, in nats per response.
-        horizon: Number of samples over which the coefficient adapts.
+        horizon: Number of samples within which the coefficient changes by at most a factor of about
+            e^0.2.
     """
 
     target: float
     horizon: int
 
     def next(self, coefficient: float, kl: float, num_samples: int) -> float:
-        """Returns the coefficient after a step with this mean KL. A KL that is not finite changes
-        nothing, because such a step is skipped.
+        """Returns the coefficient after a step with the mean KL `kl`. If the KL is not finite, the
+        coefficient does not change, because such a step is skipped.
         """
         if not math.isfinite(kl):
             return coefficient

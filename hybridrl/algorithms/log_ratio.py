@@ -1,7 +1,7 @@
 """Bounded ratios of probabilities, and estimates of the KL from log-probabilities.
 
-Pure functions of one value per position. They run on the device of their arguments without a
-synchronisation.
+Pure functions with one value per position. They run on the device of their arguments and do not
+synchronise with the host.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ MAX_K3 = 10.0  # nats per token
 
 
 def bounded_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Returns the log-ratio clamped to [-20, 20], without a gradient outside; verl and OpenRLHF
-    have the same bounds.
+    """Returns the log-ratio clamped to [-20, 20]; there is no gradient outside. verl and OpenRLHF
+    use the same bounds.
 
-    An infinite ratio would make the loss infinite, or its gradient NaN where clipping multiplies it
-    by 0, and one token would cause the whole optimizer step to be skipped. A NaN stays NaN.
+    An infinite ratio would make the loss infinite, or make its gradient NaN where clipping
+    multiplies the ratio by 0; a single token would then cause the whole optimizer step to be
+    skipped. A NaN stays NaN.
     """
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -36,17 +37,18 @@ def kl_estimate(logp_S: Tensor, other_logp_S: Tensor, estimator: KlEstimator) ->
 
     With d = log q - log p:
 
-        k1: -d, unbiased. As a loss it has a gradient of mean zero, so it belongs in a reward.
-        k2: d^2 / 2, biased and not negative. As a loss it has the gradient of KL(p, q).
-        k3: exp(d) - 1 - d, unbiased and not negative (GRPO, arXiv 2402.03300, eq. 4). As a loss it
-            has the gradient of KL(q, p).
+        k1: -d, unbiased. As a loss its expected gradient is zero, so it is only useful in a reward.
+        k2: d^2 / 2, biased and never negative. As a loss its expected gradient is the gradient of
+            KL(p, q).
+        k3: exp(d) - 1 - d, unbiased and never negative (GRPO, arXiv 2402.03300, eq. 4). As a loss
+            its expected gradient is the gradient of KL(q, p).
 
     Liu et al. 2025, arXiv 2510.01555, derive these gradients. Multiplied by the ratio p / sg(p),
     where sg stops the gradient, k1 and k3 have the gradient of KL(p, q) too (DeepSeek-V3.2, arXiv
     2512.02556, sec. 3.1).
 
-    k3 is at most 10 nats per token and has no gradient above, as in verl. Otherwise a single token
-    could outweigh all others. k1 and k2 have no bound.
+    As in verl, k3 is capped at 10 nats per token, above which it has no gradient; otherwise a
+    single token could outweigh all others. k1 and k2 are not capped.
 
     Args:
         logp_S: log p of the sampled tokens.

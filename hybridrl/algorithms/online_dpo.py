@@ -1,8 +1,9 @@
 """Online DPO (Guo et al. 2024, arXiv 2402.04792): DPO on pairs of the policy's own samples.
 
-The samples of highest and lowest reward of a prompt make a pair; the others are not trained on. The
-paper samples two responses and asks a language model for the better one; here rewards decide. A
-group of equal rewards makes no pair, and the loss is the mean over the pairs.
+For each prompt, the samples with the highest and the lowest reward form a pair; the other samples
+are not used. In the paper two responses are sampled and a language model chooses the better one;
+here rewards decide. A group whose rewards are all equal yields no pair. The loss is the mean over
+the pairs.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from hybridrl.contracts.batch import Producer, ScoredBatch, TrainBatch
 
 
 class OnlineDpo(Dpo):
-    """Pair losses of `Dpo` on pairs of samples.
+    """Applies the pair losses of `Dpo` to pairs of samples.
 
-    They have no importance ratio, like algorithm 1 of the paper: a preference holds whichever
-    policy sampled the two responses.
+    As in the paper's algorithm 1, the losses have no importance ratio, because a preference between
+    two responses does not depend on which policy sampled them.
     """
 
     def __init__(self, config: OnlineDpoConfig) -> None:
@@ -29,12 +30,12 @@ class OnlineDpo(Dpo):
         self.max_resampling = config.max_resampling
 
     def uninformative(self, batch: ScoredBatch) -> Tensor:
-        """Returns a mask of the samples in groups that make no pair: (B,) bool."""
+        """Returns a mask of the samples in groups that yield no pair: (B,) bool."""
         return uniform_groups(batch.reward_B, batch.group_B)
 
     def selected(self, batch: ScoredBatch) -> Tensor:
-        """Returns the indices of the samples in pairs, ascending. Ties of rewards go to the lowest
-        sample number. Returns the first sample alone if there is no pair.
+        """Returns the indices of the samples in pairs, ascending. If rewards are tied, the lowest
+        sample number is chosen. If there is no pair, returns only the first sample.
         """
         is_excluded_B = self.uninformative(batch).numpy()
         reward_B, group_B = batch.reward_B.numpy(), batch.group_B.numpy()
@@ -47,7 +48,9 @@ class OnlineDpo(Dpo):
         return torch.from_numpy(index) if len(index) else torch.zeros(1, dtype=torch.int64)
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the samples in pairs with their advantages, zero if there is no pair."""
+        """Returns the samples in pairs with their advantages, which are zero if there is no
+        pair.
+        """
         batch = batch.select(self.selected(batch))
         if bool(self.uninformative(batch).any()):
             zeros_T = torch.zeros(batch.num_tokens)

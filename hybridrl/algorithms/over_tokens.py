@@ -1,8 +1,9 @@
-"""Computes sums, extremes and the smallest tokens over the response tokens of all ranks.
+"""Computes sums, maxima and the smallest candidates over the response tokens on all ranks.
 
 Collective if each rank has the tokens of only some samples: all ranks call every method in the same
-order. A rank reduces each of its samples first, and every rank then reduces over all samples. So
-results are equal on all ranks, and do not depend on how samples are distributed, bit for bit.
+order. Each rank first reduces each of its samples, and then every rank reduces over all samples.
+Results are therefore bitwise identical on all ranks and do not depend on how samples are
+distributed.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch import Tensor
 
 from hybridrl.contracts.batch import RolloutBatch
 
-NUM_MARKS = 256  # candidates that a rank sends first, to bound those that it sends in full
+NUM_MARKS = 256  # candidates that a rank sends first, to find out how many it must send
 Array = np.ndarray[Any, Any]
 
 
 class OverTokens:
-    """Statistics over the response tokens of a batch. Arguments (R,) have one value for each of the
-    R response tokens on this rank.
+    """Statistics over the response tokens of a batch. Arguments of shape (R,) have one value for
+    each of the R response tokens on this rank.
 
     Attributes:
         num: Number of response tokens on all ranks.
@@ -54,15 +55,15 @@ class OverTokens:
         if len(lengths_H):  # every response has at least one token
             starts = (lengths_H.cumsum(0) - lengths_H).numpy()
             for k, value_R in enumerate(values_R):
-                # Five times as fast as torch's segment_reduce, with the same bits.
+                # Five times as fast as torch's segment_reduce, with bitwise identical results.
                 found_HK[:, k] = torch.from_numpy(
                     reduction.reduceat(value_R.double().numpy(), starts)
                 )
         return batch.completed(found_HK)
 
     def are_first(self, index_N: Tensor, order_N: Tensor, key_N: Tensor, count: int) -> Tensor:
-        """Returns a mask of the tokens that are among the `count` smallest candidates of all ranks,
-        sorted by `order_N` and then by `key_N`: (N,) bool.
+        """Returns a mask of this rank's candidates that are among the `count` smallest on all
+        ranks, compared by `order_N` and then by `key_N`: (N,) bool.
 
         Args:
             index_N: Indices of this rank's candidates among its R response tokens.
@@ -72,7 +73,7 @@ class OverTokens:
         """
         candidates = own = _Candidates(order_N.numpy(), key_N.numpy())
         if (holders := self._batch.holders) is not None:
-            # If several ranks have a sample, only one of them contributes its tokens.
+            # If several ranks have the same sample, only one of them contributes its tokens.
             ends_H = self._batch.response_lengths_H.cumsum(0)
             speaks_N = holders.speaks_H[torch.searchsorted(ends_H, index_N, right=True)]
             own = candidates.at(speaks_N.numpy())
@@ -87,14 +88,16 @@ class OverTokens:
 
 
 class _Candidates(NamedTuple):
-    """Sort keys of tokens. For marks, also the number of tokens that each mark represents."""
+    """Sort keys of tokens; for marks (see `marks`), also the number of tokens that each mark
+    represents.
+    """
 
     order_N: Array
     key_N: Array
     counts_N: Array | None = None
 
     def at(self, which: Array) -> _Candidates:
-        """Returns the candidates at these indices, or in this mask."""
+        """Returns the candidates at the given indices, or in the given mask."""
         return _Candidates(*(column_N[which] for column_N in self if column_N is not None))
 
     def first(self, count: int) -> _Candidates:
@@ -102,14 +105,14 @@ class _Candidates(NamedTuple):
         return self.at(np.lexsort((self.key_N, self.order_N))[:count])
 
     def are_up_to(self, bound: tuple[Any, Any]) -> Array:
-        """Returns a mask of the candidates that are not larger than the bound: (N,) bool."""
+        """Returns a mask of the candidates that do not exceed the bound: (N,) bool."""
         order, key = bound
         found: Array = (self.order_N < order) | ((self.order_N == order) & (self.key_N <= key))
         return found
 
     def marks(self) -> _Candidates:
-        """Returns up to NUM_MARKS evenly spaced candidates of this sorted list, the last one
-        included. Each counts itself and the candidates since the mark before it.
+        """Returns up to NUM_MARKS evenly spaced candidates of this sorted list, including the last
+        one. The count of each mark includes itself and the candidates after the previous mark.
         """
         ends = np.unique(np.linspace(0, len(self.order_N), NUM_MARKS + 1).astype(np.int64))[1:]
         return self.at(ends - 1)._replace(counts_N=np.diff(ends, prepend=0))
@@ -121,8 +124,8 @@ def _concatenated(parts: Sequence[_Candidates]) -> _Candidates:
 
 
 def _bound(marks: Sequence[_Candidates], count: int) -> tuple[Any, Any]:
-    """Returns the sort keys of a bound that at least `count` candidates of all ranks do not exceed,
-    or all candidates if there are fewer.
+    """Returns the sort keys of a bound such that at least `count` candidates on all ranks do not
+    exceed it, or all candidates if there are fewer.
     """
     found = _concatenated(marks)
     found = found.first(len(found.order_N))

@@ -1,7 +1,7 @@
-"""Loss and denominator of all algorithms with rollouts.
+"""Loss and denominator shared by all algorithms with policy gradients.
 
-Subclasses add their advantages. The loss adds three independent terms (objective, KL, entropy) at
-each token, and `aggregate` sets the weight of each position.
+Subclasses define the advantages. The loss at each token is the sum of three independent terms
+(objective, KL, entropy), and `aggregate` determines the weight of each position.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ Config = TypeVar("Config", bound=PolicyGradientConfig)
 
 
 class PolicyGradient(Generic[Config]):
-    """Loss of a policy gradient, for advantages from any source.
+    """Policy-gradient loss for advantages from any source.
 
     loss = sum_t w_t (-objective_t + kl_coef kl_t - entropy_coef entropy_t) / denominator, over
-    response tokens. The weight w and the denominator follow from `aggregate`:
+    response tokens. The weight w and the denominator depend on `aggregate`:
 
-        token_mean: w = 1, number of tokens (DAPO, Yu et al. 2025, arXiv 2503.14476, eq. 12).
-        sequence_mean: w = 1 / response length, number of responses (GRPO, Shao et al. 2024, arXiv
-            2402.03300, eq. 3).
-        fixed: w = 1, number of responses x `fixed_length` (Dr. GRPO, Liu et al. 2025, arXiv
-            2503.20783, sec. 3.2).
+        token_mean: w = 1, denominator = number of tokens (DAPO, Yu et al. 2025, arXiv 2503.14476,
+            eq. 12).
+        sequence_mean: w = 1 / response length, denominator = number of responses (GRPO, Shao et al.
+            2024, arXiv 2402.03300, eq. 3).
+        fixed: w = 1, denominator = number of responses x `fixed_length` (Dr. GRPO, Liu et al. 2025,
+            arXiv 2503.20783, sec. 3.2).
 
-    The weight of `correction` multiplies the objective and changes no denominator.
+    The weight from `correction` multiplies the objective and does not change the denominator.
 
     Attributes:
         config: Section of the algorithm.
@@ -64,7 +65,7 @@ class PolicyGradient(Generic[Config]):
         return self.config.name
 
     def denominator(self, batch: TrainBatch) -> float:
-        """Returns the number of tokens or responses that the loss is a mean over."""
+        """Returns the denominator of the mean: a number of tokens or of responses."""
         if self.config.aggregate == "token_mean":
             return num_response_tokens(batch)
         fixed = self.config.aggregate == "fixed"
@@ -79,8 +80,8 @@ class PolicyGradient(Generic[Config]):
             UserError: The loss needs whole responses, but context parallelism splits them.
         """
         config, mask_S = self.config, micro.loss_mask_S
-        # Masked first, not last: values at other positions may overflow, and 0 x inf is NaN. The
-        # columns are already zero there, so every term below is too.
+        # Mask first, not last, because values at masked positions may overflow, and 0 x inf is NaN.
+        # The columns are already zero there, so every term below is zero too.
         logp_S = logp_S.masked_fill(~mask_S, 0.0)
         entropy_S = entropy_S.masked_fill(~mask_S, 0.0)
         old_S = logp_S.detach() if micro.old_logp_S is None else micro.old_logp_S
@@ -115,7 +116,9 @@ class PolicyGradient(Generic[Config]):
         return None
 
     def after_step(self, batch: TrainBatch) -> dict[str, float]:
-        """Adapts the KL coefficient to the KL of the step's samples, if `kl_target` is set."""
+        """Adapts the KL coefficient, based on the KL of the step's samples, if `kl_target`
+        is set.
+        """
         if self._adaptive is None:
             return {}
         used, kl = self.kl_coef, sequence_kl(batch, self.name)
@@ -138,7 +141,7 @@ class PolicyGradient(Generic[Config]):
         return loss_S / sequence_sum(micro.loss_mask_S.to(loss_S.dtype), micro).clamp(min=1)
 
     def rewards(self, batch: ScoredBatch) -> Tensor:
-        """Returns each sample's reward, including the penalty of its length: (B,) float64."""
+        """Returns each sample's reward, including the penalty for its length: (B,) float64."""
         reward_B, longest = batch.reward_B.double(), self.config.overlong_max_tokens
         if longest is None:
             return reward_B
@@ -146,7 +149,7 @@ class PolicyGradient(Generic[Config]):
         return reward_B + overlong_penalty(batch.response_lengths_B, longest, buffer)
 
     def kl_penalty(self, batch: TrainBatch) -> Tensor | None:
-        """Returns each token's KL penalty in the reward, (T,) float64, or None without one."""
+        """Returns each token's KL penalty in the reward, (T,) float64; None if there is none."""
         if not self._kl_in_reward:
             return None
         return self.kl_coef * token_kl(batch, self.config.kl_estimator, self.name)
@@ -154,7 +157,7 @@ class PolicyGradient(Generic[Config]):
     def token_rewards(self, batch: TrainBatch) -> Tensor:
         """Returns the reward of each response token: (R,) float64.
 
-        It is the sample's reward on the last token, minus the KL penalty of each token.
+        The sample's reward is given at its last token; each token's KL penalty is subtracted.
         """
         reward_H = batch.of_held(self.rewards(batch))
         rewards_R = last_token_rewards(reward_H, batch.response_lengths_H)
@@ -197,7 +200,7 @@ class PolicyGradient(Generic[Config]):
         return correction.weights(old_S - behaviour_S, self.correction, sum_of)
 
     def _check_whole(self, micro: MicroBatch) -> None:
-        # Sync point: one number a micro-batch, only for losses over whole responses.
+        # Sync point: reads one number per micro-batch, only for losses over whole responses.
         if int(micro.cu_seqlens[-1]) == micro.num_positions:
             return
         section = self.config
@@ -219,15 +222,15 @@ def clipped_surrogate(
     clip_high: float,
     dual_clip: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Clipped objective of PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
+    """Returns the clipped objective of PPO (Schulman et al. 2017, arXiv 1707.06347, eq. 7).
 
-    min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp - old_logp). The paper has
-    equal bounds; DAPO raises the upper one (Yu et al. 2025, arXiv 2503.14476, eq. 10). With the
-    ratio of a whole response it is GSPO's objective (Zheng et al. 2025, arXiv 2507.18071, eq. 5).
+    min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = exp(logp - old_logp). The paper uses
+    equal bounds; DAPO raises the upper bound (Yu et al. 2025, arXiv 2503.14476, eq. 10). With the
+    ratio of a whole response this is GSPO's objective (Zheng et al. 2025, arXiv 2507.18071, eq. 5).
 
     Args:
         dual_clip: Factor c > 1; where A < 0 the objective is at least c A (Ye et al. 2020, arXiv
-            1912.09729). None sets no such bound.
+            1912.09729). If None, there is no lower bound.
 
     Returns:
         The objective, and a mask of the positions where it is clipped and has no gradient.
@@ -248,8 +251,8 @@ def clipped_log_ratio(
 ) -> tuple[Tensor, Tensor]:
     """Returns GMPO's clipped log-ratio and a mask of the clipped positions.
 
-    The log-ratio is at most clip_high where A > 0 and at least -clip_low elsewhere. The geometric
-    mean follows (Zhao et al. 2025, arXiv 2507.20673).
+    The log-ratio is clipped from above at clip_high where A > 0, and from below at -clip_low
+    elsewhere. The geometric mean is taken afterwards (Zhao et al. 2025, arXiv 2507.20673).
     """
     bounded_S = torch.where(
         advantages_S > 0, log_ratio_S.clamp(max=clip_high), log_ratio_S.clamp(min=-clip_low)
@@ -264,7 +267,7 @@ def weighted_logp(
     weights.
 
     The objective is sg(clip(r, 1 - clip_low, 1 + clip_high)) A logp, where sg stops the gradient.
-    The weight is bounded, and every token keeps a gradient.
+    The weight is bounded, but every token keeps a gradient.
     """
     ratio_S = importance_ratio(log_ratio_S.detach())
     weight_S = ratio_S.clamp(1 - clip_low, 1 + clip_high)
@@ -276,8 +279,8 @@ def soft_gated(
 ) -> Tensor:
     """Returns SAPO's objective (Gao et al. 2025, arXiv 2511.20347, eq. 5-6).
 
-    4 / tau sigmoid(tau (r - 1)) A, with one temperature tau for positive advantages and one for the
-    others. At r = 1 the gradient is that of r A; it fades on both sides.
+    4 / tau sigmoid(tau (r - 1)) A, with one temperature tau for positive advantages and another for
+    all others. At r = 1 the gradient equals the gradient of r A; it decreases on both sides.
     """
     tau_S = torch.full_like(log_ratio_S, tau_negative).masked_fill(advantages_S > 0, tau_positive)
     gate_S = torch.sigmoid(tau_S * (importance_ratio(log_ratio_S) - 1))
@@ -285,9 +288,10 @@ def soft_gated(
 
 
 def sequence_sum(value_S: Tensor, micro: MicroBatch) -> Tensor:
-    """Returns the sum over each position's sequence, for a micro-batch of whole sequences: (S,).
+    """Returns, at each position, the sum over its sequence, for a micro-batch of whole sequences:
+    (S,).
 
-    Uses no atomics, so that results are reproducible bit by bit.
+    Uses no atomics, so that results are bitwise reproducible.
     """
     lengths = micro.cu_seqlens.diff().long()
     sums = torch.segment_reduce(value_S, "sum", lengths=lengths, unsafe=True)
@@ -295,10 +299,11 @@ def sequence_sum(value_S: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def with_sequence_mean(value_S: Tensor, micro: MicroBatch) -> Tensor:
-    """Returns the mean over each token's response, with the gradient of the token alone.
+    """Returns, at each token, the mean over its response; the gradient flows only through the
+    token's own value.
 
-    This is GSPO-token's form (Zheng et al. 2025, arXiv 2507.18071, eq. 14). If all tokens of a
-    response have the same weight, the gradient is that of the mean.
+    This is the form used by GSPO-token (Zheng et al. 2025, arXiv 2507.18071, eq. 14). If all tokens
+    of a response have the same weight, the total gradient equals the gradient of the mean.
     """
     mask_S = micro.loss_mask_S
     count_S = sequence_sum(mask_S.to(value_S.dtype), micro).clamp(min=1)
@@ -307,7 +312,9 @@ def with_sequence_mean(value_S: Tensor, micro: MicroBatch) -> Tensor:
 
 
 def _reported_kl(logp_S: Tensor, old_S: Tensor, reference_S: Tensor | None) -> Tensor:
-    """Returns KL(policy, reference), or KL(old, policy) without a reference, estimated by k3."""
+    """Returns KL(policy, reference), or KL(old, policy) if there is no reference, estimated with
+    k3.
+    """
     if reference_S is not None:
         return kl_estimate(logp_S, reference_S, "k3")
     return kl_estimate(old_S, logp_S, "k3")

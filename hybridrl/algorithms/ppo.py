@@ -1,7 +1,7 @@
 """Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) with tokens as actions.
 
-Advantages come from GAE with a critic's values; the reward is given at the last token. Both losses
-are means over the mini-batch, as set by `aggregate`.
+Advantages are computed with GAE from a critic's values; the reward is given at the last token. Both
+losses are averaged over the mini-batch according to `aggregate`.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
 class Ppo(PolicyGradient[PpoConfig]):
     """Trains a policy and a critic.
 
-    With `kl_in: reward` the KL to the reference is a penalty of each token in the reward, which the
-    critic learns too. With `kl_in: loss` it is a term of the policy's loss.
+    With `kl_in: reward` the KL to the reference is subtracted from each token's reward, so the
+    critic learns to predict it too. With `kl_in: loss` the KL is a term of the policy's loss.
     """
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Computes the advantages, whitened if configured, and the critic's returns."""
+        """Computes the advantages, whitened if configured, and the returns for the critic."""
         config, lengths_H = self.config, batch.response_lengths_H
         rewards_R = self.token_rewards(batch)
         values_R = response_values(batch.require("values_T", self.name), batch)
@@ -59,13 +59,13 @@ class Ppo(PolicyGradient[PpoConfig]):
         return -micro.require("term_weights_S", self.name) * logp_S
 
     def _positive_weights(self, batch: TrainBatch) -> Tensor:
-        """Returns the weights that turn the loss's mean into a mean over the samples that pass:
-        (T,) float32, zero on other samples.
+        """Returns token weights that turn the mean over the mini-batch into a mean over the samples
+        that pass: (T,) float32, zero on other samples.
 
-        The positive example LM loss of VAPO (Yue et al. 2025, arXiv 2504.05118, eq. 9-10).
+        They are for VAPO's positive example LM loss (Yue et al. 2025, arXiv 2504.05118, eq. 9-10).
         """
         passed_B = batch.reward_B >= self.config.pass_reward
-        # Each sample's share of the loss's denominator.
+        # Each sample's share of the denominator.
         counts_B = batch.response_lengths_B.double()
         if self.config.aggregate != "token_mean":
             counts_B = torch.ones_like(counts_B)
@@ -77,7 +77,7 @@ class Ppo(PolicyGradient[PpoConfig]):
         """Returns the clipped value loss; arguments as in `CriticAlgorithm.value_loss`."""
         if self.config.needs_whole_sequences:
             self._check_whole(micro)
-        # Masked first, as in the policy's loss; the columns are already zero there.
+        # Mask first, as in the policy's loss; the columns are already zero at masked positions.
         loss_S, clipped_S = clipped_value_loss(
             values_S.masked_fill(~micro.loss_mask_S, 0.0),
             micro.require("values_S", self.name),
@@ -91,7 +91,7 @@ class Ppo(PolicyGradient[PpoConfig]):
 def clipped_value_loss(
     values_S: Tensor, old_values_S: Tensor, returns_S: Tensor, clip: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns the clipped value loss of the PPO authors' code.
+    """Returns the clipped value loss from the PPO authors' code.
 
     max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 (openai/baselines, ppo2; Huang
     et al. 2022, "The 37 implementation details of PPO", no. 9).

@@ -1,11 +1,11 @@
 """Preference optimization: DPO and its variants on pairs, KTO on labelled responses.
 
 The losses depend on the log-probabilities s_i of whole responses, and couple several samples.
-`advantages` differentiates the loss L with respect to each s_i at the policy of the step's start,
-where all s_i are known, and gives every token of response i the advantage -dL/ds_i. `loss` is
-linear in the tokens' log-probabilities. So its gradient is that of L for every cut into
-micro-batches, ranks and context-parallel parts, and the two samples of a pair may be in different
-micro-batches. The price is one more forward pass.
+`advantages` differentiates the loss L with respect to each s_i for the policy at the start of the
+step, where all s_i are known, and assigns the advantage -dL/ds_i to every token of response i.
+`loss` is linear in the tokens' log-probabilities. Its gradient therefore equals the gradient of L,
+however the batch is split into micro-batches, ranks and context-parallel parts, and the two samples
+of a pair may be in different micro-batches. This costs one additional forward pass.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from hybridrl.config.needs import Needs
 from hybridrl.config.supervised import DpoConfig, KtoConfig, OnlineDpoConfig
 from hybridrl.contracts.batch import UNRELATED, BatchError, MicroBatch, Producer, TrainBatch
 
-# Parts of the reward that `advantages` adds for the metrics: beta times the (mean) log-ratio, the
-# sample's share of the loss, and KTO's estimate of the KL. No scorer has a dot in its name.
+# Reward parts that `advantages` adds for metrics: beta times the (mean) log-ratio, the sample's
+# share of the loss, and KTO's estimate of the KL. The names contain a dot, which no scorer's name
+# contains.
 IMPLICIT, LOSS, KL = "feedback.implicit_reward", "feedback.loss", "feedback.kl"
 
 
@@ -53,7 +54,9 @@ class ResponseLoss(Generic[Config]):
         raise NotImplementedError
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Gives each response token the advantage -dL/ds of its response, and reports the parts."""
+        """Assigns the advantage -dL/ds of each response to all its tokens, and adds the reward
+        parts for metrics.
+        """
         old_T = batch.require("old_logp_T", self.name)
         with torch.enable_grad():
             logp_B = response_sums(old_T, batch).requires_grad_()
@@ -71,7 +74,7 @@ class ResponseLoss(Generic[Config]):
         """Returns the loss whose gradient is minus the advantages; arguments as in
         `Algorithm.loss`.
 
-        Its value is the first-order change of L, which is 0 at the start of the step.
+        The value of this loss is the first-order change of L, which is 0 at the start of the step.
         `feedback_metrics` reports L itself.
         """
         mask_S = micro.loss_mask_S
@@ -85,8 +88,8 @@ class ResponseLoss(Generic[Config]):
 
 
 class Dpo(ResponseLoss[DpoConfig | OnlineDpoConfig]):
-    """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, eq. 7) and its
-    variants, which `config.supervised.PAIR_PRESETS` lists.
+    """Direct preference optimization (Rafailov et al. 2023, arXiv 2305.18290, eq. 7) and the
+    variants in `config.supervised.PAIR_PRESETS`.
 
     Let s = logp - reference_logp of a response (s = logp if `reference` is off), divided by its
     length if `length_normalized`, and h = s_chosen - s_rejected. The loss of a pair is
@@ -109,7 +112,7 @@ class Dpo(ResponseLoss[DpoConfig | OnlineDpoConfig]):
         return batch.num_samples / 2
 
     def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns half of its pair's loss for each sample, as in `ResponseLoss`."""
+        """Returns, for each sample, half of its pair's loss; see `ResponseLoss`."""
         config, lengths_B = self.config, batch.response_lengths_B
         score_B = logp_B
         if config.reference:
@@ -142,8 +145,9 @@ class Kto(ResponseLoss[KtoConfig]):
 
     With s = logp - reference_logp, the loss of a response is w (1 - sigmoid(beta (s - z))) if it is
     desirable and w (1 - sigmoid(beta (z - s))) if not; each kind has its weight w. The reference
-    point z has no gradient. It is max(0, mean of s) over unrelated samples, prompts with responses
-    to other prompts (sec. 4.1), of the whole step; the paper takes those of a micro-batch.
+    point z has no gradient. It is max(0, mean of s) over unrelated samples: prompts with responses
+    to other prompts (sec. 4.1). The mean is over the whole step, whereas the paper uses each
+    micro-batch.
     """
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
@@ -169,7 +173,7 @@ class Kto(ResponseLoss[KtoConfig]):
         return float(batch.num_samples)
 
     def losses(self, logp_B: Tensor, batch: TrainBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns each response's loss, as in `ResponseLoss`."""
+        """Returns each response's loss; see `ResponseLoss`."""
         config, is_good_B = self.config, batch.reward_B > 0
         ratio_B = logp_B - reference_sums(batch, self.name)
         gain_B = config.beta * (ratio_B - batch.reward_parts[KL].double())
@@ -179,11 +183,10 @@ class Kto(ResponseLoss[KtoConfig]):
 
 
 def pairs(batch: TrainBatch) -> tuple[Tensor, Tensor]:
-    """Returns the indices of the better and of the worse samples, both in the order of their
-    groups.
+    """Returns the indices of the better and of the worse samples, both ordered by group.
 
     Raises:
-        BatchError: A group is not two samples with different rewards.
+        BatchError: A group does not consist of two samples with different rewards.
     """
     groups, counts = batch.group_B.unique(return_counts=True)
     order_B = torch.from_numpy(np.lexsort((batch.reward_B.numpy(), batch.group_B.numpy())))
@@ -209,18 +212,21 @@ def reference_sums(batch: TrainBatch, needed_by: str) -> Tensor:
 
 
 def log_odds(logp: Tensor) -> Tensor:
-    """Returns log(p / (1 - p)) of log p; p is at most exp(-1e-7), so that the result is finite."""
+    """Returns log(p / (1 - p)), given log p. p is capped at exp(-1e-7), so that the result is
+    finite.
+    """
     logp = logp.clamp(max=-1e-7)
     return logp - (-logp.expm1()).log()
 
 
 def feedback_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Returns the metrics of a step on pairs or labels, before its update; {} for other batches.
+    """Returns the metrics of a step on pairs or labels, from before its update; {} for other
+    batches.
 
-    `preference/accuracy` is the share of (better, worse) pairs that the implicit rewards order
-    correctly; a tie counts half. With labels the pairs are all desirable with all undesirable
-    responses of the step, so it is the area under the ROC curve. A class without samples has no
-    metrics.
+    `preference/accuracy` is the fraction of (better, worse) pairs that the implicit rewards order
+    correctly; a tie counts half. With labels, every desirable response of the step is paired with
+    every undesirable one, so the accuracy is the area under the ROC curve. A class without samples
+    has no metrics.
     """
     parts = batch.reward_parts
     if IMPLICIT not in parts:

@@ -1,7 +1,8 @@
 """REINFORCE++ (Hu et al. 2025, arXiv 2501.03262): PPO's loss without a critic.
 
-A token's advantage is the discounted sum of the rewards from this token on, KL penalties included,
-whitened over all response tokens of the batch. The variant with a baseline is a preset of grpo.py.
+A token's advantage is the discounted sum of the rewards from this token on, including KL penalties,
+whitened over all response tokens of the batch. The variant with a baseline is a preset of GRPO
+(grpo.py).
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from hybridrl.contracts.batch import Producer, TrainBatch
 
 
 class ReinforcePlusPlus(PolicyGradient[ReinforceConfig]):
-    """Compares each sample with the whole batch; one sample per prompt is enough."""
+    """Compares each sample with the whole batch, so one sample per prompt is enough."""
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
         """Computes the advantages: whitened discounted sums of rewards."""
         rewards_R = self.token_rewards(batch)
-        # GAE with lambda 1 and without values is the discounted sum of rewards.
+        # With lambda 1 and all values 0, GAE is the discounted sum of rewards.
         lengths_H, values_R = batch.response_lengths_H, torch.zeros_like(rewards_R)
         returns_R, _ = gae(rewards_R, values_R, lengths_H, self.config.gamma, lam=1.0)
         advantages_R = whiten_tokens(returns_R, OverTokens(batch))

@@ -1,9 +1,9 @@
-"""Reward-model training on preference pairs.
+"""Trains a reward model on preference pairs.
 
-The score of a response is the value at its last token, the end token included, as in transformers'
-sequence classifiers. The loss L of a pair couples two samples, so it is differentiated once over
-the whole step, as in preference.py: `advantages` puts -dL/ds_i on the last token of response i, and
-the loss of a micro-batch is linear in the values. No policy is trained.
+The score of a response is the value at its last token, which may be the end token, as in
+transformers' sequence classifiers. A pair's loss L couples two samples, so L is differentiated once
+for the whole step, as in preference.py: `advantages` stores -dL/ds_i at the last token of response
+i, and the loss of a micro-batch is linear in the values. No policy is trained.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class RewardModel:
     """Bradley-Terry likelihood of preferences (Ouyang et al. 2022, arXiv 2203.02155, eq. 1).
 
     -log sigmoid(s_chosen - s_rejected - m) + center_coef (s_chosen + s_rejected)^2, mean over
-    pairs. m is the margin of Llama 2 (Touvron et al. 2023, arXiv 2307.09288, eq. 2): `margin` plus
-    the row's own (`data.margin_key`). The second term keeps scores around 0 (Eisenstein et al.
-    2023, arXiv 2312.09244, eq. 2).
+    pairs. m is the margin from Llama 2 (Touvron et al. 2023, arXiv 2307.09288, eq. 2): the knob
+    `margin` plus the row's own margin (`data.margin_key`). The second term keeps scores near 0
+    (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
     """
 
     name = "reward_model"
@@ -38,7 +38,9 @@ class RewardModel:
         return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Puts minus the derivative of the loss by each score on the response's last token."""
+        """Stores, at each response's last token, minus the derivative of the loss with respect to
+        the response's score.
+        """
         last_H = batch.offsets[1:] - 1
         values_T = batch.require("values_T", self.name)
         with torch.enable_grad():
@@ -53,7 +55,7 @@ class RewardModel:
         )
 
     def losses(self, score_B: Tensor, batch: TrainBatch) -> Tensor:
-        """Returns half of its pair's loss for each sample: (B,)."""
+        """Returns, for each sample, half of its pair's loss: (B,)."""
         chosen_P, rejected_P = pairs(batch)
         rows = [batch.prompts[i].columns for i in chosen_P.tolist()]
         margins = [float(str(row.get(PAIR_MARGIN, 0))) for row in rows]

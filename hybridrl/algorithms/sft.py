@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the mean negative log-likelihood of the demonstrations' tokens."""
+"""Supervised fine-tuning: mean negative log-likelihood of the response tokens in demonstrations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridrl.contracts.batch import MicroBatch, TrainBatch
 
 
 class Sft:
-    """Learns the data's responses, without rollouts, rewards or another model."""
+    """Learns responses from the data, without rollouts, rewards or another model."""
 
     name = "sft"
 
@@ -23,7 +23,7 @@ class Sft:
         return self.config.needs
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the batch unchanged: demonstrations have no advantages."""
+        """Returns the batch unchanged, because demonstrations have no advantages."""
         return batch
 
     def denominator(self, batch: TrainBatch) -> float:

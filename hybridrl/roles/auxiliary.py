@@ -15,17 +15,17 @@ from hybridrl.errors import UserError
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """A term of the loss, without its rows."""
+    """A loss term: its algorithm and weight, without its rows."""
 
     algorithm: Algorithm
     weight: float
 
 
 def make_auxiliary_losses(config: Config) -> dict[str, AuxiliaryLoss]:
-    """Creates the terms of the section `mix` with a weight above 0, by name.
+    """Creates the terms in the section `mix` whose weight is above 0, by name.
 
     Raises:
-        UserError: A user's algorithm cannot be a term.
+        UserError: A user's own algorithm cannot be a term.
     """
     terms = {}
     for name, section in config.terms().items():
@@ -39,11 +39,13 @@ def make_auxiliary_losses(config: Config) -> dict[str, AuxiliaryLoss]:
 
 @contextmanager
 def errors_of_term(name: str) -> Iterator[None]:
-    """Changes the keys in errors of a term's data and algorithm to those of `mix.NAME`."""
+    """Rewrites keys in errors about a term's data and algorithm, so that they begin with
+    `mix.NAME`.
+    """
     try:
         yield
     except UserError as error:
-        place = re.sub(r"^prompts(?=\[)", f"mix[{name!r}]", error.name)  # rows from Python
+        place = re.sub(r"^prompts(?=\[)", f"mix[{name!r}]", error.name)  # rows passed from Python
         key, allowed, remedy = (
             re.sub(r"\b(data|algorithm)\.(?=\w)", rf"mix.{name}.\1.", text)
             for text in (place, error.allowed, error.remedy)

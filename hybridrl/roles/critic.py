@@ -1,6 +1,7 @@
-"""The critic: values of the states before response tokens, and their regression.
+"""The critic: predicts the value of the state before each response token, and is trained by
+regression.
 
-Collective like the policy. A reward model in training is a critic too; its values are scores at
+Collective, like the policy. A reward model in training is also a critic; its values are scores at
 response tokens.
 """
 
@@ -16,7 +17,7 @@ from hybridrl.training.update import Gradients, LossPart, detached
 
 
 class Critic:
-    """A value model that is trained.
+    """A value model in training.
 
     Args:
         model: Parallel model with a value head and its weights.
@@ -30,16 +31,16 @@ class Critic:
         self.num_updates_in_run = num_updates_in_run
 
     def values(self, batch: TrainBatch) -> torch.Tensor:
-        """Returns the value of the state in which each response token was sampled, or a reward
-        model's score at the token: (T,) fp32, zero on prompts.
+        """Returns, for each response token, the value of the state in which it was sampled, or a
+        reward model's score at the token: (T,) fp32, zero on prompts.
         """
         plan = self.model.plan(batch)
         values_T = plan.column(self.model.forward_all(plan.inputs))
         return values_T * batch.response_mask_T
 
     def gradients(self, batch: TrainBatch, denominator: float | None = None) -> Gradients:
-        """Accumulates the gradients of the value loss, with `critic/*` metrics over all ranks;
-        arguments as in `Policy.gradients`.
+        """Accumulates the gradients of the value loss, and computes `critic/*` metrics over all
+        ranks. Arguments as in `Policy.gradients`.
         """
         if denominator is None:
             denominator = self.algorithm.denominator(batch)

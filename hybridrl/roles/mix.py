@@ -1,11 +1,12 @@
-"""Additional terms of the policy's loss, each with its own prompts: the order of their rows, and
-the columns that their algorithms need.
+"""Rows of additional terms of the policy's loss: reads them, takes each step's rows, and computes
+the columns that the terms' algorithms need.
 
-Collective; every rank takes the same rows. The loss of an optimizer step is the main loss plus the
-sum over terms of weight times loss, each divided by its own global denominator. All passes add to
+Collective; every rank takes the same rows. The loss of an optimizer step is the main loss plus each
+term's loss times its weight; each loss is divided by its own global denominator. All passes add to
 one gradient with one norm, which is applied or skipped as a whole (update.py). Each optimizer step
-takes its share of a term's rows and computes their columns with its initial weights. So a
-preference loss, which is linear in the log-probabilities, has its exact gradient in every step.
+uses its share of a term's rows and computes their columns with the weights from before the
+optimizer step. The gradient of a preference loss, which is linear in the log-probabilities, is
+therefore exact in every optimizer step.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class Mix:
     """Rows of all terms.
 
     Args:
-        given: Rows from Python by the term's name, which replace `data.prompts`.
+        given: Rows passed from Python, by the term's name; they replace the term's `data.prompts`.
 
     Attributes:
         terms: Terms by name.
-        taken: Batches of the step's optimizer steps so far, with their columns.
+        taken: Batches used so far in the current step, with their columns.
 
     Raises:
-        UserError: A term has no rows, or `given` has a name without a term.
+        UserError: A term has no rows, or `given` contains a name for which there is no term.
     """
 
     def __init__(
@@ -50,7 +51,8 @@ class Mix:
         self._sources = {}
         _check_given(config, given)
         for name, term in self.terms.items():
-            # The seed depends on the name, so that sources of equal length have different orders.
+            # The seed depends on the name, so that sources with equally many rows are shuffled
+            # differently.
             data, seed = config.mix[name].data, config.run.seed + zlib.crc32(name.encode())
             with errors_of_term(name):
                 needs, rows = term.algorithm.needs, given.get(name)
@@ -62,11 +64,11 @@ class Mix:
     def batches(
         self, roles: Roles, num_updates: int, trains_policy: bool
     ) -> Iterator[dict[str, TrainBatch]]:
-        """Yields each optimizer step's batches by name. The columns are computed with the weights
-        at the time of the iteration.
+        """Yields the terms' batches for each optimizer step, by name. Their columns are computed
+        with the weights at the time of the iteration.
 
         Args:
-            trains_policy: Whether the policy is trained; if not, no rows are taken.
+            trains_policy: Whether the policy is trained in this step; if not, no rows are taken.
         """
         self.taken = []
         rows = {
@@ -78,7 +80,8 @@ class Mix:
             found = {}
             for name, taken in rows.items():
                 algorithm = self.terms[name].algorithm
-                # Parts may differ by a row: dropped responses can reduce the number of updates.
+                # Parts may differ by one row, because dropped responses can reduce the number of
+                # updates.
                 ends = [len(taken) * end // num_updates for end in (number, number + 1)]
                 part = taken[slice(*ends)]
                 batch = supervised_batch(part, algorithm.needs.feedback)
@@ -89,14 +92,14 @@ class Mix:
             yield found
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for `load_state`, as values that JSON can hold."""
+        """Returns the state for `load_state`, as values that JSON can represent."""
         return {name: source.state() for name, source in self._sources.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state.
+        """Restores a state from which to continue.
 
         Raises:
-            DataError: The state is of other rows or other terms.
+            DataError: The state belongs to other rows or other terms.
         """
         for name, source in self._sources.items():
             with errors_of_term(name):
@@ -104,10 +107,10 @@ class Mix:
 
 
 def _check_given(config: Config, given: Mapping[str, Rows]) -> None:
-    """Raises a UserError if rows have no term, or a term has no rows."""
+    """Raises UserError if there are rows without a term, or a term without rows."""
     for name in given:
         if name not in config.mix:
-            names = ", ".join(config.mix) or "none, since the section mix is empty"
+            names = ", ".join(config.mix) or "none, because the section mix is empty"
             raise UserError("mix", name, f"names of terms ({names})", f"Add mix.{name}.")
     for name, term in config.terms().items():
         key = f"mix.{name}.data.prompts"

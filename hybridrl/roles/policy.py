@@ -1,7 +1,8 @@
-"""The policy: log-probabilities of a batch's tokens, and updates with an algorithm's loss.
+"""The policy: computes log-probabilities of a batch's tokens, and is updated with an algorithm's
+loss.
 
-Collective: every rank calls with the same samples, whichever ranks have their tokens. All ranks get
-the same metrics; each gets the columns of the tokens that it holds (contracts/holders.py).
+Collective: all ranks call with the same samples, whichever ranks hold the tokens. All ranks receive
+the same metrics; each receives columns for the tokens that it holds (contracts/holders.py).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from hybridrl.training.model import Loss, ParallelModel
 from hybridrl.training.update import Gradients, LossPart, detached, optimizer_step
 
 TERM_TEMPERATURE = 1.0
-"""Temperature of the terms' responses, which are not sampled."""
+"""Temperature for responses in loss terms, which are not sampled."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,8 @@ class LossTerm:
 
     Args:
         name: Prefix of its metrics.
-        batch: All its samples, with the columns that the algorithm needs; log-probabilities at
-            TERM_TEMPERATURE.
+        batch: All samples of the term, with the columns that the algorithm needs. Log-probabilities
+            are at TERM_TEMPERATURE.
     """
 
     name: str
@@ -41,7 +42,7 @@ class LossTerm:
 
 
 class Policy:
-    """A language model that is trained, or frozen as the reference.
+    """A language model in training, or the frozen reference.
 
     Args:
         model: Parallel language model with its weights.
@@ -65,7 +66,7 @@ class Policy:
         tokens.
 
         Args:
-            temperature: Divisor of the logits; None takes the policy's.
+            temperature: Divisor of the logits; None means the policy's temperature.
         """
         self._check_blobs(batch)
         plan = self.model.plan(batch, self.temperature if temperature is None else temperature)
@@ -74,28 +75,31 @@ class Policy:
         return logp_T * batch.response_mask_T
 
     def take_start_logps(self) -> torch.Tensor | None:
-        """Returns the log-probabilities at the start of the step, computed by the last `gradients`:
-        (T,) fp32, nats. None if the batch had them already. A second call returns None.
+        """Returns the log-probabilities at the start of the step, which the last call of
+        `gradients` computed: (T,) fp32, nats. None if the batch already had them, or if this was
+        already called.
         """
         found, self._start_logp_T = self._start_logp_T, None
         return found
 
     def _check_blobs(self, batch: TrainBatch) -> None:
-        """Raises BatchError if the batch lacks blobs that the model reads. Terms need none."""
+        """Raises BatchError if the batch lacks blobs that the model reads. Batches of loss terms
+        need none.
+        """
         for extra in self.model.planner.extra_inputs:
             for name in extra.blobs:
                 batch.require_blob(name, extra.needed_by)
 
     def update(self, batch: TrainBatch, terms: Sequence[LossTerm] = ()) -> dict[str, float]:
-        """Takes one optimizer step on a mini-batch, or none if its loss or gradient is not finite.
+        """Takes one optimizer step on a mini-batch; skips it if the loss or gradient is not finite.
 
         Args:
             batch: All samples of the mini-batch, with the columns that the algorithm needs.
 
         Returns:
-            `policy/loss`, `policy/grad_norm`, `policy/learning_rate`, `train/skipped_steps`,
-            `mismatch/*` (for sampled responses), the algorithm's own metrics and those of terms,
-            such as `NAME/loss`, over all ranks.
+            Metrics over all ranks: `policy/loss`, `policy/grad_norm`, `policy/learning_rate`,
+            `train/skipped_steps`, `mismatch/*` (for sampled responses), metrics of the algorithm,
+            and metrics of the loss terms, such as `NAME/loss`.
         """
         return optimizer_step([self.gradients(batch, terms=terms)])
 
@@ -105,12 +109,12 @@ class Policy:
         denominator: float | None = None,
         terms: Sequence[LossTerm] = (),
     ) -> Gradients:
-        """Accumulates the gradients of a mini-batch and of weighted terms, in the same passes.
+        """Accumulates the gradients of a mini-batch and of weighted loss terms, in the same passes.
 
         Args:
             batch, terms: See `update`.
-            denominator: Denominator of the mini-batch's loss; None takes the algorithm's for this
-                batch.
+            denominator: Denominator of the mini-batch's loss; None means the algorithm's
+                denominator for this batch.
         """
         if denominator is None:
             denominator = self.algorithm.denominator(batch)
@@ -129,7 +133,7 @@ class Policy:
             loss_parts.append(LossPart.of(term.name, self.model, term.batch, inputs, own))
         found = Gradients.of("policy", self.model, loss_parts, self.num_updates_in_run)
         if self.algorithm.needs.rollouts:
-            # If the batch lacks the column, this is the step's first forward pass.
+            # If the batch lacks the column, this was the first forward pass of the step.
             old_T = batch.old_logp_T
             if old_T is None:
                 old_T = self._start_logp_T = plan.column(logps)
@@ -145,7 +149,9 @@ def _loss(
     logps: list[torch.Tensor] | None = None,
     weight: float = 1.0,
 ) -> Loss:
-    """Returns the loss function for micro-batches. It appends the log-probabilities to `logps`."""
+    """Returns the loss function for micro-batches. The function appends the log-probabilities to
+    `logps`.
+    """
 
     def loss(output: TokenStats, micro: MicroBatch) -> tuple[torch.Tensor, LossOutput]:
         chosen = output.chosen_logp_SK
@@ -166,7 +172,7 @@ def _term_metrics(term: LossTerm, part: LossPart) -> dict[str, float]:
     """Returns a term's metrics with its name as prefix: `policy/kl` becomes `NAME/kl`."""
     found = {**part.metrics}
     if term.algorithm.needs.feedback is not None:
-        found |= {  # the loss itself; `loss` returns only its change
+        found |= {  # the loss itself, because `loss` returns only its change
             name.replace("policy/", f"{term.name}/"): value
             for name, value in feedback_metrics(term.batch).items()
         }

@@ -1,9 +1,9 @@
-"""Reward models that run on the training ranks; their scores become parts of the reward.
+"""Reward models that run on the training ranks. Their scores become parts of the reward.
 
-Collective; every rank gets the same batch. A reward model is frozen, split over the ranks of its
-role (by default as the policy is), and reads the policy's own tokens. The score of a response is
-its value at the last token, the end token included, unless config.json names another token
-(models/score_token.py).
+Collective; every rank receives the same batch. A reward model is frozen, is split over the ranks of
+its role (by default like the policy), and reads the policy's tokens without re-tokenizing them. The
+score of a response is the value at its last token, which may be the end token, unless config.json
+names another token (models/score_token.py).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from hybridrl.training.model import ModelSource, ParallelModel
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A model that scores responses for the reward's sum.
+    """A model that scores responses; the score is added to the reward.
 
     Args:
         name: Name in metrics.
-        weight: Factor of its score in the sum.
+        weight: Factor by which the score is multiplied in the reward.
         model: Frozen model with a value head.
-        padding: Token that is skipped at the end of a response; None if there is none.
+        padding: Token that is skipped at the end of a response; None if no token is skipped.
     """
 
     name: str
@@ -41,7 +41,7 @@ class RewardModel:
     padding: int | None = None
 
     def __call__(self, batch: ScoredBatch) -> ScoredBatch:
-        """Returns the batch with the score added to its rewards and stored as a part."""
+        """Returns the batch with the scores added to the rewards and stored as a reward part."""
         producer = Producer.here(f"reward {self.name!r}")
         plan = self.model.plan(batch.to_train(producer))
         values_T = plan.column(self.model.forward_all(plan.inputs))
@@ -53,13 +53,13 @@ class RewardModel:
 
 def _last_tokens(batch: RolloutBatch, padding: int | None) -> Tensor:
     """Returns the position of each response's last token that is not padding: (H,) int64. If all
-    are padding, returns its first sampled token.
+    its tokens are padding, the position is that of its first sampled token.
     """
     last_H = batch.offsets[1:] - 1
     if padding is None:
         return last_H
     is_sampled_T, is_padding_T = batch.response_mask_T, batch.tokens_T == padding
-    while True:  # repeats for the longest run of padding; end tokens occur once
+    while True:  # one iteration per padding token; usually only one, the end token
         is_skipped_H = is_padding_T[last_H] & is_sampled_T[last_H - 1]
         if not bool(is_skipped_H.any()):
             return last_H
@@ -93,14 +93,14 @@ def make_reward_models(
     """Builds the reward models and loads their weights.
 
     Args:
-        policy: Source of the policy, whose tokens they read.
-        models: Dict that receives each model by name, for the table of an out-of-memory error.
-        served: Sections of the models, by the names of their scorers.
-        needs_greedy: Whether the algorithm compares samples with greedy responses, which no model
-            scores.
+        policy: Source of the policy, whose tokens the reward models read.
+        models: Dict to which each model is added by name, for the table in an out-of-memory error.
+        served: Section of each model, by the name of its scorer.
+        needs_greedy: Whether the algorithm compares samples with greedy responses, which reward
+            models cannot score.
 
     Raises:
-        UserError: A model has another vocabulary than the policy, or the algorithm needs greedy
+        UserError: A model's vocabulary differs from the policy's, or the algorithm needs greedy
             responses.
     """
     reward_models = []
@@ -109,8 +109,8 @@ def make_reward_models(
             raise UserError(
                 "reward.function",
                 SERVED,
-                f"another reward with algorithm {config.algorithm.name}, whose greedy baseline no "
-                "reward model scores",
+                f"another reward with algorithm {config.algorithm.name}, because reward models "
+                f"cannot score its greedy baseline",
                 "Set algorithm.name to grpo or rloo.",
             )
         mesh = meshes.of(REWARD + name)
@@ -134,5 +134,5 @@ def _check_vocabulary(path: str, own: Mapping[str, object], policy: Mapping[str,
             "reward.options.path",
             f"{path}, with {own['vocab_size']} tokens",
             f"a reward model with the policy's {policy['vocab_size']} tokens",
-            "Train one from a model of the policy's family (algorithm.name=reward_model).",
+            "Train one from a model in the policy's family (algorithm.name=reward_model).",
         )

@@ -1,8 +1,8 @@
-"""Models of a run: the policy and the other models that its algorithm needs.
+"""The models of a run: the policy and the other models that the algorithm needs.
 
-Collective: all ranks call every function together. Owns which models are trained, and which
-gradients make one optimizer step. Every model is split over the ranks of its role (`placement`), by
-default over all ranks.
+Collective: all ranks call every function together. Owns the choice of models to train, and of the
+gradients that are applied in one optimizer step. Every model is split over the ranks of its role
+(`placement`), by default over all ranks.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from hybridrl.training.update import Gradients
 
 @dataclass(frozen=True)
 class Roles:
-    """Models that an algorithm needs.
+    """The models that an algorithm needs.
 
     Args:
-        source: Source of the policy, the reference and the critic.
+        source: Source from which policy, reference and critic are loaded.
         policy, reference, critic: Models by role; None if the algorithm does not need the role.
-        num_critic_warmup_steps: Number of first steps that train only the critic.
+        num_critic_warmup_steps: Number of steps at the start of the run that train only the critic.
         terms: Additional terms of the policy's loss, by name.
     """
 
@@ -76,7 +76,7 @@ class Roles:
         num_steps_done: int,
         terms: Mapping[str, TrainBatch] = MappingProxyType({}),
     ) -> list[Gradients]:
-        """Accumulates the gradients of every model that is trained on this mini-batch.
+        """Accumulates the gradients of every trained model on a mini-batch.
 
         Args:
             num_steps_done: Number of steps before this one.
@@ -99,18 +99,18 @@ class Roles:
         temperature: float | None = None,
         num_updates: int = 1,
     ) -> TrainBatch:
-        """Prepares a batch for training; collective.
+        """Prepares a batch for training. Collective.
 
-        Selects the samples that the algorithm learns from, moves their tokens to the ranks that
-        train on them, and adds the columns in its `needs`: log-probabilities of policy, reference
-        and teacher, and values.
+        Selects the samples from which the algorithm learns, moves their tokens to the ranks that
+        train on them, and adds the columns that the algorithm needs: values, and log-probabilities
+        under policy, reference and teacher.
 
         Args:
             needs_old_logps: Whether to add the policy's log-probabilities even if the algorithm
                 does not need them.
-            temperature: Temperature of the log-probabilities; None takes that of the main
-                algorithm's samples.
-            num_updates: Number of mini-batches that the samples will be split into.
+            temperature: Temperature of the log-probabilities; None means the sampling temperature
+                of the main algorithm.
+            num_updates: Number of mini-batches into which the samples will be split.
         """
         if isinstance(algorithm, SelectiveAlgorithm):
             scored = scored.select(algorithm.selected(scored))
@@ -127,7 +127,7 @@ class Roles:
             columns |= self.teacher.columns(batch)
         if not columns:
             return batch
-        # A lookup may take longer on another rank than all_agree waits.
+        # Wait here first, because the lookup on another rank may take longer than all_agree waits.
         self.world.arrive("looking up log-probabilities")
         try:
             with self.world.all_agree("looking up log-probabilities"):
@@ -138,11 +138,11 @@ class Roles:
             raise reason from error
 
     def learned(self, batch: TrainBatch) -> ScoredBatch | None:
-        """Returns the samples of a step with the policy's log-probabilities at its start instead of
-        the engine's.
+        """Returns the samples of a step, with the engine's log-probabilities replaced by the
+        policy's at the start of the step.
 
-        Log-probabilities that are not finite become UNKNOWN_LOGP. Returns None if they are unknown,
-        because the policy was not trained.
+        Log-probabilities that are not finite become UNKNOWN_LOGP. Returns None if the
+        log-probabilities are unknown because the policy was not trained in this step.
         """
         start_T = self.policy.take_start_logps()
         old_T = start_T if batch.old_logp_T is None else batch.old_logp_T
@@ -158,8 +158,8 @@ class Roles:
         return self.policy.model.world
 
     def with_tokens_where_trained(self, batch: TrainBatch, num_updates: int) -> TrainBatch:
-        """Returns the batch with its tokens on the ranks that train on them, so that updates move
-        none.
+        """Moves the batch's tokens to the ranks that train on them, so that no update has to move
+        tokens.
         """
         models = list(self.trained.values()) or [self.policy.model]
         wanted = [model.planner.training_ranks(batch, num_updates) for model in models]
@@ -175,15 +175,15 @@ class Roles:
         generated: GeneratedLengths,
         terms: Sequence[TrainBatch] = (),
     ) -> dict[str, int]:
-        """Returns the model FLOPs of a step's phases, summed over ranks.
+        """Returns the model FLOPs of each phase of a step, summed over ranks.
 
-        A prompt that samples share in a micro-batch counts once. Output heads count for response
-        tokens only, because other tokens have no loss.
+        A prompt that several samples share in a micro-batch counts once. Output heads are counted
+        only for response tokens, because other tokens have no loss.
 
         Args:
             num_steps_done: Number of steps before this one.
-            generated: Lengths of everything that was generated for the step.
-            terms: Batches of additional terms, whose columns are computed in the update.
+            generated: Lengths of all responses that were generated for the step.
+            terms: Batches of additional loss terms, whose columns are computed during the update.
         """
         shape, policy = self.source.shape, self.policy.model
         trains_policy = self.trains_policy(num_steps_done)
@@ -209,8 +209,8 @@ class Roles:
         }
 
     def sharing(self, batch: TrainBatch) -> dict[str, float]:
-        """Returns the factor by which shared prompts reduce the model FLOPs of the policy's update,
-        or {} if samples do not share prompts.
+        """Returns the factor by which sharing prompts reduces the model FLOPs of the policy's
+        update; {} if samples do not share prompts.
         """
         policy = self.policy.model
         if not policy.planner.shares_prompts or "policy" not in self.trained:
@@ -220,7 +220,9 @@ class Roles:
 
 
 def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
-    """Returns the FLOPs of a batch's columns of log-probabilities, and of the policy's update."""
+    """Returns the FLOPs for computing a batch's log-probability columns, and for the policy's
+    update.
+    """
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     num = sum(column is not None for column in (batch.old_logp_T, batch.reference_logp_T))
     shared = policy.planner.shared_tokens(batch, is_lookup=True)
@@ -231,8 +233,8 @@ def _lm_flops(policy: ParallelModel, batch: TrainBatch) -> tuple[int, int]:
 def _update_flops(
     policy: ParallelModel, batch: TrainBatch, shared: Sequence[int] | None = None
 ) -> int:
-    """Returns the FLOPs of the policy's update, without the `shared` tokens of each sample, which
-    another sample computes.
+    """Returns the FLOPs for the policy's update. The `shared` tokens of each sample are not
+    counted, because they are computed for another sample.
     """
     lengths, responses = batch.lengths_B.tolist(), int(batch.response_lengths_B.sum())
     backward = policy.backward
@@ -253,15 +255,15 @@ def make_roles(
     """Builds the models and loads their initial weights.
 
     Args:
-        algorithm: Algorithm, whose needs decide which models are built.
-        models: Dict that receives each model by name when it is built, for the table of an
+        algorithm: Algorithm; its needs determine which models are built.
+        models: Dict to which each model is added by name when it is built, for the table in an
             out-of-memory error.
-        has_reference, has_teacher: Whether to build the reference and the teacher, if the algorithm
-            needs them. False if their columns are already known or unused.
-        terms: Additional terms of the policy's loss; None takes those of the section `mix`.
+        has_reference, has_teacher: Whether to build the reference and the teacher if the algorithm
+            needs them. False if their columns are already known or are not used.
+        terms: Additional terms of the policy's loss; None means the terms in the section `mix`.
 
     Raises:
-        UserError: There are terms, but no policy is trained.
+        UserError: There are loss terms, but no policy is trained.
     """
     world, needs = meshes.world, algorithm.needs
     terms = make_auxiliary_losses(config) if terms is None else terms
@@ -269,14 +271,14 @@ def make_roles(
         raise UserError(
             "mix",
             f"terms {', '.join(terms)}",
-            f"no terms with algorithm {algorithm.name}, which trains no policy",
+            f"no terms with algorithm {algorithm.name}, which does not train a policy",
             "Remove the section mix.",
         )
     roles = run_models(config, needs, [term.algorithm.needs for term in terms.values()])
     source = model_source(config.model, world.platform, config.longest_sequence())
     section = config.algorithm
     warmup = section.critic_warmup_steps if isinstance(section, PpoConfig) else 0
-    # The length of each model's learning-rate schedule is the number of updates of that model.
+    # The length of each model's learning-rate schedule is the number of that model's updates.
     num_updates = config.steps.num_steps * config.steps.updates_per_step
     num_policy_updates = max(num_updates - warmup * config.steps.updates_per_step, 0)
     temperature = (config.rollout.temperature or 1.0) if needs.rollouts else 1.0

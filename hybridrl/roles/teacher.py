@@ -1,6 +1,7 @@
-"""The teacher of a distillation: a frozen model of any size that computes log-probabilities.
+"""The teacher in a distillation: a frozen model of any size that computes log-probabilities.
 
-Collective; every rank gets the same columns. The model is split over all ranks like the policy.
+Collective; every rank receives the same columns. By default the model is split over the same ranks
+as the policy.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ class Teacher:
 
     Args:
         model: Parallel language model, frozen.
-        needs: Needs of the algorithm, which choose the columns.
-        num_tokens: Size of the policy's vocabulary, to which the teacher's is cut.
+        needs: Needs of the algorithm; they determine the columns.
+        num_tokens: Size of the policy's vocabulary; further tokens of the teacher are ignored.
         temperature: Sampling temperature of the policy.
     """
 
@@ -37,7 +38,9 @@ class Teacher:
                 chunk.num_top, chunk.num_tokens = needs.teacher_top, num_tokens
 
     def columns(self, batch: TrainBatch) -> dict[str, torch.Tensor]:
-        """Returns `teacher_logp_T`, or `teacher_tokens_TK` and `teacher_logp_TK`, as needed."""
+        """Returns the columns that are needed: `teacher_logp_T`, or `teacher_tokens_TK` and
+        `teacher_logp_TK`.
+        """
         plan = self.model.plan(batch, self._temperature)
         outputs: list[TokenStats] = self.model.forward_all(plan.inputs)
         found, mask_T = {}, batch.response_mask_T
@@ -66,7 +69,7 @@ def make_teacher(
     """Builds the teacher and loads its weights.
 
     Args:
-        models: Dict that receives the model by name, for the table of an out-of-memory error.
+        models: Dict to which the model is added by name, for the table in an out-of-memory error.
 
     Raises:
         UserError: The section `algorithm` has no teacher.
@@ -76,7 +79,7 @@ def make_teacher(
         raise UserError(
             "algorithm.name",
             config.algorithm.name,
-            "an algorithm whose section has a teacher",
+            "an algorithm with a teacher",
             "Set algorithm.name to on_policy_distillation, distillation or gkd.",
         )
     source = model_source(section, mesh.platform, config.longest_sequence())

@@ -90,7 +90,7 @@ def assert_refused(done: subprocess.CompletedProcess[str], *expected: str) -> No
         ("model.init=nowhere", ["model.init", "nowhere"]),
         ("model.family=gpt2", ["model.family", "gpt2"]),
         ("placement.critic=0", ["placement.critic", "which has no critic"]),
-        ("placement.policy=node:1", ["placement.policy.ranks", "nodes 0 to 0, of 1 ranks each"]),
+        ("placement.policy=node:1", ["placement.policy.ranks", "nodes 0 to 0, with 1 ranks each"]),
     ],
 )
 def test_train_refuses_before_any_rank_starts(

@@ -360,7 +360,7 @@ def test_the_command_plans_as_many_ranks_as_a_placement_names(here: Path) -> Non
     said = run("plan", file, "placement.policy=0-1", "placement.rollout=[2, 3]")
     assert "ranks 2-3: rollout;" in said and "4 ranks use" in said
     said = run("plan", file, "placement.rollout=first:9", "--world", "4", expect=2)
-    assert "placement.rollout.ranks: got first:9; allowed: at most the 4 ranks" in said
+    assert "placement.rollout.ranks: got first:9; allowed: at most 4, the number of ranks" in said
 
 
 @pytest.mark.parametrize(
