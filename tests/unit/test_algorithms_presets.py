@@ -320,7 +320,9 @@ GROUP_NAMES = ["grpo", *(name for name in PRESETS if name != "remax")]
 @pytest.mark.parametrize("name", GROUP_NAMES)
 def test_a_group_of_one_is_refused_by_name(name):
     lonely = train_batch(3, 4).select([0, 1, 2, 3, 4, 8, 9, 10, 11])
-    with pytest.raises(BatchError, match=f"1 sample for group 1.*or more, for {name}") as caught:
+    with pytest.raises(
+        BatchError, match=f"1 sample for group 1.*or more, which {name} needs"
+    ) as caught:
         make_algorithm(GrpoConfig(name=name)).advantages(lonely)
     assert "Raise steps.samples_per_prompt" in str(caught.value)
 
