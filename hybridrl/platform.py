@@ -5,7 +5,7 @@ On a CUDA host Megatron is not modified. On a CPU host `Platform.activate` adapt
 
 * device: `torch.cuda.current_device` and similar functions return the CPU. In modules that use CUDA
   literals in every micro-batch, `torch` is replaced by a version whose factories ignore
-  `device="cuda"`. Other literals are rewritten inside `Platform.megatron_phase`, which must surround
+  `device="cuda"`. Other literals are rewritten inside `Platform.megatron_phase`. It must surround
   model building, optimizer steps and checkpoints, but not rollout, because its torch function mode
   slows every operation.
 * random numbers: Megatron's tracker uses the CPU generator.
