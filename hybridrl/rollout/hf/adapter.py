@@ -1,9 +1,9 @@
-"""The `hf` engine: a transformers model with its own batched decoding, on one device without TP.
+"""The `hf` engine: decodes batches with a transformers model, on one device without tensor
+parallelism.
 
-It needs no GPU and no further package. Owns the model's parameters (the target of the hybrid
-engine), the KV cache and the running rows. Does not own the source of weights or the use of
-responses. Invariant: running row i uses cache slot i, with positions from 0 on, and reads nothing
-that depends on another row.
+It needs no GPU and no additional package. Owns the model's parameters (to which the hybrid engine
+writes), the KV cache and the running rows. Invariant: running row i uses cache slot i, with
+positions that begin at 0, and its result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from hybridrl.rollout.common.sampling import no_logprob, sample, uniforms
 from hybridrl.rollout.engine import Holding, Request, RunningRequest
 from hybridrl.rollout.hf.experts import ChosenExperts
 
-# Maximum padded tokens of a prefill forward, and (prompt, position) pairs that it computes logits
-# for. Both bound its memory, and are large enough to hide its overhead.
+# Maximum number of tokens, including padding, in a prefill pass, and of (prompt, position) pairs
+# for which the pass computes logits. Both limit its memory and are large enough to hide its
+# overhead.
 PREFILL_TOKENS = 8192
 PREFILL_LOGITS = 1024
-# Positions by which the cache grows.
+# Number of positions by which the cache grows.
 CACHE_BLOCK = 64
 # transformers' names of layer types.
 FULL, WINDOWED = "full_attention", "sliding_attention"
 
 
 def build(inputs: EngineInputs) -> HfEngine:
-    """Builds this rank's engine, which is a whole replica."""
+    """Builds this rank's engine, which is a complete replica."""
     return HfEngine(
         dict(inputs.hf_config),
         inputs.dtype_name,
@@ -53,12 +54,13 @@ def build(inputs: EngineInputs) -> HfEngine:
 
 
 class HfEngine(QueuedEngine):
-    """Implements `RolloutEngine` and `WeightTarget` over a transformers causal language model.
+    """Implements `RolloutEngine` and `WeightTarget` with a transformers causal language model.
 
     Args:
         model_config: HF directory, or the contents of a config.json.
         max_batch: Maximum number of requests decoded together.
-        family: Family of the model; if None, it is found from config.json for models with experts.
+        family: Family of the model; if None, it is determined from config.json for models with
+            experts.
     """
 
     name = "hf"
@@ -91,7 +93,9 @@ class HfEngine(QueuedEngine):
     # WeightTarget
 
     def layout(self) -> RankLayout:
-        """Returns the layout of whole HF tensors under their own names (a tied head has none)."""
+        """Returns a layout of whole HF tensors under their HF names; tied output weights are left
+        out.
+        """
         return hf_layout({name: tuple(tensor.shape) for name, tensor in self._tensors.items()})
 
     def tensors(self) -> Mapping[str, Tensor]:
@@ -133,21 +137,24 @@ class HfEngine(QueuedEngine):
         """Prefills queued requests if enough rows are free, then decodes a token for every row."""
         self._check_weights()
         free = self._max_batch - len(self._running)
-        # A forward costs nearly the same for few rows as for many: wait until a quarter is free.
+        # A forward pass takes nearly the same time for few rows as for many: wait until a quarter
+        # of the rows is free.
         if self._waiting and free >= min(len(self._waiting), max(1, self._max_batch // 4)):
             self._prefill([self._waiting.popleft() for _ in range(min(free, len(self._waiting)))])
         if self._running:
             self._decode()
 
     def _prefill(self, rows: list[RunningRequest]) -> None:
-        """Computes the cache of new rows and their next token; equal contexts are computed once."""
+        """Fills the cache for new rows and draws their next token; equal contexts are computed only
+        once.
+        """
         by_context: dict[tuple[int, ...], list[RunningRequest]] = {}
         for row in rows:
             by_context.setdefault((*row.request.prompt, *row.tokens), []).append(row)
         for contexts in _prefill_chunks(sorted(by_context, key=len)):
             lengths = torch.tensor([len(context) for context in contexts], device=self._device)
             max_length = len(contexts[-1])
-            # Causal attention alone hides right padding from all real positions.
+            # Causal attention already hides padding on the right from all real positions.
             tokens_BL = torch.tensor(
                 [context + (0,) * (max_length - len(context)) for context in contexts],
                 device=self._device,
@@ -198,7 +205,7 @@ class HfEngine(QueuedEngine):
         self._append(0, logits_BLV[:, -1])
 
     def _append(self, start: int, logits_BV: Tensor) -> None:
-        """Draws a token for the rows from `start` on, and removes finished rows."""
+        """Draws a token for each row with index `start` or higher, and removes finished rows."""
         rows = self._running[start:]
         uniform_B = uniforms([r.request.seed for r in rows], [len(r.tokens) for r in rows])
         histories = [TokenHistory(r.request.prompt, r.tokens) for r in rows]
@@ -232,7 +239,7 @@ class HfEngine(QueuedEngine):
 
 
 class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
-    """Preallocated keys and values, with one slot for each running row.
+    """Preallocated keys and values, with one slot per running row.
 
     `start_prefill` or `start_decode` sets the slots and positions that the next forward writes. The
     model's attention then calls `update` once in each layer.
@@ -250,14 +257,14 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
         self._num_keys = 0
 
     def start_prefill(self, start: int, source_B: Tensor, num_keys: int) -> None:
-        """Prepares a forward that fills the slots from `start` on; slot start + i receives the
-        forward's row source_B[i].
+        """Prepares a forward pass that fills slots; slot `start` + i receives the pass's row
+        source_B[i].
         """
         self._slots = slice(start, start + len(source_B))
         self._source_B, self._position_B, self._num_keys = source_B, None, num_keys
 
     def start_decode(self, position_B: Tensor, num_keys: int) -> None:
-        """Prepares a forward that writes each slot at position_B and reads `num_keys` keys."""
+        """Prepares a forward pass that writes each slot at position_B and reads `num_keys` keys."""
         self._slots = slice(0, len(position_B))
         self._source_B, self._position_B, self._num_keys = None, position_B, num_keys
 
@@ -303,7 +310,8 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
                 return self._kv
         num_slots_needed = max(num_slots, self._slots.stop)
         length_needed = max(length, -(-self._num_keys // CACHE_BLOCK) * CACHE_BLOCK)
-        # Zeros: attention multiplies masked positions by 0, and 0 times a stale NaN is NaN.
+        # Filled with zeros: attention multiplies masked positions by 0, and 0 times a stale NaN
+        # would be NaN.
         keys, values = (
             one.new_zeros(
                 self._num_layers, num_slots_needed, one.shape[1], length_needed, one.shape[3]
@@ -320,7 +328,9 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
 def _prefill_chunks(
     contexts: Sequence[tuple[int, ...]],
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Splits contexts, shortest first, into chunks for one forward each (at least one context)."""
+    """Splits contexts, which are sorted by length, into chunks of one or more for one forward pass
+    each.
+    """
     chunk: list[tuple[int, ...]] = []
     lengths: set[int] = set()
     for context in contexts:
@@ -335,8 +345,8 @@ def _prefill_chunks(
 
 
 class _Masks:
-    """Attention masks for each layer type of a model. transformers uses given masks unchanged.
-    Raises ModelError for other layer types.
+    """Creates attention masks for each layer type of a model; transformers uses them unchanged.
+    Raises ModelError for unsupported layer types.
     """
 
     def __init__(self, config: Any) -> None:
@@ -357,8 +367,9 @@ class _Masks:
         self._window: int | None = window if self._is_mixed or not kinds else None
 
     def of(self, position_BQ: Tensor, num_keys: int) -> Tensor | dict[str, Tensor]:
-        """Returns masks (B, 1, Q, K), by layer type if the model has two. A key that is attended to
-        has true or 0; other keys have false or the type's lowest number.
+        """Returns masks (B, 1, Q, K), as a dict by layer type if the model has two types. The mask
+        is true or 0 for keys that are attended to, and false or the type's lowest number for other
+        keys.
         """
         query_BQ1 = position_BQ[:, :, None]
         key_K = torch.arange(num_keys, device=position_BQ.device)
@@ -379,7 +390,7 @@ class _Masks:
 def _refuse_undecodable(config: Any) -> None:
     """Raises ModelError, naming the key, for models that this engine would decode wrongly."""
     ropes = getattr(config, "rope_parameters", None) or {}
-    # These scalings depend on the sequence's length, but rows of one batch share their angles.
+    # These scalings depend on the sequence's length, but all rows in a batch use the same angles.
     for rope in (ropes, *(part for part in ropes.values() if isinstance(part, dict))):
         is_settled = rope.get("short_factor", ()) == rope.get("long_factor")
         if rope.get("rope_type") in ("dynamic", "longrope") and not is_settled:

@@ -1,8 +1,9 @@
 """Records the experts that a transformers model chooses in a forward pass.
 
-transformers 5 has a router module in each layer with experts; its output ends with the numbers of
-the chosen experts, (tokens, experts per token). Owns forward hooks on the routers. Before
-transformers 5.19, DeepseekV3 routers returned logits only, and the layer around them chose.
+In transformers 5 each layer with experts has a router module. The last item of its output contains
+the indices of the chosen experts, (tokens, experts per token). Owns forward hooks on the routers.
+Before transformers 5.19, DeepseekV3 routers returned only logits; the enclosing MoE layer selected
+the experts.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ ROUTER = re.compile(r"layers\.(\d+)\.mlp\.gate$")
 
 
 class ChosenExperts:
-    """Keeps the experts chosen in a model's last forward pass. Raises ModelError if the model has
-    no routers that choose experts.
+    """Stores the experts that were chosen in a model's last forward pass. Raises ModelError if the
+    model has no routers that choose experts.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -39,7 +40,7 @@ class ChosenExperts:
                 "a model whose layers have routers named mlp.gate that choose experts, to record "
                 "them with rollout.engine=hf",
                 "Set algorithm.router_replay=off, use another rollout engine, or a newer "
-                "transformers: routers of DeepseekV3 choose in 5.19.",
+                "transformers: since 5.19, DeepseekV3 routers choose experts.",
             )
         self._chosen: dict[int, Tensor] = {}
         self._num_layers = len(found)
@@ -52,13 +53,13 @@ class ChosenExperts:
         self._chosen[layer] = output[-1]
 
     def take(self, num_rows: int, length: int) -> Array:
-        """Returns the experts of the last forward pass on the host, (B, L, K), and drops them."""
+        """Returns the last forward pass's experts, (B, L, K) on the host, and clears them."""
         if len(self._chosen) != self._num_layers:
             raise RuntimeError(
                 f"{len(self._chosen)} of {self._num_layers} routers reported their experts"
             )
         layers = [self._chosen[layer] for layer in sorted(self._chosen)]
         self._chosen.clear()
-        # A sync point, once in a pass, as for the drawn tokens.
+        # A sync point, once per forward pass, like the sync point for drawn tokens.
         experts = torch.cat(layers, 1).cpu().numpy().astype(self._dtype)
         return experts.reshape(num_rows, length, -1)

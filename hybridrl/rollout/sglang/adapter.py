@@ -27,8 +27,8 @@ from hybridrl.rollout.sglang.scheduler import drawn_logps, end_soon, token_ids
 from hybridrl.rollout.sglang.shared_prompts import SharedPrompts
 from hybridrl.rollout.sglang.start import LiveEngine, start, stop
 
-# Turns of SGLang's loop without a batch after which the loop counts as stuck. One empty turn can
-# occur while the previous batch's tokens are awaited.
+# Number of turns without a batch after which SGLang's loop is considered stuck. A single empty turn
+# can occur while the previous batch's tokens are awaited.
 MAX_EMPTY_TURNS = 3
 COPIES = LatentCopies("w_kc", "w_vc", "num_local_heads")
 
@@ -154,8 +154,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return drawn
 
     def _begin_queued(self) -> None:
-        """Passes the first queued requests to SGLang, as many as it decodes together. If several
-        have the same prompt, only one starts until that prompt is computed.
+        """Passes queued requests to SGLang in order, but no more than it decodes together. If
+        several have the same prompt, only one of them starts until that prompt is computed.
         """
         started = self._running.keys() | self._leaving
         if (room := self._settings.max_batch - len(started)) <= 0:

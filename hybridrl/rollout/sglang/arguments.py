@@ -1,6 +1,6 @@
-"""SGLang's own arguments, computed from an engine's settings.
+"""Computes SGLang's arguments from an engine's settings.
 
-Owns the size of the KV cache. It does not import SGLang, so that it can be tested without it.
+Owns the size of the KV cache. Does not import SGLang, so that it can be tested without SGLang.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def server_arguments(
 
     Args:
         weight_bytes: Bytes of this rank's parameters.
-        device_memory: Minimum free bytes over all engines' GPUs, because all must choose the same
-            sizes, and total bytes of a GPU; None on CPU.
+        device_memory: Minimum free bytes over all engines' GPUs (because all must choose the same
+            sizes), and a GPU's total bytes; None on CPU.
     """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -71,8 +71,8 @@ def server_arguments(
         "enable_memory_saver": True,
         "disable_cuda_graph": settings.eager,
         "cuda_graph_max_bs": settings.max_batch,
-        # Graphs of prompts are compiled for every size, minutes at the start. They do not save that
-        # time again, since prompts take a small part of a rollout.
+        # Graphs for prompts would be compiled for every size, which takes minutes at the start.
+        # They would not save this time later, because prompts take a small part of a rollout.
         "disable_piecewise_cuda_graph": True,
         # For some mixtures on Hopper, SGLang (0.5.16) fuses all-reduce and normalization into a
         # kernel that is compiled at the first start and needs NVLink multicast memory. On two H200

@@ -1,4 +1,4 @@
-"""Repair of SGLang's longrope: one table of angles for all positions, independent of the batch."""
+"""Repairs SGLang's longrope: uses one table of angles for all positions, whatever the batch."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hybridrl.errors import ModelError
 
 
 def settle_longrope(model: torch.nn.Module, version: str) -> None:
-    """Makes every position read its own row of one table, before graphs are captured.
+    """Makes every position use its row in a single table; must run before graphs are captured.
 
-    SGLang (0.5.12 to 0.5.16) uses the table of long factors for a whole batch if any position in it
-    exceeds the original length, so that a request depends on others in the batch. A run has one set
-    of factors (models/families/by_length.py), so one table is enough. Raises ModelError if short
-    and long factors differ.
+    If any position in a batch exceeds the original length, SGLang (0.5.12 to 0.5.16) uses the table
+    of long factors for the whole batch, so that a request's result depends on other requests. A run
+    uses only one set of factors (models/families/by_length.py), so one table is enough. Raises
+    ModelError if short and long factors differ.
     """
     for name, part in model.named_modules():
         if not hasattr(part, "long_short_cos_sin_cache"):

@@ -1,9 +1,9 @@
-"""Allocation of SGLang's weights and KV cache in memory that can be released and lent.
+"""Allocates SGLang's weights and KV cache in memory that can be released and lent.
 
-SGLang uses torch_memory_saver for this purpose, which does not expose the driver's handles. If
-csrc/ was compiled, SGLang's regions are memory pools of this engine over our own pieces
-(csrc/engine_pool.cpp), which common/engine_memory.py releases. Otherwise torch_memory_saver
-releases memory, and none can be lent.
+SGLang itself uses torch_memory_saver for this purpose, which does not expose driver handles. If
+csrc/ was compiled, SGLang instead allocates in memory pools with this package's allocator
+(csrc/engine_pool.cpp), and common/engine_memory.py releases their pieces. Otherwise
+torch_memory_saver releases memory, and no memory can be lent.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PoolPiece:
 
 
 class EnginePools:
-    """Memory pools of one engine, one per tag. `make_pool` creates a torch.cuda.MemPool."""
+    """An engine's memory pools, one per tag. `make_pool` creates a torch.cuda.MemPool."""
 
     def __init__(self, operations: Any, make_pool: Callable[[], Any], mapping: Mapping) -> None:
         self._operations, self._mapping = operations, mapping
@@ -69,8 +69,8 @@ class EnginePools:
 
     @contextlib.contextmanager
     def region(self, tag: str, enable_cpu_backup: bool = False) -> Iterator[None]:
-        """Allocates tensors that are created inside in the pool of this tag. SGLang calls it once
-        for weights and any number of times for the KV cache.
+        """Within the `with` block, new tensors are allocated in this tag's pool. SGLang calls this
+        method once for weights and any number of times for the KV cache.
 
         At the end of the region of weights, temporary memory of loading is released, since SGLang
         then measures free memory for its cache. Raises RuntimeError if weights are allocated a
@@ -204,7 +204,7 @@ class SaverMemory:
         self.released_bytes = self.lent_bytes = 0
 
     def sleep(self) -> None:
-        """Releases all memory, unless it is released already."""
+        """Releases all memory, unless it was already released."""
         if not self.is_asleep:
             free, _ = torch.cuda.mem_get_info()
             self._call("release", [KV_CACHE, WEIGHTS])
@@ -212,7 +212,7 @@ class SaverMemory:
             self.is_asleep = True
 
     def wake_up(self, tag: str) -> None:
-        """Maps memory for this tag; the KV cache must be last."""
+        """Maps memory for this tag; the KV cache must be mapped last."""
         if not self.is_asleep:
             return
         self._call("resume", [tag])

@@ -1,13 +1,14 @@
-"""Minimum lengths and penalties of SGLang's requests, from a table of their tokens on the device.
+"""Applies minimum lengths and penalties to SGLang's requests, using a table of their tokens on the
+device.
 
-SGLang's own penalizers are not used. Their repetition penalty ignores the prompt, a request that is
-retracted or continued counts as one without response, and a running batch applies penalties in
-another order than a single request.
+SGLang's own penalizers are not used. Their repetition penalty ignores the prompt, they forget the
+response when a request is retracted or continued, and they apply penalties in another order to a
+running batch than to a single request.
 
-Each request with penalties has a row of a table. Every pass over its prompt writes the row from the
-tokens on the host; each draw adds its token where logits are computed, whether or not the host
-knows it yet. Discarded tokens are overwritten by the next pass over the prompt. Invariant: before a
-draw, the row contains all earlier tokens.
+Each request with penalties has a row in a table. Every pass over its prompt rewrites the row from
+the tokens on the host. Each draw adds its token on the device, even before the host knows the
+token. If tokens are discarded, the next pass over the prompt removes them from the row. Invariant:
+before a draw, the row contains all earlier tokens.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class _Batch(NamedTuple):
 class TokenTable:
     """Tokens of requests with penalties, and the penalties' effect on logits.
 
-    It costs nothing while there is no such request. Requests have SGLang's names; passes are
-    computed one after the other, on one stream.
+    It costs nothing while there are no such requests. Requests are identified by SGLang's names.
+    Passes must be computed one after another, on one stream.
     """
 
     def __init__(self) -> None:
@@ -71,7 +72,7 @@ class TokenTable:
         self._penalized[name] = _Penalized(request.sampling, len(request.prompt))
 
     def remove(self, name: str) -> None:
-        """Removes a request that has ended, if the table has it."""
+        """Removes a request that has ended, if it is in the table."""
         if self._penalized.pop(name, None) is not None:
             self._slots.pop(name, None)
             if not self._penalized:
@@ -84,7 +85,7 @@ class TokenTable:
         self._table = self._batch = self._next = None
 
     def prepare(self, requests: Sequence[Any], has_prompts: bool) -> None:
-        """Sets the requests of the next logits, and whether the pass computes their prompts."""
+        """Sets the requests in the next pass, and whether the pass computes their prompts."""
         self._next = (requests, has_prompts) if self._penalized else None
 
     def penalized(self, logits_BV: Tensor, position_B: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class TokenTable:
         self._table.view(-1).index_fill_(0, place_K, IN_RESPONSE)
 
     def _rows(self, logits_BV: Tensor) -> _Batch | None:
-        """Returns the rows of the pass with penalties, after their tokens are in the table."""
+        """Writes missing tokens to the table, and returns the pass's rows that have penalties."""
         if self._next is None:
             return None
         requests, has_prompts = self._next

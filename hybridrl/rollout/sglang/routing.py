@@ -1,8 +1,8 @@
-"""Records the experts that SGLang's routers choose, by slot of the KV cache.
+"""Records the experts that SGLang's routers choose, indexed by slot in the KV cache.
 
-SGLang's own recorder copies all choices of each step to pinned host memory, which CPUs do not have.
-This recorder replaces it and keeps choices on the device (common/experts_by_slot.py). They are read
-before a request loses its slots and before the weights change.
+SGLang's own recorder copies each step's experts to pinned host memory, which hosts without GPUs do
+not have. This recorder replaces it and stores experts on the device (common/experts_by_slot.py).
+They are read before a request loses its slots and before the weights change.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from hybridrl.rollout.engine import RunningRequest
 
 
 class RecordedExperts:
-    """Records the experts of every request of one live engine, as SGLang's recorder during that
-    engine's turn.
+    """Records the experts of all requests in one live engine; replaces SGLang's recorder during
+    that engine's turn.
 
-    The routers of each layer write to the rows of a pass's tokens, which CUDA graphs capture. After
-    the pass the rows are copied to the slots of the tokens' keys. `num_slots` and `max_tokens`
-    include padding.
+    During a forward pass, each layer's router writes to one row per token, at addresses that CUDA
+    graphs capture. After the pass, the rows are copied to the slots of the tokens' keys.
+    `num_slots` and `max_tokens` include padding.
 
     Raises:
         ModelError: If a layer with experts has no router that reports its choices.
@@ -62,8 +62,8 @@ class RecordedExperts:
     def get_topk(
         self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
     ) -> Array:
-        """Called by SGLang for the experts of a finished request, before its slots are freed. The
-        last token was in no pass.
+        """Called by SGLang to read a finished request's experts before its slots are freed. The
+        last token was not in any forward pass.
         """
         del start_len
         return self._by_slot.read(req_to_token_pool.req_to_token[req_pool_idx, : seqlen - 1])
@@ -95,9 +95,9 @@ class RecordedExperts:
 
 @contextlib.contextmanager
 def recorded_by(listen: Callable[[int], RecordedExperts | None]) -> Iterator[None]:
-    """Makes an engine that starts inside create its recorder with `listen`, before graphs are
-    captured. `listen` gets the number of slots of the KV cache; it returns None if nothing is
-    recorded.
+    """Makes an engine that starts within the `with` block create its recorder with `listen`, before
+    graphs are captured. `listen` receives the number of slots in the KV cache, and returns None if
+    experts are not recorded.
     """
     from sglang.srt.model_executor import model_runner
 

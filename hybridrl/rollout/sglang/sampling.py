@@ -1,9 +1,9 @@
-"""Samples SGLang's rows with this package's function and the randomness of each request.
+"""Samples SGLang's rows with this package's function and each request's own random numbers.
 
 SGLang's own sampler is not used, for three reasons. Its log-probabilities ignore top-k and top-p,
-so they are not those of the distribution that was drawn from. Its per-request seeds work only in
-its deterministic mode, which also changes attention kernels and disables graphs. And it applies
-top-p to the whole distribution, not to the tokens that top-k keeps.
+so they belong to another distribution than the one that was drawn from. Its per-request seeds work
+only in its deterministic mode, which also changes attention kernels and disables graphs. And it
+applies top-p to the whole distribution instead of only to the tokens that top-k keeps.
 
 A request's seed and whether it is greedy are stored in SGLang's batch tensors, which SGLang filters
 and merges as requests come and go: as `sampling_seed`, and as `min_p` = 1, which this package does
@@ -31,7 +31,7 @@ IS_GREEDY = 1.0  # value of `min_p` that keeps only the most probable token
 
 
 def request_sampling(sampling: SamplingParams, seed: int, num_tokens: int) -> Any:
-    """Returns SGLang's sampling parameters for a request that has `num_tokens` tokens already."""
+    """Returns SGLang's sampling parameters for a request that already has `num_tokens` tokens."""
     from sglang.srt.sampling.sampling_params import SamplingParams as SglangSamplingParams
 
     is_greedy = sampling.temperature == 0
@@ -51,7 +51,7 @@ def request_sampling(sampling: SamplingParams, seed: int, num_tokens: int) -> An
 
 
 def keep_seeds() -> None:
-    """Makes every batch of SGLang carry the seeds of its requests."""
+    """Makes every SGLang batch contain the seeds of its requests."""
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
     original = SamplingBatchInfo.from_schedule_batch
@@ -73,8 +73,8 @@ def keep_seeds() -> None:
 class SeededSampler(torch.nn.Module):
     """Replaces the sampler of SGLang's model runner.
 
-    While the rows of a batch stay the same, SGLang passes the same tensors and never writes them,
-    so the parameters computed from them are reused.
+    While a batch's rows stay the same, SGLang passes the same tensors and never writes to them, so
+    the parameters computed from them are reused.
     """
 
     def __init__(self, token_table: TokenTable) -> None:
@@ -119,7 +119,7 @@ class SeededSampler(torch.nn.Module):
         positions: Tensor,
     ) -> Tensor:
         """Returns the next token of each row, (B,), and stores the log-probabilities in
-        `logits_output`. `positions` are those of each row's last token.
+        `logits_output`. `positions` contains the position of each row's last token.
         """
         seed_B = sampling_info.sampling_seed
         logits_BV = self._token_table.penalized(logits_output.next_token_logits, positions)

@@ -1,10 +1,9 @@
-"""Runs SGLang's scheduler inside this process: one turn of its loop at a time, no sockets, no
+"""Runs SGLang's scheduler inside this process, one turn of its loop at a time, without sockets or
 threads.
 
-The scheduler's loop runs for one turn and is interrupted when it would receive requests again.
-Results are read from the requests. Owns the replaced parts: sockets, the receiver of requests, the
-sender of tokens, the watchdog, checks of idle servers, and the processing of a token that does not
-end its request.
+The loop is interrupted after one turn, when it tries to receive requests again. Results are read
+from the requests. Replaces these parts: sockets, the receiver of requests, the sender of tokens,
+the watchdog, checks of idle servers, and the processing of a token that does not end its request.
 """
 
 from __future__ import annotations
@@ -154,11 +153,11 @@ class _Driven:
         return super().run_batch(batch, *args, **kwargs)  # type: ignore[misc]
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
-        """Keeps the tokens that a batch drew, and ends requests.
+        """Stores the tokens that a batch drew, and ends requests.
 
         In a decode batch, SGLang's own code runs only for requests that end. For a token that does
-        not end its request, it does a dozen unneeded things for one request after another. On the
-        host that takes longer than a small model takes on the GPU.
+        not end its request, SGLang's code takes a dozen unneeded steps, for one request after
+        another. On the host this takes longer than a small model's forward pass on the GPU.
         """
         if not batch.forward_mode.is_decode():
             with _without_insert(batch, result):

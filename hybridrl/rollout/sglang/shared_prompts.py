@@ -1,9 +1,10 @@
 """Delays queued requests until another request has computed their common prompt.
 
-SGLang finds keys and values by prefix only after a pass is complete; samples of a prompt in the
-same pass each compute it. Therefore the first sample goes alone, at the cost of one more pass with
-few tokens. First samples are at most AHEAD_TOKENS ahead of the others, since a cache full of
-prompts has no room for their samples. Pure functions, no torch, no engine.
+SGLang can reuse cached keys and values of a prefix only after the pass that computes them. If
+several samples of one prompt are in the same pass, each computes the prompt. Therefore the first
+sample starts alone, at the cost of one additional pass with few tokens. At most AHEAD_TOKENS prompt
+tokens are computed ahead of the other samples, because a cache full of prompts would have no room
+for samples. No torch, no engine.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ from collections.abc import Callable, Sequence
 
 from hybridrl.rollout.engine import Request
 
-# Number of saved prompt tokens from which one more pass is worthwhile. A GPU computes a few hundred
-# tokens in the time that it reads the weights, and for a small model as many again while the host
-# prepares the pass.
+# Minimum number of saved prompt tokens for which one more pass is worthwhile. A GPU can compute a
+# few hundred tokens in the time in which it reads the weights, and for a small model a few hundred
+# more while the host prepares the pass.
 WORTH_TOKENS = 1024
 # Two passes: one is computed while the host processes the previous one.
 AHEAD_TOKENS = 16384
 
 
 class SharedPrompts:
-    """Chooses which queued requests an engine starts; the same on all ranks of a replica.
+    """Chooses which queued requests an engine starts; all ranks of a replica choose the same
+    requests.
 
     Args:
         worth_tokens: Minimum number of saved tokens for which requests wait.
@@ -37,8 +39,8 @@ class SharedPrompts:
         self._first: dict[int, Request] = {}
 
     def due(self, queued: Sequence[Request], is_computing: Callable[[int], bool]) -> list[Request]:
-        """Returns the queued requests to start now, in order. `is_computing` returns whether the
-        prompt of a started request is not computed yet.
+        """Returns the queued requests to start now, in order. `is_computing` returns whether a
+        started request's prompt is still being computed.
         """
         waits = {prompt for prompt, one in self._first.items() if is_computing(one.request_id)}
         tokens = sum(len(self._first[prompt].prompt) for prompt in waits)
@@ -75,7 +77,7 @@ class SharedPrompts:
                 found.setdefault(prompt, []).append(request)
         shared = {prompt: same for prompt, same in found.items() if len(same) > 1}
         saved = sum((len(same) - 1) * (len(same[0].prompt) - 1) for same in shared.values())
-        # If others wait, there is one more pass anyway.
+        # If other requests already wait, the additional pass takes place anyway.
         return shared if self._first or saved >= self._worth_tokens else {}
 
     def forget(self) -> None:

@@ -1,8 +1,8 @@
 """Stand-ins for two packages that SGLang imports, and a fix for models registered twice.
 
-SGLang imports `torchvision`, whose wheels do not load with a CPU torch, and `sgl_kernel`, which is
-compiled for GPUs. Text generation on CPUs with torch's own attention calls neither. Calls of a
-stand-in raise.
+SGLang imports `torchvision`, whose wheels do not load with a CPU build of torch, and `sgl_kernel`,
+which is compiled for GPUs. Text generation on CPUs with torch's attention calls neither of them.
+Calling a stand-in raises an error.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 @contextmanager
 def known_models_kept() -> Iterator[None]:
-    """Ignores model types that SGLang registers and transformers already has.
+    """Makes transformers keep its own model types when SGLang registers the same ones.
 
     SGLang 0.5.16 registers a config for qwen3_asr, which transformers has since 5.19 and then
     refuses. May be removed with the first SGLang for such a transformers.

@@ -1,7 +1,7 @@
-"""Starts an SGLang engine inside this process, with the ranks that our own layout assigns.
+"""Starts an SGLang engine inside this process, on the ranks that this package's layout assigns.
 
-`start` and `stop` are collective over the ranks that have an engine. Owns SGLang's environment and
-process groups, and the repairs of the installed version, each with its reason.
+`start` and `stop` are collective over the ranks that have an engine. Owns SGLang's environment
+variables and process groups, and repairs of the installed version, each with its reason.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ RENAMED = {
     "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
     "disable_piecewise_cuda_graph": "disable_prefill_cuda_graph",
 }
-# Engines that are not stopped; they share SGLang's process groups.
+# Engines that were not stopped. They share SGLang's process groups.
 _OPEN: list[Any] = []
 
 
@@ -96,7 +96,7 @@ def start(
             of experts.
 
     Raises:
-        UserError: If SGLang does not import, or refuses the model or its memory.
+        UserError: If SGLang cannot be imported, or rejects the model or the memory.
         RuntimeError: If an engine of another layout is still open.
     """
     settings, layout, is_cpu = inputs.settings, inputs.layout, inputs.is_cpu
@@ -145,15 +145,15 @@ def _inside_the_trainer(inputs: StartInputs) -> Iterator[None]:
     has_latents = is_cpu and inputs.shape.latent is not None
     if hidden := sorted(os.environ.keys() & set(_other_weights(is_cpu))):
         why = "SGLang would store weights in another layout than training writes"
-        say(f"hybridrl: ignoring {', '.join(hidden)} of the environment: {why}")
+        say(f"hybridrl: ignoring environment variables {', '.join(hidden)}: {why}")
     with (
         keep_generators(inputs.device, everywhere=True),
         _kept_threads(),
         _groups_of(inputs.layout, inputs.settings.timeout_s),
         # On CPU, SGLang would pad the model's sizes for AMX.
         replaced(model_runner, "adjust_config_with_unaligned_cpu_tp", _keep_config),
-        # Seeds are not broadcast: all ranks have the same, and a replica that does not begin with
-        # rank 0 would wait for the wrong sender.
+        # Seeds are not broadcast, because all ranks have the same seed, and a replica without rank
+        # 0 would wait for the wrong sender.
         replaced(tp_worker, "broadcast_pyobj", lambda data, *args, **kwargs: data),
         latents_on_cpu() if has_latents else contextlib.nullcontext(),
         without_variables(_other_weights(is_cpu)),
@@ -199,7 +199,7 @@ def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
 
 
 def _forget_places_of_experts() -> None:
-    """Resets SGLang's expert locations, since it assumes one engine per process."""
+    """Resets SGLang's expert locations, because SGLang assumes a single engine per process."""
     try:
         from sglang.srt.runtime_context import get_resources  # in newer versions
     except ImportError:
@@ -211,14 +211,14 @@ def _forget_places_of_experts() -> None:
 
 
 def renamed(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
-    """Returns the arguments by their names in this version."""
+    """Returns the arguments under the names that the installed version uses."""
     known = {field.name for field in dataclasses.fields(server_args)}
     names = {name: name if name in known else RENAMED.get(name, name) for name in arguments}
     return {names[name]: value for name, value in arguments.items()}
 
 
 def stop(engine: LiveEngine) -> None:
-    """Ends the engine; with the last engine of the process, SGLang's process groups too.
+    """Shuts down the engine and, if it is the process's last, SGLang's process groups.
 
     SGLang's own shutdown is not used: it would also destroy the trainer's default process group.
     """
@@ -267,8 +267,8 @@ def _other_weights(is_cpu: bool) -> list[str]:
 
 
 def _compute_with_local_experts() -> None:
-    """Makes CPU engines support experts on other ranks: SGLang's own computation uses -1, an expert
-    of another rank, as an index.
+    """Makes CPU engines support experts on other ranks. SGLang's own code marks such experts with
+    -1, but then uses -1 as an index.
     """
     from sglang.srt.layers.moe import fused_moe_native
 

@@ -1,8 +1,8 @@
 """Supported versions of SGLang on CPU and on GPUs, and instructions to install them. No torch, no
 sglang.
 
-Owns the range of versions, and which ones were tested. Reads package metadata only, so that
-`hybridrl check` and the launcher can report a problem before any rank imports a gigabyte.
+Owns the range of supported versions and the list of tested ones. Reads only package metadata, so
+that `hybridrl check` and the launcher can report a problem before any rank imports the package.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def is_installed() -> bool:
 
 
 def installed_version(is_cpu: bool) -> str:
-    """Returns name and version of the installed SGLang; raises UserError unless it fits this host.
+    """Returns name and version of the installed SGLang; raises UserError unless it suits this host.
 
     On CPU its pinned requirements are not checked: the GPU build runs with the packages of
     requirements/sglang*-cpu.txt.
@@ -53,7 +53,7 @@ def installed_version(is_cpu: bool) -> str:
 
 
 def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
-    """Yields a violation if SGLang would build other layers than the model has."""
+    """Yields a violation if SGLang would build layers that differ from the model's."""
     del is_cpu
     if shape.window is not None:
         # SGLang runs Mistral and Phi-3 as Llama, which ignores windows (0.5.12 to 0.5.16).

@@ -1,7 +1,7 @@
 """The `vllm` engine: vLLM inside this process, with live parameters that the hybrid engine writes.
 
-Owns requests in vLLM's continuous batching. common/packaged_engine.py owns the part shared with
-other packages, and vllm/start.py the start of vLLM.
+Passes requests to vLLM's continuous batching. common/packaged_engine.py contains the code shared
+with SGLang, and vllm/start.py starts vLLM.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return None if COPIES.is_copy(name) else name
 
     def _start(self) -> None:
-        # Requests in vLLM, by its names for them. No name is reused, since vLLM may still return a
-        # token of an aborted request.
+        # Requests in vLLM, by vLLM's names. Names are never reused, because vLLM may still return a
+        # token for an aborted request.
         self._running: dict[str, RunningRequest] = {}
         self._num_named = 0
-        # Buffer of tokens that are not in their rows yet. It is flushed after every step while a
-        # request may end at a stop string.
+        # Tokens that were not appended to their rows yet. The buffer is emptied after every step
+        # while any request has stop strings.
         self._drawn, self._has_stop_strings = StepBuffer(), False
         self._live = start(
             self._inputs,
@@ -113,7 +113,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             # Read the core's outputs directly: vLLM would create a dictionary and several objects
             # for every token, a quarter of a step's time with small models.
             outputs = self._live.llm.engine_core.get_output().outputs
-        if outputs:  # a request's earlier tokens come before its last one
+        if outputs:  # append earlier tokens before a request's last token
             self._take_drawn()
         names: list[str] = []
         tokens: list[int] = []
@@ -133,8 +133,9 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return names, tokens
 
     def _add_waiting(self) -> None:
-        """Passes the first requests to vLLM, as many as it decodes together. Others may never start
-        (`steps.max_policy_lag`), and adding and removing a request takes 0.15 ms of Python.
+        """Passes requests to vLLM in order, but no more than it decodes together: the others may
+        never start (`steps.max_policy_lag`), and adding and removing a request takes 0.15 ms of
+        Python.
         """
         num_held = min(len(self._rows), self._settings.max_batch)
         if len(self._running) >= num_held:
@@ -157,7 +158,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._num_named += 1
 
     def _number_of(self, step: StepTokens, place: int) -> int | None:
-        """Returns the id of a request of a step; None if the request was aborted since."""
+        """Returns the id of a request in a step; None if the request was aborted since then."""
         row = self._running.get(step.names[place])
         return None if row is None else row.request.request_id
 
@@ -194,7 +195,9 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
                 self._end_by_text(name, row, completion)
 
     def _end_by_text(self, name: str, row: RunningRequest, completion: Completion) -> None:
-        """Aborts a request that ended at a stop string, unknown to vLLM; keeps its completion."""
+        """Finishes a request that ended at a stop string, and aborts it in vLLM, which ignores stop
+        strings.
+        """
         if not row.request.sampling.stop_strings:
             raise RuntimeError(f"vLLM did not end request {name} after its last token")
         self._live.llm.engine_core.abort_requests([name])

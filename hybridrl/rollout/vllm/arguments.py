@@ -1,6 +1,6 @@
-"""vLLM's own arguments, computed from an engine's settings.
+"""Computes vLLM's arguments from an engine's settings.
 
-Owns the size of the KV cache. It does not import vLLM, so that it can be tested without it.
+Owns the size of the KV cache. Does not import vLLM, so that it can be tested without vLLM.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from hybridrl.rollout.common.settings import (
     usable_bytes,
 )
 
-# Positions in a block of the CPU's KV cache; vLLM's default of 128 exceeds many whole responses.
+# Positions per block of the KV cache on CPU; vLLM's default, 128, exceeds the length of many
+# responses.
 CPU_BLOCK_SIZE = 32
 CPU_LATENT_BLOCK_SIZE = 16  # the only size that vLLM's kernel for latent attention supports
 CPU_PREFILL_TOKENS = 8192
-# Tokens that a step computes. The minimum is vLLM's own default for an engine inside a process
-# (2,048, arg_utils.py, 0.26). With it, a step accepts only some requests with short prompts. They
-# then start and end at different steps, and vLLM's slow scheduler runs in each such step. A small
-# model therefore computes more tokens, as long as their activations are small.
+# Number of tokens that a step computes. The minimum is vLLM's default for an engine inside a
+# process (2,048, arg_utils.py, 0.26). With this number, only some of the requests with short
+# prompts can start in the same step. They then end in different steps, and vLLM's slow scheduler
+# runs in each of these. Steps of small models therefore compute more tokens, as long as their
+# activations are small.
 GPU_MIN_PREFILL_TOKENS, GPU_MAX_PREFILL_TOKENS, GPU_PREFILL_BYTES = 2048, 8192, 256 << 20
 GPU_BLOCK_SIZE = 64  # the largest size that vLLM's attention kernels for dense models support
 # Maximum share of usable memory for weights and a KV cache of the size that we compute; the rest is
@@ -44,8 +46,8 @@ def engine_arguments(
 
     Args:
         weight_bytes: Bytes of this rank's parameters.
-        device_memory: Minimum free bytes over all engines' GPUs, because all must choose the same
-            sizes, and total bytes of a GPU; None on CPU.
+        device_memory: Minimum free bytes over all engines' GPUs (because all must choose the same
+            sizes), and a GPU's total bytes; None on CPU.
     """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -65,7 +67,7 @@ def engine_arguments(
     if settings.ep > 1:
         arguments["enable_expert_parallel"] = True
     if shape.moe is not None and device_memory is not None:
-        # Other GPU kernels pack gate and up, or reorder them.
+        # Other GPU kernels would pack or reorder gate and up.
         arguments["moe_backend"] = "triton"
     if settings.timeout_s is not None:
         arguments["distributed_timeout_seconds"] = max(1, int(settings.timeout_s))
@@ -94,8 +96,8 @@ def engine_arguments(
 
 
 def prefill_tokens(settings: EngineSettings, shape: ModelShape, tp: int) -> int:
-    """Returns the maximum number of tokens that a step on a GPU computes, mostly of prompts. It is
-    at least one token for each request.
+    """Returns the maximum number of tokens, mostly from prompts, that a step on a GPU computes; at
+    least one per request.
     """
     width, copies = shape.ffn_size, 1
     if (moe := shape.moe) is not None:
@@ -126,5 +128,5 @@ def _kv_cache_bytes(
     settings: EngineSettings, shape: ModelShape, tp: int, block_size: int, most: int | None = None
 ) -> int:
     block = block_size * token_bytes(shape, tp, getattr(torch, settings.dtype).itemsize)
-    # One more: vLLM never assigns block 0.
+    # One more block, because vLLM never assigns block 0.
     return block * (kv_cache_blocks(settings, block, block_size, most) + 1)

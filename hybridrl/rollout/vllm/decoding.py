@@ -1,9 +1,10 @@
-"""Shortcuts for the Python work that vLLM does for every token of every request.
+"""Shortcuts for the Python code that vLLM runs for every token of every request.
 
-With 0.5B parameters and 128 requests, vLLM's scheduler took a third of a decode step, and the GPU
-waited for more than half of it (docs/adr/0014-vllm-scheduler.md). For most tokens almost nothing
-changes: the last block has room, no block is completed, and no request begins or ends. vLLM's own
-code runs for caches other than those of full attention, and for versions that were not compared.
+With 0.5B parameters and 128 requests, vLLM's scheduler took a third of each decode step, and the
+GPU was idle for more than half of that time (docs/adr/0014-vllm-scheduler.md). For most tokens
+almost nothing changes: the last block has room, no block is completed, and no request begins or
+ends. The shortcuts apply only to caches for full attention and to vLLM versions whose scheduler was
+compared; otherwise vLLM's own code runs.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ def scheduler_fits(scheduler: Any) -> bool:
 
 
 def cache_fits(manager: Any) -> bool:
-    """Whether the shortcuts support the cache of a `KVCacheManager`: full attention only, in blocks
-    that are not split over ranks.
+    """Whether the shortcuts support the cache of a `KVCacheManager`: only full attention, in blocks
+    that are not split across ranks.
     """
     managers = manager.coordinator.single_type_managers
     if [type(one).__name__ for one in managers] != ["FullAttentionManager"]:
@@ -50,13 +51,13 @@ class StepTokens(NamedTuple):
 
 
 class StepBuffer:
-    """Buffer of steps with the same requests, so that a request's tokens are added together."""
+    """Buffers steps with the same requests, so that each request's tokens are appended at once."""
 
     def __init__(self) -> None:
         self._steps: list[StepTokens] = []
 
     def fits(self, step: StepTokens) -> bool:
-        """Whether a step has the same requests as the buffered ones."""
+        """Whether a step has the same requests as the buffered steps."""
         return not self._steps or self._steps[-1].names == step.names
 
     def add(self, step: StepTokens) -> None:
@@ -73,7 +74,7 @@ class StepBuffer:
 
 
 class DecodingSteps:
-    """Faster versions of a live scheduler's steps, and the tokens that these steps draw.
+    """Replaces a live scheduler's steps by faster ones, and collects the tokens that they draw.
 
     While every running request decodes, each step adds one computed token and one token in flight
     to each request, and appends each drawn token that does not end its request. vLLM's own code
@@ -84,7 +85,7 @@ class DecodingSteps:
         scheduler: Scheduler of a live engine whose requests need log-probabilities, and no
             structured output, images or repetition checks. Its `schedule`, `update_from_output` and
             `finish_requests` are replaced.
-        is_known: Whether this version's scheduler was compared (vllm/version.py); else only
+        is_known: Whether this version's scheduler was compared (vllm/version.py); otherwise only
             log-probabilities are read.
     """
 
@@ -99,7 +100,9 @@ class DecodingSteps:
         self._logps: dict[str, float] = {}
         self._drawn: list[StepTokens] = []
         self._steady: SteadyRows | None = None
-        self._decoded: list[str] = []  # names of the last step in which all requests decoded
+        self._decoded: list[
+            str
+        ] = []  # request names in the last step in which all requests decoded
         # Whether a step is scheduled before the previous step's tokens are known.
         self.is_async = bool(scheduler.scheduler_config.async_scheduling)
         self._counts_prefix = False  # whether a step counts shared blocks, as in 0.26
@@ -112,8 +115,8 @@ class DecodingSteps:
         scheduler.update_from_output = self._update_from_output
 
     def take_steps(self) -> list[StepTokens]:
-        """Returns the tokens of each step since the last call, except those in vLLM's own output. A
-        request's last token is always in vLLM's output.
+        """Returns the tokens of each step since the last call, except tokens in vLLM's own output,
+        which always contains a request's last token.
         """
         drawn, self._drawn = self._drawn, []
         return drawn
@@ -123,7 +126,9 @@ class DecodingSteps:
         return self._logps[request_id]
 
     def write(self) -> None:
-        """Updates vLLM's requests to the current step; must be called before they are read."""
+        """Brings vLLM's requests up to date with the current step; must be called before they are
+        read.
+        """
         if self._steady is not None:
             self._steady.write()
 
@@ -150,8 +155,8 @@ class DecodingSteps:
         return output
 
     def _begin_steady(self, requests: Sequence[Any]) -> None:
-        """Starts `SteadyRows` after all requests have decoded two steps in a row. It would only
-        cost time if a request ended in every other step.
+        """Starts `SteadyRows` after all requests have decoded in two consecutive steps. If a
+        request ended in every other step, `SteadyRows` would only cost time.
         """
         names, before = [request.request_id for request in requests], self._decoded
         self._decoded = names
@@ -161,9 +166,9 @@ class DecodingSteps:
             self._steady = SteadyRows(requests, self._block_size, most, self.is_async)
 
     def _decoding(self) -> list[tuple[Any, int, bool]]:
-        """Returns the requests of this step with their computed tokens and whether their last block
-        has room. Returns an empty list if some request does not decode or the cache may be too
-        small.
+        """Returns this step's requests, each with its number of computed tokens and whether its
+        last block has room. Returns an empty list if any request does not decode, or the cache may
+        be too small.
         """
         scheduler, size, blocks_of = self._scheduler, self._block_size, self._blocks_of
         num_running, num_waiting = scheduler.get_request_counts()
@@ -189,7 +194,9 @@ class DecodingSteps:
             rows.append((request, computed, has_room))
         if num_lacking > self._manager.block_pool.get_num_free_blocks():
             return []
-        if not scheduler.use_v2_model_runner:  # it needs the tokens of requests new to a step
+        if (
+            not scheduler.use_v2_model_runner
+        ):  # this runner needs the tokens of requests that were not in the last step
             known = scheduler.prev_step_scheduled_req_ids
             if not all(request.request_id in known for request, _, _ in rows):
                 return []
@@ -285,7 +292,7 @@ class DecodingSteps:
         return self._own_update(rest, result)
 
     def _take_steady(self, counts: Mapping[str, int], result: Any, logps: Sequence[float]) -> bool:
-        """Reads the tokens of a step of steady rows; returns whether it was such a step."""
+        """Reads the tokens of a step if it consists of the steady rows; returns whether it does."""
         steady, index = self._steady, result.req_id_to_index
         if (
             steady is None

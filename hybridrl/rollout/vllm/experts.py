@@ -1,8 +1,9 @@
-"""vLLM's expert placement in the training order, and its experts' computation on CPU.
+"""Places vLLM's experts where they are trained, and computes experts on CPU.
 
-vLLM 0.32 on CPU packs `w13_weight` and `w2_weight` after loading, so that it silently misreads
-later writes. Its kernel also ignores `expert_map`. Here the parameters stay unpacked and each
-expert is two matrix products. May be removed once vLLM has a CPU kernel for unpacked experts.
+vLLM 0.32 on CPU packs `w13_weight` and `w2_weight` after loading, and would silently misread
+weights that are written later. Its kernel also ignores `expert_map`. This module leaves the
+parameters unpacked and computes experts with torch. It may be removed once vLLM has a CPU kernel
+for unpacked experts.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ def deal_experts(model: torch.nn.Module, experts: Sequence[int]) -> None:
     """Assigns these experts (ascending) to this rank in every layer, replacing vLLM's own
     assignment.
 
-    vLLM's loader and kernels look up an expert in `expert_map`, (experts,): its local number, or
-    -1. The layer and its map manager have one map each, or share one; both are written in place.
+    vLLM's loader and kernels look up an expert's local index, or -1, in `expert_map`, (experts,).
+    The layer and its map manager each have a map or share one; both are written in place.
 
     Raises:
-        ModelError: If a layer or its manager has no such map, or one for another number of experts.
+        ModelError: If a layer or its manager has no such map, or its map is for another number of
+            experts.
     """
     found: list[Any] = [part for part in model.modules() if hasattr(part, "w13_weight")]
     for part in found:

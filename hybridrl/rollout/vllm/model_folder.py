@@ -1,4 +1,6 @@
-"""The folder with the config.json that an engine loads. No engine and no torch here."""
+"""Provides the folder with the config.json that an engine loads. Imports neither an engine nor
+torch.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,21 @@ from typing import Any
 from hybridrl.config.cache import cache_folder
 
 CONFIG, LOCK = "config.json", "lock"
-MAX_STARTS = 16  # concurrent starts of the same part of an engine on one machine
+MAX_STARTS = (
+    16  # maximum number of processes that start the same part of an engine at once on one machine
+)
 
 
 @contextlib.contextmanager
 def model_folder(content: Mapping[str, Any], replica: int, tp_rank: int) -> Iterator[Path]:
-    """Provides a folder with this config.json at a path that is the same whenever this rank's
+    """Provides a folder that contains this config.json; its path is the same whenever this rank's
     engine starts.
 
-    vLLM finds compiled code by the path of the model; with a new path it compiles for 25 to 40 s.
-    Compiled code also depends on the tensor-parallel rank and on this package's changes of the
-    model, which are not part of vLLM's key. Each rank of a replica and each version of this
-    package's code therefore has its own folder, and so do processes of concurrent jobs. The folder
-    is in `cache_folder("engines")`, or temporary if that is not writable.
+    vLLM looks up compiled code by the model's path; with a new path it compiles for 25 to 40 s.
+    Compiled code also depends on the tensor-parallel rank and on how this package changes the
+    model, but vLLM's key contains neither. Each rank of a replica and each version of this
+    package's code therefore has its own folder, and so has each concurrent job. The folder is in
+    `cache_folder("engines")`; if that is not writable, a temporary folder is used.
     """
     text = json.dumps(content, sort_keys=True).encode()
     name = hashlib.sha256(text + _code().encode()).hexdigest()[:16]
@@ -45,14 +49,15 @@ def model_folder(content: Mapping[str, Any], replica: int, tp_rank: int) -> Iter
 
 @functools.cache
 def _code() -> str:
-    """Returns a digest of the code that changes engines' models before compilation."""
+    """Returns a digest of this package's code that changes engines' models before compilation."""
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _locked(place: Path, text: bytes, stack: contextlib.ExitStack) -> Path:
     """Returns the first folder for `place` that no other process uses, locked until `stack` closes.
-    Without file locks, or if the folder is complete but not writable, processes may share it.
+    If file locks are unsupported, or if the folder is complete but not writable, several processes
+    may use it.
 
     Raises:
         OSError: If the folder cannot be written, or too many processes start at the same time.

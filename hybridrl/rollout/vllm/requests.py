@@ -12,7 +12,7 @@ from hybridrl.rollout.engine import Request
 from hybridrl.rollout.registry import ENGINES
 
 TRAITS = ENGINES["vllm"]
-MAX_STOP_TOKENS = 128  # stop tokens that vLLM's second model runner can exclude early
+MAX_STOP_TOKENS = 128  # maximum number of stop tokens that vLLM's second model runner can exclude
 
 
 def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueError]:
@@ -38,8 +38,9 @@ def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueE
 
 
 def sampling_params(request: Request, num_tokens: int) -> Any:
-    """Returns vLLM's SamplingParams for the rest of a response, whose first `num_tokens` tokens
-    become part of vLLM's prompt. Raises ValueError if such a response has a presence_penalty.
+    """Returns vLLM's SamplingParams for the rest of a response. Its first `num_tokens` tokens
+    become part of vLLM's prompt, so ValueError is raised if there are any and the request has a
+    presence_penalty.
     """
     from vllm.sampling_params import SamplingParams
 
@@ -60,16 +61,16 @@ def sampling_params(request: Request, num_tokens: int) -> Any:
         seed=int(draw_seeds([request.seed], [0])[0] >> 1),
         logprobs=0,
         detokenize=False,
-        skip_clone=True,  # not shared; a deep copy takes a tenth of a CPU step
+        skip_clone=True,  # the object is not shared, and a deep copy takes a tenth of a CPU step
     )
 
 
 def _lost_presence(request: Request, num_tokens: int) -> ValueError | None:
-    """Returns the refusal of a continued request with presence_penalty: vLLM treats its tokens as
-    part of the prompt, to which the penalty does not apply.
+    """Returns the error for a continued request with presence_penalty: vLLM treats its earlier
+    tokens as part of the prompt, to which the penalty does not apply.
 
-    Configurations cannot cause this: training refuses penalties, and an evaluation is not
-    interrupted. A script that passes SamplingParams to the sampler can.
+    Configurations cannot cause this, because training rejects penalties and evaluations are not
+    interrupted. Only a script that passes SamplingParams to the sampler can.
     """
     if not request.sampling.presence_penalty or not num_tokens:
         return None

@@ -1,8 +1,8 @@
-"""Records the experts that vLLM's routers choose, by slot of the KV cache.
+"""Records the experts that vLLM's routers choose, indexed by slot in the KV cache.
 
-vLLM's own recording exists only in newer versions, and not with the runner for CPUs. Here each
-router writes to the slot of the token's keys (common/experts_by_slot.py). The slots are read before
-a request loses them and before weights change.
+Only newer vLLM versions can record experts, and their CPU runner cannot. In this module each router
+writes to the slot of the token's keys (common/experts_by_slot.py). The slots are read before a
+request loses them and before weights change.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from hybridrl.rollout.vllm.decoding import cache_fits
 
 
 class RecordedExperts:
-    """Records the experts of every request of one live engine; created before graphs are captured.
+    """Records the experts of all requests in one live engine; must be created before graphs are
+    captured.
 
     Args:
-        cache: vLLM's `KVCacheConfig` of this rank. vLLM gives padding tokens the slot -1, which is
-            the last row.
+        cache: vLLM's `KVCacheConfig` on this rank.
 
     Raises:
         ModelError: If a layer with experts has no observable router, or if keys may lose their
@@ -39,15 +39,16 @@ class RecordedExperts:
         if len(groups) != 1:
             raise _no_fixed_slots()
         self._block_size = groups[0].kv_cache_spec.block_size
-        # The last row is for slot -1, that of padding tokens.
+        # The last row is for padding tokens, whose slot is -1.
         num_slots = cache.num_blocks * self._block_size + 1
         self._experts = ExpertsBySlot("vllm", shape, num_slots, device, found)
         for index, layer in enumerate(self._experts.layers):
             found[layer].set_capture_fn(self._writer(index))
 
     def attach(self, scheduler: Any, running: Mapping[str, RunningRequest]) -> None:
-        """Starts to record the experts of each request of `running`, by vLLM's names, before its
-        slots are freed. Raises ModelError if keys may lose their slots before a request ends.
+        """Starts recording: from now on, the experts of each request in `running` (keyed by vLLM's
+        names) are recorded before its slots are freed. Raises ModelError if keys may lose their
+        slots before a request ends.
         """
         self._manager, self._running = scheduler.kv_cache_manager, running
         if not cache_fits(self._manager):
@@ -57,7 +58,7 @@ class RecordedExperts:
             sizes = f"blocks of {block_size} and {self._block_size}"
             raise unfit("vllm", sizes, "one size of blocks")
         self._requests = scheduler.requests
-        # vLLM calls it for requests that end, are aborted, or are preempted.
+        # vLLM calls this method for requests that end, are aborted, or are preempted.
         self._free = scheduler._free_request_blocks
         scheduler._free_request_blocks = self._record_and_free
 
@@ -74,7 +75,8 @@ class RecordedExperts:
         return write
 
     def record_running(self) -> None:
-        """Records the computed tokens of all running requests, which keep their slots.
+        """Records the experts of all running requests' computed tokens; the requests keep their
+        slots.
 
         vLLM's requests must be up to date (`DecodingSteps.write`).
         """
@@ -85,9 +87,9 @@ class RecordedExperts:
         self._free(request)
 
     def _record(self, requests: Iterable[Any]) -> None:
-        """Records the experts of computed tokens that have none yet. A partly computed prompt has
-        only its computed chunks. A preempted request has nothing new until it gets further than
-        before. A sync point if there are new tokens.
+        """Records the experts of computed tokens that were not recorded yet. For a partly computed
+        prompt, these are its computed chunks. A preempted request has no new tokens until it passes
+        the point at which it was preempted. A sync point if there are new tokens.
         """
         rows: list[RunningRequest] = []
         slots: list[Tensor] = []
@@ -118,7 +120,7 @@ def _no_fixed_slots() -> ModelError:
 
 
 def _routers(model: torch.nn.Module) -> dict[int, Any]:
-    """Returns the observable routers of vLLM's layers, by layer."""
+    """Returns the routers whose choices can be observed, by layer."""
     found: dict[int, Any] = {}
     for name, part in model.named_modules():
         router = getattr(part, "router", None)

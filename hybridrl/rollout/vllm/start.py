@@ -1,7 +1,7 @@
-"""Starts a vLLM engine inside this process, with the ranks that our own layout assigns.
+"""Starts a vLLM engine inside this process, on the ranks that this package's layout assigns.
 
-`start` and `stop` are collective over the world. Owns vLLM's environment and process groups, and
-the few repairs of the installed version, each with its reason; it does not own generation.
+`start` and `stop` are collective over all ranks. Owns vLLM's environment variables and process
+groups, and a few repairs of the installed version, each with its reason. Does not own generation.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ ENVIRONMENT = {
     # FlashInfer's sampler ignores requests' seeds, and is compiled at the first start.
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
-# vLLM 0.26's list of further architectures, besides dense ones, for its second model runner.
+# Name of vLLM 0.26's list of architectures, in addition to dense ones, that use its second model
+# runner.
 SECOND_RUNNER_LIST = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
-# Engines that are not stopped. They share vLLM's process groups, which garbage collection of one
-# engine would destroy.
+# Engines that were not stopped. They share vLLM's process groups, and the references here prevent
+# garbage collection of an engine from destroying these groups.
 _OPEN: list[Any] = []
 
 
@@ -62,7 +63,7 @@ def start(
     prepare: Callable[[torch.nn.Module], None],
     listen: Callable[[torch.nn.Module, Any], object],
 ) -> LiveEngine:
-    """Starts this rank's part of its replica, with dummy weights; collective over the world.
+    """Starts this rank's part of its replica, with dummy weights; collective over all ranks.
 
     Args:
         prepare: Called with the new module, before vLLM measures memory and captures graphs.
@@ -70,7 +71,7 @@ def start(
             captured.
 
     Raises:
-        UserError: If vLLM does not import, or refuses the model or its memory.
+        UserError: If vLLM cannot be imported, or rejects the model or the memory.
         RuntimeError: If an engine of another layout is still open.
     """
     settings, layout, is_cpu = inputs.settings, inputs.layout, inputs.is_cpu
@@ -110,7 +111,7 @@ def runner_of(llm: Any) -> Any:
 
 
 def caches_of(runner: Any) -> list[Tensor]:
-    """Returns the storages of all layers' keys and values as bytes, each once."""
+    """Returns the distinct storages of all layers' keys and values, as bytes."""
     found: dict[int, Tensor] = {}
     for layer in runner.kv_caches:  # some models have several caches in a layer
         for cache in [layer] if isinstance(layer, Tensor) else layer:
@@ -138,14 +139,14 @@ def _make_engine(
         warnings.simplefilter("ignore")
         try:
             return LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
-        except ValueError as error:  # also pydantic's: vLLM refuses the model or a size
+        except ValueError as error:  # also pydantic's error: vLLM rejects the model or a size
             raise refusal(str(error), settings.max_tokens, version) from error
         finally:
             torch.set_num_threads = set_num_threads  # vLLM on CPU disables it
 
 
 def stop(engine: LiveEngine) -> None:
-    """Ends the engine; with the last engine of the process, vLLM's process groups too.
+    """Shuts down the engine and, if it is the process's last, vLLM's process groups.
 
     vLLM's own shutdown is not used: it would also destroy the trainer's default process group.
     """
@@ -194,7 +195,8 @@ def _compute_with_live_parameters() -> None:
 
 @contextlib.contextmanager
 def _groups_of(layout: RolloutLayout) -> Iterator[None]:
-    """Makes vLLM build its process groups over the ranks that the layout assigns.
+    """Within the `with` block, makes vLLM build its process groups over the ranks that the layout
+    assigns.
 
     vLLM maps its grid (replicas, ..., tensor parallel) to consecutive ranks; here each grid
     position is translated to the rank that the layout assigns.
@@ -213,12 +215,12 @@ def _groups_of(layout: RolloutLayout) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
-    """Makes the tensor-parallel collectives of CPU engines wait without occupying a core.
+    """Makes CPU engines' tensor-parallel collectives wait without occupying a core.
 
-    vLLM's own collectives spin on shared memory. With more ranks than cores, a waiting rank then
-    occupies the core that its peer needs: 1.6 s per token with 4 ranks on 2 busy cores, against
-    0.05 s with gloo. The shared memory is also named after the ranks only, so two jobs on a machine
-    would share it.
+    vLLM's own collectives spin on shared memory. If there are more ranks than cores, a waiting rank
+    then occupies the core that its peer needs: 4 ranks on 2 busy cores took 1.6 s per token,
+    instead of 0.05 s with gloo. The name of the shared memory also contains only the ranks, so two
+    jobs on one machine would use the same memory.
     """
     if not is_cpu:
         yield
@@ -234,7 +236,7 @@ def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
 def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
     """Calls `prepare` with vLLM's new module, inside the memory pool of weights.
 
-    The pool can then release the parameters that `prepare` replaces.
+    The pool can then free the parameters that `prepare` replaces.
     """
     from vllm.v1.worker.gpu_worker import Worker  # CPU workers too
 
@@ -261,7 +263,9 @@ def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]
 
 @contextlib.contextmanager
 def _after_caching(listen: Callable[[torch.nn.Module, Any], object]) -> Iterator[None]:
-    """Calls `listen` with the module and the KV cache's configuration, once it is allocated."""
+    """Calls `listen` with the module and the KV cache's configuration, after the cache is
+    allocated.
+    """
     from vllm.v1.worker.gpu_worker import Worker
 
     initialize = Worker.initialize_from_config
@@ -277,11 +281,12 @@ def _after_caching(listen: Callable[[torch.nn.Module, Any], object]) -> Iterator
 
 @contextlib.contextmanager
 def second_runner(architectures: Sequence[str]) -> Iterator[None]:
-    """Makes an engine that starts inside use vLLM's second model runner if possible.
+    """Makes an engine that starts within the `with` block use vLLM's second model runner if
+    possible.
 
-    vLLM 0.26 uses it for dense models and for a list of mixtures of experts; newer versions have no
-    list. A step of a Qwen3 mixture was 1.07 to 1.6 times as fast with it on H200.
-    VLLM_USE_V2_MODEL_RUNNER in the environment takes precedence.
+    vLLM 0.26 uses this runner for dense models and for listed mixtures of experts; newer versions
+    have no list. On H200, decode steps of a Qwen3 mixture were 1.07 to 1.6 times as fast with this
+    runner. The environment variable VLLM_USE_V2_MODEL_RUNNER takes precedence.
     """
     from vllm.config import vllm as config
 

@@ -1,9 +1,10 @@
-"""Counters of vLLM requests that all decode, one token a step, until one begins, ends or is
+"""Counters of vLLM requests that all decode one token per step, until a request begins, ends or is
 removed.
 
-Between such events a step changes the same few counters of every request by one. They are counted
-here for all requests together and written to vLLM's requests before these are read: for one request
-at a block boundary of the KV cache, and for all requests at the end of the run of steps.
+Between such events, each step changes the same few counters of every request by one. This module
+counts for all requests together, and writes the counters to vLLM's requests before vLLM reads them:
+to a single request at a block boundary of the KV cache, and to all requests when the series of
+steps ends.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from typing import Any
 
 import numpy as np
 
-# Steps whose tokens are buffered before they are written to all requests.
+# Maximum number of steps whose tokens are buffered before they are written to the requests.
 MAX_BUFFERED = 256
 
 
 class SteadyRows:
-    """Requests that decode together: all running requests, in the scheduler's order, for which
-    `fit` is true.
+    """All running requests, which decode together, in the scheduler's order; `fit` must be true for
+    them.
 
     Args:
-        size: Tokens in a block of the cache; at least 3.
+        size: Number of tokens in a cache block; at least 3.
         is_async: Whether a step is scheduled before the previous step's tokens are known.
     """
 
@@ -52,7 +53,8 @@ class SteadyRows:
         self._size = size
         self._num_handed = self._num_taken = 0
         self._kept: list[list[int]] = []  # buffered tokens of the last steps, by row
-        # Numbers of scheduled and of taken steps that each row's request already contains.
+        # For each row, the numbers of scheduled and of taken steps that were already written to its
+        # request.
         self._written = [(0, 0)] * len(requests)
 
     @staticmethod
@@ -67,7 +69,7 @@ class SteadyRows:
 
     @property
     def can_be_handed_out(self) -> bool:
-        """Whether the next step can have all rows again."""
+        """Whether the next step can contain all rows again."""
         if self._is_async:
             return self._num_taken < self._room
         return not self._num_under_way
@@ -77,8 +79,8 @@ class SteadyRows:
         return self._under_way + self._num_handed - self._num_taken
 
     def edges(self) -> list[tuple[int, Any, int]]:
-        """Returns the rows at a block boundary in the next step, which may need a change of the
-        cache: row number, request (up to date), and number of computed tokens.
+        """Returns the rows that reach a block boundary in the next step and may need a change of
+        the cache: row index, request (up to date), and number of computed tokens.
 
         A boundary is a block's first token, or its last token, after which vLLM can identify the
         block by its tokens. If the previous token is still in flight, that happens with the next
@@ -102,9 +104,9 @@ class SteadyRows:
         return (self._computed + number).tolist(), (self._drawn + number).tolist()
 
     def take(self, index: dict[str, int], sampled: Sequence[Sequence[int]]) -> list[int] | None:
-        """Counts a step's tokens and returns them by row. Returns None, and counts nothing, if a
-        token is its request's last, or some row does not have exactly one. `index` gives the
-        positions of names in `sampled`.
+        """Counts a step's tokens and returns them by row. Returns None and counts nothing if any
+        token is its request's last, or if any row does not have exactly one token. `index` maps
+        names to positions in `sampled`.
         """
         if self._num_taken >= self._room:
             return None
@@ -121,7 +123,7 @@ class SteadyRows:
         return tokens
 
     def write(self) -> None:
-        """Updates all of vLLM's requests."""
+        """Brings all of vLLM's requests up to date."""
         for row in range(len(self._requests)):
             self._write(row)
         self._kept.clear()

@@ -1,8 +1,8 @@
 """Supported versions of vLLM on CPU and on GPUs, and instructions to install them. No torch, no
 vllm.
 
-Owns the table of builds and which ones were tested. Reads package metadata only, so that `hybridrl
-check` and the launcher can report a problem before any rank imports a gigabyte.
+Owns the tables of supported and of tested builds. Reads only package metadata, so that `hybridrl
+check` and the launcher can report a problem before any rank imports the package.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Build:
     """A build of vLLM that the adapter supports.
 
     Args:
-        oldest: First version with the interface that the adapter uses.
-        install: Instructions to install it.
+        oldest: Oldest version that has the interface that the adapter uses.
+        install: Instructions to install the build.
         head_dims: Head sizes that its attention kernels support; empty if all relevant sizes are.
         latent_dims: Sizes of cached latents that its kernels support; empty if all are.
     """
@@ -61,7 +61,7 @@ KNOWN_SCHEDULERS = ("0.26.0", "0.32.0")
 
 
 def is_scheduler_known(version: str) -> bool:
-    """Whether the scheduler of this `installed_version` was compared."""
+    """Whether the scheduler in this `installed_version` was compared."""
     return Version(version.split()[-1]).public in KNOWN_SCHEDULERS
 
 
@@ -71,7 +71,7 @@ def is_installed() -> bool:
 
 
 def installed_version(is_cpu: bool) -> str:
-    """Returns distribution and version of the installed vLLM; raises UserError unless it fits this
+    """Returns distribution and version of the installed vLLM; raises UserError unless it suits this
     host.
     """
     build = CPU if is_cpu else CUDA
@@ -110,8 +110,8 @@ def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
 
 
 def refusal(message: str, longest: int, version: str) -> UserError:
-    """Returns a UserError for vLLM's message at its start. `longest` is the length of the longest
-    request in tokens.
+    """Returns a UserError for the message with which vLLM failed to start. `longest` is the length
+    of the longest request in tokens.
     """
     if not re.search(r"KV cache is needed|available memory for the cache", message):
         return refused_start(NAME, "vLLM", message, version)
