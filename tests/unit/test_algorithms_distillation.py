@@ -170,7 +170,7 @@ def test_the_teacher_has_to_be_named_and_a_penalty_needs_a_reward():
         assert section(name=name, teacher="t").teacher == "t"
         with pytest.raises(ConfigError, match=r"algorithm\.teacher: got nothing"):
             section(name=name)
-    with pytest.raises(ConfigError, match="overlong_max_tokens: got 5000; allowed: only with"):
+    with pytest.raises(ConfigError, match="overlong_max_tokens: got 5000; allowed: no value"):
         section(name="on_policy_distillation", teacher="t", overlong_max_tokens=5000)
     with pytest.raises(ConfigError, match="Did you mean 'algorithm.top_k'"):
         section(name="gkd", teacher="t", topk=3)
