@@ -1,8 +1,8 @@
-"""Opens one checkpoint on all ranks; damage that one rank finds is an error on all.
+"""Opens one checkpoint on all ranks. If one rank finds damage, all ranks raise the same error.
 
-Who waits for whom: rank 0 looks which checkpoint is meant and whether it is whole, while the others
-wait for its answer. Afterwards each rank waits until it sees the manifest that rank 0 sees, because
-shared file systems show new files late.
+Who waits for whom: rank 0 chooses the checkpoint and checks whether it is complete, while the other
+ranks wait for its answer. Afterwards each rank waits until it sees the manifest that rank 0 sees,
+because shared file systems show new files late.
 """
 
 from __future__ import annotations

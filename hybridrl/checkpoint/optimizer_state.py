@@ -1,4 +1,4 @@
-"""Optimizer state in a checkpoint: every data-parallel rank writes and reads a part.
+"""Saves and loads optimizer state such that each data-parallel rank writes and reads a part of it.
 
 Megatron's distributed optimizer concatenates the parameters of a bucket and cuts the result into
 equal shares, one for each data-parallel rank, wherever the cuts fall; a checkpoint has whole
@@ -44,7 +44,7 @@ state's name, the number of fp32 elements, and the device that they come from.""
 
 @dataclass(frozen=True)
 class _Cut:
-    """A parameter, the data-parallel ranks with a piece of it, and the elements of each piece."""
+    """A parameter, the data-parallel ranks that have a piece of it, and the elements in each piece."""
 
     parameter: torch.nn.Parameter
     pieces: Mapping[int, slice]
@@ -52,7 +52,7 @@ class _Cut:
 
     @property
     def others(self) -> Iterator[tuple[int, slice]]:
-        """Pieces that the keeper does not have."""
+        """Pieces that are not on the keeper."""
         return ((rank, span) for rank, span in self.pieces.items() if rank != self.keeper)
 
     def empty(self) -> Tensor:
@@ -131,7 +131,7 @@ def count_step(adam: Any, num_steps: int = 1) -> None:
 
 
 def kept_bytes(optimizers: Iterable[Any]) -> int:
-    """Returns the bytes of optimizer states that this rank writes."""
+    """Returns how many bytes of optimizer state this rank writes."""
     groups = [(one, one.data_parallel_group_gloo) for one in optimizers]
     return sum(
         len(STATES) * np.dtype(np.float32).itemsize * cut.parameter.numel()
@@ -438,7 +438,7 @@ class _Exchange:
         self._add(dist.irecv(place, group=self._group, group_src=peer), place)
 
     def wait(self) -> None:
-        """Waits for all pieces."""
+        """Waits until all pieces are sent and received."""
         for work, _ in self._under_way:
             work.wait()
         self._under_way, self._num_bytes = [], 0

@@ -1,4 +1,4 @@
-"""Threads that read files: their number, and what happens if one fails. No torch.
+"""Reads files in several threads. Does not import torch.
 
 Their work is reading, digesting and copying, all of which release Python's lock.
 """

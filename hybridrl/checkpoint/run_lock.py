@@ -1,4 +1,4 @@
-"""Lock file of a run folder: one run at a time.
+"""Locks a run folder, so that only one run uses it at a time.
 
 Two runs in one folder would overwrite each other's checkpoints and metrics. The file `run.lock`
 names the process that holds the folder. If that process can be looked up (same boot of the same
@@ -251,7 +251,7 @@ def _in_turn(folder: Path) -> Iterator[None]:
     """Admits one process at a time, if the file system can lock directories."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems lock nothing
+        with contextlib.suppress(OSError):  # some network file systems do not support locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
@@ -274,7 +274,7 @@ def _age_s(folder: Path) -> float:
     try:
         probe.touch()
         return probe.stat().st_mtime - (folder / LOCK_FILE).stat().st_mtime
-    except FileNotFoundError:  # released meanwhile
+    except FileNotFoundError:  # the lock was released in the meantime
         return STALE_S + 1
     finally:
         probe.unlink(missing_ok=True)

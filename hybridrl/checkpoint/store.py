@@ -1,4 +1,5 @@
-"""Checkpoints of a run: Megatron's sharded format for models, JSON for the loop.
+"""Saves and loads the checkpoints of a run: models in Megatron's sharded format, the loop's state
+as JSON.
 
 A checkpoint is the folder `checkpoints/step_N` with a sharded part for each trained model
 (`policy/`, `critic/`), `state.json` (the loop's state), `hf/` (config.json and tokenizer files, so
@@ -82,7 +83,7 @@ class CheckpointStore:
     Args:
         root: The run's `checkpoints` folder.
         world: All ranks.
-        keep: Number of the newest checkpoints in the run's lineage that stay.
+        keep: Number of checkpoints in the run's lineage that are kept, newest first.
         notify: Prints a message once for all ranks.
         layout: Description of the models' layout; random states are restored in the same one only.
         grace_s: Seconds that the ranks have, after an error and at the end, to finish writing.
@@ -144,7 +145,7 @@ class CheckpointStore:
         """Returns the newest checkpoint that rank 0 verifies as whole, except the newest one.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: There is no such checkpoint.
         """
 
         def choose() -> Path:
@@ -175,7 +176,7 @@ class CheckpointStore:
         files: ModelFiles,
         waits: bool = True,
     ) -> Path:
-        """Writes the checkpoint of a step and removes those beyond `keep`.
+        """Writes the checkpoint for a step and removes older checkpoints beyond `keep`.
 
         A checkpoint that is still being written is finished first.
 
@@ -233,7 +234,7 @@ class CheckpointStore:
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint is begun and not complete."""
+        """Whether a checkpoint was begun and is not yet complete."""
         return self._pending is not None
 
     def finish_if_written(self) -> Path | None:

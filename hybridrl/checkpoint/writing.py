@@ -1,4 +1,4 @@
-"""Writes a checkpoint folder atomically: it is complete under its name, or absent.
+"""Writes a checkpoint folder atomically: it is either complete under its final name, or absent.
 
 Collective. A folder is written as `step_N.partial` and renamed when all its files are durable. If
 it replaces another, that one is `step_N.replaced` between two renames, and gets its name back if
@@ -98,7 +98,7 @@ class BegunCheckpoint:
         self._entries: dict[str, FileEntry] = {}
 
     def begin(self) -> None:
-        """Makes the folder and plans its files.
+        """Creates the folder and plans its files.
 
         Raises:
             CheckpointError: a file could not be written.
@@ -144,7 +144,7 @@ class BegunCheckpoint:
             begun.write()
 
     def complete(self) -> Path:
-        """Makes the index and the manifest, and gives the folder its name, which it returns.
+        """Writes the index and the manifest, and renames the folder. Returns the final folder.
 
         Raises:
             CheckpointError: a file could not be written.
@@ -250,7 +250,7 @@ def remove_leftovers(root: Path, name: str) -> None:
 
 
 def put_back_replaced(root: Path) -> None:
-    """Gives a checkpoint its name again that lost it while it was replaced."""
+    """Restores the name of a checkpoint that was being replaced when writing was interrupted."""
     for path in root.glob(f"step_*{REPLACED}"):
         folder = path.with_name(path.name.removesuffix(REPLACED))
         if not folder.exists():
