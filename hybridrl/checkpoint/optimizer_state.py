@@ -44,7 +44,7 @@ state's name, the number of fp32 elements, and the device that they come from.""
 
 @dataclass(frozen=True)
 class _Cut:
-    """A parameter, the data-parallel ranks that have a piece of it, and the elements in each piece."""
+    """A parameter, the data-parallel ranks with a piece of it, and the elements in each piece."""
 
     parameter: torch.nn.Parameter
     pieces: Mapping[int, slice]
