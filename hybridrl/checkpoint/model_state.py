@@ -1,7 +1,7 @@
 """Sharded state of a model in a checkpoint: Megatron's weights and optimizer states.
 
-Owns the state dictionaries that Megatron saves and loads, and the repairs that they need.
-Collective, as Megatron's own functions are.
+Owns the state dictionaries that Megatron saves and loads, and corrects errors in them. All
+functions that call Megatron's collective functions are collective too.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ EXTRA_STATE = re.compile(r"_extra_state\d*$")
 
 
 class Saved(Protocol):
-    """A model over ranks of a mesh that has weights and, when it is trained, an optimizer."""
+    """A model on the ranks of a mesh, with its weights and, if it is trained, its optimizer."""
 
     @property
     def mesh(self) -> Mesh:
-        """Ranks that hold the model."""
+        """Ranks that have a part of the model."""
         ...
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """Megatron's modules with whole parameters; none on ranks outside the mesh."""
+        """Megatron's modules on this rank, one per pipeline chunk; empty on ranks outside the mesh."""
         ...
 
     @property
     def optimizer(self) -> Any:
-        """Megatron's optimizer; None for a model that is not trained."""
+        """Megatron's optimizer; None if the model is not trained."""
         ...
 
     @property
@@ -71,17 +71,18 @@ class Saved(Protocol):
 def load_model(
     checkpoint: Checkpoint, part: str, model: Saved, world: World, notify: Notify = print
 ) -> None:
-    """Loads one sharded part into a model and, if the model is trained, its optimizer.
+    """Loads one sharded part of a checkpoint into a model and, if the model is trained, into its
+    optimizer.
 
     Args:
-        checkpoint: Opened checkpoint, the same on all ranks.
+        checkpoint: Open checkpoint, identical on all ranks.
         part: `policy` or `critic`.
-        model: Model with the saved shapes, in any layout.
+        model: Model with the same shapes as the saved model, in any layout.
         world: All ranks.
         notify: Prints a message once for all ranks.
 
     Raises:
-        CheckpointError: The part is damaged, missing, or of another model.
+        CheckpointError: The part is damaged or missing, or belongs to a different model.
     """
     folder, manifest = checkpoint.folder, checkpoint.manifest
     if f"{part}/{INDEX}" not in manifest.files:
@@ -118,8 +119,8 @@ def load_model(
 
 
 def _plain_values(folder: Path, part: str, manifest: Manifest) -> dict[str, Any]:
-    """Returns the values that are not sharded tensors, which every rank reads; raises
-    CheckpointError.
+    """Reads the values that are not sharded tensors. Every rank reads all of them. Raises
+    CheckpointError if they are damaged.
     """
     content = read_listed(folder, f"{part}/{FORMAT_FILE}", manifest)
     try:
@@ -152,12 +153,12 @@ def _other_model(part: Path, error: BaseException) -> CheckpointError:
 def sharded_state(
     model: Saved, is_loading: bool, allocators: Callable[[int], Allocator] | None = None
 ) -> dict[str, Any]:
-    """Returns the state that Megatron saves, or fills when loading; empty on ranks outside the
-    mesh. Collective over the mesh, which is active.
+    """Returns the state dictionary that Megatron saves, or fills while loading. It is empty on
+    ranks outside the mesh. Collective over the mesh, which must be active.
 
     Args:
         model: Model to save or to load.
-        is_loading: Whether the tensors will be filled.
+        is_loading: Whether a checkpoint will be loaded into the tensors.
         allocators: See `own_shares`.
     """
     if not model.mesh.is_member:
@@ -171,7 +172,7 @@ def sharded_state(
     if model.optimizer is None:
         return parts
     described = parts
-    if model.frozen_parts:  # else layers are one tensor, with frozen ones missing
+    if model.frozen_parts:  # otherwise all layers form one tensor, and it lacks the frozen layers
         described = _sharded_weights(model, {**metadata, "non_homogeneous_layers": True})
     weights = described["model0"] if len(model.chunks) == 1 else dict(described)
     for optimizer in model.optimizer.chained_optimizers:
@@ -182,7 +183,7 @@ def sharded_state(
         )
     whole = parts["optimizer"]
     for one in [whole] if len(model.optimizer.chained_optimizers) == 1 else whole.values():
-        if not one["param_state"]:  # Megatron would compare it with other ranks'
+        if not one["param_state"]:  # Megatron would compare it with the values of other ranks
             del one["param_state"]
     if not is_loading:
         _separate_storages(whole)
@@ -190,7 +191,9 @@ def sharded_state(
 
 
 def _sharded_weights(model: Saved, metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all weights, trained and frozen: a checkpoint needs no other files to be loaded."""
+    """Returns all weights, trained and frozen, so that a checkpoint can be loaded without other
+    files.
+    """
     return {
         f"model{index}": _only_weights(chunk.sharded_state_dict(metadata=metadata))  # type: ignore[operator]
         for index, chunk in enumerate(model.chunks)
@@ -198,15 +201,15 @@ def _sharded_weights(model: Saved, metadata: Mapping[str, Any]) -> dict[str, Any
 
 
 def connect_shares(model: Saved) -> None:
-    """Opens, when a run begins, the connections of GPUs that saving needs; collective over the
-    mesh.
+    """Opens the connections between GPUs that saving needs, so that the first save does not wait
+    for them. Collective over the mesh.
     """
     if model.mesh.is_member and model.optimizer is not None:
         connect(model.optimizer.chained_optimizers)
 
 
 def saved_bytes(model: Saved) -> int:
-    """Returns the bytes that this rank writes if the first replica writes all weights."""
+    """Returns how many bytes this rank writes if the first replica writes all weights."""
     if not model.mesh.is_member:
         return 0
     with model.mesh.active():
@@ -218,7 +221,7 @@ def saved_bytes(model: Saved) -> int:
         parameter.numel() * parameter.element_size()
         for chunk in model.chunks
         for parameter in chunk.parameters()
-        if is_first[getattr(parameter, "allreduce", True)]  # Megatron: experts' is False
+        if is_first[getattr(parameter, "allreduce", True)]  # Megatron sets it to False for experts
     )
     return (
         found if model.optimizer is None else found + kept_bytes(model.optimizer.chained_optimizers)
@@ -226,11 +229,12 @@ def saved_bytes(model: Saved) -> int:
 
 
 def _separate_storages(state: dict[str, Any]) -> None:
-    """Gives tensors in numpy's memory a storage that ends where they do, in the same memory.
+    """Gives each tensor in memory that numpy allocated a separate storage of exactly its size. No
+    data are copied.
 
-    Without it the writer would clone every view, such as the two halves of a feed-forward layer.
-    The writer still clones live tensors on a CPU: their storages must stay resizable, and numpy
-    prevents that.
+    Otherwise the writer would clone every view, such as the two halves of a feed-forward layer. The
+    writer still clones the parameters themselves on a CPU, because their storages must remain
+    resizable, and numpy prevents that.
     """
     apply_factories(state)
     for part in nested_values(state):
@@ -241,10 +245,11 @@ def _separate_storages(state: dict[str, Any]) -> None:
 
 
 def _only_weights(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a chunk's state without the extra state of layers: FP8 scales, none in 16 bit.
+    """Returns a chunk's state without the extra state of layers. The extra state contains FP8
+    scales and is empty for 16-bit weights.
 
-    With Megatron's own renaming of norms, the rest is the same for torch's layers and for
-    transformer-engine's, so that either kind loads the other's checkpoints.
+    Megatron renames norms, so the remaining keys are the same for torch layers and
+    transformer-engine layers. Each kind of layer can therefore load checkpoints of the other kind.
     """
     return {name: part for name, part in state.items() if not EXTRA_STATE.search(name)}
 
@@ -257,13 +262,14 @@ def _load_weights(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _make_states(optimizer: Any) -> None:
-    """Creates the states that Megatron saves and loads for an optimizer that has taken no step."""
+    """Creates the states that Megatron saves and loads if the optimizer has not taken a step yet."""
     adam = optimizer.optimizer
     count_step(adam, 0)
     if len(adam.state) or not any(group["params"] for group in adam.param_groups):
         return
-    # Megatron's own way, a step with zero gradients, would count and decay the weights.
-    if not isinstance(adam, torch.optim.Adam):  # transformer-engine counts by group
+    # Megatron would take a step with zero gradients, which increases the step count and decays the
+    # weights.
+    if not isinstance(adam, torch.optim.Adam):  # transformer-engine counts steps per group
         for group in adam.param_groups:
             group["step"] = 0
             for parameter in group["params"]:
@@ -282,8 +288,8 @@ def _make_states(optimizer: Any) -> None:
 def _separate_step_counts(optimizer: Any) -> None:
     """Gives every parameter a separate step count again.
 
-    For torch's Adam megatron-core 0.16.1 loads one tensor as the count of all parameters, which a
-    step would then advance once for each of them.
+    For torch's Adam, megatron-core 0.16.1 loads a single tensor as the step count of all
+    parameters. Each optimizer step would then increase the count once per parameter.
     """
     for inner in optimizer.chained_optimizers:
         for state in inner.optimizer.state.values():

@@ -29,13 +29,15 @@ POLL_S = 0.5
 def open_on_all_ranks(
     path: Path, world: World, notify: Notify = print
 ) -> tuple[Checkpoint, SavedState]:
-    """Opens the checkpoint that rank 0 finds at `path`, on every rank.
+    """Opens on every rank the checkpoint that rank 0 finds at `path`.
 
-    Rank 0 checks that it is whole; what each rank then reads has digests. Only rank 0's state has
-    rollouts, since those of a large job do not fit on every rank.
+    Rank 0 checks that the checkpoint is complete; later, each rank verifies the digests of the
+    files that it reads. Only the state on rank 0 contains rollouts, because the rollouts of a large
+    job do not fit into the memory of every rank.
 
     Raises:
-        CheckpointError: It is damaged, or a rank does not see the same one; raised on all ranks.
+        CheckpointError: The checkpoint is damaged, or a rank sees a different checkpoint. Raised on
+            all ranks.
     """
     with world.all_agree("finding the checkpoint") as agreement:
         found = find_checkpoint(path) if world.rank == 0 else None
@@ -63,7 +65,7 @@ def open_on_all_ranks(
 
 
 def _wait_for(folder: Path, digest: str, world: World) -> Checkpoint:
-    """Returns the checkpoint once this rank sees the manifest that rank 0 sees."""
+    """Waits until this rank sees the manifest that rank 0 sees, and returns the checkpoint."""
     deadline = time.monotonic() + STALE_LISTING_S
     while True:
         try:
@@ -88,14 +90,15 @@ def _wait_for(folder: Path, digest: str, world: World) -> Checkpoint:
 def damage_is_told(
     world: World, what: str, folder: Path, notify: Notify = print, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
-    """Runs a part in which a rank may find a damaged file; then all ranks raise the same error,
-    which names the newest whole checkpoint in the same folder.
+    """Runs a block in which a rank may find a damaged file. In that case all ranks raise the same
+    error, which names the newest undamaged checkpoint in the same folder.
 
-    For parts without collectives, or whose collectives end on all ranks if they fail on one.
+    The block must not contain collectives, unless a collective that fails on one rank ends on all
+    ranks.
 
     Args:
         world: All ranks.
-        what: Name of the part in errors.
+        what: Description of the block, shown in errors.
         folder: Checkpoint that is read.
         notify: Prints a message once for all ranks.
         is_unbounded: See `World.all_agree`.

@@ -1,18 +1,19 @@
-"""Saves and loads optimizer state such that each data-parallel rank writes and reads a part of it.
+"""Saves and loads optimizer state. Each data-parallel rank writes and reads a part of the state.
 
 Megatron's distributed optimizer concatenates the parameters of a bucket and cuts the result into
-equal shares, one for each data-parallel rank, wherever the cuts fall; a checkpoint has whole
-parameters, so that any layout can read it. Megatron gathers all of the state on the first of those
-ranks, which then writes alone, and lets every rank read all: 12 bytes of host memory for each
-parameter of the part of the model that they share. Here one rank, among those with a piece of a
-parameter, writes and reads it; the pieces are sent there and back. The files are the same, except
-that Megatron 0.16.1 writes states from wrong places behind a padded bucket: it cuts the gathered
-state, which has no padding between buckets, at offsets that include it.
+equal shares, one for each data-parallel rank, so a cut can fall inside a parameter. A checkpoint
+contains whole parameters, so that any layout can read it. Megatron gathers the entire state on the
+first data-parallel rank, which writes all of it, and every rank reads the entire state. This takes
+12 bytes of host memory per parameter. Here, one of the ranks with a piece of a parameter writes and
+reads the whole parameter, and exchanges the other pieces with their ranks. The files are the same
+as Megatron's, except that Megatron 0.16.1 writes wrong states for the parameters after a padded
+bucket: it gathers the state without the padding between buckets, but cuts it at offsets that
+include the padding.
 
-With more than one replica nearly every parameter is cut, so most of the state is sent. On GPUs it
-goes over their links when it is saved, in rounds of bounded size, and straight into the page-locked
-memory of copies if there is any: over gloo that took 11 s for a state of 13 GB a rank
-(benchmarks/results/restart_4gpu_h200.json). Loading uses gloo.
+With more than one replica, nearly every parameter is cut, so most of the state is sent. GPUs send
+saved states to each other over NCCL in rounds of bounded size, and then copy the states directly to
+the page-locked memory of checkpoint copies, if there is any. With gloo, sending took 11 s for a
+state of 13 GB per rank (benchmarks/results/restart_4gpu_h200.json). Loading uses gloo.
 """
 
 from __future__ import annotations
@@ -31,11 +32,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from torch import Tensor
 
-STATES = ("param", "exp_avg", "exp_avg_sq")  # Megatron's names: fp32 weight, Adam's moments
-STEPS = "steps"  # key of an Adam's state that counts its steps where it owns no parameter
-# Pieces in transit on the host when loading: waiting for each would be slow.
+STATES = (
+    "param",
+    "exp_avg",
+    "exp_avg_sq",
+)  # Megatron's names: fp32 weight and Adam's moments
+STEPS = "steps"  # key of the step count in the state of an Adam without parameters
+# Maximum size of the pieces in transit on the host while loading. Waiting for each piece would be
+# slow.
 MOST_BYTES_UNDER_WAY = 256 << 20
-ROUND_BYTES = 64 << 20  # sent or received by a rank in a round; also the size of the GPU buffer
+ROUND_BYTES = 64 << 20  # maximum that a rank sends or receives per round; size of the GPU buffer
 
 Allocator = Callable[[tuple[int, str], int, torch.device], Tensor]
 """Gives memory on the host for one state of a whole parameter: its number in the optimizer and the
@@ -48,17 +54,18 @@ class _Cut:
 
     parameter: torch.nn.Parameter
     pieces: Mapping[int, slice]
-    keeper: int  # the one of them that writes and reads it
+    keeper: int  # rank that writes and reads the whole parameter
 
     @property
     def others(self) -> Iterator[tuple[int, slice]]:
-        """Pieces that are not on the keeper."""
+        """Ranks and slices of the pieces that are not on the keeper."""
         return ((rank, span) for rank, span in self.pieces.items() if rank != self.keeper)
 
     def empty(self) -> Tensor:
-        """Returns room for one state of the whole parameter; pages are allocated when filled.
+        """Returns uninitialized memory for one state of the whole parameter. Its pages are
+        allocated when they are written.
 
-        It is numpy's memory: each view can become a tensor with its own storage.
+        numpy allocates the memory, so that each view can become a tensor with a separate storage.
         """
         return torch.from_numpy(np.empty(self.parameter.numel(), np.float32))
 
@@ -67,15 +74,15 @@ class _Cut:
 def own_shares(
     optimizers: Iterable[Any], allocators: Callable[[int], Allocator] | None = None
 ) -> Iterator[None]:
-    """Makes `sharded_state_dict` of Megatron's distributed optimizers, inside the block, return the
-    parameters that this rank writes and reads. The states must exist.
+    """Within the block, `sharded_state_dict` of Megatron's distributed optimizers returns only the
+    parameters that this rank writes and reads. The optimizer states must exist.
 
     Collective over the data-parallel ranks when saving.
 
     Args:
         optimizers: `DistributedOptimizer`s.
-        allocators: Returns, by an optimizer's number, an allocator of host memory for saved states;
-            None for new memory each time.
+        allocators: Function that maps an optimizer's number to an allocator of host memory for
+            saved states. If None, new memory is allocated for each save.
     """
     name = "sharded_param_state_fully_reshardable"
     optimizers = list(optimizers)
@@ -90,12 +97,13 @@ def own_shares(
 
 
 def hand_out(optimizers: Sequence[Any], states: Any) -> None:
-    """Completes loaded states with the pieces that other ranks have read; collective over the
+    """Adds to loaded states the pieces that other ranks have read. Collective over the
     data-parallel ranks.
 
     Args:
         optimizers: `DistributedOptimizer`s.
-        states: Their loaded states: the state itself for one optimizer, by number for several.
+        states: Loaded states of the optimizers: the state itself if there is one optimizer,
+            otherwise a mapping by optimizer number.
     """
     for number, optimizer in enumerate(optimizers):
         state = states if len(optimizers) == 1 else states[number]
@@ -117,8 +125,9 @@ def hand_out(optimizers: Sequence[Any], states: Any) -> None:
 
 
 def count_step(adam: Any, num_steps: int = 1) -> None:
-    """Counts steps of an Adam that owns no parameter, such as on a stage whose layers are all
-    frozen: Megatron reads all ranks' count from rank 0, where it is stored with the parameters.
+    """Counts the steps of an Adam without parameters, such as on a stage whose layers are all
+    frozen. Megatron takes the step count for all ranks from rank 0, so rank 0 must have a count
+    even without parameters.
     """
     if any(group["params"] for group in adam.param_groups):
         return
@@ -126,7 +135,7 @@ def count_step(adam: Any, num_steps: int = 1) -> None:
         state: dict[Any, Any] = adam.state
         state.setdefault(STEPS, {"step": torch.tensor(0.0)})["step"] += num_steps
         return
-    for group in adam.param_groups:  # transformer-engine's, which counts by group
+    for group in adam.param_groups:  # Adam from transformer-engine, which counts steps per group
         group["step"] = group.get("step", 0) + num_steps
 
 
@@ -152,20 +161,22 @@ def _param_state(
 
     Args:
         optimizer: A `DistributedOptimizer`.
-        allocate: Allocator for saved states; None for new memory.
-        model_state: Sharded state of the model, whose data are the parameters themselves.
-        is_loading: Whether a checkpoint will fill the tensors; those that only this rank has are
-            the optimizer's own.
+        allocate: Allocator of memory for saved states; if None, new memory is allocated.
+        model_state: Sharded state of the model; its tensors are the parameters themselves.
+        is_loading: Whether a checkpoint will be loaded into the tensors. For parameters that only
+            this rank has, the optimizer's own tensors are returned.
         metadata: Unused.
 
     Returns:
-        Megatron's sharded tensors by a parameter's number in the optimizer, then by STATES.
+        Megatron's sharded tensors, by the number of the parameter in the optimizer and then by the
+        name in STATES.
     """
     tensors_of_model, _ = extract_sharded_tensors_and_factories(dict(model_state))
     described = {part.data: part for part in nested_values(tensors_of_model)}
     group = optimizer.data_parallel_group_gloo
     cuts = list(_cuts(optimizer, group.size()))
-    # One of the tensor-parallel ranks and stages with the same parameter writes it.
+    # If several tensor-parallel ranks or stages have the same parameter, only one of them writes
+    # it.
     writes = [
         cut.parameter in described and not any(described[cut.parameter].replica_id[:-1])
         for cut in cuts
@@ -179,7 +190,7 @@ def _param_state(
 
 
 def _to_fill(optimizer: Any, cuts: Sequence[_Cut]) -> dict[int, dict[str, Tensor]]:
-    """Returns, by a parameter's number, the destinations of the states that this rank reads."""
+    """Returns the destinations of the states that this rank reads, by parameter number."""
     rank, found = optimizer.data_parallel_group_gloo.rank(), {}
     for index, cut in enumerate(cuts):
         if rank not in cut.pieces:
@@ -189,8 +200,8 @@ def _to_fill(optimizer: Any, cuts: Sequence[_Cut]) -> dict[int, dict[str, Tensor
             continue
         found[index] = own = _own_states(optimizer, cut)
         if own["param"].dtype == cut.parameter.dtype:
-            # The model's own memory: its weights are read to it at the same time, and Megatron
-            # copies the master over them afterwards.
+            # This is the model's parameter itself. The model's weights are loaded into it at the
+            # same time, and Megatron overwrites them with the loaded state afterwards.
             own["param"] = cut.empty()
     return found
 
@@ -198,17 +209,18 @@ def _to_fill(optimizer: Any, cuts: Sequence[_Cut]) -> dict[int, dict[str, Tensor
 def _gathered(
     optimizer: Any, cuts: Sequence[_Cut], writes: Sequence[bool], allocate: Allocator | None
 ) -> dict[int, dict[str, Tensor]]:
-    """Returns, by a parameter's number, the states that this rank writes: the optimizer's own if
-    every rank has whole parameters, else assembled on the host. With `allocate`, one cut parameter
-    suffices to assemble all of them. Collective over the data-parallel ranks.
+    """Returns the states that this rank writes, by parameter number. States of uncut parameters are
+    the optimizer's own tensors; states of cut parameters are assembled on the host. With
+    `allocate`, the states of all parameters are assembled on the host if any parameter is cut.
+    Collective over the data-parallel ranks.
     """
     rank = optimizer.data_parallel_group_gloo.rank()
     own = {
         index: _own_states(optimizer, cut) for index, cut in enumerate(cuts) if rank in cut.pieces
     }
     kept = dict(own)
-    # torch wants a rank's parts of a tensor in memory of one kind, and layers are parts of one
-    # tensor: if one parameter is assembled on the host, all are.
+    # torch requires that all parts of a tensor on a rank are on the same device, and all layers are
+    # parts of one tensor. If one parameter is assembled on the host, all parameters must be.
     are_cut = any(len(cut.pieces) > 1 for cut in cuts)
     for index, cut in enumerate(cuts):
         stays = allocate is None or not are_cut or not writes[index]
@@ -233,14 +245,14 @@ def _gathered(
     group = optimizer.data_parallel_group_gloo if over_host else optimizer.data_parallel_group
     for sent in rounds:
         _send_round(sent, own, kept, group, staging)
-    if device.type == "cuda":  # a sync point: what was put together is on the host
+    if device.type == "cuda":  # a sync point: afterwards the assembled states are on the host
         torch.cuda.current_stream(device).synchronize()
     return kept
 
 
 def _staging(device: torch.device) -> Tensor | None:
-    """Returns a GPU buffer that receives a round's pieces before they are copied to the host; None
-    on CPU, where they are received directly.
+    """Returns a GPU buffer that receives the pieces of a round before they are copied to the host.
+    Returns None on CPU, because pieces are received directly there.
     """
     if not _is_gpu(device):
         return None
@@ -257,8 +269,8 @@ def _own_states(optimizer: Any, cut: _Cut) -> dict[str, Tensor]:
 
 
 def connect(optimizers: Iterable[Any]) -> None:
-    """Sends a number between GPUs that will exchange pieces, so that NCCL allocates its memory when
-    a run begins. Collective over the data-parallel ranks.
+    """Sends a number between GPUs that will exchange pieces, so that NCCL allocates its memory now
+    and not during the first save. Collective over the data-parallel ranks.
     """
     for optimizer in optimizers:
         group = optimizer.data_parallel_group
@@ -278,8 +290,8 @@ def connect(optimizers: Iterable[Any]) -> None:
 
 
 class _Sent(NamedTuple):
-    """Elements that one rank sends to another: `span` of the parameter is `part` of the sender's
-    piece.
+    """Elements that one rank sends to another. `span` is their range in the parameter, and `part`
+    is their range in the sender's piece.
     """
 
     key: tuple[int, str]
@@ -290,8 +302,8 @@ class _Sent(NamedTuple):
 
 
 def _rounds(cuts: Sequence[_Cut], num_ranks: int) -> Iterator[list[_Sent]]:
-    """Yields the rounds, the same on all ranks: no rank sends or receives more than ROUND_BYTES in
-    one.
+    """Yields the rounds, which are identical on all ranks. No rank sends or receives more than
+    ROUND_BYTES per round.
     """
     most = ROUND_BYTES // np.dtype(np.float32).itemsize
     found: list[_Sent] = []
@@ -324,9 +336,9 @@ def _send_round(
 
     Args:
         sent: Pieces of the round.
-        own, kept: This rank's pieces, and the parameters that it assembles.
+        own, kept: Pieces on this rank, and parameters that this rank assembles.
         group: Data-parallel ranks.
-        staging: Receive buffer on the GPU; None to receive directly.
+        staging: Receive buffer on the GPU; if None, pieces are received directly.
     """
     rank, used = group.rank(), 0
     transfers: list[dist.P2POp] = []
@@ -369,7 +381,9 @@ def _cuts(optimizer: Any, dp: int) -> Iterator[_Cut]:
 def _sharded(
     described: Mapping[Tensor, Any], parameter: torch.nn.Parameter, tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Returns states in Megatron's description of their parameter in the model."""
+    """Returns the states of a parameter as Megatron's sharded tensors, with the sharding of the
+    parameter in the model.
+    """
     if parameter not in described:
         raise ValueError(f"a parameter of shape {parameter.shape} is not in the model's state")
     of_model = described[parameter]
@@ -378,7 +392,8 @@ def _sharded(
         changes: dict[str, Any] = {
             "key": f"optimizer.state.{name}.{of_model.key}",
             "data": tensor.view(of_model.data.shape),
-            # The last coordinate is the data-parallel one: of these ranks only the keeper has it.
+            # The last coordinate is the data-parallel rank. It is 0, because only the keeper has
+            # the tensor.
             "replica_id": (*of_model.replica_id[:-1], 0),
         }
         if isinstance(of_model, ShardedTensorFactory):
@@ -390,20 +405,20 @@ def _sharded(
 
 
 def _merged(whole: Tensor, merge: Callable[[Any], Tensor], parts: Any) -> Tensor:
-    """Replaces `ShardedTensorFactory.merge_fn`, which would join the parts in new memory: for the
-    halves of feed-forward layers, more than half of the state. They were read into their final
-    place.
+    """Replaces `ShardedTensorFactory.merge_fn`, which would concatenate the parts in new memory.
+    For the halves of feed-forward layers, this is more than half of the state. If the parts were
+    read directly into `whole`, nothing is copied.
 
     Args:
-        whole: Tensor that Megatron's `build_fn` has cut.
-        merge: Megatron's function, for parts in other memory.
+        whole: Tensor that Megatron's `build_fn` split into parts.
+        merge: Megatron's function, used for parts in other memory.
         parts: Parts that were read.
     """
     return whole if _fill(parts, whole) else merge(parts)
 
 
 def _fill(parts: Any, whole: Tensor) -> bool:
-    """Whether the parts, one after the other, are exactly the memory of a tensor."""
+    """Whether the parts, in this order, exactly cover the memory of a tensor."""
     if not isinstance(parts, list) or not whole.is_contiguous():
         return False
     place = whole.data_ptr()
@@ -418,9 +433,9 @@ def _fill(parts: Any, whole: Tensor) -> bool:
 class _Exchange:
     """Pieces in transit between the ranks of a gloo group, on the host.
 
-    Who waits for whom: a rank waits for the pieces that it has begun to send and receive whenever
-    they are many. All ranks take parameters and their states in one order, so the rank that is
-    furthest behind waits for no other.
+    Who waits for whom: whenever too many bytes are in transit, a rank waits until all pieces that
+    it has begun to send or receive have arrived. All ranks process parameters and states in the
+    same order, so the slowest rank never waits for another rank.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -434,7 +449,7 @@ class _Exchange:
         self._add(dist.isend(piece, group=self._group, group_dst=peer), piece)
 
     def receive(self, place: Tensor, peer: int) -> None:
-        """Begins to receive a piece into its final place."""
+        """Begins to receive a piece at its destination."""
         self._add(dist.irecv(place, group=self._group, group_src=peer), place)
 
     def wait(self) -> None:

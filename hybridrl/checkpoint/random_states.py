@@ -1,4 +1,4 @@
-"""Random states of a rank in a checkpoint."""
+"""Saves and restores the random states of a rank."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 
 def rng_file(rank: int) -> str:
-    """Returns the name of a rank's file in a checkpoint."""
+    """Returns the name of the file with a rank's random states."""
     return f"rng_rank_{rank}.safetensors"
 
 
 def rng_state() -> dict[str, torch.Tensor]:
-    """Returns this rank's random states, torch's and Megatron's; no sync."""
+    """Returns this rank's random states from torch and Megatron. Does not wait for the GPU."""
     states = {f"tracker.{k}": v.clone() for k, v in get_cuda_rng_tracker().get_states().items()}
     states["torch"] = torch.get_rng_state()
     if torch.cuda.is_available():
@@ -23,7 +23,9 @@ def rng_state() -> dict[str, torch.Tensor]:
 
 
 def set_rng_state(states: Mapping[str, torch.Tensor]) -> bool:
-    """Restores `rng_state`'s result and returns True, or False if the kind of device differs."""
+    """Restores the random states that `rng_state` returned. Returns False, and restores nothing, if
+    they come from a different type of device.
+    """
     if _kinds(states) != _kinds(rng_state()):
         return False
     torch.set_rng_state(states["torch"])

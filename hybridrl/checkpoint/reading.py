@@ -1,6 +1,6 @@
 """Reads files in several threads. Does not import torch.
 
-Their work is reading, digesting and copying, all of which release Python's lock.
+The threads run in parallel, because reading, digesting and copying release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-# At least: digests of some pieces are computed while others are read from a disk. At most: beyond
-# them the memory's bandwidth bounds, and Python between two blocks.
+# With at least LEAST_THREADS, some threads compute digests while others wait for a disk. More than
+# MOST_THREADS are not faster, because memory bandwidth and the interpreter lock are the limit.
 LEAST_THREADS, MOST_THREADS = 4, 16
 
 
 def reading_threads(num_ranks: int = 1) -> int:
-    """Returns a rank's number of reading threads: its share of the cores, within bounds.
+    """Returns the number of threads with which a rank reads: its share of the cores, but at least
+    LEAST_THREADS and at most MOST_THREADS.
 
     Args:
         num_ranks: Number of ranks on this host that read at the same time.
@@ -25,10 +26,11 @@ def reading_threads(num_ranks: int = 1) -> int:
 
 
 def in_threads(calls: Iterable[Callable[[], object]], num_threads: int) -> None:
-    """Makes all calls in several threads, begun in order.
+    """Runs all calls in several threads. Calls start in the given order.
 
     Raises:
-        Exception: The first in order that fails; calls that have not begun are not made.
+        Exception: The error of the first call, in the given order, that failed. After a failure, no
+            further call starts.
     """
     with ThreadPoolExecutor(num_threads) as pool:
         begun = [pool.submit(call) for call in calls]

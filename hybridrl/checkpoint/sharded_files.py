@@ -1,12 +1,12 @@
-"""Writes and reads Megatron's sharded tensors: with digests, and without pickles that could run
-code.
+"""Writes and reads Megatron's sharded tensors with digests, and without unpickling untrusted code.
 
-The files have Megatron's format `torch_dist`, and Megatron itself reads them. Three things differ
-from its own writer and reader. Threads of this process write files, one tensor after the other from
-its own memory; Megatron starts processes, and first copies all that a rank writes from its GPU to
-page-locked memory. Digests are computed while writing and verified while reading. The index
-`.metadata`, a pickle, is read by an unpickler that allows only the classes of an index, because
-unpickling may otherwise call any function.
+The files have Megatron's format `torch_dist`, so Megatron can read them. There are three
+differences from Megatron's own writer and reader. First, threads of this process write the tensors
+one after another, directly from their memory; Megatron starts processes, and first copies
+everything that a rank writes from the GPU to page-locked memory. Second, digests are computed while
+writing and verified while reading. Third, the index `.metadata`, a pickle, is read by an unpickler
+that allows only the classes that an index contains, because unpickling could otherwise call any
+function.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ from hybridrl.parallel import progress
 from hybridrl.parallel.groups import World
 
 INDEX = ".metadata"
-FILES_PER_RANK = 2  # Megatron's number; one thread each
-# Classes in the index of a sharded checkpoint, by module. A pickle that names anything else was not
-# written by a checkpoint's writer.
+FILES_PER_RANK = 2  # same as in Megatron; each file has a thread
+# Classes in the index of a sharded checkpoint, by module. No checkpoint writer produces an index
+# with other classes.
 INDEX_CLASSES = {
     "torch": {
         "Size",
@@ -121,15 +121,16 @@ def begin_sharded(
     copies: HostCopies | None = None,
     num_files: int = FILES_PER_RANK,
 ) -> BegunFiles:
-    """Plans the files of a state in a folder; collective over the world.
+    """Plans the files to which a state is written. Collective over the world.
 
     Args:
-        state: State to write; empty on ranks without a part of it.
-        folder: Destination.
-        ranks: Ranks with a part of the state, ascending.
+        state: State to write; empty on ranks that have no part of the state.
+        folder: Folder of the files.
+        ranks: Ranks that have a part of the state, in ascending order.
         world: All ranks.
-        copies: Copies to write from, so that the state may change; None to write from the state.
-        num_files: Maximal number of this rank's files, one thread each. Existing files are
+        copies: Host copies from which the files are written, so that the state may change in the
+            meantime. If None, the files are written from the state itself.
+        num_files: Maximum number of files of this rank; each file has a thread. Existing files are
             overwritten in place.
     """
     writer = _FileWriter(folder, copies, num_files)
@@ -146,7 +147,7 @@ def begin_sharded(
         )
 
     own = state if ranks[0] == 0 else _with_plain_values(state, ranks[0], world)
-    # Plain values of all ranks are compared; some have none.
+    # Compare plain values only if all ranks have some.
     compares = len(ranks) == world.size
     writer.plain = torch_dist_format.save(own, plan, compares_plain_values=compares)
     if copies is not None:
@@ -155,40 +156,42 @@ def begin_sharded(
 
 
 class BegunFiles:
-    """The files of a state on this rank: planned, then written, then added to the index.
+    """This rank's files for a state. They are first planned, then written, then added to the index.
 
     Args:
         writer: Writer of this rank's files.
-        planned: Arguments of torch's last step.
+        planned: Arguments of the torch function that completes a save.
     """
 
     def __init__(self, writer: _FileWriter, planned: tuple[Any, ...]) -> None:
         self._writer, self._planned = writer, planned
 
     def write(self) -> None:
-        """Writes the files; not collective, may run in a thread."""
+        """Writes the files. Not collective; may run in a thread."""
         self._writer.write()
 
     @property
     def names(self) -> list[str]:
-        """The files that `write` writes."""
+        """Names of the files that `write` writes."""
         return self._writer.names
 
     def written(self) -> tuple[dict[str, FileEntry], Any]:
-        """Returns the manifest entries of this rank's files by name, and their data for
-        `make_index`; raises the error that stopped writing.
+        """Returns the manifest entries of this rank's files, by name, and the data that
+        `make_index` needs for them. If writing failed, raises the error.
         """
         results = self._writer.retrieve_write_results()
-        if isinstance(results, tuple):  # torch's form of an error
+        if isinstance(results, tuple):  # torch returns errors as tuples
             raise results[0]
         return self._writer.entries, results
 
     def make_index(self, results: Sequence[Any]) -> None:
-        """Writes the index on rank 0 from `written` of all ranks; replaces `finish`."""
+        """Writes the index on rank 0, given the results of `written` from all ranks. Called instead
+        of `finish`.
+        """
         self._writer.finish(self._planned[1], list(results))
 
     def finish(self) -> dict[str, FileEntry]:
-        """Writes the index on rank 0; returns the manifest entries of this rank's files.
+        """Writes the index on rank 0. Returns the manifest entries of this rank's files.
         Collective.
 
         Raises:
@@ -199,8 +202,9 @@ class BegunFiles:
 
 
 def _with_plain_values(state: ShardedStateDict, first: int, world: World) -> ShardedStateDict:
-    """Returns, on a rank 0 without a part of the state, the plain values of the first rank with
-    one: rank 0 writes them, as Megatron's reader expects. Elsewhere returns the state. Collective.
+    """Returns on rank 0, which has no part of the state, the plain values from rank `first`,
+    because Megatron's reader expects that rank 0 writes them. Returns the state unchanged on other
+    ranks. Collective.
     """
     own = extract_sharded_base(state)[1] if world.rank == first else None
     plain = world.broadcast_object(own, first)
@@ -212,7 +216,7 @@ class ShardedReader:
 
     Args:
         folder: Checkpoint folder.
-        part: Sharded part, `policy` or `critic`.
+        part: Name of the sharded part: `policy` or `critic`.
         manifest: Manifest of the checkpoint; format 1 has no digests.
         num_threads: Number of threads that read and verify; see `reading_threads`.
 
@@ -225,17 +229,18 @@ class ShardedReader:
         self._reader = _FileReader(folder, part, manifest, index, num_threads)
 
     def load(self, asked: ShardedStateDict) -> StateDict:
-        """Fills a state's tensors: Megatron's TorchDistLoadShardedStrategy.load (0.16.1, 0.19) with
-        our reader.
+        """Loads the tensors of a state. Equivalent to Megatron's TorchDistLoadShardedStrategy.load
+        (0.16.1, 0.19), but with the reader of this module.
 
         Raises:
-            CheckpointError: A file is damaged; raised on all ranks.
+            CheckpointError: A file is damaged. Raised on all ranks.
         """
         tensors = [x for x in nested_values(asked) if isinstance(x, ShardedTensor)]
         for tensor in tensors:
             if tensor.allow_shape_mismatch and self._reader.has_shape_of(tensor):
-                # Megatron clears these first, which takes as long as to read them: embeddings,
-                # padded for another layout, may have rows that the files lack. Here none are.
+                # Megatron first zeroes tensors that allow a mismatch, because embeddings that are
+                # padded for another layout may have rows that the files lack. Zeroing takes as long
+                # as reading and is not needed here, because no rows are missing.
                 tensor.allow_shape_mismatch = False
         named, flat, renamed = torch_dist._replace_state_dict_keys_with_sharded_keys(asked)
         state: dict[str, Any] = torch_dist.mcore_to_pyt_state_dict(named, True)
@@ -265,18 +270,18 @@ class _FileWriter(FileSystemWriter):
     ) -> None:
         super().__init__(folder)
         self.entries: dict[str, FileEntry] = {}
-        self.plain: dict[str, bytes] = {}  # content of files without tensors
+        self.plain: dict[str, bytes] = {}  # content of the files without tensors, by name
         self._copies, self._num_files = copies, num_files
         self._buckets: list[tuple[str, _Bucket]] = []
         self._results: Any = []
 
     @property
     def checkpoint_id(self) -> str:
-        """Folder of the files, as a string: the index allows no class of paths."""
+        """Folder of the files. A string, because path classes are not allowed in the index."""
         return str(self.path)
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
-        """Prefixes the names of this rank's files with its rank."""
+        """Prefixes the names of this rank's files with the rank."""
         prefix = _StoragePrefix(f"__{torch.distributed.get_rank()}_")
         return replace(local_plan, storage_data=prefix)
 
@@ -296,11 +301,11 @@ class _FileWriter(FileSystemWriter):
 
     @property
     def names(self) -> list[str]:
-        """This rank's files."""
+        """Names of this rank's files."""
         return [name for name, _ in self._buckets]
 
     def write(self) -> None:
-        """Writes the files; a failure is kept for `retrieve_write_results`."""
+        """Writes the files. Stores an error for `retrieve_write_results`."""
         with ThreadPoolExecutor(max(len(self._buckets), 1)) as pool:
             written = [pool.submit(self._write_file, *bucket) for bucket in self._buckets]
             written += [pool.submit(self._write_plain, *one) for one in self.plain.items()]
@@ -320,7 +325,7 @@ class _FileWriter(FileSystemWriter):
         path = os.path.join(self.path, name)
         with without_crc32, open(path, "wb", buffering=0, opener=without_truncating) as stream:
             file = DigestingFile(stream)
-            while content:  # frees what is written
+            while content:  # pop, to free each tensor after it is written
                 item, data = content.pop(0)
                 if item.type == WriteItemType.BYTE_IO:
                     file.write(data.getbuffer())
@@ -330,18 +335,18 @@ class _FileWriter(FileSystemWriter):
                 place = _StorageInfo(name, piece.offset, piece.length)
                 results.append(WriteResult(item.index, piece.length, place))
                 progress.advance()
-            stream.truncate()  # where the file was longer
+            stream.truncate()  # an overwritten file may have been longer
             os.fsync(stream.fileno())
         self.entries[name] = file.entry()
         return results
 
     def retrieve_write_results(self) -> Any:
-        """Returns the results, or the error that stopped writing in torch's form."""
+        """Returns the results, or the error that stopped writing, in the form that torch expects."""
         return self._results
 
 
 class _FileReader(FileSystemReader):
-    """Reads and verifies tensors with an index that is already loaded."""
+    """Reads and verifies tensors, given a loaded index."""
 
     def __init__(
         self, folder: Path, part: str, manifest: Manifest, index: Metadata, num_threads: int
@@ -360,13 +365,15 @@ class _FileReader(FileSystemReader):
         return isinstance(found, TensorStorageMetadata) and found.size == tensor.global_shape
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Reads each requested tensor once, in threads, in order of place."""
+        """Reads each requested tensor once. Several threads read the tensors in the order of their
+        offsets in the files.
+        """
         asked: dict[tuple[str, int], list[ReadItem]] = {}
         for item in plan.items:
             place: _StorageInfo = self.storage_data[item.storage_index]
             asked.setdefault((place.relative_path, place.offset), []).append(item)
         reads = [partial(self._read, asked[key], planner) for key in sorted(asked)]
-        _wait_for_device()  # what this thread has begun, as bringing states back, on its own stream
+        _wait_for_device()  # for earlier work of this thread on its stream
         in_threads(reads, self._num_threads)
         _wait_for_device()
         found: Future[None] = Future()
@@ -401,13 +408,13 @@ class _FileReader(FileSystemReader):
 
 
 def _wait_for_device() -> None:
-    """Waits until the GPU has finished all work: each thread has its own stream."""
+    """Waits until the GPU has finished the work from all threads, which use separate streams."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
 
 
 def _current(device: torch.device) -> AbstractContextManager[Any]:
-    """Selects a tensor's GPU for this thread: new threads begin with GPU 0."""
+    """Selects a tensor's GPU for this thread, because new threads start with GPU 0 selected."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
@@ -421,20 +428,20 @@ def _read_tensor(
 ) -> torch.Tensor:
     """Reads and verifies one tensor of a sharded file.
 
-    If torch reports the offset of its data, they are read once, directly to their destination, or
-    to a GPU through a little host memory.
+    If torch reports the offset of the tensor's data, the data are read only once: directly to the
+    destination on the host, or through a small host buffer to a GPU.
 
     Args:
-        file: Path, for errors.
-        handle: Unbuffered file.
-        part: View of the file that holds only this tensor.
+        file: Path, shown in errors.
+        handle: File opened for reading without a buffer.
+        part: View of the file that contains only this tensor.
         place: Byte range of the tensor in torch.save's format.
         piece: The same range with its digest; None if the checkpoint has no digests.
-        target: Destination, used if shape and type match.
+        target: Destination, used if its shape and dtype match the tensor.
     """
     try:
         described = torch.load(part, map_location="meta", weights_only=True)
-    except Exception as error:  # torch.load raises nearly anything for damaged bytes
+    except Exception as error:  # damaged bytes make torch.load raise errors of almost any type
         if piece is not None:
             verify_piece(file, handle, piece)
         first = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
@@ -456,7 +463,8 @@ def _read_tensor(
 
 
 def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
-    """Reads and verifies the index of a sharded part; calls nothing that a pickle may name.
+    """Reads and verifies the index of a sharded part. Unpickling it cannot call arbitrary
+    functions.
 
     Raises:
         CheckpointError: The index is missing, damaged or malformed.
@@ -467,7 +475,7 @@ def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
         found = _IndexUnpickler(io.BytesIO(content)).load()
     except CheckpointError:
         raise
-    except Exception as error:  # bytes that are no pickle make unpickling raise nearly anything
+    except Exception as error:  # damaged bytes make unpickling raise errors of almost any type
         raise damaged(file, f"{type(error).__name__}: {error}", "an index") from None
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise damaged(file, type(found).__name__, "an index")
@@ -480,7 +488,7 @@ def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
 
 class _IndexUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Returns a class of an index; refuses all others."""
+        """Returns a class if an index may contain it. Raises an error for any other name."""
         if (module, name) == ("builtins", "getattr"):
             return enum_member
         if name not in INDEX_CLASSES.get(module, ()):
@@ -495,11 +503,15 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def enum_member(of: Any, name: str) -> Any:
-    """Returns an enum's member: Python 3.11.0 to 3.11.3 pickle members as calls of getattr."""
+    """Returns a member of an enum. Needed because Python 3.11.0 to 3.11.3 pickle members as getattr
+    calls.
+    """
     return of.__members__[name]
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """Returns the first rank's error in torch's collected one; a user's error takes precedence."""
+    """Returns the error of the lowest rank from the errors that torch collected. A UserError takes
+    precedence.
+    """
     met = [failure for failure, _ in (error.failures[rank] for rank in sorted(error.failures))]
     return next((one for one in met if isinstance(one, CheckpointError)), met[0] if met else error)

@@ -11,11 +11,12 @@ from hybridrl.checkpoint.manifest import DigestingFile
 
 
 class _WithoutCrc32:
-    """Turns off the checksums of torch.save: digests replace them, and saving takes a fifth less
-    time than with the checksums alone.
+    """Turns off the checksums of torch.save, because digests replace them. Even with digests,
+    saving takes a fifth less time than with checksums.
 
-    Each thread that writes must enter it. The option belongs to the thread (torch 2.13) or to the
-    process; there it is restored when all threads that write have left.
+    Each thread that writes must enter this context. The option applies to the thread (torch 2.13)
+    or to the whole process (other versions). For the process, the option is restored when the last
+    thread leaves.
     """
 
     def __init__(self) -> None:
@@ -39,22 +40,22 @@ without_crc32 = _WithoutCrc32()
 
 
 def without_truncating(path: str, flags: int) -> int:
-    """Opens a file without O_TRUNC, so that its memory is reused when it is overwritten."""
+    """Opens a file without O_TRUNC, so that overwriting the file reuses its memory."""
     return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def save_tensor(tensor: torch.Tensor, file: DigestingFile) -> None:
-    """Writes a tensor from any device; raises the file's own error if writing failed."""
+    """Writes a tensor from any device. If writing failed, raises the error from the file."""
     try:
-        torch.save(on_host(tensor), file)  # type: ignore[arg-type]  # has what it asks for
-    except RuntimeError as error:  # torch hides the error that writing raised
+        torch.save(on_host(tensor), file)  # type: ignore[arg-type]  # has what torch needs
+    except RuntimeError as error:  # torch hides the error from the file
         raise file.failure or error from None
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor on the host with a storage of exactly its size: itself or a copy.
+    """Returns the tensor, or a copy of it, on the host with a storage of exactly its size.
 
-    torch.save writes whole storages.
+    The size matters because torch.save writes whole storages.
     """
     tensor = tensor.detach()
     if tensor.is_cpu and tensor.untyped_storage().size() == tensor.numel() * tensor.itemsize:

@@ -1,8 +1,9 @@
-"""Destinations of tensors that are read from files: host memory, or a GPU through staging memory.
+"""Destinations for tensors that are read from files: host memory, or a GPU through staging memory.
 
-Each reading thread has a little page-locked memory. So a tensor on a GPU needs no memory of its
-size on the host, which would take longer to allocate than to fill, and one thread's bytes are
-copied while others read. Invariant: copies are waited for, so staging memory may be overwritten.
+Each reading thread has a small page-locked staging buffer. Loading a tensor to a GPU therefore
+needs no host memory of the tensor's size, which would take longer to allocate than to fill. While
+one thread copies to the GPU, other threads read. Invariant: each copy is complete before its thread
+overwrites the staging buffer.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import torch
 
 from hybridrl.checkpoint.manifest import MemoryRoom, Room
 
-STAGED_BYTES = 8 << 20  # at a time: enough for the link's rate, little over all threads
+STAGED_BYTES = 8 << 20  # large enough for the full bandwidth of the link
 _STAGED = threading.local()
 
 
 def tensor_room(target: torch.Tensor) -> Room:
-    """Returns the destination for a contiguous tensor, which the caller keeps until all is read."""
+    """Returns the destination for a contiguous tensor. The caller must keep the tensor alive until
+    all bytes are read.
+    """
     if not target.is_cpu:
         return DeviceRoom(target)
-    # Not `numpy()`: a live tensor's storage is freed in rollout (training/memory.py), and torch
-    # cannot resize a storage that numpy has seen.
+    # Do not use `numpy()`: the storages of parameters are freed during rollouts
+    # (training/memory.py), and torch cannot resize a storage that was exposed to numpy.
     content = (ctypes.c_uint8 * target.nbytes).from_address(target.data_ptr())
     return MemoryRoom(memoryview(content).cast("B"))
 
@@ -36,12 +39,14 @@ class DeviceRoom:
         self._staged = _staged(target.is_cuda)
 
     def next_block(self, start: int) -> memoryview:
-        """Returns staging memory for the bytes from `start`."""
+        """Returns staging memory for the bytes from `start` on."""
         size = min(STAGED_BYTES, self._bytes.numel() - start)
         return self._staged[:size].numpy().data
 
     def filled(self, start: int, num_bytes: int) -> None:
-        """Copies the block to the device; a sync point, as the next block reuses the memory."""
+        """Copies the block to the device. This is a sync point, because the next block reuses the
+        staging memory.
+        """
         self._bytes[start : start + num_bytes].copy_(self._staged[:num_bytes])
 
 

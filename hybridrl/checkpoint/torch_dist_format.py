@@ -1,11 +1,10 @@
-"""Megatron's checkpoint format `torch_dist`: files besides the sharded tensors, and the steps of a
-save and of a load.
+"""Saves and loads Megatron's checkpoint format `torch_dist`, including the files without tensors.
 
 Plain values are stored in `common.pt` and the format's names in `metadata.json`, as Megatron-Core
-0.16.1 writes them and all later versions read them. `dist_checkpointing.save` of 0.19 has no such
-file: it pickles plain values into the tensors' own files. This module calls the parts from which
-`save` and `load` of all supported versions are built, so that a checkpoint has the same files
-whichever version wrote it. Collective over the world, as those are.
+0.16.1 writes them and all later versions read them. `dist_checkpointing.save` of 0.19 writes no
+`common.pt`; it pickles plain values into the files of the tensors. This module calls the functions
+of which `save` and `load` consist in all supported versions, so that every version writes the same
+files. Collective over the world.
 """
 
 from __future__ import annotations
@@ -31,7 +30,10 @@ from megatron.core.dist_checkpointing.validation import (
     validate_sharding_integrity,
 )
 
-FORMAT_FILE, COMMON_FILE = "metadata.json", "common.pt"  # of a sharded part, read by every rank
+FORMAT_FILE, COMMON_FILE = (
+    "metadata.json",
+    "common.pt",
+)  # in each part; read by every rank
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -45,18 +47,18 @@ def save(
     save_tensors: Callable[[ShardedStateDict], None],
     compares_plain_values: bool = True,
 ) -> dict[str, bytes]:
-    """Saves a state with the plain values of rank 0.
+    """Saves a state. Plain values are saved from rank 0 only.
 
     Args:
         state: This rank's part.
-        save_tensors: Writes the sharded tensors; collective.
+        save_tensors: Function that writes the sharded tensors; collective.
         compares_plain_values: Whether plain values must be the same on all ranks.
 
     Returns:
-        Content of the files that rank 0 must still write, by name; empty on other ranks.
+        Content of the files that rank 0 still has to write, by name; empty on other ranks.
 
     Raises:
-        CheckpointingException: Parts of a tensor overlap, or are missing.
+        CheckpointingException: Parts of a tensor overlap or are missing.
     """
 
     def compared(values: StateDict) -> StateDict:
@@ -77,15 +79,16 @@ def load(
     plain: StateDict,
     load_tensors: Callable[[ShardedStateDict], StateDict],
 ) -> StateDict:
-    """Returns the plain values and loaded tensors of a state under its names.
+    """Loads a state. Returns the plain values and the loaded tensors under the names in the state.
 
     Args:
         state: This rank's part, with tensors to load into.
         plain: Content of `common.pt`; it is modified.
-        load_tensors: Returns a state's sharded tensors, filled; collective.
+        load_tensors: Function that loads the sharded tensors of a state and returns them;
+            collective.
 
     Raises:
-        CheckpointingException: Parts of a tensor overlap, or are missing.
+        CheckpointingException: Parts of a tensor overlap or are missing.
     """
     force_all_tensors_to_non_fp8(state)
     sharded, own, factories = load_preprocess(state)

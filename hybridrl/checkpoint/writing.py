@@ -1,8 +1,8 @@
 """Writes a checkpoint folder atomically: it is either complete under its final name, or absent.
 
 Collective. A folder is written as `step_N.partial` and renamed when all its files are durable. If
-it replaces another, that one is `step_N.replaced` between two renames, and gets its name back if
-the second never comes.
+`step_N` exists already, it is first renamed to `step_N.replaced`. If the process ends before the
+second rename, the old checkpoint is later renamed back to `step_N`.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from hybridrl.parallel.groups import Agreement, World
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Content of a checkpoint that comes from the policy's HF directory.
+    """Files and values in a checkpoint that come from the policy's HF directory.
 
     Args:
         hf_config: Content of config.json.
-        family: Value that `model.family` would need to load the weights.
-        dtype: Type of the policy's weights in torch's spelling ("bfloat16").
-        side_files: Folder with tokenizer files; they need not exist.
+        family: Value of `model.family` that is needed to load the weights.
+        dtype: Dtype of the policy's weights as torch spells it ("bfloat16").
+        side_files: Folder that may contain tokenizer files.
     """
 
     hf_config: Mapping[str, Any]
@@ -60,7 +60,8 @@ class Content:
     """Content of a checkpoint; see `CheckpointStore.save` and `Manifest` for the fields.
 
     Args:
-        layout: Description of the only layout in which random states are restored; "" for none.
+        layout: Layout of the ranks, as text. Random states are restored only in the same layout;
+            never if the text is empty.
     """
 
     models: Mapping[str, Saved]
@@ -74,16 +75,18 @@ class Content:
 
 
 class BegunCheckpoint:
-    """A checkpoint folder that is being written: `begin`, `write`, `complete`, in this order.
+    """A checkpoint folder that is being written. Call `begin`, `write` and `complete` in this
+    order.
 
-    `begin` and `complete` are collective; `write` concerns this rank only, and may run in a thread
-    if the tensors were copied. After an error nothing is left of the attempt.
+    `begin` and `complete` are collective. `write` is not, and may run in a thread if the tensors
+    were copied. After an error, all files of the attempt are removed.
 
     Args:
         folder: Destination; an existing checkpoint is replaced.
         world: All ranks.
-        content: Current content. With `copies` it may change after `begin`.
-        copies: Copies of all tensors to write from; None to write from the tensors themselves.
+        content: Content to write. With `copies`, the tensors may change after `begin`.
+        copies: Host copies from which tensors are written; if None, the tensors themselves are
+            written.
     """
 
     def __init__(
@@ -101,7 +104,7 @@ class BegunCheckpoint:
         """Creates the folder and plans its files.
 
         Raises:
-            CheckpointError: a file could not be written.
+            CheckpointError: A file could not be written.
         """
         world, folder, partial = self._world, self.folder, self._partial
         with self._removed_at_errors():
@@ -139,7 +142,7 @@ class BegunCheckpoint:
             yield agreement
 
     def write(self) -> None:
-        """Writes this rank's files, from copies; `complete` raises errors."""
+        """Writes this rank's files. Errors are raised later, by `complete`."""
         for begun in self._begun.values():
             begun.write()
 
@@ -147,13 +150,13 @@ class BegunCheckpoint:
         """Writes the index and the manifest, and renames the folder. Returns the final folder.
 
         Raises:
-            CheckpointError: a file could not be written.
+            CheckpointError: A file could not be written.
         """
         world, folder, partial, content = self._world, self.folder, self._partial, self._content
         with self._removed_at_errors():
             with self._writing() as agreement:
                 for name in content.models:
-                    if self._copies is None:  # one model after the other: each makes copies
+                    if self._copies is None:  # one model at a time, to save memory
                         self._plan(name)
                         self._begun[name].write()
                     written = self._begun.pop(name).finish()
@@ -191,10 +194,11 @@ def write_checkpoint(
     files: ModelFiles,
     layout: str = "",
 ) -> None:
-    """Writes a checkpoint that belongs to no run; see `BegunCheckpoint` and `Content`. Collective.
+    """Writes a checkpoint that does not belong to a run. For the arguments, see `BegunCheckpoint`
+    and `Content`. Collective.
 
     Raises:
-        CheckpointError: A file could not be written; nothing is left of the attempt.
+        CheckpointError: A file could not be written. All files of the attempt are removed.
     """
     checkpoint = BegunCheckpoint(folder, world, Content(models, state, files, layout=layout))
     checkpoint.begin()
@@ -202,7 +206,7 @@ def write_checkpoint(
 
 
 def _seal(partial: Path, folder: Path, manifest: Manifest) -> None:
-    """Adds rank 0's files to the manifest, makes all durable and names the folder."""
+    """Adds rank 0's files to the manifest, flushes all files to disk, and renames the folder."""
     files = dict(manifest.files)
     for path in sorted(path for path in partial.rglob("*") if path.is_file()):
         name = path.relative_to(partial).as_posix()
@@ -215,15 +219,17 @@ def _seal(partial: Path, folder: Path, manifest: Manifest) -> None:
 
 
 def give_name(partial: Path, folder: Path) -> None:
-    """Makes a written folder durable and gives it its name, replacing a checkpoint of that name."""
+    """Flushes a written folder to disk and renames it to its final name. Replaces an existing
+    checkpoint with this name.
+    """
     for path in (partial / MANIFEST, partial / MANIFEST_DIGEST, *_folders(partial)):
         _make_durable(path)
     replaced = folder.with_name(folder.name + REPLACED)
     if folder.exists():
-        folder.rename(replaced)  # until the next line: `put_back_replaced`
+        folder.rename(replaced)  # `put_back_replaced` can undo this
     partial.rename(folder)
     _make_durable(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)  # what stays is removed by the next checkpoint
+    shutil.rmtree(replaced, ignore_errors=True)  # the next checkpoint removes any remains
 
 
 def _folders(root: Path) -> list[Path]:
@@ -261,11 +267,12 @@ def put_back_replaced(root: Path) -> None:
 def write_errors_are_told(
     world: World, what: str, folder: Path, is_unbounded: bool = False
 ) -> Iterator[Agreement]:
-    """Runs a part that writes files; turns file system errors into errors with a remedy.
+    """Runs a block that writes files. Converts file system errors to CheckpointErrors with a
+    remedy.
 
     Args:
         world, what, is_unbounded: See `World.all_agree`.
-        folder: Checkpoint folder, for the error.
+        folder: Checkpoint folder, shown in the error.
     """
     with world.all_agree(what, is_unbounded) as agreement:
         try:
@@ -273,7 +280,7 @@ def write_errors_are_told(
         except (OSError, CheckpointException) as error:
             cause = first_failure(error) if isinstance(error, CheckpointException) else error
             if cause is error and isinstance(error, CheckpointException):
-                return  # torch tells rank 0 alone what failed, and rank 0 tells the others
+                return  # torch reports failures only to rank 0, which informs the other ranks
             if not isinstance(cause, OSError):
                 raise RuntimeError(f"{type(cause).__name__}: {cause}") from error
             raise _cannot_write(folder, cause) from error
