@@ -54,7 +54,7 @@ class Saved(Protocol):
 
     @property
     def chunks(self) -> list[torch.nn.Module]:
-        """Megatron's modules on this rank, one per pipeline chunk; empty on ranks outside the mesh."""
+        """Megatron's modules, one per pipeline chunk on this rank; empty outside the mesh."""
         ...
 
     @property
@@ -262,7 +262,7 @@ def _load_weights(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def _make_states(optimizer: Any) -> None:
-    """Creates the states that Megatron saves and loads if the optimizer has not taken a step yet."""
+    """Creates the states that Megatron saves and loads, if the optimizer has not taken a step."""
     adam = optimizer.optimizer
     count_step(adam, 0)
     if len(adam.state) or not any(group["params"] for group in adam.param_groups):

@@ -341,7 +341,7 @@ class _FileWriter(FileSystemWriter):
         return results
 
     def retrieve_write_results(self) -> Any:
-        """Returns the results, or the error that stopped writing, in the form that torch expects."""
+        """Returns the results, or the error that stopped writing, as torch expects them."""
         return self._results
 
 
@@ -510,8 +510,8 @@ def enum_member(of: Any, name: str) -> Any:
 
 
 def first_failure(error: CheckpointException) -> BaseException:
-    """Returns the error of the lowest rank from the errors that torch collected. A UserError takes
-    precedence.
+    """Returns the error of the lowest rank from the errors that torch collected. A CheckpointError
+    takes precedence.
     """
     met = [failure for failure, _ in (error.failures[rank] for rank in sorted(error.failures))]
     return next((one for one in met if isinstance(one, CheckpointError)), met[0] if met else error)
