@@ -5,7 +5,8 @@ damaged checkpoints. Does not import torch, so that the command line can reject 
 before any rank starts.
 
 The newest checkpoint in a run folder is the checkpoint that was written last, not the one with the
-most steps. A user who loads step 10 and continues to train has abandoned steps 20 and 30.
+most steps. The two differ after a user has loaded step 10 and continued to train: the old
+checkpoints of steps 20 and 30 are then no longer part of the run's history.
 """
 
 from __future__ import annotations
@@ -45,22 +46,22 @@ class SavedState(BaseModel):
     Args:
         step: Number of finished steps; None if the checkpoint contains only weights, as written by
             `hybridrl convert`.
-        prompts, mix: Positions in the prompts of the run and in the prompts of additional loss
-            terms.
+        prompts, mix: Position in the run's prompts, and positions in the prompts for additional
+            loss terms.
         rollouts: Rollouts in progress, and expected response lengths.
         algorithm: State of adaptive algorithms.
-        evaluations: Results of evaluations (`reward` and `accuracy`) and results on held-out rows
+        evaluations: Results of evaluations (`reward` and `accuracy`) and of tests on held-out rows
             with responses, by step.
         seconds: Training time so far, in seconds.
-        num_updates: Number of optimizer steps for each trained model.
+        num_updates: Number of optimizer steps taken by each trained model.
         freeze: Value of `train.freeze`. Optimizer states exist only for parameters that are not
             frozen.
         layout: Layout of the ranks that saved the checkpoint. Random states are restored only in
             the same layout.
         family: Value of `model.family` that is needed to load the weights.
         dtype: Dtype of the policy's weights.
-        score_token: Response token at which the score of a reward model is read during its
-            training. Missing in checkpoints from older versions.
+        score_token: Response token at which a reward model's score is read during training. Missing
+            in checkpoints from older versions.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True)
@@ -82,7 +83,9 @@ class SavedState(BaseModel):
     @field_validator("evaluations", mode="before")
     @classmethod
     def _of_format_1(cls, evaluations: Any) -> Any:
-        """Converts evaluations from versions that did not separate accuracy and reward."""
+        """Converts evaluation results from older versions, which did not separate accuracy from
+        reward.
+        """
         if not isinstance(evaluations, dict):
             return evaluations
         return {
@@ -149,7 +152,8 @@ class Checkpoint:
 def step_folders(root: Path) -> dict[int, Path]:
     """Returns the checkpoint folders under `root` by step, in ascending order.
 
-    A `.replaced` folder is included only if there is no folder without this suffix.
+    A folder with the suffix `.replaced` is included only if the folder without the suffix is
+    missing.
 
     Raises:
         CheckpointError: There is a file where a checkpoint folder or `root` should be.
@@ -252,12 +256,13 @@ def check_family(named: str, allowed: str | None, folder: Path) -> None:
 def newest_whole(
     root: Path, other_than: Path, notify: Callable[[str], None] = lambda text: None
 ) -> Path | None:
-    """Returns the newest checkpoint under `root` whose files all pass verification, or None.
+    """Returns the newest checkpoint under `root` in which all files pass verification, or None.
 
     Args:
         root: Folder that contains the checkpoints.
         other_than: Checkpoint to skip.
-        notify: Called with a line about each checkpoint before it is read, which can be slow.
+        notify: Function called with a line of text before each checkpoint is read, because reading
+            can be slow.
     """
     for folder in newest_first(root):
         if folder.name == other_than.name:
@@ -276,7 +281,7 @@ def newest_whole(
 def with_remedy(
     error: CheckpointError, folder: Path, notify: Callable[[str], None] = lambda text: None
 ) -> CheckpointError:
-    """Adds to the error for a damaged checkpoint which undamaged checkpoint to use instead."""
+    """Adds the name of an undamaged checkpoint to the error for a damaged checkpoint."""
     whole = newest_whole(folder.parent, folder, notify) if STEP_FOLDER.match(folder.name) else None
     if whole is not None:
         remedy = (

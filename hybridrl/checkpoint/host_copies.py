@@ -1,10 +1,10 @@
 """Copies tensors to host memory, so that a checkpoint can be written while training continues.
 
-Owns the memory for the copies. For tensors from a GPU it is page-locked, so that copies reach the
-full bandwidth of the link. It is kept between checkpoints, because locking pages takes longer than
-copying. It can be reserved in advance, so that the first copies do not wait for it. Invariant: a
-copy does not change between two checkpoints, because all its readers finish before the next
-checkpoint begins.
+Owns the memory for the copies. Memory for tensors from a GPU is page-locked, so that copying uses
+the full bandwidth of the link. The memory is kept between checkpoints, because locking pages takes
+longer than copying. It can be reserved in advance, so that the first copies do not wait for page
+locking. Invariant: a copy does not change between two checkpoints, because all its readers finish
+before the next checkpoint begins.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Segments:
         self._make = make
         self._free: list[
             tuple[torch.Tensor, int]
-        ] = []  # segments, and where their free space begins
+        ] = []  # segments, and the offset of their free space
 
     def add(self, segment: torch.Tensor) -> None:
         """Adds a segment in which tensors can be placed; uint8."""
@@ -78,11 +78,12 @@ class HostCopies:
         self._has_reserved = False  # whether the reserved memory is in the segments
 
     def reserve(self, num_bytes: int, num_ranks: int) -> None:
-        """Starts to allocate page-locked memory in the background, at the first call only. Does
-        nothing if the ranks on this host would use more than half of the host's free memory.
+        """Starts to allocate page-locked memory in the background. Only the first call has an
+        effect. Allocates nothing if the ranks on this host together would use more than half of the
+        host's free memory.
 
         Args:
-            num_bytes: Approximate size of the copies.
+            num_bytes: Approximate size of the copies in bytes.
             num_ranks: Number of ranks on this host; all of them must call this method.
         """
         if self._reserved is not None or self._kept or not torch.cuda.is_available():
@@ -109,8 +110,9 @@ class HostCopies:
         return copy
 
     def allocators(self, model: str) -> Callable[[int], Allocator]:
-        """Returns a function that maps the number of an optimizer to an Allocator. Memory for
-        states from a GPU is page-locked. `take` returns such memory unchanged.
+        """Returns a function that maps the number of an optimizer to an Allocator for its saved
+        states. Memory for states from a GPU is page-locked. `take` does not copy tensors in this
+        memory again.
 
         Args:
             model: Name of the model that the optimizers train.
@@ -139,7 +141,9 @@ class HostCopies:
     def _kept_as(
         self, name: Hashable, shape: torch.Size, dtype: torch.dtype, is_locked: bool
     ) -> torch.Tensor:
-        """Returns the memory for a name. Reuses it unless the shape or dtype has changed."""
+        """Returns the memory for the tensor `name`. Reuses the memory of the last copy unless the
+        shape or dtype has changed.
+        """
         kept = self._kept.get(name)
         if kept is None or (kept.shape, kept.dtype) != (shape, dtype):
             kept = self._kept[name] = (self._empty_locked if is_locked else _empty)(shape, dtype)
@@ -175,7 +179,9 @@ class HostCopies:
 
 
 def _lock(device: int, address: int, num_bytes: int) -> None:
-    """Page-locks memory for a device. Selects the device first, as every new thread must."""
+    """Page-locks memory for a device. Selects the device first, because new threads start with GPU
+    0 selected.
+    """
     torch.cuda.set_device(device)
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(address, num_bytes, 0))
 

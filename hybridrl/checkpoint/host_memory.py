@@ -1,9 +1,9 @@
 """Determines how much memory the processes of a job may still allocate on this host. Does not
 import torch.
 
-The limit of a container or a scheduler's job may be lower than the free memory of the host, and
-processes that exceed it are killed. Reads the limits of control groups, version 2 (Linux,
-cgroup-v2.rst).
+A container or a scheduler may set a memory limit below the free memory of the host, and processes
+that exceed the limit are killed. This module reads the limits from control groups, version 2
+(Linux, cgroup-v2.rst).
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ GROUPS, OWN_GROUPS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def available_bytes() -> int:
-    """Returns the free memory of the host in bytes, within the limits of this process's control
-    groups.
+    """Returns how many bytes this process may still allocate: the free memory of the host, or less
+    if a control group has a lower limit.
     """
     return min([psutil.virtual_memory().available, *_free_of_groups()])
 
 
 def _free_of_groups() -> Iterator[int]:
-    """Yields the free bytes in each limited control group of this process and in its parents."""
+    """Yields the free bytes in each control group of this process, and in its parents, that has a
+    limit.
+    """
     with suppress(OSError):  # not Linux
         for line in OWN_GROUPS.read_text().splitlines():
             number, _, name = line.split(":", 2)

@@ -24,11 +24,13 @@ from hybridrl.config.files import parse_json
 from hybridrl.errors import CheckpointError
 
 MANIFEST, MANIFEST_DIGEST = "manifest.json", "manifest.xxh3"
-# Bytes per read. Large, because parallel threads wait for Python's lock once per block.
+# Bytes per read. The size is large, because parallel threads wait for the interpreter lock once per
+# block.
 READ_BYTES = 2 << 20
-# Bytes per write. Threads write during training. They need the interpreter lock twice per block,
-# and a busy training thread keeps it for 5 ms each time. Next to a busy thread, they write 0.04
-# GiB/s with blocks of 256 KiB, and 2 GiB/s with this size.
+# Bytes per write. Files are written while training continues. A writing thread needs the
+# interpreter lock twice per block, and a busy training thread keeps the lock for 5 ms each time.
+# While a training thread is busy, a thread writes 0.04 GiB/s in blocks of 256 KiB, and 2 GiB/s in
+# blocks of this size.
 WRITE_BYTES = 32 << 20
 
 Digest = Annotated[str, Field(pattern="^[0-9a-f]{16}$")]
@@ -59,7 +61,8 @@ class Ancestor(_Part):
 
     Args:
         step: Number of finished steps.
-        order: `Manifest.order`, which distinguishes checkpoints of the same step.
+        order: `Manifest.order` of the checkpoint, which distinguishes checkpoints with the same
+            step.
     """
 
     step: Whole
@@ -72,12 +75,13 @@ class Manifest(_Part):
     Args:
         format: Version of the format.
         step: Number of finished steps; None if the checkpoint contains only weights.
-        order: Number of this checkpoint in the order in which the checkpoints in the run folder
-            were written.
+        order: Sequence number of this checkpoint: checkpoints in a run folder are numbered in the
+            order in which they were written.
         lineage: Earlier checkpoints in the history of this checkpoint, newest first.
         files: Entry of each file, by path within the checkpoint.
-        unfinished: First entry of the lineage, if that checkpoint was still being written and may
-            therefore not exist. Set only for copies in host memory.
+        unfinished: First entry of the lineage, if the checkpoint of this entry was still being
+            written when the manifest was created. Such a checkpoint may not exist. Set only for
+            copies in host memory.
     """
 
     format: Literal[2] = 2
@@ -103,7 +107,7 @@ class Manifest(_Part):
 
     def write(self, folder: Path) -> None:
         """Writes the manifest and its digest."""
-        # Earlier versions reject unknown keys.
+        # Earlier versions of hybridrl reject unknown keys.
         left_out = {"unfinished"} if self.unfinished is None else set[str]()
         found = self.model_dump(mode="json", exclude=left_out)
         content = json.dumps(found, separators=(",", ":")).encode()
@@ -236,11 +240,11 @@ def verify_piece(file: Path, handle: BinaryIO, piece: Piece) -> None:
 
 
 class Room(Protocol):
-    """Destination for part of a byte range, filled from start to end."""
+    """Destination for a part of a byte range. The part is filled from start to end."""
 
     def next_block(self, start: int) -> memoryview:
-        """Returns memory for the bytes from `start` on: at least one byte, and none beyond the end
-        of the part.
+        """Returns memory for the bytes from `start` on. The memory has room for at least one byte,
+        and does not extend beyond the end of the part.
         """
         ...
 
@@ -295,7 +299,7 @@ def read_piece(
             else:
                 limit = part.start if place < part.start else length
                 block = passed[: min(limit - place, READ_BYTES)]
-            num_read: int = handle.readinto(block)  # type: ignore[attr-defined]  # of a raw file
+            num_read: int = handle.readinto(block)  # type: ignore[attr-defined]  # unbuffered files have it
             if not num_read:
                 break
             digest.update(block[:num_read])
@@ -340,7 +344,7 @@ def read_listed(folder: Path, name: str, manifest: Manifest) -> bytes:
 def open_for_reading(file: Path) -> BinaryIO:
     """Opens a file unbuffered. Raises CheckpointError if it cannot be read."""
     try:
-        return file.open("rb", buffering=0)  # type: ignore[return-value]  # raw, as pieces want it
+        return file.open("rb", buffering=0)  # type: ignore[return-value]  # it is unbuffered
     except OSError as error:
         raise _unreadable(file, error) from None
 

@@ -1,18 +1,20 @@
-"""Keeps copies of the training state in host memory, from which a run continues after ranks failed.
+"""Keeps copies of the training state in host memory, so that a run can continue from them after a
+rank has failed.
 
-A copy consists of the files of a checkpoint (store.py), stored in memory. Each host stores the
-files of its own ranks and of the previous host in a ring of hosts, so that no file is lost if one
-host fails. A run that is restarted on a single host loads the newest copy like any other
-checkpoint, in any layout. If it is restarted on several hosts, each of which has part of the copy,
-the hosts first write the copy to the checkpoints folder together.
+A copy consists of the files of a checkpoint (store.py), stored in memory. Hosts form a ring. Each
+host stores the files from its own ranks and the files from the previous host, so that no file is
+lost if one host fails. A run that is restarted on a single host loads the newest copy like any
+other checkpoint, in any layout. If it is restarted on several hosts, each of which has part of the
+copy, the hosts first write the copy to the checkpoints folder together.
 
-Who waits for whom: `take` is collective and copies all tensors to the host; then training
-continues. On every rank, a thread writes, sends and receives files. These threads wait for each
-other over a separate process group. A thread that fails notifies the others or closes its
-connections to them, so that all threads end. A copy becomes valid when its manifest exists. Rank 0
-writes the manifest after `seal`, which is called once the step is in the run's records. Invariant:
-the previous copy is kept until the next copy is complete on all ranks; the copy before it loses its
-manifest and is overwritten.
+Who waits for whom: `take` is collective and copies all tensors to the host. Then training
+continues, while a thread on every rank writes, sends and receives files. These threads wait for
+each other in collectives of a separate process group. A thread that fails notifies the other
+threads or closes its connections, so that all threads end. A copy becomes valid when its manifest
+exists. Rank 0 writes the manifest after `seal`, which is called when the step is in the run's
+records. Invariant: there are at most two copies on a host. The newest complete copy is kept until
+the next copy is complete on all ranks. The older copy loses its manifest, and the next copy
+overwrites its files.
 """
 
 from __future__ import annotations
@@ -90,7 +92,7 @@ class _KeptCopy:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all these files still exist with their sizes."""
+        """Whether all files in `sizes` still exist with the recorded sizes."""
         return all(_has_size(file, size) for file, size in self.sizes.items())
 
 
@@ -103,10 +105,10 @@ class MemoryCopies:
         notify: Prints a message once for all ranks.
 
     Attributes:
-        is_off: Whether copies are turned off, because there is no room for them or after MAX_FAILED
-            failures in a row.
-        busy_s: Seconds for which this rank's thread worked on the last copy.
-        lineage: Lineage of the copy that `restore` returned, with existing checkpoints only.
+        is_off: Whether copies are turned off, because memory is too small or because MAX_FAILED
+            copies in a row have failed.
+        busy_s: Seconds that this rank's thread spent working on the last copy.
+        lineage: Lineage of the copy that `restore` returned, without checkpoints that do not exist.
     """
 
     def __init__(self, run_folder: Path, world: World, notify: Notify) -> None:
@@ -123,7 +125,7 @@ class MemoryCopies:
         self._copies: HostCopies | None = None
         self._begun: _BegunCopy | None = None
         self._kept: list[_KeptCopy] = []  # newest first
-        self._restored: int | None = None  # step of the copy from which the run was restored
+        self._restored: int | None = None  # step of the copy from which the run continued
         self._has_found_room, self._num_failed = False, 0
         self.is_off, self.busy_s = False, 0.0
         self.lineage: Sequence[Ancestor] = ()
@@ -135,15 +137,15 @@ class MemoryCopies:
         self._group, self._ring = group, HostRing(group, self._hosts)
 
     def start(self, step: int, num_bytes: int) -> bool:
-        """Removes the copies of earlier starts, except the copy from which the run continues, which
-        is needed until the next copy is complete. Collective.
+        """Removes copies from earlier starts of the run, except the copy from which the run
+        continues. That copy is needed until the next copy is complete. Collective.
 
         Args:
             step: Last finished step, after which the run continues.
             num_bytes: Approximate size of this rank's part of a copy, in bytes.
 
         Returns:
-            Whether this host has room for such copies in addition to checkpoints.
+            Whether this host has enough memory for copies of this size in addition to checkpoints.
         """
         self._end_copy()
         self._kept = [_KeptCopy(step)] if self._restored == step else []
@@ -166,7 +168,7 @@ class MemoryCopies:
         return has_room
 
     def take(self, content: Content, waits: bool, reserved: int = 0) -> bool:
-        """Begins a copy of a step's state. Returns whether a copy was begun. Collective.
+        """Begins to copy the state after a step. Returns whether a copy was begun. Collective.
 
         Args:
             content: Content of the copy.
@@ -185,7 +187,7 @@ class MemoryCopies:
         found = self._world.gather_objects(begun.names)
         written = {folder / name for rank in self._kept_ranks for name in found[rank]}
         if self._leads:
-            with suppress(OSError):  # files from another layout only occupy memory
+            with suppress(OSError):  # remove files from another layout to free memory
                 keep_files(folder, lambda path: path.suffix != SHARDED or path in written)
         if not self._has_found_room and not self._has_room(reserved):
             return False
@@ -194,8 +196,9 @@ class MemoryCopies:
         return True
 
     def _makes_room(self, content: Content) -> bool:
-        """Prepares the folder for the next copy by reusing the older copy, or the newest copy if
-        some of its files are gone. Returns whether all hosts succeeded. Collective.
+        """Prepares the folder for the next copy. Reuses the folder of the older copy, or the folder
+        of the newest copy if that copy has lost files. Returns whether all hosts succeeded.
+        Collective.
         """
         assert content.step is not None
         whole = self._world.gather_objects([copy.is_whole for copy in self._kept])
@@ -224,10 +227,10 @@ class MemoryCopies:
         return 0 if self._copies is None else self._copies.num_bytes
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Makes the last copy valid, because its step is now in the run's records.
+        """Makes the last copy valid. The step of the copy must be in the run's records.
 
         Args:
-            evaluations: Current evaluation results, by step.
+            evaluations: Evaluation results so far, by step.
         """
         if self._begun is not None:
             self._begun.seal(evaluations)
@@ -246,14 +249,16 @@ class MemoryCopies:
         return not self.is_off
 
     def _conclude(self, begun: _BegunCopy) -> None:
-        """Records the outcome of the last copy. Its threads must have ended. Collective."""
+        """Records whether the last copy succeeded. The threads of the copy must have ended.
+        Collective.
+        """
         self._begun, self.busy_s = None, begun.busy_s
         found = self._world.sum_on_host(torch.tensor([int(begun.is_complete)]))
         if int(found) == self._world.size:
             self._num_failed = 0
             self._kept = [_KeptCopy(begun.step, begun.sizes), *self._kept][:GENERATIONS]
         elif not self._is_right(begun.failure):
-            dist.destroy_process_group(self._group)  # another rank may have closed its connections
+            dist.destroy_process_group(self._group)  # another rank may have closed connections
             self._connect()
 
     def _is_right(self, failure: BaseException | None) -> bool:
@@ -262,8 +267,8 @@ class MemoryCopies:
         """
         own = None
         if failure is not None:
-            # Failures reported by other ranks and closed connections are consequences, so they are
-            # ranked last.
+            # Rank closed connections and failures reported by other ranks last, because they are
+            # consequences of another failure.
             order = isinstance(failure, RuntimeError) + isinstance(failure, _FailedElsewhere)
             is_full = isinstance(failure, OSError) and failure.errno in NO_ROOM
             said = f"{type(failure).__name__}: {failure}" if str(failure) else repr(failure)
@@ -284,7 +289,7 @@ class MemoryCopies:
         return f"that of step {self._kept[0].step} stays" if self._kept else "there is no other"
 
     def _has_room(self, reserved: int) -> bool:
-        """Whether all hosts have room for copies as large as the current one. Collective."""
+        """Whether all hosts have enough memory for copies of the current size. Collective."""
         found = self._world.gather_objects((self.num_bytes, reserved))
         needed = self._needed_bytes([num_bytes for num_bytes, _ in found])
         free = free_bytes(sum(found[rank][1] for rank in self._world.mates))
@@ -296,22 +301,22 @@ class MemoryCopies:
 
     @property
     def _kept_ranks(self) -> list[int]:
-        """Ranks whose files this host stores: its own ranks and those of the previous host in the
-        ring.
+        """Ranks whose files this host stores: the ranks on this host and the ranks on the previous
+        host in the ring.
         """
         place = next(i for i, ranks in enumerate(self._hosts) if self._world.rank in ranks)
         kept = {place, place - 1 if len(self._hosts) > 1 else place}
         return [rank for i in kept for rank in self._hosts[i]]
 
     def _needed_bytes(self, found: Sequence[int]) -> int:
-        """Returns the bytes that copies will occupy on this host, given the size of each rank's
+        """Returns how many bytes copies will occupy on this host, given the size of each rank's
         part.
         """
         missing = GENERATIONS - len(self._kept[:1])
         return missing * sum(found[rank] for rank in self._kept_ranks)
 
     def _turn_off_if(self, why: str) -> None:
-        """Turns copies off if any rank passes a reason. Keeps the newest copy. Collective."""
+        """Turns copies off if `why` is not empty on any rank. Keeps the newest copy. Collective."""
         found = list(dict.fromkeys(one for one in self._world.gather_objects(why) if one))
         if found:
             self.is_off, self._copies, self._begun = True, None, None
@@ -335,9 +340,9 @@ class MemoryCopies:
         self._copies = None
 
     def restore(self, root: Path) -> Path | None:
-        """Returns the folder of the newest copy if the copy is newer than all checkpoints,
-        otherwise None. With several hosts, first writes the copy to the checkpoints folder.
-        Collective.
+        """Returns the folder of the newest copy if this copy is newer than all checkpoints,
+        otherwise None. If there are several hosts, they first write the copy to the checkpoints
+        folder. Collective.
 
         Args:
             root: The run's `checkpoints` folder.
@@ -375,8 +380,8 @@ class MemoryCopies:
         self._notify(f"step {step} was in host memory and is passed over: {damage}")
 
     def _damage(self, folder: Path, manifest: Manifest, readers: Mapping[str, int]) -> str | None:
-        """Verifies a copy on this host, each rank a part of it. Returns a description of the
-        damage, or None. Collective.
+        """Verifies a copy on this host. Each rank verifies a part of the copy. Returns a
+        description of the damage, or None. Collective.
         """
         with self._world.all_agree("verifying a copy in memory", True) as agreement:
             try:
@@ -390,8 +395,8 @@ class MemoryCopies:
     def _write_out(
         self, folder: Path, manifest: Manifest, writers: Mapping[str, int]
     ) -> str | None:
-        """Writes a copy to disk as a checkpoint. Returns a description of the damage in it, or
-        None. Collective.
+        """Writes a copy to disk as a checkpoint. Returns a description of the damage if the copy is
+        damaged, otherwise None. Collective.
         """
         world, partial = self._world, folder.with_name(folder.name + PARTIAL)
         source = host_folder(self._number) / folder.name
@@ -438,9 +443,9 @@ class _BegunCopy:
     Attributes:
         step: Number of finished steps.
         failure: Error that stopped the copy, or None.
-        is_complete: Whether the copy is valid and its files are on all intended hosts.
+        is_complete: Whether the copy is valid and every host has the files that it must store.
         sizes: Size in bytes of each file that this rank has written or received.
-        busy_s: Seconds for which the thread has worked, without waiting for `seal`.
+        busy_s: Seconds that the thread has spent working, without the wait for `seal`.
         is_sealed: Whether the copy may become valid.
     """
 
@@ -526,14 +531,14 @@ class _BegunCopy:
         begun = time.monotonic()
         try:
             waited_s = self._write_and_send()
-        except BaseException as error:  # any error, because the other threads wait for this one
+        except BaseException as error:  # any error, because other ranks are waiting
             self.failure = error
             close_connections(self._group)
             return
         self.busy_s = time.monotonic() - begun - waited_s
 
     def _write_and_send(self) -> float:
-        """Writes and exchanges the files. Returns the seconds spent waiting for `seal`."""
+        """Writes and exchanges the files. Returns how many seconds the thread waited for `seal`."""
         entries, results, failure = self._write_own()
         found: list[Any] | None = [None] * self._world.size if self._world.rank == 0 else None
         dist.gather_object((entries, results), found, 0, self._group)
@@ -551,7 +556,7 @@ class _BegunCopy:
         if found is not None and self.is_sealed:
             try:
                 names = self._write_of_all(found)
-            except Exception as error:  # sent below, where the other ranks wait for it
+            except Exception as error:  # sent to the other ranks below
                 failure = error
         is_right = self._is_right(self._exchange(names, failure))
         self.is_complete = is_right and self.is_sealed
@@ -569,8 +574,8 @@ class _BegunCopy:
         return FileNotFoundError(errno.ENOENT, "it is gone", str(gone[0])) if gone else None
 
     def _write_own(self) -> tuple[dict[str, FileEntry], dict[str, Any], Exception | None]:
-        """Writes this rank's files. Returns their entries, the index data of each model, and the
-        error if there was one.
+        """Writes this rank's files. Returns the manifest entries of the files, the index data of
+        each model, and the error if writing failed.
         """
         entries: dict[str, FileEntry] = {}
         results: dict[str, Any] = {}
@@ -581,13 +586,15 @@ class _BegunCopy:
                 entries |= {f"{name}/{file}": entry for file, entry in files.items()}
             name = rng_file(self._world.rank)
             entries[name] = write_digested(self._folder / name, self._random)
-        except Exception as error:  # sent to all ranks, because they wait for this one
+        except Exception as error:  # sent to all ranks, which wait for this rank
             return {}, {}, error
         self.sizes |= {self._folder / name: entry.bytes for name, entry in entries.items()}
         return entries, results, None
 
     def _write_of_all(self, found: Sequence[Any]) -> list[str]:
-        """Writes the files of rank 0, the manifest last. Returns their names."""
+        """Writes the files that only rank 0 writes, the manifest last. Returns the names of the
+        files.
+        """
         folder, content = self._folder, self._content
         for name, begun in self._begun.items():
             begun.make_index([results[name] for _, results in found])
@@ -613,7 +620,7 @@ class _BegunCopy:
         return written
 
     def _is_right(self, failure: BaseException | None) -> bool:
-        """Whether no rank has failed. Collective over the threads."""
+        """Whether all ranks succeeded. Collective over the threads."""
         flag = torch.tensor([int(failure is not None)])
         dist.all_reduce(flag, dist.ReduceOp.MAX, self._group)
         if failure is not None:

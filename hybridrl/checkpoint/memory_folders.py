@@ -1,10 +1,10 @@
-"""Manages the folders of copies in host memory: their paths, which copies are usable, and which
-rank writes each file.
+"""Manages the folders of copies in host memory. Determines their paths, which copies are usable,
+and which rank writes each file to disk.
 
 Owns `/dev/shm/hybridrl-UID/RUN/step_N` on each host, which contains some of the files of a
-checkpoint. The files outlive the processes, but not the host. RUN is an identifier stored in the
-run folder (`copies_id`), so that a recreated run folder does not find old copies. Does not import
-torch.
+checkpoint. The files outlive the processes, but not the host. RUN is an identifier that is stored
+in the run folder (`copies_id`). A run folder that was deleted and created again therefore does not
+find the old copies. Does not import torch.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class HostFiles:
 
     Args:
         ranks: Ranks on the host.
-        sizes: Size of each file in bytes, by step and then by path.
+        sizes: Size of each file in bytes. The outer key is the step, the inner key is the path.
         manifests: Readable manifests, by step.
     """
 
@@ -55,11 +55,11 @@ class HostFiles:
 
 
 def run_id(run_folder: Path) -> str:
-    """Returns the identifier of a run folder. Creates it if there is none.
+    """Returns the identifier of a run folder. Creates the identifier if there is none.
 
     Raises:
-        OSError: The file cannot be read, although it may exist. A new identifier would lose the
-            copies.
+        OSError: The identifier's file may exist but cannot be read. No new identifier is created,
+            because the run would then no longer find its copies.
     """
     file = run_folder / RUN_ID
     with suppress(FileNotFoundError, UnicodeDecodeError):
@@ -109,12 +109,13 @@ def _remove_orphans(root: Path) -> None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Whether a run certainly no longer exists. This is the case if the parent of its folder is
-    readable and on the same file system as before, and the run folder is missing or was recreated.
-    A file system that is temporarily unavailable, or not mounted in this container, proves nothing.
+    """Whether it is certain that a run no longer exists. This is certain if the parent of the run
+    folder is readable and on the same file system as before, and the run folder is missing or was
+    created again. A run folder may also be missing because its file system is temporarily
+    unavailable, or not mounted in this container.
 
     Args:
-        file: File OF_RUN in the folder of the run's copies.
+        file: The file OF_RUN in the folder of the run's copies.
     """
     try:
         number, _, run_folder = file.read_text(encoding="utf-8").strip().partition("\n")
@@ -125,8 +126,8 @@ def _is_orphan(file: Path) -> bool:
         try:
             found = Path(run_folder, RUN_ID).read_text(encoding="ascii").strip()
         except FileNotFoundError:
-            # Do not use `exists`: a network file system may cache that a file is missing, but reads
-            # listings again.
+            # Do not use `exists`: a network file system may cache that a file is missing, but not
+            # the listing of a folder.
             return name not in os.listdir(run_dir) or RUN_ID not in os.listdir(run_folder)
         return found.isalnum() and found != number
     except (OSError, ValueError):
@@ -161,11 +162,11 @@ def _remove_file(file: Path) -> None:
 
 
 def renew_copy(number: str, step: int, complete: int | None, parts: Sequence[str]) -> None:
-    """Reuses the folder of the copy before the complete one for the next copy on this host.
+    """Reuses the folder of an old copy on this host for the next copy.
 
     The manifest is removed first, so that the old copy is no longer valid. The sharded files are
-    kept and overwritten, because freeing their memory and allocating new memory would each take as
-    long as writing.
+    kept and later overwritten, because freeing their memory takes as long as writing, and so does
+    allocating new memory.
 
     Args:
         number: Identifier of the run.
@@ -220,13 +221,14 @@ def usable(
     hosts: Sequence[HostFiles], newest: Ancestor | None
 ) -> Iterator[tuple[int, Manifest, dict[str, int]]]:
     """Yields the copies from which the run can continue, newest first. Each result contains the
-    step, the manifest and, for each file, the rank that writes it (a rank on a host that has the
-    file).
+    step, the manifest and, for each file, the rank that writes the file to disk (a rank on a host
+    that has the file).
 
-    A copy is usable only if it is newer than the newest checkpoint and descends from it. It does
-    not descend from it if the user went back to an earlier checkpoint or removed checkpoints. A
-    checkpoint that was being written when the copy was taken may be missing, because ranks failed
-    before it was complete. In that case the yielded manifest omits it.
+    A copy is usable only if it is newer than the newest checkpoint and the newest checkpoint is in
+    the history of the copy. The history lacks the newest checkpoint if the user went back to an
+    earlier checkpoint or removed checkpoints. A checkpoint that was being written when the copy was
+    taken may be missing, because ranks failed before the checkpoint was complete. In that case the
+    yielded manifest omits this checkpoint.
 
     Args:
         hosts: Files on each host.
@@ -261,13 +263,13 @@ def usable(
 
 
 def free_bytes(reserved: int = 0) -> int:
-    """Returns how many bytes of host memory copies may use: at most half of the free memory,
-    because checkpoints and file reads also need some, and at most the free space in the memory file
-    system.
+    """Returns how many bytes of host memory copies may use. This is at most half of the free
+    memory, because checkpoints and file reads also need memory, and at most the free space in the
+    memory file system.
 
     Args:
-        reserved: Bytes that checkpoints have already allocated; negative for bytes that they will
-            still allocate.
+        reserved: Bytes that checkpoints have already allocated. A negative number means bytes that
+            checkpoints have yet to allocate.
     """
     found, available = os.statvfs(MEMORY), available_bytes()
     return min(found.f_bavail * found.f_frsize, available, (available + reserved) // 2)

@@ -1,4 +1,4 @@
-"""Opens one checkpoint on all ranks. If one rank finds damage, all ranks raise the same error.
+"""Opens one checkpoint on all ranks. If a rank finds damage, all ranks raise the same error.
 
 Who waits for whom: rank 0 chooses the checkpoint and checks whether it is complete, while the other
 ranks wait for its answer. Afterwards each rank waits until it sees the manifest that rank 0 sees,

@@ -1,10 +1,11 @@
 """Locks a run folder, so that only one run uses it at a time.
 
 Two runs in one folder would overwrite each other's checkpoints and metrics. The file `run.lock`
-names the process that holds the folder. If that process can be looked up (same boot of the same
-host, same process namespace) the lock is stale once the process is gone. Otherwise it is stale when
-its holder has not touched it for STALE_S, by the clock of its file system, or when it is from an
-earlier start of the same Slurm job: Slurm ends a job before it starts it again. No torch.
+names the process that holds the lock on the folder. If this process can look up the holder (on the
+same host since the same boot, in the same process namespace), the lock is stale when the holder no
+longer exists. Otherwise the lock is stale when the holder has not touched the file for STALE_S, by
+the clock of the file system. It is also stale if an earlier start of the same Slurm job created it,
+because Slurm ends a job before it restarts the job. Does not import torch.
 """
 
 from __future__ import annotations
@@ -27,32 +28,32 @@ import psutil
 from hybridrl.config.files import parse_json
 from hybridrl.errors import UserError
 
-if TYPE_CHECKING:  # the launcher, which imports no torch, holds folders too
+if TYPE_CHECKING:  # the launcher also locks folders, and must not import torch
     from hybridrl.parallel.groups import World
 
 LOCK_FILE = "run.lock"
-LOCK_TOKEN = "HYBRIDRL_LOCK_TOKEN"  # environment variable: the lock that the launcher holds
+LOCK_TOKEN = "HYBRIDRL_LOCK_TOKEN"  # environment variable with the token of the launcher's lock
 TOUCH_S = 10.0
 STALE_S = 90.0
-SETTLE_S = 0.5  # after a stale lock was replaced
-START_TOLERANCE_S = 2.0  # between two readings of when a process started
+SETTLE_S = 0.5  # wait after replacing a stale lock
+START_TOLERANCE_S = 2.0  # maximum difference between two readings of a process's start time
 
 Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a run folder.
+    """The process that holds the lock on a run folder.
 
     Args:
-        host: Name of its host, for people.
-        pid: Process number.
-        process_start: Start of the process, seconds since the epoch.
-        namespace: Boot and process namespace in which `pid` is valid.
-        since: Time at which it took the folder, for people.
+        host: Name of the process's host, shown in messages.
+        pid: Process id.
+        process_start: Start time of the process, in seconds since the epoch.
+        namespace: Identifier of the boot and the process namespace in which `pid` is valid.
+        since: Time at which the process locked the folder, shown in messages.
         token: Identifier of this lock.
-        job: Slurm job of the process, empty without one.
-        restarts: Number of times that Slurm had restarted the job.
+        job: Slurm job of the process; empty if there is none.
+        restarts: How many times Slurm had restarted the job.
     """
 
     host: str
@@ -66,7 +67,7 @@ class Holder:
 
     @staticmethod
     def here() -> Holder:
-        """Returns a lock of this process."""
+        """Returns a Holder that describes this process."""
         own = psutil.Process()
         since, token = time.strftime("%F %T %z"), secrets.token_hex(8)
         host, job = socket.gethostname(), _slurm_job()
@@ -77,11 +78,11 @@ class Holder:
 
     @property
     def is_this_process(self) -> bool:
-        """Whether the lock is of this process."""
+        """Whether this process holds the lock."""
         return self.namespace == _namespace() and self.pid == os.getpid() and self._runs()
 
     def _runs(self) -> bool:
-        """Whether the process still runs; only where it can be looked up."""
+        """Whether the process still runs. It must be in the process namespace of this process."""
         try:
             process = psutil.Process(self.pid)
             is_same = abs(process.create_time() - self.process_start) < START_TOLERANCE_S
@@ -90,7 +91,9 @@ class Holder:
             return False
 
     def is_stale(self, folder: Path) -> bool:
-        """Whether the holder is gone; the run folder's file system supplies the clock."""
+        """Whether the holder no longer exists. Times are compared by the clock of the folder's file
+        system.
+        """
         if self.namespace == _namespace():
             return not self._runs()
         job, restarts = _slurm_job()
@@ -100,7 +103,7 @@ class Holder:
 
 
 class RunLock:
-    """Holds a run folder from `acquire` to `release`."""
+    """Locks a run folder from `acquire` to `release`."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._file = folder, folder / LOCK_FILE
@@ -108,16 +111,16 @@ class RunLock:
         self._ended = threading.Event()
 
     def acquire(self, notify: Notify) -> bool:
-        """Takes the folder, unless this object or the launcher of this process holds it.
+        """Locks the folder, unless this object or the launcher of this process has locked it.
 
         Args:
-            notify: Reports a stale lock that is taken over.
+            notify: Function called with a message if a stale lock is replaced.
 
         Returns:
-            Whether it was taken now, so that the caller must release it.
+            Whether this call locked the folder. If so, the caller must release the lock.
 
         Raises:
-            UserError: Another run is in the folder.
+            UserError: Another run is using the folder.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         found = holder(self._folder)
@@ -136,10 +139,11 @@ class RunLock:
 
     @contextlib.contextmanager
     def held(self, world: World, notify: Notify) -> Iterator[None]:
-        """Holds the folder on rank 0 within the block, unless it is held already; collective.
+        """Locks the folder on rank 0 within the block, unless the folder is already locked.
+        Collective.
 
         Raises:
-            UserError: another run is in the folder.
+            UserError: Another run is using the folder.
         """
         with world.all_agree("taking the run folder"):
             is_taken = world.rank == 0 and self.acquire(notify)
@@ -150,11 +154,11 @@ class RunLock:
                 self.release()
 
     def _replace(self, found: Holder | None) -> None:
-        """Writes the file if there is none, or over a stale one.
+        """Writes the lock file, replacing a stale file.
 
-        If several processes find the same stale lock, one succeeds: they take turns, and later ones
-        find another lock. If the file system cannot lock directories, the process whose file
-        remains after SETTLE_S succeeds.
+        If several processes find the same stale lock, only one of them succeeds: the processes take
+        turns, and all but the first find a new lock. If the file system cannot lock directories,
+        the process whose lock file still exists after SETTLE_S succeeds.
         """
         own = Holder.here()
         with _in_turn(self._folder):
@@ -166,7 +170,7 @@ class RunLock:
                 try:
                     with self._file.open("x", encoding="utf-8") as file:
                         file.write(text)
-                except FileExistsError:  # somebody was faster
+                except FileExistsError:  # another process was faster
                     raise _in_use(self._folder, holder(self._folder)) from None
             else:
                 written = self._file.with_name(f"{LOCK_FILE}.{own.token}")
@@ -180,11 +184,11 @@ class RunLock:
         self._own = own
 
     def _touch(self) -> None:
-        """Keeps the lock fresh, unless another run has taken the folder over and the file is its
-        lock.
+        """Updates the modification time of the lock file, unless the file now belongs to another
+        run.
         """
         while not self._ended.wait(TOUCH_S):
-            # Through the descriptor: another lock may get the name meanwhile.
+            # Use the descriptor, because another run may replace the file at any time.
             with contextlib.suppress(OSError), self._file.open("rb") as file:
                 content = file.read().decode(errors="replace")
                 if self._own is None or self._own.token in content:
@@ -192,13 +196,13 @@ class RunLock:
 
     @property
     def token(self) -> str:
-        """Token of the lock, passed to ranks in LOCK_TOKEN."""
+        """Token of the lock. The launcher passes it to the ranks in the variable LOCK_TOKEN."""
         assert self._own is not None
         return self._own.token
 
     def check(self) -> None:
-        """Raises a UserError if another run has taken the folder over, which can happen to a
-        process that was suspended for long.
+        """Raises a UserError if another run has locked the folder in the meantime. This can happen
+        after this process was suspended for a long time.
         """
         found = holder(self._folder)
         wanted = os.environ.get(LOCK_TOKEN) if self._own is None else self._own.token
@@ -206,7 +210,7 @@ class RunLock:
             raise _in_use(self._folder, found)
 
     def release(self) -> None:
-        """Releases the folder if this object holds it."""
+        """Releases the lock if this object holds it."""
         if self._own is None:
             return
         self._ended.set()
@@ -217,12 +221,14 @@ class RunLock:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Returns the holder of a run folder, stale or not; None if there is none."""
+    """Returns the holder of the lock on a run folder, even if the lock is stale; None if there is
+    no lock.
+    """
     return _read(folder / LOCK_FILE)
 
 
 def check_free(folder: Path) -> None:
-    """Raises a UserError if a run is in the folder."""
+    """Raises a UserError if a run is using the folder."""
     found = holder(folder)
     if found is None or found.token == os.environ.get(LOCK_TOKEN) or found.is_this_process:
         return
@@ -231,10 +237,10 @@ def check_free(folder: Path) -> None:
 
 
 def _read(file: Path) -> Holder | None:
-    for _ in range(20):  # one that is being written is empty for a moment
+    for _ in range(20):  # a lock file is empty while it is being written
         try:
             return Holder(**parse_json(file.read_bytes()))
-        except (FileNotFoundError, NotADirectoryError):  # making the folder says what is wrong
+        except (FileNotFoundError, NotADirectoryError):  # creating the folder reports the error
             return None
         except (ValueError, TypeError, OSError):
             time.sleep(0.02)
@@ -269,7 +275,7 @@ def _in_use(folder: Path, found: Holder | None) -> UserError:
 
 
 def _age_s(folder: Path) -> float:
-    """Returns the seconds since the lock was touched, by the clock of its file system."""
+    """Returns the seconds since the lock file was touched, by the clock of the file system."""
     probe = folder / f"{LOCK_FILE}.{secrets.token_hex(4)}"
     try:
         probe.touch()
@@ -281,14 +287,16 @@ def _age_s(folder: Path) -> float:
 
 
 def _slurm_job() -> tuple[str, int]:
-    """Returns this process's Slurm job, empty without one, and its number of restarts."""
+    """Returns the id of this process's Slurm job (empty if there is none) and how often it was
+    restarted.
+    """
     number, count = os.environ.get("SLURM_JOB_ID", ""), os.environ.get("SLURM_RESTART_COUNT", "0")
     cluster = os.environ.get("SLURM_CLUSTER_NAME", "")
     return f"{cluster} {number}" if number else "", int(count) if count.isdecimal() else 0
 
 
 def _namespace() -> str:
-    """Returns the boot and process namespace in which process numbers are valid."""
+    """Identifies the boot and the process namespace in which process ids are valid."""
     found = []
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/pid"):
         try:

@@ -1,15 +1,16 @@
-"""Saves and loads the checkpoints of a run: models in Megatron's sharded format, the loop's state
-as JSON.
+"""Saves and loads the checkpoints of a run. Models are stored in Megatron's sharded format, the
+state of the training loop as JSON.
 
-A checkpoint is the folder `checkpoints/step_N` with a sharded part for each trained model
-(`policy/`, `critic/`), `state.json` (the loop's state), `hf/` (config.json and tokenizer files, so
-that it can be converted alone), `rng_rank_R.safetensors`, and `manifest.json` with digests of the
-other files. It is written as `step_N.partial` and renamed at the end, so a folder without the
-suffix was complete once; the manifest finds what was lost or changed since. Any layout loads any
-other's checkpoint. All ranks must see the same folder, by the same path.
+A checkpoint is the folder `checkpoints/step_N`. It contains a sharded part for each trained model
+(`policy/`, `critic/`), `state.json` (the state of the training loop), `hf/` (config.json and
+tokenizer files, so that the checkpoint can be converted without other files),
+`rng_rank_R.safetensors`, and `manifest.json` with digests of the other files. The folder is written
+as `step_N.partial` and renamed at the end, so a folder without this suffix was complete when it was
+renamed. The manifest reveals files that were lost or changed later. A checkpoint can be loaded in
+any layout of ranks. All ranks must see the same folder under the same path.
 
-Collective: every rank calls these functions together. Rank 0 decides which checkpoint is meant and
-whether it is whole; each rank verifies what it reads.
+Collective: all ranks call these functions together. Rank 0 chooses the checkpoint and checks
+whether it is complete; each rank verifies the files that it reads.
 """
 
 from __future__ import annotations
@@ -53,21 +54,23 @@ from hybridrl.parallel.failure import PeerError
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.waiting_room import BarrierOutcome, timed_barrier
 
-# Ancestors in a manifest beyond those that stay, since some may not have been removed yet.
+# Number of ancestors in a manifest in addition to the checkpoints that are kept, because some older
+# checkpoints may not have been removed yet.
 KEPT_BEYOND = 20
-# Seconds that ranks wait for each other after an error, to complete what is being written; ranks
-# that end by the same error come much sooner.
+# Seconds that ranks wait for each other after an error, to complete the checkpoint that is being
+# written. Ranks that end because of the same error arrive much sooner.
 COME_S = 3.0
-_NUMBERS = count()  # one for each checkpoint that this process begins, the same on all ranks
+_NUMBERS = count()  # numbers the checkpoints that this process begins, identically on all ranks
 
 
 @dataclass(frozen=True)
 class _Pending:
-    """A checkpoint that a thread writes, and the lineage once it is complete.
+    """A checkpoint that a thread is writing, and the run's lineage after the checkpoint is
+    complete.
 
     Attributes:
-        number: Number of the checkpoint, the same on all ranks.
-        attempts: Counter of the calls of `complete_at_end`.
+        number: Number of the checkpoint, identical on all ranks.
+        attempts: Counts the calls of `complete_at_end`.
     """
 
     begun: BegunCheckpoint
@@ -83,14 +86,15 @@ class CheckpointStore:
     Args:
         root: The run's `checkpoints` folder.
         world: All ranks.
-        keep: Number of checkpoints in the run's lineage that are kept, newest first.
+        keep: Number of checkpoints to keep from the run's lineage; the newest ones are kept.
         notify: Prints a message once for all ranks.
-        layout: Description of the models' layout; random states are restored in the same one only.
-        grace_s: Seconds that the ranks have, after an error and at the end, to finish writing.
+        layout: Layout of the models, as text. Random states are restored only in the same layout.
+        grace_s: Maximum number of seconds for which ranks finish writing after an error or at the
+            end of the run.
 
     Attributes:
-        copy_in_memory: Copy in host memory from which the run continues, until a checkpoint has it,
-            and the checkpoints that it went through, newest first.
+        copy_in_memory: Copy in host memory from which the run continues, and the lineage of the
+            copy, newest first. None after the next checkpoint is complete.
     """
 
     def __init__(
@@ -105,15 +109,16 @@ class CheckpointStore:
         self.root, self.world, self.keep, self._notify = root, world, keep, notify
         self.layout, self._grace_s = layout, grace_s
         self.copy_in_memory: tuple[Path, Sequence[Ancestor]] | None = None
-        self._lineage: list[Ancestor] = []  # of the state that the ranks hold, the newest first
+        self._lineage: list[Ancestor] = []  # lineage of the current state, newest first
         self._copies = HostCopies()
-        self._pending: _Pending | None = None  # is being written
+        self._pending: _Pending | None = None  # the checkpoint that is being written
 
     def put_back_replaced(self) -> None:
-        """Restores the name of a checkpoint that an earlier start was replacing when it ended.
+        """Restores the name of a checkpoint that an earlier start of the run was replacing when it
+        ended.
 
-        Only the holder of the run folder may call this: another run may be replacing the
-        checkpoint.
+        Only the holder of the lock on the run folder may call this method, because another run
+        could be replacing the checkpoint.
         """
         with self.world.all_agree("preparing the checkpoint folder"):
             if self.world.rank == 0:
@@ -122,10 +127,10 @@ class CheckpointStore:
     def newest(self, before_step: int | None = None) -> Path | None:
         """Returns the newest checkpoint that rank 0 sees, or None.
 
-        Changes nothing, so that a run may save meanwhile.
+        Changes no files, so another run may save at the same time.
 
         Args:
-            before_step: Upper bound of the finished steps, exclusive.
+            before_step: Upper limit on the checkpoint's number of finished steps, exclusive.
         """
 
         def choose() -> Path | None:
@@ -142,7 +147,8 @@ class CheckpointStore:
         return self._decide("choosing the checkpoint", choose)
 
     def previous(self) -> Path:
-        """Returns the newest checkpoint that rank 0 verifies as whole, except the newest one.
+        """Returns the newest undamaged checkpoint older than the newest checkpoint. Rank 0 verifies
+        it.
 
         Raises:
             CheckpointError: There is no such checkpoint.
@@ -176,20 +182,23 @@ class CheckpointStore:
         files: ModelFiles,
         waits: bool = True,
     ) -> Path:
-        """Writes the checkpoint for a step and removes older checkpoints beyond `keep`.
+        """Writes the checkpoint for a step, and removes older checkpoints if there are more than
+        `keep`.
 
-        A checkpoint that is still being written is finished first.
+        If an earlier checkpoint is still being written, it is completed first.
 
         Args:
-            step: Number of finished steps; names the folder.
+            step: Number of finished steps, used in the name of the folder.
             models: Trained models by name.
-            state: The loop's state; JSON.
+            state: State of the training loop, as JSON values.
             files: Files of the policy's HF directory.
-            waits: Whether to return only when the checkpoint is complete. If not, everything is
-                copied to host memory, a thread writes, and `finish` completes the checkpoint.
+            waits: Whether to return only when the checkpoint is complete. If not, all tensors are
+                copied to host memory, a thread writes the files, and `finish` completes the
+                checkpoint.
 
         Raises:
-            CheckpointError: A file of this checkpoint or of the one before could not be written.
+            CheckpointError: A file of this checkpoint or of the previous checkpoint could not be
+                written.
         """
         self.finish()
         folder = self.root / f"step_{step}"
@@ -208,7 +217,8 @@ class CheckpointStore:
         return folder
 
     def reserve(self, num_bytes: int) -> None:
-        """Begins to reserve host memory, once, so that the first save need not wait for it.
+        """Begins to reserve host memory, so that the first save does not wait for memory. Only the
+        first call has an effect.
 
         Args:
             num_bytes: Approximate size of this rank's part of a checkpoint.
@@ -222,23 +232,23 @@ class CheckpointStore:
 
     @property
     def lineage(self) -> list[Ancestor]:
-        """Checkpoints that the current state went through, newest first; may begin with an
-        unfinished one.
+        """Checkpoints in the history of the current state, newest first. The first one may still be
+        unfinished.
         """
         return list(self._lineage if self._pending is None else self._pending.lineage)
 
     @property
     def unfinished(self) -> Ancestor | None:
-        """First entry of `lineage` if it is still being written."""
+        """First entry of `lineage` if this checkpoint is still being written, otherwise None."""
         return None if self._pending is None else self._pending.lineage[0]
 
     @property
     def is_writing(self) -> bool:
-        """Whether a checkpoint was begun and is not yet complete."""
+        """Whether a checkpoint was begun but is not complete."""
         return self._pending is not None
 
     def finish_if_written(self) -> Path | None:
-        """Calls `finish` if all ranks have written their files, else returns None. Collective."""
+        """Calls `finish` if all ranks have written their files; else returns None. Collective."""
         if self._pending is None:
             return None
         is_done = torch.tensor(int(not self._pending.writing.is_alive()))
@@ -247,10 +257,11 @@ class CheckpointStore:
         return self.finish()
 
     def finish(self) -> Path | None:
-        """Waits for the checkpoint that is being written, completes and returns it. Collective.
+        """Waits for the checkpoint that is being written, completes it and returns its folder.
+        Collective.
 
         Raises:
-            CheckpointError: A file could not be written; nothing is left of the checkpoint.
+            CheckpointError: A file could not be written. All files of the checkpoint are removed.
         """
         if self._pending is None:
             return None
@@ -265,7 +276,7 @@ class CheckpointStore:
 
     @contextmanager
     def completed(self) -> Iterator[None]:
-        """Calls `complete_at_end` if the block ends by an error."""
+        """Calls `complete_at_end` if the block raises an error."""
         try:
             yield
         except Exception:
@@ -273,13 +284,14 @@ class CheckpointStore:
             raise
 
     def complete_at_end(self, is_after_error: bool = False) -> None:
-        """Completes the checkpoint that is being written, if all ranks finish within the grace.
+        """Completes the checkpoint that is being written, if all ranks finish within `grace_s`.
 
-        Reports whether it is complete, or why not. If not, all ranks may call this again later.
+        Reports whether the checkpoint is complete, or why it is not. If it is not, all ranks may
+        call this method again later.
 
         Args:
-            is_after_error: Whether an error may keep ranks from coming; then the wait for them is
-                COME_S, not the whole grace.
+            is_after_error: Whether an error may prevent some ranks from calling this method. If so,
+                ranks wait for each other for COME_S instead of `grace_s`.
         """
         if self._pending is None:
             return
@@ -315,36 +327,37 @@ class CheckpointStore:
                 for folder in step_folders(self.root).values():
                     try:
                         orders.append(Checkpoint.open(folder).manifest.order)
-                    except CheckpointError:  # damaged; it is overwritten or left alone
+                    except CheckpointError:  # damaged: ignore it
                         continue
                 agreement.value = max(orders, default=0) + 1
         return int(agreement.values[0])
 
     def _remove_old(self, lineage: Sequence[Ancestor]) -> None:
-        """Removes what the run went through longer ago than `keep` checkpoints. Others stay: the
-        user went back behind them, and may want them yet.
+        """Removes the checkpoints in the run's lineage except the newest `keep`. Checkpoints
+        outside the lineage are not removed: the user went back to an earlier checkpoint, but may
+        still need them.
         """
         for old in lineage[self.keep :]:
             folder = self.root / f"step_{old.step}"
             try:
                 if folder.is_dir() and Checkpoint.open(folder).ancestor == old:
                     shutil.rmtree(folder)
-            except (OSError, CheckpointError) as error:  # a full disk is no reason to stop
+            except (OSError, CheckpointError) as error:  # a failed removal must not stop the run
                 self._notify(f"warning: {folder} could not be removed: {error}")
 
     def load(self, path: Path, models: Mapping[str, Saved]) -> SavedState:
-        """Restores models, optimizers and, in the same layout, random states.
+        """Restores models, optimizers and, if the layout is the same, random states.
 
         Args:
-            path: a checkpoint, or a run folder, which stands for its newest.
-            models: trained models by name.
+            path: Checkpoint folder, or a run folder, from which the newest checkpoint is loaded.
+            models: Trained models by name.
 
         Returns:
             The state that was saved.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, holds weights alone, is of a model of other
-                shapes, or ranks do not see the same one.
+            CheckpointError: The checkpoint is damaged, contains only weights, or was saved from a
+                model with different shapes; or ranks see different checkpoints.
         """
         self.finish()
         checkpoint, state = open_on_all_ranks(path, self.world, self._notify)
@@ -394,12 +407,12 @@ class CheckpointStore:
         if self.copy_in_memory is not None and checkpoint.folder == self.copy_in_memory[0]:
             return list(self.copy_in_memory[1])
         if checkpoint.folder.resolve().parent != self.root.resolve():
-            return []  # of another run, whose checkpoints are not this one's to remove
+            return []  # of another run: its checkpoints must not be removed
         own = checkpoint.ancestor
         lineage = [own] if own is not None else []
         if checkpoint.manifest.has_digests:
             return [*lineage, *checkpoint.manifest.lineage]
-        # Format 1 knows no lineage; the run went through all that have fewer steps.
+        # Format 1 stores no lineage. Assume that it consists of all checkpoints with fewer steps.
         steps = sorted(step_folders(self.root), reverse=True)
         return [*lineage, *(Ancestor(step=s, order=0) for s in steps if own and s < own.step)]
 
