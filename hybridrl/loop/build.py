@@ -1,4 +1,4 @@
-"""Builds the parts of a run: data, models, engine, sampler, and observers. Collective."""
+"""Builds the components of a run: data, models, engine, sampler and observers. Collective."""
 
 from __future__ import annotations
 

@@ -73,12 +73,14 @@ class Checkpoints(Observer):
         return self._lock.held(self.store.world, self._journal.notify)
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
-        """Returns the checkpoint or in-memory copy to resume from, or None; collective."""
+        """Returns the checkpoint or in-memory copy from which to resume; None if there is neither.
+        Collective.
+        """
         return self.copies.newest(resume)
 
     def save_copy(self) -> None:
-        """Saves the state that was restored from an in-memory copy, if it is newer than all
-        checkpoints.
+        """Writes a checkpoint of the state that was restored from an in-memory copy, if that state
+        is newer than all checkpoints.
         """
         if self.store.copy_in_memory is not None:
             self.save()
@@ -220,7 +222,7 @@ def run_state(
     """Returns the loop's state as JSON that `SavedState` reads from a checkpoint.
 
     Args:
-        cursors: States of prompts, additional terms and rollouts.
+        cursors: States of the prompts, the additional loss terms and the unfinished rollouts.
     """
     scores = {} if algorithm.needs.policy else {"score_token": trained["critic"].score_token}
     return {

@@ -44,7 +44,8 @@ def convert_rank(
     Args:
         source: An HF directory if `to` is 'megatron'; a checkpoint or run folder if `to` is 'hf'.
         target: New or empty folder.
-        tp, pp: Layout of the model during the conversion. Runs with any layout can load the result.
+        tp, pp: Tensor- and pipeline-parallel sizes during the conversion. Runs with any layout can
+            load the result.
         family: Model family, as in `model.family`. If None, it is read from config.json or from the
             checkpoint.
     """
@@ -60,8 +61,8 @@ def convert_rank(
 
 
 def _mesh(world: World, tp: int, pp: int, shape: ModelShape) -> Mesh:
-    """Returns the mesh for the conversion. Expert parallelism uses as many of the `tp` ranks as
-    divide the number of experts.
+    """Returns the mesh for the conversion. The expert-parallel size is the largest common divisor
+    of `tp` and the number of experts.
     """
     ep = 1 if shape.moe is None else gcd(tp, shape.moe.num_experts)
     mesh = Mesh(world, TrainLayout(tp * pp, tp, pp, ep=ep))

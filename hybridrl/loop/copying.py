@@ -23,7 +23,8 @@ COST = 0.03  # fraction of the training time that copies may take on CPUs
 # Fraction of the training time that a GPU may wait for copies. A copy also slows down the steps
 # during which threads write it, because the threads compete for memory bandwidth and the Python
 # interpreter. A copy that blocked the GPU for 0.55 s slowed down later steps by 0.46 s in total
-# (restart_h100.json); one that blocked it for 0.51 s, by 0.66 s (restart_h200.json).
+# (restart_h100.json). Another copy blocked the GPU for 0.51 s and slowed down later steps by 0.66 s
+# (restart_h200.json).
 WAITING_COST = 0.0125
 
 
@@ -51,14 +52,14 @@ class Copies:
         self._has_started, self._is_on, self._last, self._is_reported = False, False, 0, False
         self._is_first = True  # whether the next copy is the first of this start
         self._num_bytes = num_bytes
-        # On rank 0: step of the next copy, step of the last copy and its time.
+        # On rank 0: step of the next copy, step of the last copy, and time of the last copy.
         self._next, self._step, self._since = 0, 0, 0.0
 
     def newest(self, resume: Literal["newest", "previous"]) -> Path | None:
         """Returns the checkpoint or in-memory copy to resume from, or None; collective. The caller
         must hold the run folder's lock.
 
-        A copy that an earlier start left is chosen if it is newer than all checkpoints.
+        Chooses a copy from an earlier start of the run if that copy is newer than all checkpoints.
         """
         self._store.put_back_replaced()
         if resume == "previous":
@@ -125,7 +126,7 @@ class Copies:
             lineage = [old for old in self._store.lineage if old.step != step]
             unfinished = self._store.unfinished
             if unfinished not in lineage:
-                unfinished = None  # it belongs to the current step
+                unfinished = None  # its responses belong to the current step
             content = Content(
                 models, state(), files, step, 0, lineage, self._store.layout, unfinished
             )
@@ -138,7 +139,9 @@ class Copies:
             self._plan_next(step, start)
 
     def _plan_next(self, step: int, start: float) -> None:
-        """Chooses the step of the next copy so that copies stay within their share of the time."""
+        """Chooses the step of the next copy, so that copies take at most the allowed fraction of
+        the time.
+        """
         assert self._copies is not None
         now = time.monotonic()
         step_s = (start - self._since) / max(step - self._step, 1)
@@ -146,7 +149,7 @@ class Copies:
         is_cpu = self._store.world.platform.is_cpu
         cost_s = now - start + (self._copies.busy_s if is_cpu else 0.0)
         every = every_steps(cost_s, step_s, COST if is_cpu else WAITING_COST)
-        if self._is_first:  # it may have waited for memory, so time the next one instead
+        if self._is_first:  # it may have waited for memory, so time the next copy
             self._is_first, every = False, 1
         self._next, self._step, self._since = step + every, step, now
         if self._every == "auto" and not self._is_reported and self._copies.busy_s:
@@ -157,8 +160,8 @@ class Copies:
             )
 
     def seal(self, evaluations: Mapping[str, Mapping[str, float]]) -> None:
-        """Marks the last copy as valid, because its step is recorded, and adds the evaluations to
-        it.
+        """Marks the last copy as valid now that its step has been recorded, and adds the
+        evaluations to the copy.
         """
         if self._copies is not None and self._is_on:
             self._copies.seal(evaluations)
@@ -171,7 +174,7 @@ class Copies:
 
 
 def every_steps(cost_s: float, step_s: float, share: float) -> int:
-    """Returns how many steps apart events that cost `cost_s` must be to take at most this share of
-    the time.
+    """Returns the smallest number of steps between two events that each cost `cost_s`, such that
+    the events take at most the fraction `share` of the time.
     """
     return max(1, math.ceil(cost_s / (share * max(step_s, 1e-9))))

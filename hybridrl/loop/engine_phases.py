@@ -5,9 +5,9 @@ Collective: all ranks call every function together. In the rollout phase, the en
 the policy's weights. In the training phase, the engine's memory is available for training.
 
 `EnginePhases.check` detects an engine that has the right weights but uses them differently, for
-example with other positions, norms, heads or precision. It first compares each parameter with its
-source. Then every replica generates responses to a few fixed prompts, and the trainer computes the
-log-probabilities of the generated tokens for comparison.
+example with other positions, norms, heads or precision. It first compares each parameter of the
+engine with the trainer's parameter. Then every replica generates responses to a few fixed prompts,
+and the trainer computes the log-probabilities of the generated tokens for comparison.
 """
 
 from __future__ import annotations
@@ -76,11 +76,12 @@ class EnginePhases:
             return self._hybrid_engine.to_rollout(self._position.step, verifies).metrics()
 
     def check(self, memory_table: Callable[[], str]) -> None:
-        """Sends the weights to the engine and checks that both compute the same log-probabilities.
+        """Sends the weights to the engine and checks that engine and trainer compute the same
+        log-probabilities.
 
         Args:
-            memory_table: Function that returns the table of the device's memory, which this method
-                prints.
+            memory_table: Function that returns a table of the device's memory. This method prints
+                the table.
 
         Raises:
             VerifyError: A parameter of the engine differs from its source.
@@ -108,7 +109,7 @@ class EnginePhases:
             self._hybrid_engine.free_engine()
 
     def enter_rollout(self) -> None:
-        """Switches to the rollout phase, and sends the engine the weights, if necessary."""
+        """Switches to the rollout phase if necessary. This sends the weights to the engine."""
         if self._hybrid_engine.phases.phase is Phase.TRAIN:
             self.reshard()
 
@@ -121,7 +122,8 @@ def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) ->
     """Returns requests whose prompts are random tokens from a fixed seed."""
     rng, num_tokens = np.random.default_rng(0), policy.model.source.shape.vocab_size
     length = min(PROMPT_TOKENS, max_prompt_tokens)
-    # Uses the temperature of the policy's log-probabilities, but neither top-p nor top-k.
+    # Sample at the temperature at which the policy computes log-probabilities, without top-p or
+    # top-k.
     sampling = SamplingParams(
         sampler.sampling.temperature or 1.0,
         max_new_tokens=min(NEW_TOKENS, sampler.sampling.max_new_tokens),
@@ -133,8 +135,8 @@ def _fixed_requests(sampler: Sampler, policy: Policy, max_prompt_tokens: int) ->
 
 
 def _complete(sampler: Sampler, requests: Sequence[Request]) -> list[list[Completion]]:
-    """Returns the completions of the requests by each replica, in the order of replicas. Call it in
-    the rollout phase, while the engines are idle.
+    """Returns, for each replica in order, the completions that it generated for the requests. Call
+    it in the rollout phase, while the engines are idle.
     """
     world, layout = sampler.world, sampler.layout
     with world.all_agree("the first generation"):
@@ -148,8 +150,8 @@ def _complete(sampler: Sampler, requests: Sequence[Request]) -> list[list[Comple
 def _compare(
     policy: Policy, requests: Sequence[Request], completions: Sequence[Sequence[Completion]]
 ) -> float:
-    """Returns the mean absolute difference between the log-probabilities of engine and trainer, for
-    the replica where it is largest. Call it in the training phase.
+    """Returns the mean absolute difference between the engine's and the trainer's
+    log-probabilities, for the replica with the largest difference. Call it in the training phase.
 
     Raises:
         EngineDiffersError: The difference exceeds the bound for the model's dtype.

@@ -1,7 +1,7 @@
 """Evaluation: generates responses to held-out prompts (greedily by default) and scores them.
 
-The reward is the weighted sum that training uses. The accuracy is the score of a single scorer,
-from 0 to 1. Public sets (`eval.sets`) have their own scorers.
+The reward is the same weighted sum of scores as in training. The accuracy is the score of a single
+scorer, from 0 to 1. Public sets (`eval.sets`) have their own scorers.
 """
 
 from __future__ import annotations
@@ -194,7 +194,9 @@ class Evaluations:
         return dataclasses.replace(own, sets=found)
 
     def announce(self, step: int, notify: Callable[[str], None]) -> None:
-        """Prints the size of the run's first evaluation, because it delays the first step."""
+        """Prints the number of responses in the run's first evaluation, because this evaluation
+        delays the first step.
+        """
         if not self._generated_steps():
             sets = [self._own, *self._sets.values()]
             num = sum(len(prompts.prompts) * prompts.samples_per_prompt for prompts in sets)
@@ -215,7 +217,7 @@ class Evaluations:
 
 
 class DueEvaluations(Observer):
-    """Evaluates when an evaluation is due."""
+    """Observer that evaluates the run whenever an evaluation is due."""
 
     def __init__(
         self,
@@ -298,10 +300,12 @@ def _answers(sampler: Sampler, scored: ScoredBatch, config: RewardConfig) -> Ans
 
 
 def accuracy_part(scored: ScoredBatch, config: RewardConfig) -> str:
-    """Returns the name of the reward part that counts as accuracy, or "" if that is not defined."""
+    """Returns the name of the reward part that counts as accuracy, or "" if accuracy is not
+    defined.
+    """
     parts, name = scored.reward_parts, config.accuracy_scorer()
     if len(parts) == 1 or (name not in parts and not config.functions):
-        return next(iter(parts))  # of several functions passed from Python, the first one
+        return next(iter(parts))  # the first of several functions passed from Python
     return name if name is not None and name in parts else ""
 
 

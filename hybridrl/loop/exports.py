@@ -77,11 +77,11 @@ def declare_turn_end(directory: Path) -> None:
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception:  # no usable tokenizer here; the run may have used one without files
+    except Exception:  # no usable tokenizer files; the run's tokenizer may exist only in memory
         return
     end, file = turn_end(tokenizer), directory / GENERATION_CONFIG
     config = read_config(directory)
-    # Transformers reads these from config.json only if generation_config.json is missing.
+    # Transformers reads these values from config.json only if generation_config.json is missing.
     defaults: dict[str, Any] = {
         key: config[key] for key in ("bos_token_id", "pad_token_id") if key in config
     }
@@ -145,7 +145,7 @@ class Exports:
             self._notify(f"exported {folder}")
 
     def _remove(self, folder: Path, checkpoints: Path) -> None:
-        """Deletes the folder if it exists, and exports whose checkpoints no longer exist."""
+        """Deletes `folder` if it exists, and all exports whose checkpoints no longer exist."""
         shutil.rmtree(folder, ignore_errors=True)
         if not self._root.is_dir():
             return

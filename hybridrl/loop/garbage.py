@@ -2,8 +2,9 @@
 
 A full collection visits every object. With vLLM there are more than half a million, so a collection
 stops a rank for half a second while other ranks wait. Almost all long-lived objects exist after the
-first step, so they are frozen then (`gc.freeze`). vLLM 0.26 freezes objects when an engine has
-started (engine/core.py), but a run may use another engine, and the first step creates more objects.
+first step, so this module freezes all objects at that time (`gc.freeze`). vLLM 0.26 freezes objects
+when an engine has started (engine/core.py), but a run may use another engine, and the first step
+creates more objects.
 
 Frozen objects in a reference cycle are never freed, so closing a Trainer unfreezes all objects. The
 next Trainer then collects the cycles that the previous Trainer left, because they may hold device
@@ -29,7 +30,7 @@ def set_aside(platform: Platform) -> None:
     gc.freeze()
     if not _was_used.is_set():
         # Objects that are still frozen when Python exits are never freed. nanobind, which Triton
-        # uses, would report its own as leaked.
+        # uses, would report its frozen objects as leaked.
         atexit.register(take_back)
     _was_used.set()
 
@@ -49,7 +50,7 @@ def collect_earlier() -> None:
 
 
 class FrozenHeap(Observer):
-    """Freezes the run's objects after its first step."""
+    """Observer that freezes all current objects after the run's first step."""
 
     def __init__(self, platform: Platform) -> None:
         self._platform, self._is_frozen = platform, False

@@ -1,6 +1,6 @@
 """Writes the records of a run: its folder, phase times, metrics, samples and summary.
 
-Rank 0 writes all of them except the phase files: each rank writes its own. Every rank measures its
+Each rank writes its own phase file. Rank 0 writes all other records. Every rank measures its
 phases, because the slowest rank determines the duration of a step.
 """
 
@@ -71,9 +71,9 @@ class Journal(Observer):
     """Writes the records of a run.
 
     Attributes:
-        unseen_bytes: Function that corrects torch's count of bytes in use on this rank's device: it
-            returns the bytes that the allocator misses, minus the bytes that it counts for tensors
-            without memory.
+        unseen_bytes: Function that returns a correction to torch's count of bytes in use on this
+            rank's device: the bytes that torch's allocator misses, minus the bytes that the
+            allocator counts for tensors without memory.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -100,7 +100,7 @@ class Journal(Observer):
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
 
     def note_start(self, seconds: Mapping[str, float]) -> None:
-        """Records how many seconds each part of this start took, until the first step ended."""
+        """Records how many seconds each part of this start took, until the first step had ended."""
         if self.is_writer:
             self._starts.took(seconds)
 
@@ -192,7 +192,9 @@ class Journal(Observer):
         return [f"{key} {before!r} -> {now!r}" for key, (before, now) in changed.items()]
 
     def describe(self, batch: ScoredBatch) -> dict[str, float]:
-        """Returns metrics of sampled responses: rewards, and the fraction that was truncated."""
+        """Returns metrics of sampled responses: their rewards, and the fraction of responses that
+        were truncated.
+        """
         rewards, parts = batch.reward_B, batch.reward_parts
         names = parts if len(parts) > 1 else ()
         return {
@@ -212,7 +214,7 @@ class Journal(Observer):
             flops: Model FLOPs by phase, summed over all ranks.
         """
         lengths = batch.response_lengths_B.float()
-        # This waits for a rank that is still writing files.
+        # Gathering waits for ranks that are still writing files.
         ranks = self.world.gather_objects((self.timer.seconds(), self._peaks()))
         times, memory = zip(*ranks, strict=True)
         seconds, peaks = largest(times), largest(memory)
@@ -296,7 +298,9 @@ class Journal(Observer):
         return summary
 
     def close(self) -> None:
-        """Closes all files, and derives from the current exception how the start ended."""
+        """Closes all files, and records how the start ended: with the exception that is being
+        handled, or without one.
+        """
         self._starts.end(exit_of(sys.exception()))
         for tracker in self.trackers:
             tracker.begin_close()
@@ -335,8 +339,8 @@ def when_saved(section: CheckpointConfig, num_steps: int) -> str:
 
 def before_and_after(evaluations: Evaluations) -> dict[str, float]:
     """Returns the results of the first and the last evaluation as `NAME_before` and `NAME_after`,
-    with standard errors. A result that one of the two lacks is left out, not taken from another
-    step.
+    with standard errors. A result that is missing from one of the two evaluations is left out; it
+    is not replaced by the result of another step.
     """
     found: dict[str, float] = {}
     for is_validation in (False, True):

@@ -39,7 +39,7 @@ class Observer:
     """Receives calls at fixed points of a run, in the order of these methods."""
 
     def fit_begins(self, first: int, last: int) -> None:
-        """Called when training starts, after step `first`. It will end with step `last`."""
+        """Called when training starts, after step `first`. Training will end with step `last`."""
 
     def around_step(self, number: int) -> AbstractContextManager[None]:
         """Returns a context manager around a step of `fit`."""
@@ -49,8 +49,8 @@ class Observer:
         """Called when a step begins."""
 
     def weights_changed(self, number: int) -> None:
-        """Called after the optimizer step. The engine still has the old weights, and its memory is
-        free.
+        """Called after the optimizer step. The engine still has the old weights, and has released
+        its memory.
         """
 
     def step_ends(self, record: StepRecord) -> None:
@@ -97,7 +97,7 @@ def last_step(num_steps: int | None, until: int | None, done: int, default: int)
 
 
 def is_due(every: int, step: int, last: int) -> bool:
-    """Whether an event is due after this step. It happens every `every` steps (never if 0), and
-    always after the last step.
+    """Whether an event is due after this step: after every `every` steps, and after the last step.
+    If `every` is 0, only after the last step.
     """
     return step == last or (every > 0 and step % every == 0)

@@ -1,8 +1,8 @@
 """Checks the configuration, model, weights, data and run folder before any rank starts. Does not
 import torch.
 
-Collects all violations into one ConfigError. Only reads files, except that it records which data
-files have passed their checks.
+Collects all violations into one ConfigError. Writes no files except a record of the data files that
+have passed their checks.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def model_violations(
 
 
 def validate_replay(config: Config, world_size: int) -> None:
-    """Checks everything that `train --replay` needs. A replay reads neither data rows nor a
+    """Checks everything that `train --replay` needs. A replay reads no data rows and loads no
     teacher.
 
     Raises:
@@ -227,7 +227,8 @@ def check_weights(
     """Checks the headers of the weight files in an HF directory.
 
     Raises:
-        UserError: Names the first file or tensor that is missing, damaged or foreign to this model.
+        UserError: Names the first file or tensor that is missing, is damaged or does not belong to
+            this model.
     """
     HfHeaders(directory).check(hf_shapes(*read_model(family_key, hf_config), head))
 
@@ -358,8 +359,9 @@ class _Scored:
 
     Args:
         columns: Columns that each row must have.
-        check: Check to apply to each row. None if a bad row does not stop the run, because
-            `reward.on_error` decides its score, or if the rewards themselves are invalid.
+        check: Function that checks one row. None if `reward.on_error` determines the scores of bad
+            rows, so that bad rows do not stop the run. Also None if the rewards themselves are
+            invalid.
     """
 
     columns: Sequence[str] = ()
@@ -396,7 +398,7 @@ def _rows(
 
 
 def _files(data: DataConfig, paths: Sequence[str], scored: _Scored) -> list[UserError]:
-    """Checks rows whose prompts the run generates responses to."""
+    """Checks rows with prompts for which the run generates responses."""
     return unless_checked(
         data,
         paths,
@@ -458,7 +460,7 @@ def _responses(
 
 
 def _errors_of(check: Callable[..., object], *arguments: object) -> list[UserError]:
-    """Returns the UserError that a call raises, as a list."""
+    """Calls `check`. Returns a list with the UserError that the call raised, or an empty list."""
     try:
         check(*arguments)
     except UserError as error:

@@ -121,8 +121,8 @@ def share_memory(
 
 def unseen_bytes(trained: Mapping[str, ParallelModel], engine: EngineAdapter) -> int:
     """Returns a correction to the bytes in use that torch's allocator reports for this rank: the
-    bytes that it misses, minus those that it counts for a sleeping engine, whose tensors have no
-    memory.
+    bytes that the allocator misses, minus the bytes that it counts for a sleeping engine, whose
+    tensors have no memory.
     """
     memories, _ = training_memories(trained.values())
     released = engine.released_bytes() if isinstance(engine, MemoryLender) else 0
@@ -165,7 +165,9 @@ def build_engine(
 def report_copies(
     config: Config, model: ParallelModel, engine: EngineAdapter, notify: Callable[[str], None]
 ) -> None:
-    """Reports matrices that training and engine split alike but store twice; collective."""
+    """Reports matrices that trainer and engine split in the same way, but of which each stores its
+    own copy; collective.
+    """
     missed = 0
     if isinstance(engine, SharingEngine) and not config.train.release_weights_in_rollout:
         missed = len(shared_names(model.layout(), engine.layout()).keys() - engine.shared)

@@ -40,7 +40,8 @@ def evaluate_rank(
     """Runs one rank of `hybridrl eval`.
 
     Args:
-        config: Configuration. Its layout may differ from the layout that wrote the checkpoint.
+        config: Configuration. Its layout may differ from the layout of the run that wrote the
+            checkpoint.
         checkpoint: Checkpoint or run folder. If None, the run's newest checkpoint, or the initial
             weights if there is no checkpoint.
         prompts: Files that replace `data.eval_prompts`.

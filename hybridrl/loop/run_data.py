@@ -1,4 +1,4 @@
-"""Loads what a run needs before it starts: tokenizer, prompts and the scorer for responses.
+"""Loads the tokenizer, the prompts and the scorer for responses before a run starts.
 
 Collective: the first rank of each node reads the prompts and computes everything that depends on
 all of them. The other ranks then memory-map the files that it wrote.
@@ -256,8 +256,8 @@ def load_validation(
 
 
 def scorable(config: Config, held_out: Sequence[Prompt]) -> Sequence[Prompt]:
-    """Returns the held-out prompts, or () if responses to them cannot be scored: the rows have
-    responses of their own but lack the answer that a scorer needs.
+    """Returns the held-out prompts, or () if the scorer cannot score responses to them, because the
+    rows contain responses but not the answer that the scorer needs.
     """
     scorers = config.reward.scorers().values() if is_scored(config) else ()
     if not held_out or held_out[0].response_tokens is None or not scorers:

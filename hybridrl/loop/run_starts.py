@@ -1,5 +1,5 @@
-"""Records each start of a run for its report: when it began and ended, ranks, machine, commit, and
-the seconds until its first step.
+"""Records each start of a run for the run's report: when the start began and ended, its ranks,
+machine and git commit, and the seconds until its first step.
 
 Owns `run.json` in the run folder: `{"starts": [...]}`, oldest first. Rank 0 writes it. A start
 without `exit` is still running or was killed. A thread looks up the commit, because git takes
@@ -82,7 +82,7 @@ class StartTimes(Observer):
     """Measures how long each part of a start takes on this rank, from the creation of its process.
 
     Attributes:
-        report: Function called after the first step with the seconds of all parts.
+        report: Function called after the first step with the seconds that each part took.
         seconds: Seconds of each finished part, in order.
     """
 

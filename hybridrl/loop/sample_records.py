@@ -21,7 +21,7 @@ from hybridrl.rewards.base import Scorer
 from hybridrl.training.batches.packing import even_sizes
 
 TOKENS_AT_ONCE = 1 << 20  # maximum number of tokens that rank 0 receives at once
-LETTERS_OF_A_TOKEN = 4  # characters to skip per unmatched token when searching for the next
+LETTERS_OF_A_TOKEN = 4  # characters to skip per unmatched token when searching for a token
 
 
 def sample_records(
@@ -111,9 +111,9 @@ def runs(values: Sequence[int]) -> list[list[int]]:
 def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
     """Returns the number of characters of each token. The numbers add up to the length of the text.
 
-    A token may be only some of a character's bytes, or its text may depend on its neighbours. Such
-    a token counts zero characters, or also counts its neighbours' characters. The tokens after it
-    are matched with the text again.
+    A token may contain only some bytes of a character, or its text may depend on neighbouring
+    tokens. The number for such a token is 0, or includes the characters of its neighbours. Later
+    tokens are matched with the text again.
 
     Args:
         pieces: Text of each token when decoded alone; "" for a token that the text omits.

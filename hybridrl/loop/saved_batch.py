@@ -1,9 +1,9 @@
 """File format for a mini-batch and everything needed to repeat its optimizer step.
 
 The file is a safetensors file. Columns, prompt tokens and the random states of all ranks are
-tensors. The rest is JSON in a tensor of bytes, because a safetensors header is limited to 100 MB.
-Each distinct prompt is stored once. Reading the file executes no code. It contains no weights; a
-checkpoint provides them.
+tensors. Everything else is JSON, stored in a tensor of bytes, because a safetensors header is
+limited to 100 MB. Each distinct prompt is stored once. Reading the file executes no code. It
+contains no weights; a checkpoint provides them.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
     found: list[Prompt] = []
     index: list[int] = []
     for prompt in prompts:
-        # Columns that no loss reads may have types that JSON lacks.
+        # Columns that no loss reads may have types that JSON does not support.
         about = json.dumps(_about(prompt), default=str)
         key = (about, prompt.contents, *(getattr(prompt, name) for name in _TOKENS))
         if key not in places:
@@ -215,8 +215,8 @@ def _distinct(prompts: Sequence[Prompt]) -> tuple[list[Prompt], list[int]]:
 
 
 def _flat(name: str, rows: Sequence[Sequence[int] | None]) -> dict[str, torch.Tensor]:
-    """Concatenates rows of integers into one tensor, and returns it with the rows' lengths; the
-    length of None is -1.
+    """Concatenates rows of integers into one tensor. Returns the tensor and the lengths of the
+    rows; the length is -1 for a row that is None.
     """
     lengths = [-1 if row is None else len(row) for row in rows]
     values = list(chain.from_iterable(row or () for row in rows))

@@ -59,7 +59,7 @@ def pinned_on_all_ranks(config: Config) -> Config:
     before a World exists.
 
     Rank 0 chooses a commit for every hub name, and the layout if `layout: auto` leaves it open.
-    Values that `rollout.generation_config` copies from the model are filled in.
+    Also fills in the values that `rollout.generation_config` copies from the model.
 
     Raises:
         UserError: A hub name or a layout cannot be found; raised on every rank.
@@ -135,7 +135,7 @@ def training_layout(config: Config, placement: Placement) -> TrainLayout:
     """Returns the layout in which the policy is trained.
 
     With `train.order=auto`, the order depends on the model's shape and on the nodes. This requires
-    LOCAL_WORLD_SIZE, and that all roles share all ranks.
+    that LOCAL_WORLD_SIZE is set, and that every role uses all ranks.
     """
     train, tp = config.train, config.rollout.tp
     world_size = len(placement.policy.ranks)

@@ -29,7 +29,7 @@ class SkippedSteps:
     """Counts a run's skipped optimizer steps, and ends the run if too many are skipped in a row.
 
     Attributes:
-        in_a_row: Number of optimizer steps skipped since the last one that was taken.
+        in_a_row: Number of optimizer steps skipped since the last optimizer step that was taken.
     """
 
     def __init__(
@@ -91,8 +91,8 @@ class SkippedSteps:
             )
 
     def _save(self, saved: SavedBatch | None, file: Path) -> str | None:
-        """Writes the batch on rank 0. Returns the same on all ranks: None, or the text of the
-        error.
+        """Writes the batch on rank 0. Returns None or, if writing failed, the text of the error;
+        the same on all ranks.
         """
         with self._world.all_agree("saving the batch of a skipped step") as agreement:
             if saved is not None:

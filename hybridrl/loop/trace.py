@@ -28,7 +28,7 @@ from hybridrl.parallel.clock import clock_offset
 from hybridrl.parallel.groups import World
 
 BARRIER, CLOCK = "barrier", "hybridrl clock"
-MARKS = 8  # CLOCK events per part; the shortest is used, because it did not wait for a core
+MARKS = 8  # CLOCK events per part; the shortest is used, as it did not wait for a CPU core
 UNPROFILED = ("generate",)
 PIDS = 100  # process numbers per rank in the trace: for its phases, host and devices
 
@@ -36,8 +36,8 @@ Event = dict[str, Any]
 
 
 class StepTraces:
-    """Writes `step_N.json.gz` for the given steps, numbered from 1. `now` reads the clock that
-    times the phases, in seconds.
+    """Writes `step_N.json.gz` for the given steps, numbered from 1. `now` returns the time in
+    seconds on the clock that also times the phases.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class StepTraces:
         self, parts: Sequence[tuple[profile, int, float]], shift_s: float
     ) -> Iterator[Event]:
         """Yields the profiler's events part by part, so that only one part is in memory at a time.
-        Of the CLOCK events, only the one that aligned the part is kept.
+        Leaves out all CLOCK events except the event that aligned the part.
         """
         pids: dict[object, int] = {}
         file = self._part("profile")
@@ -123,8 +123,8 @@ class StepTraces:
         self, events: list[Event], shift_us: float, pids: dict[object, int], part: int
     ) -> Iterator[Event]:
         """Yields a part's events with times on rank 0's clock and process numbers that identify
-        this rank. `pids` maps the profiler's process numbers to these; missing ones are added and
-        named.
+        this rank. `pids` maps the profiler's process numbers to the numbers in the trace. Missing
+        numbers are added to `pids` and named in the trace.
         """
         rank = self._world.rank
         known = len(pids)

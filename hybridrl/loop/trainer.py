@@ -1,9 +1,9 @@
 """Training loop: generate, score, compute log-probabilities, estimate advantages, update, reshard.
 
 SPMD without a controller: every rank runs this code. Each rank knows the lengths and rewards of all
-samples, but stores the tokens of only some. `Trainer.train_step` is one step. The methods that it
-calls are public, so a script can combine them into another dataflow. Everything else in a run is an
-observer (observers.py).
+samples, but stores the tokens of only some samples. `Trainer.train_step` takes one step. The phases
+of a step are public methods, so a script can combine them into another dataflow. Observers
+(observers.py) do all other work of a run.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class Trainer:
         reward: Function f(prompt, response, columns) -> float that replaces the section `reward`,
             or a list of functions, whose scores are added.
         tokenizer: Tokenizer that replaces `model.tokenizer`.
-        mix: By NAME, rows that replace `mix.NAME.data.prompts`.
-        trains: Whether the run trains. If False, it only evaluates. It then loads no teacher, and
-            loads a reference only if a loss on held-out rows needs it.
+        mix: Mapping from NAME to the rows that replace `mix.NAME.data.prompts`.
+        trains: Whether the run trains. If False, the run only evaluates: it loads no teacher, and
+            loads a reference only if a loss on held-out rows needs the reference.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class Trainer:
         """Trains for `num_steps` more steps, or up to step `until`. If neither is given, trains up
         to `steps.num_steps`.
 
-        A new trainer resumes from a checkpoint in its run folder if there is one, and `num_steps`
-        counts from there. A trainer that has already loaded a checkpoint or taken a step continues
-        from its current state.
+        A new trainer resumes from a checkpoint in its run folder if there is one; `num_steps` then
+        counts from the step of this checkpoint. A trainer that has already loaded a checkpoint or
+        taken a step continues from its current state.
 
         Args:
             resume: Checkpoint to resume from: the newest, or the newest intact checkpoint before
@@ -140,8 +140,8 @@ class Trainer:
 
         Raises:
             UserError: Both `num_steps` and `until` are given, or one is negative.
-            KeyboardInterrupt, SystemExit: The process received SIGINT or SIGTERM. The next `fit`
-                continues from here.
+            KeyboardInterrupt, SystemExit: The process received SIGINT or SIGTERM. The next call of
+                `fit` continues from the same state.
         """
         position, checkpoints = self._run.position, self.checkpoints
         position.start_clock()
@@ -329,7 +329,7 @@ class Trainer:
         self._run.phases.enter_training(frees_memory)
 
     def enter_rollout(self) -> None:
-        """Switches to the rollout phase, and sends the engine the weights, if necessary."""
+        """Switches to the rollout phase if necessary. This sends the weights to the engine."""
         self._run.phases.enter_rollout()
 
     def evaluate(self, temperature: float | None = None) -> Evaluation:

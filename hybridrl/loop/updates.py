@@ -21,8 +21,8 @@ class Updates:
         self._algorithm, self._roles, self._mix, self._skipped = algorithm, roles, mix, skipped
 
     def take(self, batch: TrainBatch, step: int, number: int) -> dict[str, float]:
-        """Takes one optimizer step per equal part of the batch, each with a mini-batch of the
-        additional loss terms; collective.
+        """Splits the batch into equal parts and takes one optimizer step per part, each with a
+        mini-batch of every additional loss term; collective.
 
         An optimizer step is skipped if its loss or gradient is not finite. Returns metrics averaged
         over the optimizer steps.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from hybridrl.rewards.functions import RewardFunction
 
 ARGUMENTS = frozenset({"prompts", "reward", "tokenizer", "mix", "trains"})
-# Names that TRL and other libraries use, and the names to use here.
+# Names of arguments in TRL and other libraries, and hybridrl's names for the same arguments.
 _MEANT = {
     "dataset": "prompts",
     "data": "prompts",

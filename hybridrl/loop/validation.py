@@ -1,9 +1,9 @@
 """Computes the loss on held-out rows with responses, for algorithms that learn from the responses
 in the data.
 
-Collective; the results are the same on all ranks. The rows pass through the same forward passes as
-in a training step, with the current weights. Results are stored by step, together with the results
-of evaluations.
+Collective; the results are the same on all ranks. The forward passes are the same as in a training
+step, and use the current weights. Results are stored by step, together with the results of
+evaluations.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class Validation(Observer):
         return bool(self._prompts)
 
     def is_left_over(self, step: int, last: int) -> bool:
-        """Whether a start after step `step`, with last step `last`, must measure first. True for a
-        new run, or if a signal prevented a measurement that was due.
+        """Whether a start that resumes after step `step` must measure before its first step, if the
+        last step is `last`. True for a new run, or if a signal prevented a measurement that was
+        due.
         """
         by_step = self._evaluations.by_step
         has_begun = any(key.startswith(VALIDATION) for found in by_step.values() for key in found)
@@ -93,8 +94,8 @@ class Validation(Observer):
 
         `eval/loss` is the algorithm's loss. `eval/perplexity`, only if a policy is trained, is the
         exponential of the mean negative log-likelihood per token of good responses, in nats.
-        `eval/preference/*` are the same metrics of pairs or labels as in a step, averaged over
-        batches of a step's size.
+        `eval/preference/*` are the metrics that a training step records for pairs or labels,
+        averaged over batches of the same size as in a step.
         """
         self._phases.enter_training()
         size, needs = self._steps.prompts_per_step, self._algorithm.needs
