@@ -1,8 +1,8 @@
 """Runs work on a background thread while the main thread continues.
 
-Who waits for whom: the main thread waits for the work in `join`. The work never waits for a main
-thread, on this rank or another. Collectives in the work use process groups that the main thread
-does not use at the same time, so their order does not matter.
+Who waits for whom: the main thread waits for the work in `join`. The work never waits for the main
+thread of any rank. Collectives in the work use process groups that the main thread does not use at
+the same time, so the two threads may call collectives in any order.
 
 On a GPU, the work runs on a separate stream. It begins after the kernels that the main thread has
 enqueued, and it is complete when `join` returns.
@@ -51,7 +51,7 @@ class BackgroundThread:
         """Waits until the work is done. Returns False if it is not done after `timeout_s` seconds.
 
         Args:
-            poll: Function called every POLL_S; may raise.
+            poll: Function called every POLL_S; it may raise an exception.
 
         Raises:
             The exception that the work raised.
@@ -76,10 +76,10 @@ class BackgroundThread:
             if self._stream is None:
                 work()
             else:
-                torch.cuda.set_device(self._device)  # the current device is per thread
+                torch.cuda.set_device(self._device)  # each thread has its own current device
                 with torch.cuda.stream(self._stream):
                     work()
-                self._stream.synchronize()  # after `join` the results can be read
+                self._stream.synchronize()  # so that results can be read after `join`
         except BaseException as error:  # raised again by `join`
             self._error = error
         finally:

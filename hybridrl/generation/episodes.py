@@ -1,16 +1,16 @@
-"""Manages responses of several turns, in which the policy and its environment alternate.
+"""Manages multi-turn responses, in which the policy and its environment take turns.
 
-Token in, token out: the request for a turn contains the prompt and all tokens so far: sampled
-tokens as they were sampled, and observed tokens as they were first encoded. Therefore training sees
-exactly the inputs of the engine. Owns the unfinished responses; the sampler owns the engine, and
-the stages own the environments.
+Token in, token out: the request for a turn contains the prompt and all tokens so far. Sampled
+tokens and the tokens of observations are never decoded and encoded again. The training inputs are
+therefore exactly the engine's inputs. Owns the unfinished responses; the sampler owns the engine,
+and the stages own the environments.
 
-Who waits for whom: only the first rank of a replica runs environments, and sends their answers to
-the other ranks. All ranks of the replica must call `advance`, or `end_turns` and `answer_due`, in
-the same order. `advance` processes answers as they arrive, so that the engine can continue with
-other responses while an environment works. `answer_due` makes the order of completion independent
-of time: it waits for the answers that were requested before its last call, and processes only
-those.
+Who waits for whom: only the first rank of a replica runs environments. It sends the environments'
+answers to the other ranks. All ranks of the replica must call `advance`, or `end_turns` and
+`answer_due`, in the same order. `advance` processes answers as they arrive, so that the engine can
+continue with other responses while an environment works. `answer_due` makes the order of completion
+independent of time: it waits for the answers that were requested before its last call, and
+processes only these answers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from hybridrl.rollout.engine import (
 )
 
 LONGEST_WAIT_S = 1.0  # maximum wait for an environment between checks for a stop request
-NO_VERSION = -1  # version of observations before the policy's first turn, until that turn ends
+NO_VERSION = -1  # temporary version of observations that precede the policy's first turn
 End = Literal["done", "turns", "tokens", "failure"]
 
 
@@ -55,8 +55,8 @@ class Response(Completion):
         ended: Why the response ended: the environment, max_turns, the token limit, or a failure of
             the environment.
         reward: Sum of the rewards from the environment.
-        failure: What the environment did wrong, and what is allowed.
-        notes: Count of each note from the environment.
+        failure: What the environment did wrong, and what it is allowed to do.
+        notes: Number of times that the environment reported each note.
     """
 
     observed: tuple[bool, ...] = ()
@@ -73,8 +73,8 @@ class Response(Completion):
 
 
 def completion_from_json(fields: Mapping[str, Any]) -> Completion:
-    """Restores a completion or response from the output of `saved_fields`, after conversion to and
-    from JSON.
+    """Restores a completion or response from the output of `saved_fields`. The output may have been
+    converted to JSON and back.
     """
     names = {"tokens", "logps", "observed", "failure"} & set(fields)
     values = {name: value for name, value in fields.items() if name != "experts"}
@@ -89,8 +89,8 @@ class _Episode:
 
     Attributes:
         actions: Tokens and text of each turn.
-        runs: Runs of tokens with the same version of the weights, [version, number of tokens].
-            Observations are counted with the turn before them.
+        runs: Runs of tokens from the same version of the weights, as lists [version, number of
+            tokens]. Observations belong to the run of the preceding turn.
         waits: Whether the response waits for the environment, after a turn or at the beginning.
     """
 
@@ -168,9 +168,10 @@ class OpenResponse:
     """An unfinished response that another replica or process can continue.
 
     Args:
-        turns: Entry from `Episodes.state`, possibly after conversion to and from JSON; never
+        turns: Entry from `Episodes.state`, which may have been converted to JSON and back; never
             modified.
-        request: Request for the turn in the engine; None if the response waits for its environment.
+        request: Engine request for the current turn; None if the response waits for its
+            environment.
     """
 
     turns: Mapping[str, Any]
@@ -209,7 +210,7 @@ class Episodes:
         self._stages = Stages(config) if replica.is_first else None
         self._open: dict[int, _Episode] = {}
         self._plays: dict[int, Future[list[Answer]]] = {}  # filled only on the first rank
-        self._due: list[int] = []  # responses that were waiting at the last `answer_due`
+        self._due: list[int] = []  # responses that were waiting at the last call of `answer_due`
 
     @property
     def is_waiting(self) -> bool:
@@ -224,9 +225,9 @@ class Episodes:
         sampling: SamplingParams,
         saved: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins a response, or continues a response from `state`, which may have a turn in the
-        engine. `sampling.max_new_tokens` limits the total number of tokens in all turns and
-        observations.
+        """Begins a response, or continues the response `saved`, which is an entry from `state`. The
+        engine may already have a request for the current turn. `sampling.max_new_tokens` limits the
+        total number of tokens in all turns and observations.
         """
         episode = _Episode(step, sample_id, prompt, sampling)
         if saved is not None:
@@ -258,8 +259,8 @@ class Episodes:
         return responses + answered, requests
 
     def end_turns(self, completions: Sequence[Completion]) -> list[Response]:
-        """Processes finished turns of the policy and asks the environments for answers. Returns the
-        responses that ended without an answer.
+        """Processes finished turns of the policy and requests answers from the environments.
+        Returns the responses that ended and therefore need no answer.
         """
         ended = [self._end_turn(done) for done in completions]
         responses = [response for response in ended if response is not None]
@@ -269,8 +270,8 @@ class Episodes:
 
     def answer_due(self, gives_up: Callable[[], bool]) -> tuple[list[Response], list[Request]]:
         """Waits for the answers that were requested before the last call or at the beginning of a
-        response, and processes them. Answers to later requests are left to the next call, so that
-        the result does not depend on how long environments take. Returns the same as `advance`.
+        response, and processes these answers. Later answers are left to the next call, so that the
+        result does not depend on how long environments take. Returns the same values as `advance`.
 
         Args:
             gives_up: Polled while waiting; if it returns true, the wait ends without answers.
@@ -337,7 +338,7 @@ class Episodes:
             self._plays[episode.sample_id] = self._stages.play(play, episode.sample_id)
 
     def _answers(self, blocks: bool) -> Sequence[tuple[int, Answer]]:
-        """Returns on all ranks of the replica the answers that have arrived since the last call."""
+        """Returns the answers since the last call, on all ranks of the replica."""
         if not self.is_waiting:
             return []
         answers: list[tuple[int, Answer]] | UserError = []
@@ -348,7 +349,7 @@ class Episodes:
         return self._broadcast(answers)
 
     def _results(self, ready: Sequence[int]) -> list[tuple[int, Answer]] | UserError:
-        """Returns the finished answers for these responses, or an error for all ranks to raise."""
+        """Returns the finished answers for these responses, or an error for all ranks."""
         try:
             answers = [(number, self._plays.pop(number).result()[0]) for number in ready]
         except UserError as error:
@@ -373,7 +374,7 @@ class Episodes:
         episode.add_turn(done)
         if episode.failure is not None:
             return episode.response("failure")
-        if done.finish_reason == "length":  # truncated, so the environment is not asked
+        if done.finish_reason == "length":  # truncated: the environment is not called
             return episode.response("tokens")
         text = text_of_turn(self._tokenizer, done.tokens)
         episode.actions.append((list(done.tokens), text))
@@ -406,8 +407,8 @@ class Episodes:
             episode.failure = (answer.got, answer.expected)
             if episode.actions:
                 return episode.response("failure")
-            # A response needs at least one token from the policy, so its first turn follows and is
-            # the last.
+            # A response needs at least one token from the policy, so the policy takes one turn,
+            # which is the last.
         return self._request(episode)
 
     def _request(self, episode: _Episode) -> Request:
@@ -422,7 +423,7 @@ class Episodes:
 
 
 def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:
-    """Returns counts that `episode_metrics` reads after they were summed over ranks."""
+    """Returns counts. `episode_metrics` reads the sums of these counts over all ranks."""
     found: Counter[str] = Counter()
     for response in responses:
         assert isinstance(response, Response)
@@ -437,8 +438,8 @@ RESPONSES, TURNS, TRUNCATED = "environment/#responses", "environment/#turns", "e
 
 
 def episode_metrics(counts: Mapping[str, int]) -> dict[str, float]:
-    """Returns `environment/turns_mean`, the shares of responses that were ended by max_turns or by
-    the token limit, and the count of each note.
+    """Returns `environment/turns_mean`, the shares of responses that ended because of max_turns or
+    the token limit, and how often each note occurred.
     """
     num = counts.get(RESPONSES, 0)
     if not num:

@@ -1,10 +1,11 @@
-"""Keeps the groups in flight in a run with a lag, between steps and while a step generates.
+"""Keeps track of the groups in flight in a run with a lag, both between steps and while a step
+generates.
 
-Collective: all ranks make the same calls and know all groups. Each rank stores the samples of its
-replica, finished and unfinished. At the beginning of a step, groups are assigned to replicas, and
-tokens are sent to the replica that continues them. An interrupted step restarts from its beginning
-without the samples that it had generated; otherwise the samples would differ from an uninterrupted
-run.
+Collective: all ranks make the same calls and know all groups. Each rank stores the finished and
+unfinished samples of its replica. At the beginning of a step, groups are assigned to replicas, and
+the tokens of each group are sent to the replica that continues it. An interrupted step restarts
+from its beginning, and discards the samples that it had generated. Otherwise the samples would
+differ from the samples in an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Pool:
         samples: Samples of this rank's replica, by number; on rank 0 also the samples of groups
             without a replica.
         next_number: Number that the next new group will receive.
-        cursors: For each step, the position in the data before its prompts were taken.
+        cursors: For each step, the position in the data before the step took its prompts.
         response_lengths: State of the expected response lengths.
     """
 
@@ -55,7 +56,9 @@ class Pool:
     response_lengths: Mapping[str, float] = field(default_factory=dict)
 
     def with_states(self, known: Mapping[int, States]) -> Pool:
-        """Returns a pool with the group states, by number, that replicas reported."""
+        """Returns a pool with updated group states. `known` maps group numbers to the states that
+        replicas reported.
+        """
         groups = (
             replace(group, runs=known[group.number][0], is_done=known[group.number][1])
             for group in self.groups
@@ -63,7 +66,9 @@ class Pool:
         return replace(self, groups=tuple(groups))
 
     def rollouts(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Returns this rank's samples with these numbers as JSON values for a checkpoint."""
+        """Returns those of this rank's samples whose numbers are given, as JSON values for a
+        checkpoint.
+        """
         own = [self.samples[number] for number in numbers if number in self.samples]
         whole = [sample for sample in own if isinstance(sample, Completion)]
         requests = [sample for sample in own if isinstance(sample, Request)]
@@ -72,7 +77,7 @@ class Pool:
         return rollout_state(whole, requests, [sample.turns for sample in turns], {})
 
     def table(self) -> dict[str, Any]:
-        """Returns the groups, without samples and lengths, as JSON values for a checkpoint."""
+        """Returns the groups, without their samples, as JSON values for a checkpoint."""
         return {
             "groups": [[g.number, g.born, g.place, len(g.is_done)] for g in self.groups],
             "next_number": self.next_number,
@@ -110,7 +115,7 @@ class InFlight:
         self._began: Pool | None = None  # pool at the beginning of the current step
         self._step = -1
         self._cursor: Mapping[str, int | str] | None = None  # position before the last `take`
-        self._left: dict[int, int] = {}  # unfinished samples of this replica, by group
+        self._left: dict[int, int] = {}  # number of unfinished samples on this replica, by group
         # Number of groups that the current round and the next round complete.
         self._room = self._next_room = schedule.per_step
         self._taken, self._num_dropped = list[Group](), 0  # in the current step
@@ -123,7 +128,7 @@ class InFlight:
         return self._take(source, self._schedule.num_new(len(self.pool.groups), room=per_step))
 
     def take_ahead(self, source: PromptSource) -> list[Prompt]:
-        """Returns the new prompts to begin while the policy trains."""
+        """Returns the new prompts whose generation begins while the policy trains."""
         return self._take(source, self._schedule.num_new(len(self.pool.groups), is_ahead=True))
 
     def _take(self, source: PromptSource, num: int) -> list[Prompt]:
@@ -135,7 +140,7 @@ class InFlight:
         this is the first round of the step.
 
         Raises:
-            ValueError: The round could never end, even if all responses were complete.
+            ValueError: The round could not end even if all responses were complete.
         """
         self._room, self._next_room = self._next_room, self._schedule.per_step
         is_first = self._began is None or step != self._step
@@ -227,8 +232,8 @@ class InFlight:
         return {number: samples[number] for number in self.sample_ids(group) if number in samples}
 
     def _is_reporter(self, group: Group) -> bool:
-        """Whether this rank sends the samples of a group to other ranks. This is the first rank of
-        the replica that has them, or rank 0 for samples from a checkpoint.
+        """Whether this rank sends the samples of a group to other ranks. The sender is the first
+        rank of the replica that has the samples, or rank 0 for samples from a checkpoint.
         """
         if group.replica is None:
             return self._world.rank == 0
@@ -240,8 +245,8 @@ class InFlight:
         return not self._left[group]
 
     def num_complete(self) -> list[int]:
-        """Returns the number of complete groups by deadline; zeros except on the first rank of a
-        replica.
+        """Returns the number of complete groups for each deadline. Returns zeros except on the
+        first rank of a replica.
         """
         whole = [g.born for g in self.pool.groups if self._left.get(g.number) == 0]
         return self._schedule.by_deadline(whole if self._replica.is_first else [], self._step)
@@ -257,7 +262,8 @@ class InFlight:
 
     def leave_engine(self, samples: Mapping[int, Sample]) -> dict[int, States] | None:
         """Stores this replica's samples after they were removed from the engine. On the first rank
-        of the replica, returns the states of its groups, which all ranks pass to `note_states`.
+        of the replica, returns the states of the replica's groups. All ranks pass these states to
+        `note_states`.
         """
         self.pool = replace(self.pool, samples=samples)
         if not self._replica.is_first:
@@ -276,7 +282,7 @@ class InFlight:
         self.pool = self.pool.with_states(known)
 
     def end_round(self) -> list[Group]:
-        """Removes the groups that the round takes from the pool and returns them."""
+        """Removes from the pool the groups that the round takes, and returns these groups."""
         taken, left, late = self._schedule.choose(self.pool.groups, self._step, self._room)
         self._taken += taken
         self._lag = lag_metrics(self._taken, self._num_dropped, self._step)
@@ -309,7 +315,9 @@ class InFlight:
         )
 
     def end_step(self) -> None:
-        """Ends the step after it was trained. All other groups remain in flight."""
+        """Ends a step after the policy was trained. Groups that the step did not take remain in
+        flight.
+        """
         self.drop_late()
         self._began = None
 
@@ -320,8 +328,8 @@ class InFlight:
             self._lengths.load_state(self.pool.response_lengths)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the ages of the step's samples, including dropped and replaced samples, and the
-        number of samples in flight for later steps.
+        """Returns metrics of the ages of the step's samples, including dropped and replaced
+        samples, and of the number of samples in flight for later steps.
         """
         return self._lag | queue_metrics(self.pool.groups)
 
@@ -341,12 +349,12 @@ class InFlight:
         }
 
     def load_state(self, state: Mapping[str, Any], source: PromptSource | None) -> None:
-        """Continues from a checkpoint, without the samples whose sampling parameters differ from
-        the run's parameters. Collective; only rank 0 needs the samples.
+        """Continues from a checkpoint. Drops samples whose sampling parameters differ from the
+        run's parameters. Collective; only rank 0 needs the samples.
 
         Args:
-            state: State from a checkpoint, after conversion to and from JSON.
-            source: Prompts of the run, at the saved position. If None, nothing is continued.
+            state: State from a checkpoint, converted to JSON and back.
+            source: Prompts of the run, at the saved position. If None, no samples continue.
         """
         self._began, self.pool = None, Pool()
         if state.get("in_flight") is None or source is None:
@@ -363,8 +371,8 @@ def restored_pool(
     sample_ids: Callable[[Group], list[int]],
     sampling: SamplingParams,
 ) -> Pool:
-    """Restores the pool from a checkpoint, without the samples whose sampling parameters differ
-    from `sampling`. Does not change the position of `source`.
+    """Restores the pool from a checkpoint. Drops samples whose sampling parameters differ from
+    `sampling`. Does not change the position of `source`.
     """
     saved, table = SavedRollouts(state), state["in_flight"]
     cursors = {int(step): cursor for step, cursor in table["cursors"].items()}

@@ -16,14 +16,14 @@ class JointStop:
     """Sums counts over ranks every STEPS_BETWEEN_SUMS engine steps to decide whether all ranks may
     stop.
 
-    A rank reads a sum only when the next sum is due, so it waits for another rank only if that rank
-    is a whole interval behind. The sum before the first step is read immediately, because there may
-    be nothing to do. All ranks stop after the same number of steps, which depends only on the
-    counts, not on time.
+    A rank reads a sum only when the next sum is due. It therefore waits for another rank only if
+    the other rank is a whole interval behind. The sum before the first step is read immediately,
+    because all engines may be idle. All ranks stop after the same number of steps, which depends
+    only on the counts, not on time.
 
     Args:
         begin: Function that starts a sum over the ranks; collective.
-        ends: Function that decides from the summed counts whether ranks may stop.
+        ends: Function that decides, given the summed counts, whether ranks may stop.
     """
 
     def __init__(

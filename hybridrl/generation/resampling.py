@@ -1,10 +1,10 @@
-"""Replaces groups whose advantages are all 0, because their rewards are equal, by groups for
-further prompts (dynamic sampling, DAPO, Yu et al. 2025, arXiv 2503.14476, sec. 3.2). The policy
-learns nothing from such groups.
+"""Replaces uninformative groups by groups for further prompts (dynamic sampling, DAPO, Yu et al.
+2025, arXiv 2503.14476, sec. 3.2). A group is uninformative if all its rewards are equal: its
+advantages are then 0, and the policy learns nothing from it.
 
-Collective: all ranks see the same rewards, so they replace the same groups by the same next
-prompts. The number of groups in a step does not change: groups that are still uninformative after
-the last round are kept and counted.
+Collective: all ranks see the same rewards, so all ranks replace the same groups and take the same
+prompts. The number of groups in a step does not change, because groups that are still uninformative
+after the last round are kept. Metrics count them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def replace_uniform_groups(
     respond: Respond,
     next_group: int,
 ) -> tuple[ScoredBatch, dict[str, float]]:
-    """Replaces uninformative groups by informative groups for the next prompts, in up to
-    `algorithm.max_resampling` rounds. If this is 0, groups are only counted. A round in which no
-    response has a score adds no groups.
+    """Replaces uninformative groups by informative groups for the next prompts, in at most
+    `algorithm.max_resampling` rounds. If this maximum is 0, uninformative groups are only counted.
+    A round in which no response has a score adds no groups.
 
     Returns:
         The batch in ascending order of sample numbers, and the metrics `reward/uniform_groups`
@@ -77,9 +77,9 @@ def _merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
 
 
 class UniformGroupsWarning:
-    """Warns if no group of a step is informative: at the first such step, and every 50 steps from
-    the tenth consecutive step on. If most responses were truncated, the warning says so first,
-    because this is the most likely reason.
+    """Warns if no group of a step is informative. Warns at the first uninformative step, and every
+    50 steps after ten consecutive uninformative steps. If most responses were truncated, the
+    warning begins with this fact, because it is the most likely reason.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Shares per-sample values (lengths, groups, rewards) with all ranks. Tokens do not move."""
+"""Sends per-sample values (lengths, groups, rewards) to all ranks. Does not send tokens."""
 
 from __future__ import annotations
 
@@ -45,9 +45,7 @@ def with_greedy_rewards(batch: ScoredBatch) -> ScoredBatch | None:
 
 
 def with_token_versions(batch: ScoredBatch) -> ScoredBatch:
-    """Returns the batch with the version of each token, even if every response has only one
-    version.
-    """
+    """Returns the batch with a version per token, even if each response has only one version."""
     if batch.versions_T is not None:
         return batch
     held = map(batch.of_held, (batch.versions_B, batch.lengths_B, batch.prompt_lengths_B))
@@ -55,8 +53,8 @@ def with_token_versions(batch: ScoredBatch) -> ScoredBatch:
 
 
 def table_of(batch: ScoredBatch) -> Table:
-    """Returns the per-sample columns of a batch, to be sent to all ranks. This rank must have all
-    tokens of the batch.
+    """Returns the per-sample columns of a batch, which are sent to all ranks. This rank must have
+    all tokens of the batch.
     """
     declared = columns_of(ScoredBatch)
     names = [name for name in batch.columns() if not declared[name].per_token]
@@ -79,8 +77,8 @@ def gathered_batch(
     prompts: Mapping[int, Prompt],
     ranks: Ranks,
 ) -> ScoredBatch:
-    """Returns a batch with the samples of all ranks in ascending order of their numbers. Each rank
-    has the tokens of the samples that it passed as `own`.
+    """Returns a batch with the samples from all ranks in ascending order of their numbers. Each
+    rank has only the tokens of the samples that it passed as `own`.
 
     Args:
         tables: Tables by rank; None for ranks without samples. At least one rank must have samples.

@@ -5,22 +5,23 @@ for a prompt, so that a reward can compare the samples of a group. Prompts are a
 by their expected response lengths (spread.py). The ranks of a replica divide the scoring among
 themselves. Afterwards all ranks have the same batch in ascending order of sample numbers; each rank
 has the tokens of the samples that it scored. With an environment (episodes.py), each turn that the
-engine finishes is sent to the environment. Its answer leads to a request for the next turn, or ends
-the response.
+engine finishes is sent to the environment. The environment's answer either leads to a request for
+the next turn or ends the response.
 
 The schedule decides when groups start (schedule.py). Without a lag, each replica runs until its
 share of the step is done; a checkpoint written in the meantime contains finished and unfinished
 responses. With a lag, all engines stop together when enough groups are complete, and in_flight.py
 keeps the other groups for the next step (partial rollouts, Kimi k1.5, arXiv 2501.12599, sec.
-2.6.2). Runs are reproducible, because the samples, not the time, determine where a step ends. (This
-holds for any number of replicas if `rollout.max_batch` fits all requests of a replica and its
-engine advances each request by one token per step. SGLang does not advance samples that wait for
-the first sample of their prompt.) Engines on separate ranks also generate while the policy trains
-(docs/adr/0011). They run on a thread, and the main thread waits for it before new weights arrive.
+2.6.2). Runs are reproducible, because the end of a step is determined by the samples and not by
+time. (Results also do not depend on the number of replicas if `rollout.max_batch` is large enough
+for all requests of a replica and each engine step adds one token to each request. SGLang does not
+advance samples that wait for the first sample of their prompt.) Engines on separate ranks also
+generate while the policy trains (docs/adr/0011). They run on a background thread. The main thread
+waits for this thread before new weights arrive.
 
 If the algorithm compares samples with the greedy response to their prompt, the greedy response is
-an additional sample of the group with number -1 - group. Its reward becomes a reward part of the
-other samples, and the greedy sample is removed from the batch.
+an additional sample of the group with number -1 - group. The reward of the greedy sample becomes a
+reward part of the other samples, and the greedy sample is removed from the batch.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ from hybridrl.rollout.engine import (
 # together, so the check is a collective.
 STEPS_BETWEEN_STOP_CHECKS = 32
 DROPPED_GROUPS = "reward/dropped_groups"  # metric: number of groups without any sample
-CANCEL_S = 60.0  # the generating thread notices a cancellation within two sums
+CANCEL_S = 60.0  # long enough for the generating thread to notice a cancellation
 logger = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Samples responses to prompts with this rank's engine replica and its peers.
+    """Samples responses to prompts, together with the other replicas.
 
     Args:
         episodes: Manager of responses with several turns; None without an environment.
@@ -101,8 +102,8 @@ class Sampler:
 
     Attributes:
         in_flight: Groups in flight across steps; empty without a lag.
-        generated: Lengths of all responses that the last step generated on all replicas, including
-            greedy, replaced and dropped responses, but without evaluations.
+        generated: Lengths of all responses that the last step generated on all replicas. Includes
+            greedy, replaced and dropped responses, but not evaluations.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ class Sampler:
             sampling=sampling,
             lengths=self._lengths,
         )
-        # Values since the last `score_or_none`.
+        # Values since the last call of `score_or_none`.
         self._episode_counts: dict[str, int] = {}
         self._busy_s = 0.0  # seconds for which this rank's engine worked
         self._waits = WaitClock()
@@ -162,9 +163,7 @@ class Sampler:
             self._thread = BackgroundThread(world.platform.device)
 
     def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
-        """Returns the prompts to pass to the next `generate`, so that it completes `per_step`
-        groups.
-        """
+        """Returns the prompts that `generate` needs to complete `per_step` groups."""
         if self.schedule.carries_over:
             return self.in_flight.take(source, per_step)
         return source.take(per_step)
@@ -182,8 +181,8 @@ class Sampler:
         """Generates this replica's share of a step's samples.
 
         Without a lag, and in evaluations, generates all samples for the prompts. With a lag, the
-        prompts are added to those in flight, and the step completes as many groups as the last
-        `take` requested (by default, the number of groups in a step).
+        prompts are added to the groups in flight, and the step completes as many groups as the last
+        call of `take` requested (by default, the number of groups in a step).
 
         Args:
             prompts: New prompts, identical on all ranks; with a lag, the prompts that `take`
@@ -235,8 +234,8 @@ class Sampler:
         is_requested = self._is_stop_requested()
         if self.layout.tp == 1:
             return is_requested
-        # Check at every step of an idle engine, because these steps are long: the engine waits for
-        # tools.
+        # Check after every step if the engine is idle, because such a step can take long: it waits
+        # for tools.
         is_due = num_steps % STEPS_BETWEEN_STOP_CHECKS == 0 or not self.engine.has_unfinished
         return is_due and self._replica.is_any(is_requested)
 
@@ -287,7 +286,7 @@ class Sampler:
         where they were saved.
 
         Raises:
-            UserError: `greedy` is set and a scorer has the name of the greedy reward part.
+            UserError: `greedy` is set, and a scorer has the same name as the greedy reward part.
         """
         if greedy and GREEDY in (part.name for part in self.scorer.parts):
             raise UserError(
@@ -342,8 +341,8 @@ class Sampler:
         begun: Request | None,
         turns: Mapping[str, Any] | None,
     ) -> Request | None:
-        """Returns the request that begins or continues a sample; None if the environment acts
-        first.
+        """Returns the request that begins or continues a sample; None if the environment takes the
+        first turn.
         """
         sampling = sampling_of(self._drawn, sample_id)
         if self.episodes is not None:
@@ -382,8 +381,8 @@ class Sampler:
             self.generated, self._clocks = {}, ()
 
     def _saved_samples(self, step: int, numbers: Sequence[Sequence[int]]) -> SavedRollouts:
-        """Returns the data that the loaded checkpoint has for this replica's samples. Rank 0 sends
-        it. Collective.
+        """Returns the data in the loaded checkpoint for this replica's samples. Rank 0 sends the
+        data. Collective.
         """
         if step < 0 or step != self._saved.step:
             return SavedRollouts()
@@ -409,9 +408,9 @@ class Sampler:
         self._keep(self._take_turns(self.engine.collect()))
 
     def _advance_in_time(self, num_steps: int, gives_up: Callable[[], bool]) -> None:
-        """Runs one engine step if the engine has work. Before each sum of counts, waits for all
-        answers from environments that were requested before the previous sum, so that the samples
-        do not depend on how long environments take.
+        """Runs one engine step if the engine has work. Before each sum of counts over ranks, waits
+        for all environment answers that were requested before the previous sum. The samples
+        therefore do not depend on how long environments take.
 
         Args:
             gives_up: Function that returns whether to stop waiting for environments.
@@ -533,10 +532,10 @@ class Sampler:
             raise failure
 
     def _must_end_ahead(self) -> bool:
-        """Whether to end generation during training immediately, because its samples will not be
-        used, or because a signal requested a stop and training is done. If training is not done,
-        generation continues after a signal: if it ends as planned, the resumed run has the same
-        samples.
+        """Whether to end generation during training immediately. This is true if its samples will
+        not be used, or if a signal requested a stop and training is done. Before training is done,
+        generation continues despite a signal, so that the resumed run has the same samples as an
+        uninterrupted run.
         """
         return self._is_cancelled or (self._is_awaited and self._is_stop_requested())
 
@@ -559,7 +558,7 @@ class Sampler:
         self._is_cancelled = True
         try:
             self._thread.join(self.world.check, CANCEL_S)
-        except Exception as error:  # the caller raises the error that ended the step instead
+        except Exception as error:  # the caller raises the error that ended the step
             logger.warning("generating ahead: %s: %s", type(error).__name__, error)
 
     @property
@@ -654,8 +653,8 @@ class Sampler:
         }
 
     def num_errors(self) -> int:
-        """Returns on how many responses a scorer has failed since the first groups of the step;
-        identical on all ranks.
+        """Returns the number of responses on which a scorer has failed since the beginning of the
+        step; identical on all ranks.
         """
         return sum(n for name, n in self._reward_counts.items() if name.endswith("/errors"))
 
@@ -686,8 +685,8 @@ class Sampler:
 
     @contextmanager
     def judged_by(self, scorer: Scorer) -> Iterator[None]:
-        """Within the block, scores all generated samples with another scorer only, without
-        environment and reward models.
+        """Within the block, only `scorer` scores the generated samples; the environment and reward
+        models do not.
         """
         kept = self.scorer, self.reward_models, self.episodes
         self.scorer, self.reward_models, self.episodes = scorer, (), None
@@ -698,8 +697,8 @@ class Sampler:
 
     @property
     def has_rollouts(self) -> bool:
-        """Whether a checkpoint would contain responses from a step in progress, on any rank. With a
-        lag, it contains the samples from the beginning of the step instead.
+        """Whether a checkpoint saved now would contain responses from a step in progress, on any
+        rank. With a lag, a checkpoint instead contains the samples from the beginning of the step.
         """
         return self._step >= 0 and not self.schedule.carries_over
 
@@ -748,8 +747,7 @@ class Sampler:
         requests in the engine. Collective.
 
         Args:
-            state: Result of `state`, after conversion to and from JSON; only the value on rank 0 is
-                used.
+            state: Result of `state`, converted to JSON and back. Only the value on rank 0 is used.
             source: Prompts of the run, at the saved position.
         """
         is_first = self.world.rank == 0

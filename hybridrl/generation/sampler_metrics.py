@@ -1,4 +1,6 @@
-"""Metrics of generation: ages of samples, and times that ranks wait for each other. No torch."""
+"""Computes metrics of generation: ages of samples, and waiting times of ranks. Does not import
+torch.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from hybridrl.parallel.layout import RolloutLayout
 
 
 class Clock(NamedTuple):
-    """Seconds of one rank since its last report.
+    """Seconds that one rank spent on each activity since its last report.
 
     Args:
-        busy_s: Work of its engine.
-        waited_s: Wait for samples.
-        all_s: Whole time; 0 in the first report.
+        busy_s: Time for which the rank's engine worked.
+        waited_s: Time for which the rank waited for samples.
+        all_s: Total time since the last report; 0 in the first report.
     """
 
     busy_s: float
@@ -36,7 +38,7 @@ class WaitClock:
         self.waited_s, self._since = 0.0, 0.0
 
     def take(self, busy_s: float) -> Clock:
-        """Returns the times since the last call; `busy_s` is the work of this rank's engine."""
+        """Returns the times since the last call. `busy_s` is how long this rank's engine worked."""
         now, since = time.perf_counter(), self._since
         found = Clock(busy_s, self.waited_s, now - since if since else 0.0)
         self.waited_s, self._since = 0.0, now
@@ -44,8 +46,8 @@ class WaitClock:
 
 
 def add_clocks(clocks: Sequence[Clock], others: Sequence[Clock]) -> Sequence[Clock]:
-    """Returns the sums of two parts of a step, by rank; only the second part if the first is
-    missing or of unknown length.
+    """Returns, for each rank, the sum of the times in two parts of a step. Returns only the second
+    part if the first part is missing or its total time is unknown.
     """
     if not clocks or not all(clock.all_s for clock in clocks):
         return others
@@ -53,9 +55,9 @@ def add_clocks(clocks: Sequence[Clock], others: Sequence[Clock]) -> Sequence[Clo
 
 
 def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, float]:
-    """Returns the mean share of time that ranks wait: `idle/training` of training ranks, for
-    samples; `idle/rollout` of ranks with an engine, for new weights or other engines. Empty if a
-    time is unknown.
+    """Returns the mean share of time for which ranks wait. `idle/training` is the share for which
+    training ranks wait for samples. `idle/rollout` is the share for which ranks with an engine wait
+    for new weights or other engines. Returns an empty mapping if a time is unknown.
 
     Args:
         engines: Ranks with an engine; the others train.
@@ -71,14 +73,16 @@ def idle_shares(clocks: Sequence[Clock], engines: Collection[int]) -> dict[str, 
 
 
 def busy_of_replicas(clocks: Sequence[Clock], layout: RolloutLayout) -> tuple[float, float]:
-    """Returns the mean and the longest work of replicas, whose ranks work together."""
+    """Returns the mean and the maximum time for which a replica worked. The ranks of a replica work
+    at the same time.
+    """
     busy = [clock.busy_s for rank, clock in enumerate(clocks) if layout.tp_rank(rank) == 0]
     return sum(busy) / len(busy), max(busy)
 
 
 def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str, float]:
-    """Returns metrics of the age of a step's samples, in steps between the weights that sampled a
-    token and those that learn from it.
+    """Returns metrics of the ages of a step's samples. The age of a token is the number of steps
+    between the weights that sampled the token and the weights that are trained on it.
 
     These are `lag/mean` and `lag/max`, over all tokens; `lag/token_share/N`, the share of tokens
     that are N steps old; `lag/mixed_share`, the share of samples with several versions; and

@@ -1,8 +1,9 @@
-"""Saves finished and unfinished responses of a step in a checkpoint, and finds them again.
+"""Converts the finished and unfinished responses of a step for a checkpoint, and finds them in a
+loaded checkpoint.
 
 A response is continued only with the prompt and sampling parameters with which it started;
-otherwise it is generated again. A step may have other prompts than the saved step in a user's
-script, or if a step failed after it was resumed.
+otherwise it is generated again. The prompts of a step can differ from the saved step in a user's
+script, or if a resumed step failed.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from hybridrl.contracts.blobs import blobs_to_json
 from hybridrl.generation.episodes import completion_from_json
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
-# Keys of a state that contain samples; only rank 0 has the samples of all replicas.
+# Keys in a state under which samples are stored. Only rank 0 has the samples of all replicas.
 SAMPLES = ("completions", "requests", "episodes", "prompts")
 
 
 class SavedSample(NamedTuple):
-    """Saved data for one response: the finished response, or the request and turns to continue."""
+    """Saved data for one response: either the finished response, or the request and the turns from
+    which to continue.
+    """
 
     whole: Completion | None = None
     request: Request | None = None
@@ -32,7 +35,7 @@ class SavedSample(NamedTuple):
 
 
 class SavedRollouts:
-    """Finds responses in the result of `Sampler.state`, after conversion to and from JSON."""
+    """Finds responses in the result of `Sampler.state`, which was converted to JSON and back."""
 
     def __init__(self, state: Mapping[str, Any] | None = None) -> None:
         self._state = state = state or {}
@@ -47,7 +50,7 @@ class SavedRollouts:
     def find(
         self, step: int, sample_id: int, prompt: Prompt, sampling: SamplingParams
     ) -> SavedSample:
-        """Returns the saved data for a sample if step, prompt and sampling parameters match."""
+        """Returns the saved data for a sample if the step, prompt and sampling parameters match."""
         if step != self.step:
             return SavedSample()
         digest = prompt_digest(prompt.tokens)
@@ -83,15 +86,16 @@ def without_sample_data(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_sampling(state: Mapping[str, Any]) -> SamplingParams | None:
-    """Returns the sampling parameters of the responses in `Sampler.state`. Returns None for an old
-    checkpoint that does not contain them; they may then differ from the run's parameters.
+    """Returns the sampling parameters of the responses in `Sampler.state`. Returns None if an old
+    checkpoint does not contain sampling parameters; the saved parameters may then differ from the
+    run's parameters.
     """
     saved = state.get("sampling")
     return None if saved is None else SamplingParams.from_dict(saved)
 
 
 def sampling_of(sampling: SamplingParams, sample_id: int) -> SamplingParams:
-    """Returns the parameters for a sample. A negative number is the greedy response of a group."""
+    """Returns the sampling parameters for a sample. A negative number means a greedy sample."""
     return sampling if sample_id >= 0 else dataclasses.replace(sampling, temperature=0.0)
 
 
@@ -108,7 +112,7 @@ def done_fits(done: Completion, began: SamplingParams | None, sampling: Sampling
 
 
 def request_fits(request: Request, sampling: SamplingParams, is_turn: bool) -> bool:
-    """Whether an unfinished response may continue. One turn of several may have a smaller limit."""
+    """Whether an unfinished response may continue. A single turn may have a lower length limit."""
     limit, most = request.sampling.max_new_tokens, sampling.max_new_tokens
     fits = limit <= most if is_turn else limit == most
     return fits and _same_but_for_length(request.sampling, sampling)

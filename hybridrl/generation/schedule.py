@@ -11,13 +11,13 @@ samples with these weights. Then the policy trains, while the engines pause or g
     generate ahead v=n    train v=n               | train v=n
     weights  <------------> weights v=n+1         | weights v=n+1
 
-The two sides exchange only samples and weights, in this order, so neither waits for the other
-during an action. A step that replaces groups repeats `generate` and `samples` in rounds, which all
-ranks count identically.
+The two sides wait for each other only to exchange samples and then weights. A step that replaces
+groups repeats `generate` and `samples` in rounds. All ranks run the same number of rounds.
 
-A group consists of the samples for one prompt. It can be trained up to `max_lag` steps after the
-step that began it, so that no token comes from older weights. All ranks know all groups and compute
-the same results without communication. Pure functions; does not import torch.
+A group consists of the samples for one prompt. The policy can train on a group at most `max_lag`
+steps after the step that began the group, so no token comes from weights that are more than
+`max_lag` steps old. All ranks know all groups and compute the same results without communication.
+Pure functions; does not import torch.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ class Group:
 
     Args:
         number: Number of the group in the run.
-        born: Step whose weights began the group.
-        place: Position of the prompt among the prompts that step `born` took from the data.
+        born: Step that began the group.
+        place: Index of the prompt among the prompts that step `born` took from the data.
         prompt: Prompt that all samples share.
         replica: Replica that has the samples; None if rank 0 has them or there are none yet.
-        runs: For each sample, in ascending order of sample numbers, the runs of its tokens.
+        runs: For each sample, in ascending order of sample numbers, the runs of tokens from the
+            same weights.
         is_done: Whether each sample is finished.
     """
 
@@ -77,7 +78,7 @@ class Schedule:
 
     Args:
         max_lag: Maximum number of steps between the weights that sampled a token and the weights
-            that learn from it. With 0, each step generates all samples that it trains on.
+            that are trained on it. If 0, each step generates all samples that it trains on.
         per_step: Number of groups that a step takes.
         in_flight: Number of groups in flight while a step generates.
         at_bound: What a step does with groups that have reached the maximum age: wait for them
@@ -112,17 +113,17 @@ class Schedule:
 
         Args:
             num_held: Number of groups in flight.
-            is_ahead: Whether the current step already has its samples. In that case, one step fewer
-                can train on new groups, so fewer groups can be taken in time.
-            room: Further groups that the step takes; the default is `per_step`.
+            is_ahead: Whether the current step already has its samples. If so, only later steps can
+                train on new groups, so fewer groups can be begun.
+            room: Number of groups that the step still takes. Default: `per_step`.
         """
         now = 0 if is_ahead else self._room(room)
         most = self.per_step * self.max_lag + now
         return max(0, min(self.in_flight, most) - num_held)
 
     def by_deadline(self, born: Sequence[int], step: int) -> list[int]:
-        """Returns the number of groups for which the last possible step is this step, the next
-        step, and so on.
+        """Returns the number of groups that must be taken by this step, by the next step, and so
+        on.
 
         Args:
             born: Step that began each group.
@@ -139,13 +140,14 @@ class Schedule:
         """Whether generation may end, because the groups for the step are complete and later steps
         can take all other groups in time.
 
-        The step takes complete groups, oldest first. For every j, at most j * `per_step` groups may
-        remain whose last possible step is at most j steps away. If so, taking the earliest deadline
-        first takes all of them in time (Liu and Layland 1973, J. ACM 20(1), 46-61, sec. 7).
+        The step takes complete groups, oldest first. After that, for every j, at most j *
+        `per_step` of the remaining groups may have a deadline that is at most j steps away. Then
+        all remaining groups are taken in time if steps take the groups with the earliest deadline
+        first (Liu and Layland 1973, J. ACM 20(1), 46-61, sec. 7).
 
         Args:
             complete, held: Results of `by_deadline` for the complete groups and for all groups.
-            room: Further groups that the step takes; the default is `per_step`.
+            room: Number of groups that the step still takes. Default: `per_step`.
         """
         room = self._room(room)
         if sum(complete) < room:
@@ -165,13 +167,13 @@ class Schedule:
         self, groups: Sequence[Group], step: int, room: int | None = None
     ) -> tuple[list[Group], list[Group], list[Group]]:
         """Returns the groups that the step takes, the groups that stay in flight, and the groups
-        that are too old for later steps. A further round of this step may take the last kind;
-        otherwise they are dropped at its end.
+        that are too old for later steps. A further round of this step may take groups that are too
+        old for later steps; otherwise they are dropped when the step ends.
 
         Args:
             groups: All groups; `may_end` must be true for them.
             step: Current step.
-            room: Further groups that the step takes; the default is `per_step`.
+            room: Number of groups that the step still takes. Default: `per_step`.
         """
         room = self._room(room)
         ordered = sorted(groups, key=lambda group: group.number)
@@ -190,8 +192,8 @@ SYNCHRONOUS = Schedule(max_lag=0, per_step=1, in_flight=1)
 
 
 def remaining_tokens(have: int, expected: float, longest: int) -> float:
-    """Returns the expected number of further tokens in a response. If the response is already
-    longer than expected, returns half of the tokens that remain up to the limit.
+    """Returns how many more tokens a response is expected to have. If the response is already
+    longer than expected, returns half the number of tokens up to the limit.
     """
     return expected - have if expected > have else max(longest - have, 0) / 2
 
@@ -199,8 +201,8 @@ def remaining_tokens(have: int, expected: float, longest: int) -> float:
 def assign_replicas(
     groups: Sequence[Group], expected: Mapping[int, float], longest: int, num_replicas: int
 ) -> dict[int, int]:
-    """Assigns each group, by number, to a replica so that the remaining work is spread evenly. Only
-    incomplete groups may move.
+    """Assigns each group to a replica such that the remaining work is spread evenly. Returns the
+    replica for each group number. Only incomplete groups may move to another replica.
 
     Args:
         groups: All groups.

@@ -2,7 +2,7 @@
 
 The result depends only on inputs that every rank has (prompts, and the lengths of collected
 responses), so all ranks compute the same division without communication. Groups are not split,
-because the samples for a prompt share its prefix and a reward may compare them.
+because all samples in a group share the prompt as a prefix and a reward may compare the samples.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def group_work(prompt: Prompt, response_tokens: float, num_samples: int) -> floa
 
 def spread(work: Sequence[float], num_replicas: int) -> list[list[int]]:
     """Repeatedly assigns the largest remaining group to the replica with the least work. Returns
-    the groups of each replica, largest first, because a long group that starts last would run
+    the groups of each replica, largest first, because a large group that starts last would run
     alone.
 
     Each replica had the least work when it received its last group, so the work of any two replicas
