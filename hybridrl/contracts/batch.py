@@ -5,11 +5,12 @@
 Owns the layout of a batch; independent of engines, models and algorithms. A batch of B samples is
 ragged and flat: `tokens_T` concatenates the prompt and response tokens of all samples, and
 `lengths_B` and `prompt_lengths_B` contain their lengths. Entry t of a per-token column describes
-token t, given the earlier tokens of the same sample. It is zero on tokens that were not sampled:
-prompt tokens, and tokens that an environment inserted into the response. Blobs are ragged arrays
-that only some models understand (blobs.py). Batches are on the CPU, so that no check waits for a
-device. A `MicroBatch` packs several samples and is moved to the device. In its columns, which have
-the suffix _S, the entry for token t is at the position of token t - 1, which predicts it.
+token t, given the earlier tokens of the same sample. The entry is zero for tokens that were not
+sampled: prompt tokens, and tokens that an environment inserted into the response. Blobs are ragged
+arrays that only some models understand (blobs.py). Batches are on the CPU, so that no check waits
+for a device. A `MicroBatch` packs several samples and is moved to the device. In the columns of a
+`MicroBatch`, which have the suffix _S, the entry for token t is at the position of token t - 1,
+which predicts token t.
 
 Invariant: every instance of these types has passed all checks and never changes.
 
@@ -100,8 +101,8 @@ class RolloutBatch:
         lengths_B: Number of prompt and response tokens.
         prompt_lengths_B: Number of prompt tokens.
         behaviour_logp_T: Log-probabilities during sampling, (T,) float32.
-        versions_B: Version of the weights that sampled the response; the oldest if there were
-            several.
+        versions_B: Version of the weights that sampled the response; the oldest version if there
+            are several.
         finished_B: Whether the response ended with a stop token, not at a limit.
         producer: Code that created the batch, for errors.
         observed_T: Whether the token came from an environment, (T,) bool; None without
@@ -268,7 +269,7 @@ class RolloutBatch:
 
     @cached_property
     def sample_index_T(self) -> Tensor:
-        """Batch index of the sample that each token belongs to: (T,) int64."""
+        """For each token, the batch index of its sample: (T,) int64."""
         return torch.repeat_interleave(self.rows_H, self.lengths_H)
 
     @cached_property
@@ -280,7 +281,7 @@ class RolloutBatch:
         return mask_T if self.observed_T is None else mask_T & ~self.observed_T
 
     def of_held(self, value_B: Tensor) -> Tensor:
-        """Selects the samples on this rank from a per-sample column: (H,)."""
+        """Returns the values of a per-sample column for the samples on this rank: (H,)."""
         return value_B if self.holders is None else value_B[self.rows_H]
 
     def completed(self, value_H: Tensor) -> Tensor:
@@ -480,19 +481,19 @@ class TrainBatch(ScoredBatch):
     Attributes:
         old_logp_T: Log-probabilities from the policy at the start of the step.
         reference_logp_T: Log-probabilities from the frozen reference model.
-        values_T: Value of the state in which token t was sampled; for a reward model, the score
-            read at token t.
+        values_T: Value of the state in which token t was sampled. For a reward model, the score at
+            token t.
         advantages_T: Advantage of each token.
         returns_T: Training targets for `values_T`.
         term_weights_T: Weights for an additional loss term that the algorithm defines.
         teacher_logp_T: Log-probabilities from the teacher.
-        teacher_tokens_TK: Tokens that the teacher finds most likely at the place of token t, (T, K)
-            int32.
+        teacher_tokens_TK: The K tokens to which the teacher assigns the highest probability instead
+            of token t, (T, K) int32.
         teacher_logp_TK: Log-probabilities of `teacher_tokens_TK`, (T, K).
 
-    Roles set `old_logp_T`, `reference_logp_T`, `values_T` and the teacher columns; the `advantages`
-    method of the algorithm sets the others. To add a column, add a field here. If a loss reads the
-    column, also add it to MicroBatch.
+    Roles set `old_logp_T`, `reference_logp_T`, `values_T` and the teacher columns. The algorithm's
+    method `advantages` sets the other columns. To add a column, add a field here. If a loss reads
+    the column, also add it to MicroBatch.
     """
 
     old_logp_T: Tensor | None = field(default=None, metadata=holds(RESPONSE))

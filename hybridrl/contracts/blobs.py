@@ -28,7 +28,8 @@ class BlobKind:
         name: Name of the blob.
         dtypes: Names of the allowed dtypes.
         rows: Number of rows per sample. `token`: one per token of prompt and response. `input`: one
-            per token except the last, which the engine never reads as input. `any`: any number.
+            per token except the last token, which is never an input to the engine. `any`: any
+            number.
         row_dims: Number of dimensions of a row.
     """
 
@@ -55,8 +56,8 @@ def declare(kind: BlobKind) -> BlobKind:
 
 
 def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
-    """Checks the type of a blob's values. Returns a description of the type and of the allowed
-    types if it is wrong, otherwise None.
+    """Checks the type of a blob's values. If the type is wrong, returns a description of it and of
+    the allowed types, otherwise None.
 
     Args:
         name: Name of the blob.

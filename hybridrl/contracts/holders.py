@@ -48,8 +48,8 @@ class Holders:
         by_rank_BW: Whether each of the W ranks has the tokens of each sample, (B, W) bool. At least
             one rank must have them.
         ranks: All ranks of the job.
-        num_parts: Number of optimizer steps into which the samples are divided. The replica that
-            trains on a sample has its tokens.
+        num_parts: Number of optimizer steps among which the samples are divided. The replica that
+            trains on a sample has the sample's tokens.
     """
 
     by_rank_BW: Tensor
@@ -87,4 +87,4 @@ class Holders:
             return value_H
         value_B = torch.zeros(len(self.by_rank_BW), *value_H.shape[1:], dtype=value_H.dtype)
         value_B[self.rows_H[self.speaks_H]] = value_H[self.speaks_H]
-        return self.ranks.sum_on_host(value_B)  # nonzero only on the first rank that has the sample
+        return self.ranks.sum_on_host(value_B)  # other ranks contribute zeros

@@ -60,7 +60,7 @@ class MicroBatch:
             length of a prompt plus its response.
         position_rows_SR: Positions of each token in R dimensions, (S, R) int64, for models with
             multi-dimensional positions; otherwise None. Every context-parallel rank has all rows,
-            because Megatron's rotary embedding takes the rank's slice when it rotates a packed
+            because Megatron's rotary embedding selects the rank's slice when it rotates a packed
             sequence.
         model_inputs: Inputs that only the model understands, by name. A blob with one row per token
             becomes NAME, (S, ...), with each row at its token's own position, and NAME.is_there,
@@ -76,9 +76,9 @@ class MicroBatch:
     `max_seqlen` equals `cu_seqlens[-1]`, Megatron's rotary embedding for packed sequences
     (rope_utils.py, `freqs.size(0) == cu_seqlens[-1]`, megatron-core 0.16.1) counts positions over
     the whole pack instead of per sequence, also under context parallelism. Because sequences are
-    never empty, the longest sequence equals the total only if it is the only sequence, and then
-    both ways of counting agree. One sample and its trailing padding are two sequences, whose total
-    is longer than either.
+    never empty, the longest sequence is as long as the pack only if there is just one sequence, and
+    then both ways of counting agree. One sample with trailing padding counts as two sequences, so
+    neither is as long as the pack.
     """
 
     tokens_S: Tensor

@@ -1,9 +1,9 @@
 """Defines prompts and their parts. Does not import torch.
 
 A prompt is an ordered list of parts: runs of token ids, and contents of other kinds, such as
-images. In `tokens`, which training reads, a content is represented by placeholder tokens; an engine
-receives only one placeholder for the whole content. Only the code for a content's kind reads its
-arrays; all other code stores and moves them without reading them.
+images. In `tokens`, which training reads, a content is represented by one or more placeholder
+tokens; an engine receives only one placeholder per content. Only code that is specific to the kind
+of content reads its arrays; all other code stores and moves the arrays unread.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ class Prompt:
         response_tokens: Demonstration including its end token; in preference pairs, the better
             response. None in data without responses.
         rejected_tokens: Worse response of a preference pair.
-        response_gaps, rejected_gaps: Start and end of each run of response tokens that are not
-            learned, in one flat ascending tuple. Such runs separate the assistant's turns; no run
-            is at the end of a response.
+        response_gaps, rejected_gaps: Start and end of each run of response tokens on which the
+            model is not trained, in one flat ascending tuple. These runs separate the assistant's
+            turns; no run is at the end of a response.
         given: The row's original prompt (a text or messages), if a chat template rendered `text`
             from it.
         contents: Parts that are not text, in order.

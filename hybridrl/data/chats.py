@@ -4,10 +4,10 @@ learns. Does not import torch.
 Owns the spans of the assistant's text. If a template has `{% generation %}` blocks, these blocks
 mark the spans, as in transformers. With other templates, the text of a turn is the rendered
 conversation up to and including the turn, minus the model's input: the earlier messages and the
-generation prompt that begins the assistant's turn. Turns that render the same when later messages
-follow form one sample. If a template renders an earlier turn differently once later messages follow
-(for example, because it drops the reasoning), a new sample begins, rendered as the model sees it
-when it generates that turn.
+generation prompt that begins the assistant's turn. Consecutive turns form one sample if the
+template renders the earlier turns in the same way when later messages follow. If it renders an
+earlier turn differently (for example, without its reasoning), the later turn begins a new sample,
+which is rendered as the model sees it while generating this turn.
 """
 
 from __future__ import annotations
@@ -41,11 +41,12 @@ class Chat:
 
     Args:
         text: Rendered text of the prompt and the response.
-        spans: First character and end of each learned run of text, in ascending order.
+        spans: Start and end of each run of text on which the model is trained, in ascending order.
         lacks_end: Whether an end token must be added, because none follows the last run.
         is_marked: Whether the template's generation blocks mark the spans. If so, a token that
-            contains the first character of a run belongs to the run. If not, no token crosses the
-            beginning of a run, because the prompt's tokens end there during generation.
+            contains the first character of a run belongs to the run. If not, no token extends
+            across the start of a run, because the tokens of the prompt end at this position during
+            generation.
     """
 
     text: str
@@ -61,7 +62,7 @@ class ChatCounts:
     Args:
         num_split: Number of rows that were split into several samples.
         num_samples: Number of samples that those rows were split into.
-        num_unclosed: Number of turns that never close the tag that the generation prompt opens.
+        num_unclosed: Number of turns that do not close the tag opened by the generation prompt.
         num_unread: Number of turns with reasoning that the template leaves out.
     """
 
@@ -178,8 +179,8 @@ class _ChatRenderer:
         check_template_arguments(config.template_arguments, tokenizer)
 
     def render_row(self, row: Row, responses: Sequence[str]) -> Iterator[Row]:
-        """Yields the row with rendered texts and Chats, or several rows if its turns need separate
-        samples.
+        """Yields the row with rendered texts and Chats. Yields several rows if the turns need
+        separate samples.
         """
         config, columns = self._config, dict(row.columns)
         tools: Any = columns.get(config.tools_key)
@@ -233,7 +234,7 @@ class _ChatRenderer:
     def _chats(
         self, row: Row, template: str, prompt: list[Message], response: list[Message], tools: Any
     ) -> list[Chat]:
-        """Returns the samples for a prompt and a response: usually one, or several if turns are
+        """Returns the samples for a prompt and a response. There are several samples if turns are
         split.
         """
         messages = [*prompt, *response]
@@ -261,8 +262,8 @@ class _ChatRenderer:
     def _by_turns(
         self, row: Row, template: str, messages: list[Message], first: int, tools: Any
     ) -> list[Chat]:
-        """Returns the samples for the assistant's messages from index `first` on, one for each run
-        of turns that render the same when later turns follow.
+        """Returns the samples for the assistant's messages from index `first` on. A sample contains
+        consecutive turns that the template renders in the same way when later turns follow.
         """
         chats: list[Chat] = []
         text, spans, lacks_end = "", list[tuple[int, int]](), False
@@ -281,7 +282,7 @@ class _ChatRenderer:
         return chats or [Chat(text, (), False)]
 
     def _turn(self, row: Row, template: str, messages: list[Message], tools: Any) -> _Turn:
-        """Returns the turn for the last message, which must be the assistant's."""
+        """Returns the turn for the last message, which must come from the assistant."""
         *earlier, message = messages
         before = self._render(row, template, earlier, tools, True)[0]
         finished = self._without_tail(template, self._render(row, template, messages, tools)[0])
@@ -307,12 +308,12 @@ class _ChatRenderer:
         before: str,
         finished: str,
     ) -> str:
-        """Returns the text that the model must produce when the finished turn lacks the opening
-        from the generation prompt (`<think>` for DeepSeek-R1).
+        """Returns the text that the model must produce if the finished turn lacks the tag that the
+        generation prompt opens (`<think>` for DeepSeek-R1).
 
-        This text is the finished turn from the point where it differs from the generation prompt.
-        If the template cuts off part of the message (everything up to `</think>`), it is instead
-        the whole message, without a repeated opening, plus the text that the template appends.
+        Usually this text is the finished turn, from the first difference to the generation prompt
+        on. If the template cuts off part of the message (everything up to `</think>`), the text is
+        the whole message without a repeated opening tag, plus the text that the template appends.
         """
         *earlier, message = messages
         closed = self._without_tail(template, self._render(row, template, earlier, tools)[0])
@@ -438,7 +439,8 @@ class Sample:
     Args:
         prompt: Tokens of the prompt, at least 1.
         response: Tokens after the prompt, up to the last learned token.
-        gaps: Start and end of each run of response tokens that are not learned, in one flat tuple.
+        gaps: Start and end of each run of response tokens on which the model is not trained, in one
+            flat tuple.
     """
 
     prompt: tuple[int, ...]
@@ -489,8 +491,8 @@ def sample(
 
 
 def shared_prompt(sides: Sequence[tuple[Sequence[int], Sequence[tuple[int, int]]]]) -> int:
-    """Returns the number of prompt tokens of a pair: the tokens that both chats begin with, before
-    the first learned token.
+    """Returns the number of prompt tokens of a pair. The prompt consists of the tokens with which
+    both chats begin, up to the first learned token.
     """
     most = min(runs[0][0] for _, runs in sides)
     for (first, _), (second, _) in pairwise(sides):

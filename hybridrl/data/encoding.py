@@ -1,8 +1,8 @@
 """Tokenizes rows: adds the end token to texts, and finds the learned tokens of chats. Does not
 import torch.
 
-Decides how much of a text is tokenized. If a text far exceeds its limit, only as much is tokenized
-as is needed to prove that it is too long.
+Decides how much of a text is tokenized. If a text far exceeds its limit, only enough of the text is
+tokenized to prove that it is too long.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class Encoded:
     is_in_part: bool
 
     def cut(self, most: int) -> Encoded | None:
-        """Truncates the responses to at most `most` tokens. Returns None if a response would have
-        no learned tokens, or if both responses would be equal.
+        """Truncates the responses to at most `most` tokens. Returns None if a truncated response
+        has no learned tokens, or if both truncated responses are equal.
         """
         responses, gaps = [], []
         for response, of_response in zip(self.responses, self.gaps, strict=True):
@@ -100,8 +100,8 @@ def encoded_rows(
         limits: Maximum number of tokens in each of these columns.
         ends: End tokens of responses. A response that ends with none of them receives the
             tokenizer's end token.
-        adds_special: Whether prompts that no template rendered begin with the special tokens that
-            the tokenizer puts before a text.
+        adds_special: Whether the special tokens that the tokenizer puts before a text are added to
+            prompts that no template rendered.
         bad: Collects rows with a text that has no tokens; these rows are not yielded.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them
@@ -231,9 +231,9 @@ def _to_end(
     offsets: Sequence[Sequence[int]],
     ends: Collection[int],
 ) -> tuple[int, int]:
-    """Moves the end of a turn's token run to the turn's end token, where a rollout would stop. Cuts
-    off tokens that a template puts after the end token (Phi-3 ends a chat with a second end token).
-    Includes an end token that directly follows the text marked by a template.
+    """Moves the end of a turn's token run to the turn's end token, at which a rollout would stop.
+    Cuts off tokens that a template puts after the end token (Phi-3 ends a chat with a second end
+    token). Adds the end token if it directly follows the text that a template marks.
     """
     first, stop = run
     if tokens[stop - 1] not in ends and stop < len(tokens) and tokens[stop] in ends:
@@ -257,8 +257,8 @@ def _chat_tokens(
     """Returns the tokens of a chat, with the character offsets of each.
 
     The tokens before a learned run equal the tokens that the model receives during generation.
-    Tokenizing the whole text at once may produce different tokens there ("\\n\\n" before a word).
-    In that case, the text from the beginning of the run on is tokenized separately.
+    Tokenizing the whole text at once may produce different tokens at the start of a run ("\\n\\n"
+    before a word). In that case, the text from the start of the run on is tokenized separately.
     """
     tokens, offsets = _tokenize_with_offsets(place, chat.text, encoder, limit)
     if chat.is_marked:

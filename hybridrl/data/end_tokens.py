@@ -19,8 +19,8 @@ ANSWER = "the answer of the assistant"
 
 def end_tokens(model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Any) -> tuple[int, ...]:
     """Returns the end tokens of responses in ascending order. They come from config.json,
-    generation_config.json (if it exists) and the tokenizer; the token with which the chat template
-    ends the assistant's turn is added.
+    generation_config.json (if it exists), the tokenizer and the chat template (the token with which
+    the template ends the assistant's turn).
 
     Args:
         model: Config section with the model's directory.
@@ -36,8 +36,8 @@ def end_tokens(model: ModelConfig, hf_config: Mapping[str, Any], tokenizer: Any)
 
 
 def own_end_tokens(tokenizer: Any, declared: Iterable[int] = ()) -> tuple[int, ...]:
-    """Returns the `declared` end tokens and those of the tokenizer and its chat template, in
-    ascending order.
+    """Returns the `declared` end tokens and the end tokens of the tokenizer and its chat template,
+    in ascending order.
     """
     found = {*declared, tokenizer.eos_token_id, turn_end(tokenizer)}
     return tuple(sorted(found - {None}))

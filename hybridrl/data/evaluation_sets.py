@@ -1,8 +1,8 @@
 """Reads public evaluation sets in their published form into rows with a prompt and an answer. Does
 not import torch.
 
-A form defines which columns a row has and how the model is asked. The sources are the same as for
-`data.prompts`. Each row is converted to `prompt` and `answer`, and keeps its other columns.
+A form defines which columns a row has and how the question is worded. The sources are the same as
+for `data.prompts`. Each row is converted to `prompt` and `answer`, and keeps its other columns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Form:
     """A published row format.
 
     Args:
-        instruction: Text appended to each question, unless the config section sets another one.
+        instruction: Text appended to each question, unless the config section sets a different
+            instruction.
         read: Function that extracts the question and the answer from a row's columns.
         columns: Columns that every row must have, described for messages.
     """
@@ -136,8 +137,8 @@ def _read_form(row: Row, name: str, form: Form) -> tuple[str, Any]:
 
 
 def set_data(data: DataConfig, section: EvalSetConfig) -> DataConfig:
-    """Returns a data section with which the rows from `set_rows` are read as in training (same
-    chats and limits).
+    """Returns a data section for reading the rows from `set_rows`. Chats and limits are the same as
+    in training.
     """
     # Results are comparable only if every row is evaluated.
     keys: dict[str, object] = {"prompt_key": "prompt", "answer_key": "answer", "on_bad_row": "stop"}

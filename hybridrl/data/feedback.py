@@ -17,7 +17,9 @@ from hybridrl.errors import DataError, RowError, short
 
 
 def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
-    """Returns the names of the columns with a row's margin or label; at most one name."""
+    """Returns the name of the column with a row's margin or label, as a list; empty if there is
+    none.
+    """
     if feedback == "pairs" and config.margin_key is not None:
         return [config.margin_key]
     return [config.label_key] if feedback == "labels" else []

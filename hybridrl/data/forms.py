@@ -2,9 +2,9 @@
 
 Owns the table of forms. A row either has the columns named by `data.prompt_key`, `response_key`,
 `chosen_key` and `rejected_key`, or one of the forms in FORMS. The returned rows have these columns,
-each a text or a list of messages. Columns named by these keys take precedence over forms, and no
-form is tried if one of the keys is set to another value than its default. Columns that a form reads
-are replaced; the other columns are kept.
+and each value is a text or a list of messages. Columns named by these keys take precedence over
+forms. No form is tried if one of the keys differs from its default. Columns that a form reads are
+replaced; the other columns are kept.
 """
 
 from __future__ import annotations
@@ -264,8 +264,8 @@ def _prompt_messages(row: Row, key: str, columns: Mapping[str, Any]) -> Parts:
 
 
 def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
-    """Returns the messages that both sides share at the beginning, and the rest of each side. If a
-    side begins with the assistant, the row's prompt is put before it.
+    """Returns the messages with which both sides begin, and the remaining messages of each side. If
+    a side begins with a message from the assistant, the row's prompt is put before it.
     """
     name, sides = config.prompt_key, []
     given = columns.get(name)

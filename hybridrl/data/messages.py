@@ -18,7 +18,7 @@ Message = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "ipython", "observation")
 ASSISTANT = "assistant"
-# Names of the same roles in ShareGPT, OpenAssistant and OpenAI's older interface.
+# Other names for these roles in ShareGPT, OpenAssistant and OpenAI's older interface.
 _OTHER_NAMES = {
     "human": "user",
     "prompter": "user",

@@ -1,8 +1,8 @@
 """Mixes prompts from several sources in fixed shares, and holds out prompts for evaluation. Does
 not import torch.
 
-Both results depend only on the prompts, the config and the seed, so all ranks agree without
-communication.
+The mixture and the held-out prompts depend only on the prompts, the config and the seed, so all
+ranks agree without communication.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridrl.errors import DataError
 
 
 class MixedPrompts(PromptSource):
-    """Supplies prompts from several sources, each with its own epochs.
+    """Supplies prompts from several sources. Epochs are counted separately for each source.
 
     The prompts taken so far are divided among the sources in proportion to the weights; with two
     sources, the deviation is less than one prompt. The next prompt always comes from the source
@@ -118,8 +118,9 @@ def prompt_source(loaded: LoadedPrompts, config: DataConfig, seed: int) -> Promp
 def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequence[Prompt]]:
     """Splits prompts into a training part and a held-out part.
 
-    The tokens of a prompt decide to which part it belongs. Equal prompts therefore stay together,
-    and adding rows does not move any other prompt. All samples of one chat go to the same part.
+    The tokens of a prompt determine to which part the prompt belongs. Equal prompts therefore stay
+    together, and adding rows does not move any other prompt. All samples of one chat go to the same
+    part.
 
     Raises:
         DataError: One of the parts would be empty.

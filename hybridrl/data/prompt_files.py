@@ -2,9 +2,9 @@
 not import torch.
 
 A file contains one row per prompt, grouped into record batches. The file name ends with a digest of
-the content, so that damaged and incomplete files are never read. Besides the tokens, each row
-stores a digest of the prompt (`digest`) and the number that is compared with `data.eval_share`
-(`share`), so that a run can start without reading all tokens. Functions import pyarrow locally,
+the content, so that damaged and incomplete files are never read. In addition to the tokens, each
+row stores a digest of the prompt (`digest`) and the number that is compared with `data.eval_share`
+(`share`). A run can therefore start without reading all tokens. Functions import pyarrow locally,
 because importing it starts a thread.
 """
 
@@ -100,8 +100,8 @@ def select_prompts(prompts: Sequence[Prompt], places: NDArray[np.intp]) -> Seque
 
 
 def largest_token(prompts: Sequence[Prompt]) -> float:
-    """Returns an upper bound on the token ids, or infinity if all prompts would have to be read to
-    find one.
+    """Returns an upper bound on the token ids. Returns infinity if finding a bound would require
+    reading all prompts.
     """
     return prompts.largest_token if isinstance(prompts, MappedPrompts) else math.inf
 

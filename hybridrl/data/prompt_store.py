@@ -1,17 +1,17 @@
 """Stores tokenized prompts for all ranks of a node and for later runs. Does not import torch.
 
 One rank of each node calls `load` once per source and writes the files. The other ranks wait for
-it, receive its list of files through `follow`, and call `load` in the same order to map the files.
-This module uses no collectives: the trainer sends the file names to the other ranks.
+this rank, receive its list of files through `follow`, and call `load` in the same order to map the
+files. This module uses no collectives: the trainer sends the file names to the other ranks.
 
 Files are stored in HYBRIDRL_CACHE or, if it is not set, in hybridrl/prompts in the user's cache
 folder ($XDG_CACHE_HOME or ~/.cache). A file name contains a digest of everything that determines
 the content: the bytes or commits of the sources, the tokenizer, the keys and limits, and the code
 that reads the rows. Files that no run has used for KEPT_DAYS are removed by the next run that
 writes to the folder. If the folder is not writable, or the origin of the content is unknown (rows
-from Python), files are stored in a temporary folder until all ranks have mapped them. Each rank
-keeps the prompts in memory instead if rows contain values that JSON cannot represent, or come from
-an iterator that can be read only once.
+from Python), files are stored in a temporary folder until all ranks have mapped them. If rows
+contain values that JSON cannot represent, or come from an iterator that can be read only once, no
+file is written, and each rank keeps the prompts in memory.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class PromptStore:
         self._temporary: Path | None = None
 
     def follow(self, files: Sequence[str | None]) -> None:
-        """Makes `load` map these files, which are `files` of another rank's store."""
+        """Makes `load` map these files. They are the attribute `files` of another rank's store."""
         self._given_files = list(files)
 
     def load(self, reading: Reading) -> LoadedPrompts:
@@ -119,14 +119,14 @@ class PromptStore:
         return LoadedPrompts(prompts, sources, _LEFT_OUT.validate_json(left_out))
 
     def close(self) -> None:
-        """Removes temporary files. All ranks must have mapped them before."""
+        """Removes temporary files. All ranks must have mapped the files before this call."""
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._temporary = None
 
     def _file_of(self, reading: Reading) -> Path | None:
-        """Returns the file with the prompts, after writing it if necessary. Returns None if it
-        cannot be written.
+        """Returns the file with the prompts. Writes the file if it does not exist. Returns None if
+        the file cannot be written.
         """
         if not isinstance(reading.source, Sized | None):
             return None  # these rows can be read only once and would be lost if writing failed
@@ -234,8 +234,8 @@ def unless_checked(
     criteria: Sequence[object],
     check: Callable[[], list[UserError]],
 ) -> list[UserError]:
-    """Returns the errors that `check` finds, or none if `check` found none in an earlier run.
-    Errors are never cached.
+    """Returns the errors that `check` finds. Skips the check, and returns an empty list, if an
+    earlier run found no errors in the same rows. Errors are never cached.
 
     Args:
         config: Section with the column keys.
@@ -251,7 +251,7 @@ def unless_checked(
     found = check()
     # If a source changed during reading, the key does not describe the rows.
     if not found and key is not None and _checked_key(config, names, criteria) == key:
-        with suppress(OSError):  # in that case the next run checks the rows again
+        with suppress(OSError):  # otherwise the next run checks the rows again
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             remove_old(folder)
             (folder / f"{key}{CHECKED}").touch()

@@ -1,5 +1,5 @@
-"""Supplies tokenized prompts to the trainer, in a new order each epoch, and can resume. Does not
-import torch.
+"""Supplies tokenized prompts to the trainer in a new order each epoch, and can resume from a saved
+position. Does not import torch.
 
 Owns the order of prompts. The order depends only on the seed and the prompts, so all ranks take the
 same prompts without communication. rows.py reads the files. Invariant: after `load_state(state)`, a
@@ -32,7 +32,7 @@ from hybridrl.errors import DataError
 
 __all__ = ["LoadedPrompts", "PromptSource", "TextEncoder", "load_prompts"]
 
-MAX_PLACES = 100  # number of rows that are too long whose places are recorded
+MAX_PLACES = 100  # maximum number of too long rows whose places are recorded
 _NEW = "2:"  # prefix of fingerprints that are computed from prompt digests
 
 
@@ -44,7 +44,7 @@ class LeftOut:
         limits: Length limits, as shown in messages.
         num: Number of rows left out because they are too long.
         num_cut: Number of rows kept with a truncated response.
-        places: Place and number of tokens of the first MAX_PLACES rows that are too long.
+        places: Place and token count of each of the first MAX_PLACES rows that are too long.
         in_part: Places of rows of which only the first part was tokenized.
         chats: Counts for chats.
         num_bad: Number of unusable rows.
@@ -72,7 +72,7 @@ class LeftOut:
         return bool(self.num or self.num_cut or self.num_bad or self.chats.report())
 
     def first(self) -> tuple[str, str]:
-        """Returns the place of the first row that was too long, and its length as text."""
+        """Returns the place of the first row that was too long, and the row's length as text."""
         place, tokens = self.places[0]
         return place, f"{tokens} tokens" + (" or more" if place in self.in_part else "")
 

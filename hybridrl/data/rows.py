@@ -1,11 +1,11 @@
 """Reads raw rows from JSONL files and other sources. Uses neither torch nor a tokenizer.
 
 Owns the checks of files; forms.py owns the checks of rows. A line that is not a JSON object, or a
-data set that cannot be decoded, means that the source is damaged, and always stops the run. A row
-that can be read but not used is a bad row (`RowError`, `BadRows`). Before any rank starts, the
-command line reads every file through `forms.validate_file`, unless it has checked the same content
-before. One rank of each node then reads the rows again, unless they are already tokenized
-(prompt_store.py).
+data set that cannot be decoded, means that the source is damaged. A damaged source always stops the
+run. A row that can be read but not used is a bad row (`RowError`, `BadRows`). Before any rank
+starts, the command line reads every file through `forms.validate_file`, unless it has checked the
+same content before. One rank of each node then reads the rows again, unless they are already
+tokenized (prompt_store.py).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class BadRows:
 
     @property
     def stops(self) -> bool:
-        """Whether there are bad rows and they stop the run."""
+        """Whether there are bad rows and `on_bad_row` is 'stop'."""
         return self.num > 0 and self._on_bad_row == "stop"
 
     def first(self) -> str:

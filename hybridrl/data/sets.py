@@ -26,8 +26,8 @@ def is_data_set(name: str) -> bool:
 
 def source_identity(name: str) -> str | None:
     """Returns a text that changes whenever the rows of a source change: a digest of a file or of
-    all files in a folder, or the name and commit of a data set. Returns None if there is no such
-    text.
+    all files in a folder, or the name and commit of a data set. Returns None if the source has no
+    such identity.
     """
     found = dataset_name(name)
     if found is not None:
@@ -128,8 +128,8 @@ def _hub_set(name: str, datasets: Any) -> Any:
 def _cached(name: HubName, commit: str, other: Any) -> Any:
     """Returns the builder for this commit of a data set from the local cache.
 
-    If datasets (5.2) cannot reach the hub, or fails there for another reason, it uses the newest
-    commit that it has prepared.
+    If datasets (5.2) cannot read from the hub, it uses the newest commit in its cache, which may be
+    a different commit.
 
     Args:
         name: Name on the hub.

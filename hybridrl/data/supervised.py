@@ -21,9 +21,9 @@ def supervised_batch(prompts: Sequence[Prompt], feedback: Feedback | None) -> Tr
     Args:
         prompts: Prompts with the responses and labels that `feedback` needs.
         feedback: Kind of feedback. With None, the batch contains the demonstrations; with 'pairs',
-            both sides of each pair. With 'labels', it also contains, for each prompt, the response
-            to the next different prompt, with reward part `unrelated` 1. KTO uses these responses
-            only to estimate the KL divergence.
+            both sides of each pair. With 'labels', the batch contains each response and also, for
+            each prompt, the response to the next different prompt. These additional responses have
+            reward part `unrelated` 1, and KTO uses them only to estimate the KL divergence.
     """
     num, producer = len(prompts), Producer.here("the data's responses")
     if feedback is None:

@@ -28,9 +28,9 @@ class TextTokens:
         name: Class name of the tokenizer, shown in messages.
 
     Args:
-        tokenizer: Transformers tokenizer, or one with the same interface. The inserted space is
-            removed only for fast tokenizers, because other tokenizers do not show whether they
-            insert one.
+        tokenizer: Transformers tokenizer, or a tokenizer with the same interface. The inserted
+            space is removed only for fast tokenizers, because other tokenizers do not reveal
+            whether they insert a space.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -42,7 +42,7 @@ class TextTokens:
 
     @cached_property
     def front(self) -> tuple[int, ...]:
-        """Special tokens that a transformers tokenizer puts before a text, not those after it."""
+        """Special tokens that a transformers tokenizer puts before a text."""
         tokenizer = self._tokenizer
         if not getattr(
             tokenizer, "num_special_tokens_to_add", int
@@ -92,8 +92,8 @@ class TextTokens:
         whole = list(zip(found["input_ids"], found["offset_mapping"], strict=True))
         if not is_continued or self._without_space is None:
             return [(list(tokens), offsets) for tokens, offsets in whole]
-        # The tokenizer inserts no space after the first added token, so the tokens from there on
-        # are correct.
+        # The tokenizer inserts no space after an added token, so the tokens from the first added
+        # token on are correct.
         starts, rest = [], []
         for text, (tokens, offsets) in zip(texts, whole, strict=True):
             first = next((i for i, token in enumerate(tokens) if token in self._added), len(tokens))
@@ -108,7 +108,7 @@ class TextTokens:
 
 def _without_first_space(tokenizer: Any) -> Any:
     """Returns the backend of a fast tokenizer, changed so that it inserts no space before a text.
-    Returns None if it never inserts one, or if the backend is unknown.
+    Returns None if the tokenizer never inserts a space, or if the backend is unknown.
     """
     backend: Any = getattr(tokenizer, "_tokenizer", None)  # only fast tokenizers have it
     if not hasattr(backend, "to_str"):

@@ -6,8 +6,8 @@ A tree is either one row (`prompt`, a message whose `replies` are messages) or o
 rows have the column `messages`, or the columns `chosen` and `rejected`, which forms.py reads. Only
 one tree is in memory at a time.
 
-Human raters ranked the replies to a message, where 0 is the best. Replies without a rank are sorted
-last. Deleted messages and the replies to them are left out.
+Human raters ranked the replies to each message; rank 0 is the best. Replies without a rank are
+sorted last. Deleted messages and the replies to them are left out.
 """
 
 from __future__ import annotations
@@ -198,8 +198,8 @@ def _tree_columns(first: Row, root: _Node, kind: str) -> Iterator[dict[str, obje
 
 
 def _pairs(root: _Node) -> Iterator[tuple[list[Message], list[Message]]]:
-    """Yields, for each message, two conversations: one ends in its best reply, the other in its
-    worst.
+    """Yields two conversations for each message: one ends with the best reply to the message, the
+    other with the worst reply.
     """
     waiting = [(root, [root.message])]
     while waiting:

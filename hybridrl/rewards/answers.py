@@ -1,7 +1,7 @@
 """Rewards that compare a response with the row's "answer" column. Does not import torch.
 
-The options of a reward are its constructor's keyword arguments; functions.py describes how it is
-called. An answer is a text or a number; if it is a list, each element counts as correct.
+The options of a reward are its constructor's keyword arguments; functions.py describes how rewards
+are called. An answer is a text or a number; if it is a list, each element counts as correct.
 `check_row` raises an error for an answer that the reward cannot read, so that the fault is found
 before ranks start.
 """
@@ -31,9 +31,9 @@ class ExactMatch:
     """1 if the answer in the response equals the row's "answer" column, otherwise 0.
 
     Args:
-        extract: Regular expression. Group 1 of its last non-empty match is the answer; a response
-            without a match scores 0. If None, the whole response is the answer. Leading and
-            trailing white space is ignored.
+        extract: Regular expression. The answer is group 1 of the last match in which this group is
+            not empty. A response without such a match scores 0. If None, the whole response is the
+            answer. Leading and trailing white space is ignored.
 
     Raises:
         UserError: `extract` is not a regular expression with a group.
@@ -117,8 +117,8 @@ class Gsm8k:
 class Math:
     """1 if the answer in the response is mathematically equal to the "answer" column, otherwise 0.
 
-    Uses math-verify, which reads LaTeX, numbers and the last `\\boxed{}`. math-verify may never
-    finish on terms such as 9^9^9, so it runs in processes that can be killed.
+    Uses math-verify, which reads LaTeX, numbers and the last `\\boxed{}`. On terms such as 9^9^9,
+    math-verify may never finish, so it runs in processes that can be killed.
     """
 
     runs = "process"
@@ -132,7 +132,7 @@ class Math:
             raise UserError(
                 "reward.function", "math", allowed, f"Run: pip install 'hybridrl[math]' ({error})"
             ) from error
-        # math-verify warns that it runs without a time limit, but the process has one.
+        # math-verify warns that it runs without a time limit, but the process has a time limit.
         logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
         self._library = math_verify
         self._whole = [math_verify.LatexExtractionConfig()]
@@ -142,7 +142,7 @@ class Math:
         answers, boxed = self._expected(prompt, columns), last_box(response)
         if boxed is not None and plain_math(boxed) in map(plain_math, answers):
             return 1.0  # equal texts are equal answers, even if they are not formulas
-        # Disable math-verify's own time limits, which use signals; the process has a limit.
+        # Disable math-verify's own time limits, which use signals; the process has a time limit.
         found = self._library.parse(_MONEY.sub("", response), parsing_timeout=None)
         return float(
             any(
@@ -152,7 +152,7 @@ class Math:
         )
 
     def check_row(self, prompt: str, columns: Mapping[str, object]) -> None:
-        """Raises DataError if the row's answer has no value. Fast: it parses no formulas."""
+        """Raises DataError if the row's answer is missing or empty. Parses no formulas."""
         self._expected(prompt, columns)
 
     def _expected(self, prompt: str, columns: Mapping[str, object]) -> list[str]:
@@ -174,9 +174,9 @@ class Math:
         return found
 
     def answer(self, response: str) -> str | None:
-        """Returns the content of the last box in a response, or else its last number, as text.
-        Different notations of one value (1/2 and 0.5) count as different answers, unless
-        `plain_math` unifies them.
+        """Returns, as text, the content of the last box in a response. If there is no box, returns
+        the last number. Different notations of one value (1/2 and 0.5) count as different answers,
+        unless `plain_math` unifies them.
         """
         boxed = last_box(response)
         if boxed is not None:

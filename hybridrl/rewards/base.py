@@ -3,9 +3,9 @@
 A reward is the weighted sum of its scorers. A scorer runs in place, in threads or in processes
 (functions.py decides). For threads and processes, `begin` submits a sample as soon as it is
 generated, and `score` waits for the scorers that are still running. If a scorer fails, a BatchError
-names the function, its file and line, and the sample; depending on `reward.on_error`, the failure
-is only counted. A failure never silently becomes a zero. Each rank scores its own samples. The
-caller must share an error on one rank with the others.
+names the function, its file and line, and the sample. Depending on `reward.on_error`, the failure
+is only counted instead. A failure never silently becomes a zero. Each rank scores its own samples.
+The caller must share an error on one rank with the others.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Part:
     Args:
         name: Name in metrics.
         function: Reward function.
-        config: Config section that says how to run it. If None, the function runs in place with
-            weight 1.
+        config: Config section that says how to run the function. If None, the function runs in
+            place with weight 1.
 
     Attributes:
         is_in_place: Whether the reward function runs in the calling thread.
@@ -158,8 +158,9 @@ class Scorer:
     Args:
         config: Config section that names the functions.
         tokenizer: Tokenizer that decodes responses to text without special tokens.
-        function: Function to use instead of the configured ones, or several whose scores are added
-            (interface: see functions.py). Metrics use their names.
+        function: Reward function to use instead of the configured functions, or several functions
+            whose scores are added (interface: see functions.py). Metrics use the names of the
+            functions.
         min_samples: Minimum number of samples in a group for a comparison.
         environment: Config section of the environment that took part in the responses, if any.
 
@@ -205,7 +206,7 @@ class Scorer:
         return [self._text(tokens) for tokens, _ in _responses(batch)]
 
     def pieces(self, batch: RolloutBatch) -> list[list[str]]:
-        """Returns the text of each token in each response; the text is empty for special tokens."""
+        """Returns the text of each token in each response. Special tokens have an empty text."""
         return [[self._piece(token) for token in tokens] for tokens, _ in _responses(batch)]
 
     def begin(
@@ -235,13 +236,14 @@ class Scorer:
             batch: Samples of complete groups, because batched scorers may compare samples.
 
         Returns:
-            The scored samples. With `reward.on_error=drop`, failed samples are removed, and the
-            rest of their group too if too few remain for a comparison. None if no sample remains.
+            The scored samples. With `reward.on_error=drop`, failed samples are removed. If too few
+            samples of a group remain for a comparison, the whole group is removed. None if no
+            sample remains.
 
         Raises:
             BatchError: A scorer failed and `reward.on_error` is 'stop'. Raised at the first
                 failure, without waiting for other samples.
-            DataError: As BatchError, but the row caused the failure.
+            DataError: Raised instead of BatchError if the row caused the failure.
         """
         tokens = [self._seen(*response) for response in _responses(batch)]
         keys = list(zip(batch.sample_ids_B.tolist(), map(tuple, tokens), strict=True))
@@ -267,7 +269,7 @@ class Scorer:
         return scored.select(rest) if rest else None
 
     def take_counts(self) -> dict[str, int]:
-        """Returns, by metric name, how many samples had an error or a note since the last call."""
+        """Returns the numbers of errors and notes since the last call, by metric name."""
         counts, self._counts = self._counts, dict.fromkeys(self._count_names(), 0)
         return counts
 

@@ -3,9 +3,9 @@ torch, so that a run can be checked early.
 
 A reward function takes `(prompt, response: str, columns: Mapping)` and returns a float. `prompt` is
 the row's prompt: a text or the messages of a chat. `columns` contains the other columns of the row,
-and under `rendered_prompt` the text that the model received. A function with the attribute `batched
-= True` receives lists for all samples as the three arguments, and returns one float per sample.
-traits.py lists all attributes.
+and the text that the model received under the key `rendered_prompt`. A function with the attribute
+`batched = True` receives lists for all samples as the three arguments, and returns one float per
+sample. traits.py lists all attributes.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class RowCheck:
         ]
 
     def identity(self) -> list[object]:
-        """Returns everything that determines which rows pass, as JSON values."""
+        """Returns everything that determines which rows pass the check, as JSON values."""
         return [
             [scorer.function, scorer.options, hashlib.sha256(file.read_bytes()).hexdigest()]
             for scorer in self._scorers

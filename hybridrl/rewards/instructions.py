@@ -26,11 +26,13 @@ _ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 
 
 class Instructions:
-    """Scores how many of a row's instructions a response follows, or whether it follows all.
+    """Scores the share of a row's instructions that a response follows, or whether it follows all
+    of them.
 
     Args:
-        partial: Whether to return the share of followed instructions. If not, the score is 1 only
-            if all are followed, as in IFEval's strict prompt accuracy.
+        partial: Whether the score is the share of instructions that are followed. If not, the score
+            is 1 if all instructions are followed, otherwise 0, as in IFEval's strict prompt
+            accuracy.
     """
 
     runs = "process"  # regular expressions may take exponential time on some responses
@@ -103,7 +105,7 @@ def _language(text: str, language: str) -> bool:
     try:
         import langdetect
     except ImportError as error:
-        raise UserError(  # the row is not at fault, so reward.on_error must not apply
+        raise UserError(  # not a fault of the row, so reward.on_error must not apply
             "instruction_id_list",
             "language:response_language",
             "this instruction only if the package langdetect is installed",

@@ -1,8 +1,9 @@
 """Represents the outcome of scoring one sample: a number or a failure. Does not import torch.
 
 Owns the boundary with users' code: any fault in a reward function becomes a ScorerFailure, and any
-returned number becomes a float within the range of float32. A DataError from a reward concerns its
-row and also counts as a failure, so `reward.on_error` applies; other UserErrors propagate.
+returned number becomes a float within the range of float32. A DataError from a reward means that
+the row is faulty. It also counts as a failure, so `reward.on_error` applies to it. Other UserErrors
+propagate.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class ScorerFailure:
 
 
 def failed(entry: Mapping[str, Any]) -> ScorerFailure:
-    """Restores a failure from JSON that a process sent. Its fields may have any type."""
+    """Restores a failure from JSON that a process sent. The fields may have any type."""
     name, value, allowed, remedy = map(str, entry.get("row", [""] * 4))
     cause = DataError(name, value, allowed, remedy) if "row" in entry else None
     trace = str(entry.get("trace", ""))
@@ -234,8 +235,8 @@ def raised(
 
 
 def _failure(error: BaseException, where: str) -> ScorerFailure:
-    """Converts an exception from a reward function to a failure. Raises UserErrors unrelated to the
-    row.
+    """Converts an exception from a reward function to a failure. Raises a UserError again if it
+    does not concern the row.
     """
     if isinstance(error, DataError):
         return ScorerFailure(f"raised DataError on {where}: {said(error)}", cause=error)

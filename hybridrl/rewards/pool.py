@@ -1,10 +1,10 @@
 """Scores outside the calling thread: in processes that can be killed, or in threads that wait for
 I/O. Does not import torch.
 
-Each thread of a pool runs one job after another. The caller receives futures and waits for those
-that it needs. A thread that uses a process enforces a wall-clock limit on each job. If the process
-exceeds the limit or dies, it is killed together with all processes in its session. Its sample
-receives a failure, and the next job starts a new process.
+Each thread of a pool runs one job after another. The caller receives futures, and waits only for
+the futures that it needs. A thread that uses a process enforces a wall-clock limit on each job. If
+the process exceeds the limit or dies, it is killed together with all processes in its session. The
+sample that the process was scoring receives a failure, and the next job starts a new process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hybridrl.parallel import progress
 from hybridrl.rewards.outcome import WHERE, Noted, Outcome, ScorerFailure, failed
 
 START_S = 120.0
-GRACE_S = 2.0  # additional time in which a process can end late calls
+GRACE_S = 2.0  # additional time for the process to end late calls itself
 SEPARATE_OUTPUT = "code that writes only to file descriptors that it opened"
 LENGTH = struct.Struct("<Q")
 MAX_BYTES = 64 << 20  # maximum size of the answer to one job
@@ -135,7 +135,8 @@ class Pool(Generic[R]):
 
 
 class Worker(Generic[C, R]):
-    """A process that runs users' code, started when first needed. A subclass defines which code.
+    """A process that runs users' code. It starts when it is first needed. Subclasses define which
+    code it runs.
 
     Args:
         config: Config section that names the code.

@@ -68,14 +68,14 @@ class Format:
 
 
 class Length:
-    """Penalty for long responses: 0 up to one length, then falling linearly to -1 at `max_chars`.
-    This is DAPO's overlong shaping (Yu et al. 2025, arXiv 2503.14476, eq. 13), measured in
-    characters. Responses shorter than `min_chars` also score -1.
+    """Penalty for long responses: 0 up to a length of `max_chars` - `buffer_chars`, then falling
+    linearly to -1 at `max_chars`. This is DAPO's overlong shaping (Yu et al. 2025, arXiv
+    2503.14476, eq. 13), measured in characters. Responses shorter than `min_chars` also score -1.
 
     Args:
         max_chars: Length at which the score reaches -1, in characters.
-        buffer_chars: Number of characters before `max_chars` over which the score falls; 0 for a
-            step.
+        buffer_chars: Number of characters before `max_chars` over which the score falls. If 0, the
+            score drops to -1 at once.
         min_chars: Minimum length without a penalty.
     """
 

@@ -1,7 +1,7 @@
 """Reads the attributes of reward functions. Does not import torch.
 
-A user's function may be a plain callable without these attributes. Only this module looks them up,
-and supplies defaults.
+A user's function may be a plain callable without these attributes. Only this module reads the
+attributes, and supplies defaults for missing ones.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class FunctionTraits:
             waits for I/O) or "world" (the trainer computes it). None for the default.
         notes: Notes that rewards may carry (`Noted`); each one becomes a metric.
         memory_bytes: Limit on the address space of the function's process; None for no limit.
-        answer: Fast function that extracts the answer from a response, such that equal answers are
-            equal texts. It returns None if there is no answer. None if the reward has no such
-            function.
+        answer: Fast function that returns the answer in a response as a text, or None if there is
+            no answer. Equal answers must be equal texts. The attribute is None if the reward has no
+            such function.
         check_row: Fast function that takes a prompt's text and columns, and raises DataError if
             responses to it cannot be scored.
     """

@@ -2,7 +2,7 @@
 not import torch.
 
 `serve` also runs other users' code, such as environments. The process runs only this code. The
-output of the code is redirected to stderr. The process ends with the thread that started it,
+output of the code is redirected to stderr. The process ends when the thread that started it ends,
 whatever the code does.
 """
 
@@ -49,7 +49,7 @@ def serve(
     jobs, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
-    os.dup2(2, 1)  # the function's output must not be mixed with answers
+    os.dup2(2, 1)  # keeps the function's output separate from answers
     config = _read(jobs)
     try:
         run = make(config)
