@@ -199,8 +199,8 @@ def _protected(descriptor: int, before: Any) -> io.TextIOWrapper:
 
 
 def _open_closed() -> None:
-    """Opens descriptors 0 to 2 if they were closed. Otherwise the run's files would receive these
-    numbers, and output of libraries would be written into the files.
+    """Opens descriptors 0 to 2 if they were closed. If they stayed closed, the run's files would
+    receive these numbers, and libraries would write their output into the files.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         os.set_inheritable(number, True)

@@ -33,7 +33,7 @@ def said(error: BaseException, max_characters: int = 300) -> str:
 
 
 def did(error: BaseException) -> str:
-    """Describes what failing code did: "raised ValueError" or "called sys.exit(0)"."""
+    """Describes how code failed: "raised ValueError" or "called sys.exit(0)"."""
     if isinstance(error, SystemExit):
         return f"called sys.exit({short(error.code)})"
     return f"raised {_cut(type(error).__name__, 80)}"

@@ -5,9 +5,9 @@ On a CUDA host Megatron is not modified. On a CPU host `Platform.activate` adapt
 
 * device: `torch.cuda.current_device` and similar functions return the CPU. In modules that use CUDA
   literals in every micro-batch, `torch` is replaced by a version whose factories ignore
-  `device="cuda"`. Other literals are rewritten inside `Platform.megatron_phase`. It must surround
-  model building, optimizer steps and checkpoints, but not rollout, because its torch function mode
-  slows every operation.
+  `device="cuda"`. Other literals are rewritten inside `Platform.megatron_phase`. This context must
+  surround model building, optimizer steps and checkpoints, but not rollout, because its torch
+  function mode slows down every operation.
 * random numbers: Megatron's tracker uses the CPU generator.
 * experts: the dispatcher's token counts become numpy arrays, and parts of unequal size are padded
   in gathers and scatters.
@@ -108,7 +108,7 @@ class Platform:
     def seed(self, seed: int) -> None:
         """Seeds torch and Megatron's model-parallel generators.
 
-        A rank that holds no part of the policy uses the seeds of the first tensor-parallel rank.
+        A rank without any part of the policy uses the same seeds as the first tensor-parallel rank.
         """
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -297,8 +297,8 @@ def _give_token_counts_to_numpy() -> None:
 def _exchange_unequal_parts_on_gloo() -> None:
     """Pads parts of unequal sizes in gathers and scatters, because gloo requires equal sizes.
 
-    The parts are unequal if an expert is split over ranks, because each rank has another number of
-    tokens for it.
+    The parts are unequal if an expert is split over ranks, because the ranks have different numbers
+    of tokens for that expert.
     """
     from megatron.core.tensor_parallel import mappings
 

@@ -80,8 +80,8 @@ class Distillation:
     Each distribution is reduced to the teacher's k most likely tokens and one outcome for all other
     tokens: sum_k p_k (log p_k - log q_k) + p_rest (log p_rest - log q_rest), p_rest = 1 - sum_k
     p_k. This is a KL and never exceeds the KL of the full distributions; it and its gradient are 0
-    if policy and teacher agree. Without the term for the rest, or with p renormalised to sum to 1,
-    the loss would push the probability of all other tokens to 0.
+    if policy and teacher agree. If the term for the other tokens were left out, or p were
+    renormalised to sum to 1, the loss would push the probability of all other tokens to 0.
     """
 
     def __init__(self, config: DistillationConfig | GkdConfig) -> None:

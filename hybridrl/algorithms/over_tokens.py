@@ -112,7 +112,8 @@ class _Candidates(NamedTuple):
 
     def marks(self) -> _Candidates:
         """Returns up to NUM_MARKS evenly spaced candidates of this sorted list, including the last
-        one. The count of each mark includes itself and the candidates after the previous mark.
+        one. The count of a mark is the number of candidates after the previous mark, up to and
+        including this mark.
         """
         ends = np.unique(np.linspace(0, len(self.order_N), NUM_MARKS + 1).astype(np.int64))[1:]
         return self.at(ends - 1)._replace(counts_N=np.diff(ends, prepend=0))

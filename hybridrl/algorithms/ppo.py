@@ -62,7 +62,7 @@ class Ppo(PolicyGradient[PpoConfig]):
         """Returns token weights that turn the mean over the mini-batch into a mean over the samples
         that pass: (T,) float32, zero on other samples.
 
-        They are for VAPO's positive example LM loss (Yue et al. 2025, arXiv 2504.05118, eq. 9-10).
+        Used in VAPO's positive example LM loss (Yue et al. 2025, arXiv 2504.05118, eq. 9-10).
         """
         passed_B = batch.reward_B >= self.config.pass_reward
         # Each sample's share of the denominator.

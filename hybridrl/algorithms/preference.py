@@ -100,8 +100,9 @@ class Dpo(ResponseLoss[DpoConfig | OnlineDpoConfig]):
             no reference it is SimPO (Meng et al. 2024, arXiv 2405.14734, eq. 6).
         squared: (h - 1 / (2 beta))^2, IPO (Azar et al. 2023, arXiv 2310.12036, eq. 17), with
             lengths as in the authors' experiments.
-        odds_ratio: -beta log sigmoid(o_chosen - o_rejected), o = s - log(1 - exp(s)), ORPO's second
-            term (Hong et al. 2024, arXiv 2403.07691, eq. 6-7); sft_coef 1 is its first.
+        odds_ratio: -beta log sigmoid(o_chosen - o_rejected), o = s - log(1 - exp(s)), the second
+            term of ORPO (Hong et al. 2024, arXiv 2403.07691, eq. 6-7). With sft_coef 1, the loss
+            includes ORPO's first term.
 
     plus sft_coef times -logp_chosen / length_chosen. The loss of a mini-batch is the mean over
     pairs.

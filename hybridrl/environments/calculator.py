@@ -38,7 +38,7 @@ class Calculator(ToolEnvironment):
     ToolEnvironment.
     """
 
-    runs = "here"  # in the rank's process, because it cannot hang
+    runs = "here"  # in the rank's process, because a calculation cannot hang
 
     def __init__(
         self,

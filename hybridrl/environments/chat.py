@@ -103,7 +103,8 @@ class ObservationEncoder:
     def _harmless(self, content: str) -> str:
         """Returns a message's content with a space inserted into each control token.
 
-        Otherwise the output of a tool could end the message and start a message with another role.
+        Without these spaces, the output of a tool could end the message and start a message with
+        another role.
         """
         for token in self._control:
             content = content.replace(token, f"{token[:1]} {token[1:]}")

@@ -88,7 +88,7 @@ def _close(environment: Any) -> None:
 
 
 class StageProcess(Worker[EnvironmentConfig, Answer]):
-    """A stage in a separate process, which is killed after a timeout."""
+    """A stage in a separate process. The process is killed after a timeout."""
 
     module, key = "hybridrl.environments.worker", "environment.name"
 

@@ -57,8 +57,8 @@ def pass_at_k(num_samples: int, num_right: int, k: int) -> float:
 def majority_score(answers: Sequence[str | None], scores: Sequence[float]) -> float:
     """Returns the score of the most frequent answer to one prompt.
 
-    If several answers are equally frequent, their scores are averaged. So are different scores of
-    equal answers.
+    If several answers are equally frequent, their scores are averaged. If equal answers have
+    different scores, these scores are averaged too.
 
     Args:
         answers: Normalised answer of each sample, so that equal answers are equal texts. None for a

@@ -92,8 +92,8 @@ class JsonlSink:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Appends `{"step": step, ...}`; NaN and infinity, which JSON lacks, become null.
 
-        If the step is the last one in the file, its line is extended, because a run that was
-        stopped before an evaluation evaluates when it resumes.
+        If the last line of the file is for the same step, that line is extended, because a run that
+        was stopped before an evaluation evaluates when it resumes.
         """
         is_same = self._last.get("step") == step
         record: Record = dict(self._last) if is_same else {"step": step}
@@ -129,8 +129,8 @@ class TensorBoardSink:
         # Imported here, because the import takes a second and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        # Set purge_step even on the first start, because TensorBoard 2.21 treats the first such
-        # mark as the beginning of the run and hides no steps for it.
+        # Set purge_step even on the first start, because TensorBoard 2.21 treats the first purge
+        # mark as the beginning of the run and hides no steps for this mark.
         events = str(folder / "tensorboard")
         self._writer = SummaryWriter(events, purge_step=last_step + 1, flush_secs=10)
         table = markdown_table(("knob", "value"), flat(written_config(folder)).items())

@@ -53,7 +53,7 @@ def markdown_table(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
     Args:
         rows: Rows with one value per column. Values other than texts are written as JSON. A text
-            longer than MAX_CELL_LETTERS is shortened to its beginning, its length and its end.
+            longer than MAX_CELL_LETTERS is replaced by its beginning, its length and its end.
     """
     lines = [map(_cell, names), ["---"] * len(names), *(map(_cell, row) for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -31,8 +31,8 @@ class PhaseTimer:
     """Collects the duration and the peak memory of each phase of a step, and records the current
     phase.
 
-    Time in a nested phase counts for both phases. Times of phases with the same name add up within
-    a step.
+    Time in a nested phase counts for both phases. Within a step, the times of phases with the same
+    name are summed.
 
     Args:
         phase_file: File for the current phase, such as `logs/rank_3.phase`. If None, no file is

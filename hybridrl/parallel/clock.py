@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hybridrl.parallel.groups import World
 
-PINGS = 16  # only the fastest is used, because it waited neither for a turn nor for a CPU core
+PINGS = 16  # only the fastest ping is used: it waited neither for its turn nor for a CPU core
 
 
 def clock_offset(world: World, now: Callable[[], float]) -> tuple[float, float]:

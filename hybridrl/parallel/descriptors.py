@@ -3,8 +3,9 @@ not import torch.
 
 A gloo group of n ranks needs n + 3 file descriptors on each rank: one per peer (n - 1), one to
 listen, and three for its thread. On CPU, all groups use gloo. On GPUs, only the groups of `World`
-and `Mesh` do, and those that Megatron creates in addition to its NCCL groups. The usual soft limit
-of 1024 exists only for select(2), so it is raised to the hard limit that the administrator has set.
+and `Mesh` use gloo, and the gloo groups that Megatron creates in addition to its NCCL groups. The
+usual soft limit of 1024 exists only for select(2), so it is raised to the hard limit that the
+administrator has set.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def num_needed(world_size: int, layouts: Sequence[TrainLayout], is_cpu: bool) ->
     """
     groups = [world_size] * (
         2 if is_cpu else 1
-    )  # torch's default group (CPU only) and that of `World`
+    )  # torch's default group (CPU only) and the group of `World`
     for layout in layouts:
         groups += _groups(layout, is_cpu)
-        groups += [layout.world_size] if layout.world_size < world_size else []  # that of `Mesh`
+        groups += [layout.world_size] if layout.world_size < world_size else []  # group of `Mesh`
     of_store = 2 * world_size  # each rank and its heartbeat thread connect to the store
     return sum(size + 3 for size in groups) + of_store + OTHERS
 
@@ -48,7 +49,7 @@ def _groups(layout: TrainLayout, is_cpu: bool) -> list[int]:
     """Returns the size of each gloo group that megatron-core 0.16 creates for a layout."""
     tp, cp, dp, pp = layout.tp, layout.cp, layout.dp, layout.pp
     ep, etp, expert_dp = layout.ep, layout.etp, layout.edp
-    in_addition = [dp, dp * cp, expert_dp]  # to NCCL's
+    in_addition = [dp, dp * cp, expert_dp]  # to the NCCL groups
     others = [layout.world_size, dp, dp * cp, expert_dp]
     others += [tp * dp, tp * dp * cp, tp * cp, tp, cp, pp, tp * pp]
     others += [min(pp, 2), 1, ep, etp, etp * ep, etp * ep * pp]  # embeddings; experts

@@ -2,8 +2,8 @@
 
 A piece of memory has a handle. It can be mapped at several addresses, which then share its content.
 The memory is freed once its handle is released and no address is mapped to it. Only `wait` waits
-for the device, so callers must make sure that no kernel still uses addresses before they unmap
-them.
+for the device. Before callers unmap addresses, they must make sure that no kernel still uses these
+addresses.
 """
 
 from __future__ import annotations

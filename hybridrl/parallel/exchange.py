@@ -1,10 +1,10 @@
 """Moves token columns and blobs from the ranks that produced samples to the ranks that need them.
 
-Every rank has the tables that list which ranks hold which samples, so it can compute all senders
-and receivers without asking. Each rank that lacks a row receives it once. If several ranks have the
-row, they share the work of sending it. Columns stay on the host and are sent over gloo, because
-NCCL would need device memory for each pair of ranks, and an engine on the same GPU leaves none
-(docs/adr/0007-sample-exchange.md).
+Every rank has the tables that list which ranks hold which samples, so every rank can compute all
+senders and receivers without communication. Each rank that lacks a row receives it once. If several
+ranks have the row, they share the work of sending it. Columns stay on the host and are sent over
+gloo, because NCCL would need device memory for each pair of ranks, and an engine on the same GPU
+leaves none (docs/adr/0007-sample-exchange.md).
 
 Who waits for whom: all ranks of the world call these functions in the same order, with the same
 tables.
@@ -38,7 +38,8 @@ class Route:
             have each wanted sample.
         want_BW: Whether each rank wants each sample's values, (B, W) bool.
         rows_H: Samples in the columns that this rank passes to the route, ascending. They may
-            include more samples than `have_BW` lists for it. If None, exactly those.
+            include more samples than `have_BW` lists for this rank. If None, exactly the samples
+            that `have_BW` lists.
     """
 
     def __init__(
@@ -143,7 +144,7 @@ def collect(batch: B, world: Ranks, rank: int = 0) -> B | None:
 
 
 def _senders(have_BW: Array, samples_P: Array, receivers_P: Array) -> Array:
-    """For each pair of a sample and a receiver, returns the rank that sends the sample."""
+    """Returns, for each pair of a sample and a receiver, the rank that sends the sample."""
     counts_B = have_BW.sum(1)
     if not (is_there_P := counts_B[samples_P] > 0).all():
         raise ValueError(f"no rank has the tokens of sample {samples_P[~is_there_P][0]}")

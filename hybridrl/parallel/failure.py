@@ -26,13 +26,14 @@ LOG_DIR = "HYBRIDRL_LOG_DIR"
 STORE_FD = "HYBRIDRL_STORE_FD"  # descriptor of the socket on which rank 0 serves the job's store
 RUNNING = ".running"
 
-# In order: a user's mistake, an error in this rank, an error in another rank, a rank that the job
-# considers lost.
+# The kinds in this order: a user's mistake, an error in this rank, an error in another rank, and a
+# rank that the job has declared lost.
 Kind = Literal["mistake", "error", "peer", "lost"]
 
 
 class PeerError(RuntimeError):
-    """Another rank failed, died or does not respond. Its own message, if any, is in its log.
+    """Another rank failed, died or does not respond. The error message of that rank, if any, is in
+    its log.
 
     Args:
         message: Message that names the rank.
@@ -127,8 +128,8 @@ def report(failure: Failure) -> None:
     """Reports the failure that ends this rank, in its log, its error file or on the console.
 
     Under hybridrl's launcher, a rank prints nothing, because the launcher collects the failures of
-    all ranks and prints the one that caused the others. Under torchrun, a rank prints its own error
-    with the traceback, or one line if another rank is the cause.
+    all ranks and prints the failure that caused the others. Under torchrun, a rank prints its own
+    error with the traceback, or one line if another rank is the cause.
     """
     file = rank_file(".error") if is_launched() else None
     if file is not None:

@@ -2,11 +2,12 @@
 
 Who waits for whom: all ranks of the world call each function at the same point. They meet over
 gloo, in a group without a timeout, and wait for the slowest rank as long as it is alive
-(heartbeat.py). Collectives on tensors time out after `run.collective_timeout_s`. If one rank may
-have worked much longer than the others (generation, scoring, files), ranks therefore meet first.
+(heartbeat.py). Collectives on tensors time out after `run.collective_timeout_s`. Before such a
+collective, ranks therefore call `World.arrive` if one rank may have worked much longer than the
+others (generation, scoring, files).
 
-If one rank fails, `all_agree` informs all ranks before any of them raises an error; if it cannot,
-the job ends. No rank keeps waiting for a peer that has stopped.
+If one rank fails, `all_agree` informs all ranks before any of them raises an error. If some rank
+cannot be informed, the job ends. No rank keeps waiting for a peer that has stopped.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class World:
         mates: Ranks on this rank's host, including itself, ascending.
         sums_on_host: Whether sums and maxima use gloo, so that they do not wait behind an engine's
             kernels on the device.
-        stop_signal: Number of the signal that asked some rank to save and stop, as of the last
-            exchange of values; 0 if there was none. All ranks learn about it at the same point.
+        stop_signal: Number of the signal that asked some rank to save and stop; 0 if there was no
+            signal. Changes only when all ranks exchange values, so all ranks learn about a signal
+            at the same point.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class World:
         """Returns the sum of `values` over all ranks, on the CPU and over gloo.
 
         Raises:
-            PeerError: A rank is lost, died or stays away.
+            PeerError: A rank is lost, has died or does not arrive.
         """
         return self.begin_sum_on_host(values)()
 
@@ -167,7 +169,7 @@ class World:
             received_W, sent_W: Sizes of the parts received from, and sent to, each rank.
 
         Raises:
-            PeerError: A rank is lost, died or stays away.
+            PeerError: A rank is lost, has died or does not arrive.
         """
         what = "an exchange of samples"
         with self._explained(what):
@@ -192,7 +194,7 @@ class World:
             sent: Objects by receiving rank.
 
         Raises:
-            PeerError: A rank is lost, died or stays away.
+            PeerError: A rank is lost, has died or does not arrive.
         """
         packed = [pack(sent.get(rank)) for rank in range(self.size)]
         sizes = torch.tensor([len(one) for one in packed])
@@ -211,7 +213,7 @@ class World:
         NumPy arrays are sent without pickling.
 
         Raises:
-            PeerError: A rank is lost, died or stays away.
+            PeerError: A rank is lost, has died or does not arrive.
         """
         return self._gather(pack(value), "an exchange of values")
 
@@ -219,7 +221,7 @@ class World:
         """Returns the (picklable) `value` of rank `source` on every rank; over gloo.
 
         Raises:
-            PeerError: A rank is lost, died or stays away.
+            PeerError: A rank is lost, has died or does not arrive.
         """
         what = f"a broadcast of rank {source}"
 
@@ -251,13 +253,11 @@ class World:
         """Waits until all ranks have arrived. Call it before a collective with a timeout if one
         rank's preceding work may take much longer than another's.
 
-        It is needed if one rank's preceding work may take much longer than another's.
-
         Args:
             what: Name of the preceding work, for messages.
 
         Raises:
-            PeerError: A rank is lost, died or stays away.
+            PeerError: A rank is lost, has died or does not arrive.
         """
         with self.heartbeat.part(what), self._explained(what):
             work = dist.barrier(group=self._cpu_group, async_op=True)
@@ -284,8 +284,8 @@ class World:
                 because a library reads or writes files between them.
 
         Raises:
-            UserError: At least one rank raised a UserError. Every rank raises its own or, if it has
-                none, the first rank's.
+            UserError: At least one rank raised a UserError. A rank without a UserError of its own
+                raises the UserError of the first rank that has one.
             PeerError: Another rank raised a different error, or did not arrive.
         """
         agreement, error = Agreement(), None
@@ -373,7 +373,9 @@ class World:
             longest = max(sizes)
             if not longest:
                 return [None] * self.size
-            if sizes.count(0) == self.size - 1:  # an all_gather would pad all other values
+            if (
+                sizes.count(0) == self.size - 1
+            ):  # an all_gather would pad the values of all other ranks
                 source = sizes.index(longest)
                 part = packed if self.rank == source else torch.empty(longest, dtype=torch.uint8)
                 wait(dist.broadcast(part, source, group=group, async_op=True))

@@ -1,13 +1,14 @@
 """Sends heartbeats of every rank to the job's store, and ends the job if a rank is lost.
 
 Who waits for whom: `Heartbeat.wait` waits until other ranks enter the same collective, as long as
-all ranks send heartbeats. It raises PeerError if there is a verdict.
+all ranks send heartbeats. It raises PeerError if there is a verdict, which means that all ranks
+must end.
 
 Each rank has two threads, unless it is the only rank. The first thread writes the rank's `Beat` to
 the store every BEAT_S and reads the verdict. On rank 0, it also reads all heartbeats (3 ms for
-1,000 ranks) and publishes the verdict that watch.py reaches; rank 1 does so while rank 0 is silent.
-A `HangObserver` examines the same heartbeats and reports hangs, which do not end the job. The
-second thread writes stacks to the log and ends the process after a verdict, or if the store no
+1,000 ranks) and publishes the verdict that watch.py reaches; rank 1 does both while rank 0 is
+silent. A `HangObserver` examines the same heartbeats and reports hangs, which do not end the job.
+The second thread writes stacks to the log and ends the process after a verdict, or if the store no
 longer responds. Rank 0 ends last, because it may serve the store.
 """
 
@@ -61,7 +62,7 @@ class Heartbeat:
 
     Args:
         store: Client for the job's store that nothing else uses; None if there are no other ranks.
-        watch: Examines the heartbeats. Only the verdict on rank 0 counts.
+        watch: Object that examines the heartbeats. Only its verdict on rank 0 counts.
 
     Attributes:
         group: Default process group to which the heartbeat belongs.
@@ -69,7 +70,8 @@ class Heartbeat:
         run_folder: Folder for reports of hangs; None if there is none.
         verdict: Reason why all ranks must end; None if there is none.
         stop_signal: Number of the signal that asked some rank to save and stop; 0 if none. Ranks
-            learn about it at different times, but about `World.stop_signal` at the same point.
+            learn about the signal at different times, whereas `World.stop_signal` changes at the
+            same point on all ranks.
     """
 
     def __init__(self, store: dist.Store | None, rank: int, size: int, watch: Watch) -> None:
@@ -112,7 +114,9 @@ class Heartbeat:
 
     def stop(self) -> None:
         """Reports that this rank has left, and stops the threads."""
-        if self._ending.is_set() or os.getpid() != self._pid:  # a fork does not own the heartbeat
+        if (
+            self._ending.is_set() or os.getpid() != self._pid
+        ):  # a forked process does not own the heartbeat
             return
         self._ending.set()
         for thread in self._threads:
@@ -171,7 +175,7 @@ class Heartbeat:
             poll: Function that is called repeatedly; may raise.
 
         Raises:
-            PeerError: A rank is lost or stays away.
+            PeerError: A rank is lost or does not arrive.
             RuntimeError: The collective failed.
         """
         number = self._entered[group] = self._entered.get(group, 0) + 1
@@ -443,7 +447,7 @@ def is_done_within(work: dist.Work, seconds: float) -> bool:
     """
     try:
         work.wait(datetime.timedelta(seconds=seconds))
-    except RuntimeError:  # it failed or is unfinished
+    except RuntimeError:  # the collective failed or is unfinished
         if not work.is_completed():
             return False
         work.wait()

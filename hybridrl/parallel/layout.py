@@ -3,9 +3,9 @@ import torch.
 
 A training layout arranges all ranks in a grid with the axes tp, cp, dp and pp. `order` lists the
 axes from the fastest-varying to the slowest, as in Megatron's
-`initialize_model_parallel(order=...)`, so both assign the same coordinates. Expert parallelism
-divides the ranks of a pipeline stage a second time, along the axes etp, ep and edp. This does not
-affect dense weights.
+`initialize_model_parallel(order=...)`, so Megatron and hybridrl assign the same coordinates. Expert
+parallelism divides the ranks of a pipeline stage a second time, along the axes etp, ep and edp.
+This does not affect dense weights.
 """
 
 from __future__ import annotations
@@ -141,10 +141,10 @@ class TrainLayout:
         """Whether the ranks that share experts with `rank` can gather tokens instead of routing
         them.
 
-        They gather tokens if two conditions hold. All of them must be tensor-parallel ranks of one
-        replica, which hold shares of the same micro-batch. And gathering must send a token at most
-        as often as routing, which sends it once per selected expert. `models/megatron/dispatch.py`
-        makes the same decision from process groups.
+        They gather tokens if two conditions hold. First, they must all be tensor-parallel ranks of
+        one replica, which hold shares of the same micro-batch. Second, gathering must send each
+        token at most as often as routing, which sends a token once per selected expert.
+        `models/megatron/dispatch.py` makes the same decision from process groups.
 
         Args:
             experts_per_token: Number of experts that process a token.
@@ -198,9 +198,9 @@ class TrainLayout:
     def chunk_sizes(self, num_layers: int) -> list[int]:
         """Returns the number of layers in each of the `pp * vpp` model chunks, in layer order.
 
-        If the layers cannot be divided evenly, some chunks have one layer less: the last chunk
-        before any other, because it also computes the logits; then the first, because it has the
-        embedding; then the others, from the end.
+        If the layers cannot be divided evenly, some chunks have one layer less. These are chosen in
+        a fixed order: the last chunk, because it also computes the logits; the first chunk, because
+        it contains the embedding; and then the other chunks, from the end.
 
         Raises:
             ValueError: There are fewer layers than chunks.

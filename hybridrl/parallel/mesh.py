@@ -1,10 +1,11 @@
 """Places a training layout on a set of ranks, and owns Megatron's process groups for it.
 
-Megatron stores a process's groups in global variables of its `parallel_state`. It reads them while
-it builds a model, in forward and backward passes, and in optimizer steps. Models on different ranks
-or with different layouts need different groups. A Mesh therefore creates its groups with Megatron's
-code, stores them, and installs them in these variables while its model runs (`active`). A rank
-outside a mesh participates in the mesh's creation, but holds no part of its models.
+Megatron stores a process's groups in global variables of its `parallel_state`. Megatron reads these
+variables while it builds a model, in forward and backward passes, and in optimizer steps. Models on
+different ranks or with different layouts need different groups. A Mesh therefore creates its groups
+with Megatron's code, stores them, and installs them in these variables while its model runs
+(`active`). A rank outside a mesh participates in the mesh's creation, but holds no part of its
+models.
 """
 
 from __future__ import annotations
@@ -123,8 +124,8 @@ class Mesh:
     def active(self) -> Iterator[None]:
         """Installs this mesh's groups in Megatron's global variables while the block runs.
 
-        This is cheap if they are already installed. Changes that Megatron makes in the block (the
-        current virtual pipeline stage) are restored the next time.
+        This is cheap if they are already installed. If Megatron changes a variable in the block
+        (the current virtual pipeline stage), the next call of `active` installs the changed value.
         """
         before = _globals()
         if all(before[name] is value for name, value in self._groups.items()):
@@ -180,8 +181,8 @@ class Mesh:
     def meet(self, what: str) -> None:
         """Waits for all ranks of the world, unless all are in the mesh.
 
-        Otherwise ranks outside the mesh, which have nothing to compute, might exceed the timeout of
-        the next collective.
+        Without this, ranks outside the mesh, which have nothing to compute, might exceed the
+        timeout of the next collective.
         """
         if not self.is_whole_world:
             self.world.arrive(what)
@@ -228,7 +229,7 @@ class Mesh:
 
         NCCL connects ranks at a group's first use. All ranks of the group must participate in this
         use, but training might begin with a message between only some of them. Also, the memory for
-        connections must be in use before the engine measures how much is free.
+        connections must be in use before the engine measures how much memory is free.
         """
         if self.platform.is_cpu:  # gloo has connected already
             return
@@ -370,8 +371,8 @@ def _kept_groups() -> Iterator[None]:
 def _world_of(ranks: Sequence[int], place: int | None) -> Iterator[None]:
     """Makes Megatron create groups as if `ranks` were the whole world.
 
-    This rank then has its index in `ranks` as its number, or -1 if it is outside, so that it is in
-    no group.
+    In the block, the number of this rank is its index in `ranks`. A rank outside `ranks` has the
+    number -1, so that it is in no group.
     """
     if len(ranks) == dist.get_world_size():
         yield

@@ -76,6 +76,6 @@ def broadcast_object(
 
 
 def _starts(lengths: list[int]) -> list[int]:
-    """Returns the start of each part, and the end of the last one."""
+    """Returns the start of each part, and the end of the last part."""
     room = [-(-length // ALIGNMENT) * ALIGNMENT for length in lengths]
     return list(accumulate(room, initial=ALIGNMENT * (len(lengths) + 1)))

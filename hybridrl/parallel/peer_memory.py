@@ -51,9 +51,10 @@ class PeerMemory(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Makes work that any rank starts later wait for work that all ranks started earlier.
+        """Makes later work on every rank wait until the earlier work on all ranks is done.
 
-        It applies to the current stream of the device, or to the host if the memory is on the host.
+        The barrier applies to work on the device's current stream, or on the host if the memory is
+        on the host.
         """
         ...
 

@@ -11,7 +11,9 @@ _ROUNDS = [0]
 
 
 def advance() -> None:
-    """Counts a round. If two threads call this at the same time, only one round may be counted."""
+    """Counts a round. If two threads call this at the same time, the count may increase by only
+    one.
+    """
     _ROUNDS[0] += 1
 
 

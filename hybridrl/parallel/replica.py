@@ -1,4 +1,4 @@
-"""Lets the ranks of an engine replica communicate, and the ranks of all engines.
+"""Communication among the ranks of an engine replica, and among all ranks that have an engine.
 
 Who waits for whom: all ranks of a replica call `broadcast_object` or `is_any` together, and wait
 for each other as long as they are alive, because the first rank may be waiting for a tool. Replicas

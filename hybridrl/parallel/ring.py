@@ -25,8 +25,8 @@ UNUSED_TAG = 1 << 20  # no send or receive uses this tag
 
 
 def next_of(hosts: Sequence[Sequence[int]]) -> dict[int, int]:
-    """For each rank, returns the rank on the next host that it sends to; {} if there is only one
-    host.
+    """Returns, for each rank, the rank on the next host to which it sends files; {} if there is
+    only one host.
 
     Args:
         hosts: Ranks of each host, in ring order.

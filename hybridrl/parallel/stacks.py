@@ -113,7 +113,8 @@ def position(thread: int, own: str) -> tuple[str, bool, bool]:
 
     Args:
         thread: `get_ident` of the thread.
-        own: File to skip in the innermost frames, because they only wait or call this function.
+        own: Source file whose innermost frames are skipped, because they only wait or call this
+            function.
     """
     calls = calls_of_threads().get(thread, [])
     calls = list(dropwhile(lambda call: call.filename == own, calls))

@@ -22,7 +22,7 @@ def noted_signals() -> list[signal.Signals]:
 
 
 def meaning(number: int) -> int:
-    """Returns which signal `number` is treated as: SIGINT or SIGTERM."""
+    """Returns SIGINT or SIGTERM: the signal for which `number` stands."""
     return signal.SIGTERM if number in STAND_FOR_SIGTERM else number
 
 

@@ -8,8 +8,8 @@ it is abandoned, and its finished and unfinished responses are saved. Otherwise 
 first.
 
 SIGUSR1 (a scheduler is about to reclaim the machine), SIGHUP (the terminal was closed) and a file
-(`Notice`) act like SIGTERM. A thread checks for the file. It also ends the process if it does not
-start saving in time, because a phase that hangs cannot be interrupted in any other way.
+(`Notice`) act like SIGTERM. A thread checks for the file. The thread also ends the process if
+saving does not start in time, because a phase that hangs cannot be interrupted in any other way.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Notice:
 def check_stop(world: World) -> None:
     """Raises StopAsked if, at the last exchange of values, any rank had been asked to stop.
 
-    All ranks must call it at the same point, with no exchange among only some ranks since the last
-    common exchange.
+    All ranks must call it at the same point. Since the last exchange of values among all ranks,
+    there must have been none among only some ranks.
     """
     if world.stop_signal:
         raise StopAsked(world.stop_signal)
@@ -120,7 +120,9 @@ def stops_on_signals(
 
 
 def _look(world: World, notice: Notice, is_saving: threading.Event) -> None:
-    """Checks for the file, and whether the grace period is over, until the ranks save."""
+    """Checks repeatedly whether the file exists and whether the grace period is over, until saving
+    starts.
+    """
     since: float | None = None
     while not is_saving.wait(LOOK_S):
         # Not Path.exists, which raises an error if a file system does not respond for a while

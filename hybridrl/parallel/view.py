@@ -1,4 +1,4 @@
-"""Wraps a module and replaces some of its names, for libraries that assume a single world."""
+"""Wraps a module and replaces some of its attributes, for libraries that assume a single world."""
 
 from __future__ import annotations
 

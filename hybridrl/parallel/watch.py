@@ -10,7 +10,7 @@ process runs. In that case, native code blocks the interpreter, for example whil
 from a slow disk. If a rank is alone on its host, no other rank can report on it, so it is lost only
 after ALONE_FACTOR times as long; its launcher notices immediately if the process ends. A rank that
 sends heartbeats is not lost, however long its work takes. While other ranks wait for it, messages
-name it once a minute, and the job ends after `run.stall_timeout_s`, if this is set.
+name this rank once a minute. The job ends after `run.stall_timeout_s`, if this is set.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Beat:
         within: Seconds since the rank began a part whose collectives have no timeout (files are
             written or read); None outside of such parts.
         is_in_collective: Whether the main thread is in a call to torch.distributed.
-        found: By rank, why the process of another rank on the same host cannot continue.
+        found: For each other rank on this host whose process cannot continue, the reason.
         knows: Whether the rank has read the verdict.
         stop_signal: Number of the signal that asked this rank (for rank 0: any rank) to save and
             stop; 0 if none.
@@ -348,8 +348,8 @@ def missing_ranks(wait: Wait, beats: Sequence[Beat]) -> list[int]:
 
 
 def even(ranks: Sequence[int]) -> Sequence[int]:
-    """Converts evenly spaced ranks to a range, to keep heartbeats short. Returns other ranks
-    unchanged.
+    """Converts evenly spaced ranks to a range, to keep heartbeats short. Returns ranks that are not
+    evenly spaced unchanged.
     """
     if not ranks:
         return ranks

@@ -4,9 +4,9 @@ the columns that the terms' algorithms need.
 Collective; every rank takes the same rows. The loss of an optimizer step is the main loss plus each
 term's loss times its weight; each loss is divided by its own global denominator. All passes add to
 one gradient with one norm, which is applied or skipped as a whole (update.py). Each optimizer step
-uses its share of a term's rows and computes their columns with the weights from before the
-optimizer step. The gradient of a preference loss, which is linear in the log-probabilities, is
-therefore exact in every optimizer step.
+uses its share of a term's rows. The columns of these rows are computed with the weights from
+before the optimizer step. The gradient of a preference loss, which is linear in the
+log-probabilities, is therefore exact in every optimizer step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The policy: computes log-probabilities of a batch's tokens, and is updated with an algorithm's
 loss.
 
-Collective: all ranks call with the same samples, whichever ranks hold the tokens. All ranks receive
-the same metrics; each receives columns for the tokens that it holds (contracts/holders.py).
+Collective: all ranks pass the same samples, although each rank holds the tokens of only some
+samples (contracts/holders.py). All ranks receive the same metrics. Each rank receives columns for
+the tokens that it holds.
 """
 
 from __future__ import annotations

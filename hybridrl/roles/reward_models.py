@@ -53,7 +53,7 @@ class RewardModel:
 
 def _last_tokens(batch: RolloutBatch, padding: int | None) -> Tensor:
     """Returns the position of each response's last token that is not padding: (H,) int64. If all
-    its tokens are padding, the position is that of its first sampled token.
+    tokens of a response are padding, returns the position of its first sampled token.
     """
     last_H = batch.offsets[1:] - 1
     if padding is None:

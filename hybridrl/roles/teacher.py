@@ -25,7 +25,8 @@ class Teacher:
     Args:
         model: Parallel language model, frozen.
         needs: Needs of the algorithm; they determine the columns.
-        num_tokens: Size of the policy's vocabulary; further tokens of the teacher are ignored.
+        num_tokens: Size of the policy's vocabulary. Tokens of the teacher outside this vocabulary
+            are ignored.
         temperature: Sampling temperature of the policy.
     """
 
