@@ -446,7 +446,7 @@ def test_scripted_engine_names_the_request_whose_script_ends_early() -> None:
         (lambda: Request(3, (1,), 0, SamplingParams(), (4,), (-1.0,)), "version None"),
         (
             lambda: Request(3, (1,), 0, SamplingParams(max_new_tokens=1), (4,), (-1.0,), 0),
-            "finished already",
+            "already finished",
         ),
     ],
 )

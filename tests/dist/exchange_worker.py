@@ -163,8 +163,8 @@ def check_saved_rollouts(world: World) -> None:
     with received() as came:
         resumed.load_state(state)
         place = 2 * (world.rank // 2)
-        saved = resumed._saved_of(STEP, [range(6), range(6, 12)])
-    assert {one["request_id"] for one in saved.of(range(12))["completions"]} <= set(
+        saved = resumed._saved_samples(STEP, [range(6), range(6, 12)])
+    assert {one["request_id"] for one in saved.select(range(12))["completions"]} <= set(
         range(3 * place, 3 * place + 6)
     )
     all_bytes = max(world.gather_objects(len(pack(state))))

@@ -297,7 +297,7 @@ def check_refused(folder: Path) -> None:
     rollouts["sft"]["algorithm"] = own
     empty["sft"]["data"] = {"max_prompt_tokens": 8}
     for mix, given, key, said in (
-        (rollouts, None, "mix.sft.algorithm.name", "without rollouts"),
+        (rollouts, None, "mix.sft.algorithm.name", "needs no rollouts"),
         (empty, None, "mix.sft.data.prompts", "pass mix={'sft': rows}"),
         (good, {"pairs": []}, "mix", "got pairs"),
         (good, {"sft": [{"prompt": "1+1="}]}, "mix['sft'][0]", "'response'"),

@@ -416,7 +416,7 @@ def test_a_critic_learns_with_a_lag(tmp_path: Path) -> None:
 
 def test_an_algorithm_of_ones_own_says_that_it_takes_a_lag(tmp_path: Path) -> None:
     of_run = knobs("scripted", 1, "algorithm={name: 'test_policy_lag:Own'}")
-    with pytest.raises(UserError, match="do not set allows_lag"), small_run(tmp_path, *of_run):
+    with pytest.raises(UserError, match="does not set allows_lag"), small_run(tmp_path, *of_run):
         pass
 
 

@@ -159,7 +159,7 @@ def test_ranks_that_are_killed_in_any_phase_are_started_again_with_the_same_weig
         took.append(time.monotonic() - killed)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 0, output
-    assert output.count("(run.max_restarts): 4 ranks go on") == 3, output
+    assert output.count("(run.max_restarts): continuing with 4 ranks") == 3, output
     print(f"training went on after {', '.join(f'{one:.1f}' for one in took)} s")
     assert max(took) < 60
     found = exported_weights(folder, tmp_path / "hf")
@@ -176,7 +176,11 @@ def test_a_run_goes_on_with_fewer_ranks_and_the_same_losses(
     output, took = lose_a_rank(arguments(GRPO, tmp_path, *knobs, *reward), tmp_path, 3)
     assert took < 60
     said = [line for line in output.splitlines() if "(run.max_restarts)" in line]
-    assert "4 ranks go on" in said[0] and "2 ranks go on" in said[1] and not said[2:], output
+    assert (
+        "continuing with 4 ranks" in said[0]
+        and "continuing with 2 ranks" in said[1]
+        and not said[2:]
+    ), output
     check_same(records(tmp_path / "quickstart-grpo"), records(unbroken[0])[:8])
 
 

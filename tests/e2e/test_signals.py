@@ -72,9 +72,9 @@ def records(folder: Path) -> dict[int, dict[str, Any]]:
 
 def moments(trainer: Trainer) -> list[tuple[str, Any, str, int]]:
     """(what is said to be saved, object, method, which of its calls)."""
-    t, sampler, begun = trainer, trainer.sampler, "with the responses"
+    t, sampler, begun = trainer, trainer.sampler, "all responses so far"
     return [
-        ("nothing is new", sampler, "generate", 1),  # the first evaluation
+        ("nothing has changed", sampler, "generate", 1),  # the first evaluation
         (begun, sampler, "score", 1),  # of its responses
         (begun, sampler, "advance", 3),
         (begun, sampler, "advance", 1),  # the same step's generation again
@@ -85,7 +85,7 @@ def moments(trainer: Trainer) -> list[tuple[str, Any, str, int]]:
         ("saved to", t.policy, "gradients", 2),
         ("saved to", t.hybrid_engine, "to_rollout", 3),
         ("saved to", t._run.evaluation, "measure", 2),
-        ("nothing is new", sampler, "generate", 1),  # the evaluation that was left out
+        ("nothing has changed", sampler, "generate", 1),  # the evaluation that was left out
         (begun, t.journal, "log", 1),
         (begun, t.checkpoints, "save", 1),
     ]
@@ -115,7 +115,7 @@ def test_at_any_moment_a_run_saves_and_goes_on_bit_by_bit(
             stopped = f"stopped by {name} after step {trainer.step} of 12: "
             assert stopped in said, (where, said)
             assert kept in said, (where, said)
-            assert ("with the responses" in said) == ("responses" in kept), (where, said)
+            assert ("all responses so far" in said) == ("responses" in kept), (where, said)
             assert (tmp_path / "cut" / NAME / "checkpoints").exists() == (i > 0)
         assert 3 < trainer.step < 12
         again = trainer.fit()

@@ -62,7 +62,7 @@ def test_a_run_stops_says_where_and_is_replayed(tmp_path: Path) -> None:
     said = run("train", config, "--replay", config, expect=2)
     assert "--replay: got" in said and "the message about the skipped step" in said
     said = run("train", config, "--replay", tmp_path / "none", expect=2)
-    assert "--replay: got" in said and "Check the path" in said
+    assert "--replay: got" in said and "Correct the path" in said
     check_traces(runs / "traces")
 
 

@@ -148,7 +148,7 @@ def test_gradients_that_are_in_use_are_not_laid_anew() -> None:
     driver = FakeDriver()
     memory, _ = trained_model(300, 100)
     lent = LentMemory(driver, memory.gradient_bytes(), pieces_of(driver, 4 * MIB))
-    with pytest.raises(RuntimeError, match="only while they are released"):
+    with pytest.raises(RuntimeError, match="only be moved while they are released"):
         memory.lay_gradients(lent, lambda *_: None)
 
 

@@ -178,5 +178,5 @@ def test_a_layout_is_laid_on_some_ranks_of_a_larger_world() -> None:
     placed = RolloutLayout.consecutive(2, 2).on((1, 3), 4)
     assert placed.assignment == (None, (0, 0), None, (0, 1)) and placed.ranks == (1, 3)
     assert placed.replicas == 1 and placed.tp_rank(0) is None and placed.place(3) == (0, 1)
-    with pytest.raises(ValueError, match=r"rank 0 has no engine: those are \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"rank 0 has no engine; ranks with engines: \(1, 3\)"):
         placed.place(0)

@@ -89,5 +89,5 @@ def test_a_tensor_of_another_shape_is_not_sent(
         known._communicate_shapes(*tensors, False, False)
 
     send(48)
-    with pytest.raises(RuntimeError, match=r"shape \[48, 1, 16\].* says \[40, 1, 16\]"):
+    with pytest.raises(RuntimeError, match=r"shape \[48, 1, 16\].* has shape \[40, 1, 16\]"):
         send(48)
