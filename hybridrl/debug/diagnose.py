@@ -2,7 +2,7 @@
 --mismatch`.
 
 Who waits for whom: everything is collective over the world. If a rank's engine fails, the error is
-sent to all ranks before any continues, so that either all ranks take the next step or none.
+sent to all ranks before any continues, so that either all ranks take the next step or none does.
 
 Engine and trainer process the same prompts from the run. verdicts.py compares the weights (every
 copy, by checksum), the tokens (between ranks and replicas, and with the trainer's choice), the
@@ -64,8 +64,8 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
     Args:
         config: Configuration with an engine and an algorithm that generate. The weights come from
             the newest checkpoint, or are the initial weights if there is none.
-        with_reference: Whether both are also compared with a float32 forward pass of transformers
-            on rank 0's CPU.
+        with_reference: Whether engine and trainer are also compared with a float32 forward pass of
+            transformers on rank 0's CPU.
 
     Returns:
         The report, which is the same on all ranks. Its keys are `agree`, `checkpoint`, `engine`,
@@ -142,7 +142,7 @@ def _weights(trainer: Trainer) -> Finding:
 
 def _ask(trainer: Trainer, prompts: Sequence[tuple[int, ...]]) -> tuple[list[Answer], str]:
     """Returns this rank's greedy responses and responses sampled with the run's parameters, or the
-    error of its replica.
+    error of the rank's replica.
     """
     given = trainer.sampler.sampling
     num_tokens = min(NEW_TOKENS, given.max_new_tokens)
@@ -201,8 +201,8 @@ def _compare(
     numerics = judge_numerics(
         _table(trainer, engine_rows, trainer_rows, exact), total, replica, bounds
     )
-    # State the length, because longer prompts may differ although these agree, for example beyond
-    # an attention window.
+    # State the length, because engine and trainer may differ on longer prompts although they agree
+    # on these, for example beyond an attention window.
     longest = max(map(len, prompts))
     numerics = replace(numerics, found=f"{numerics.found}; on prompts of up to {longest} tokens")
     found = {

@@ -7,8 +7,8 @@ hold.
 
 A stage is a name: `embedding`, `layers.N.attention` (after attention's addition), `layers.N.mlp`
 (after the layer), `norm` or `logits`. Streams are float32 on the CPU with one row per token.
-Forward hooks on pre-norm decoders record the streams. They find modules by Megatron's names in the
-trainer, and in the engine by HF's names, which vLLM and SGLang use too.
+Forward hooks on pre-norm decoders record the streams. The hooks find modules by Megatron's names in
+the trainer, and by HF's names in the engine, because vLLM and SGLang use HF's names too.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 Collective: all ranks search the same rows in the same order.
 
 Finds the rows whose loss or gradient is not finite, using the newest checkpoint from before the
-step, or the initial weights. A fault in the batch therefore appears again. A fault in the weights
-appears only if the checkpoint has exactly the step's weights, which the report states. Nothing is
-trained, generated or written.
+step, or the initial weights. A fault in the batch therefore recurs. A fault in the weights recurs
+only if the checkpoint has exactly the step's weights, which the report states. Nothing is trained,
+generated or written.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
         `update`, which is also the number of optimizer steps of this step that the weights do not
         include; `saved_reason`; `checkpoint` (None for initial weights) and `num_steps_between` the
         checkpoint and the step; `changed` knobs; `has_random_states`, whether the run's random
-        states were restored; `terms_left_out`, loss terms that the configuration no longer has;
-        `cause` (None if finite); and `models`. The entry of each model and of each additional loss
-        term (with `loss_of`) has `loss`, the model's `grad_norm`, `micro_batches`, the first
-        `parameter` with a non-finite gradient, and the bad `rows`.
+        states were restored; `terms_left_out`, loss terms that the configuration no longer
+        contains; `cause` (None if finite); and `models`. The entry of each model and of each
+        additional loss term (with `loss_of`) has `loss`, the model's `grad_norm`, `micro_batches`,
+        the first `parameter` with a non-finite gradient, and the bad `rows`.
     """
     # No weights are sent to an engine, so they may stay where Megatron allocates them.
     rollout = config.rollout.model_copy(update={"transport": "packed"})

@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Answer:
-    """A response of an engine to prompt number `prompt`."""
+    """A response from an engine to prompt number `prompt`."""
 
     prompt: int
     is_greedy: bool
@@ -287,6 +287,6 @@ def standing_out(differences: Sequence[tuple[str, float]], floor: float) -> str 
 
 
 def _gaps(answers: Sequence[tuple[Answer, slice]], column: Tensor) -> Tensor:
-    """Returns, for every token of these answers, the engine's value minus the trainer's."""
+    """Returns the engine's minus the trainer's log-probability, for every token of the answers."""
     parts = [torch.tensor(one.completion.logps) - column[span] for one, span in answers]
     return torch.cat(parts).double()

@@ -26,13 +26,13 @@ def volume(box: Box) -> int:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Returns the elements that two boxes share; None if there are none."""
+    """Returns the box of elements that two boxes share; None if they share none."""
     shared = tuple((max(a, x), min(b, y)) for (a, b), (x, y) in zip(one, other, strict=True))
     return shared if all(start < stop for start, stop in shared) else None
 
 
 def moved(box: Box, origin: Box, target: Box) -> Box:
-    """Translates `box` from `origin` to `target`, which has the same size."""
+    """Translates `box` by the distance from the start of `origin` to the start of `target`."""
     return tuple(
         (a + t - o, b + t - o) for (a, b), (o, _), (t, _) in zip(box, origin, target, strict=True)
     )

@@ -1,7 +1,7 @@
-"""Computes which slices of a weight table row's HF tensors a tensor-parallel rank holds.
+"""Computes which slices of HF tensors a tensor-parallel rank holds, for a weight table row.
 
-Covers Megatron and engines with fused projections, and raises the errors for sizes that are not
-divisible. weights.py decides which rows a rank holds and under which names. Pure data, no torch.
+Covers Megatron and engines with fused projections, and raises an error if sizes are not divisible.
+weights.py decides which rows a rank holds and under which names. Pure data, no torch.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Cut(NamedTuple):
 
 
 def megatron_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
-    """Returns the shard of a row without experts that a Megatron rank holds.
+    """Returns a Megatron rank's shard of a row that does not belong to experts.
 
     Raises:
-        ModelError: The sizes do not divide.
+        ModelError: A size is not divisible by the number of ranks.
     """
     if row.kind == "vocab":
         return _vocab_cut(row, shape.padded_vocab(tp), tp, tp_rank)
@@ -54,7 +54,7 @@ def fused_cut(row: Row, shape: ModelShape, tp: int, tp_rank: int) -> Cut:
     """Returns the shard of a row without experts that an engine rank with fused projections holds.
 
     Raises:
-        ModelError: The sizes do not divide.
+        ModelError: A size is not divisible by the number of ranks.
     """
     if row.kind == "vocab":
         padded = -(-shape.vocab_size // ENGINE_VOCAB_MULTIPLE) * ENGINE_VOCAB_MULTIPLE
@@ -108,9 +108,9 @@ def _heads(
 def _interleaved(row: Row, shape: ModelShape) -> list[Run]:
     """Returns all rows of Megatron's linear_qkv: for each KV head, its queries, key and value.
 
-    Each rank holds an equal share of these rows. With fewer KV heads than ranks, a share is only
-    part of a head's group, and Megatron gathers the activations (transformer/attention.py,
-    get_query_key_value_tensors).
+    Each rank holds an equal share of these rows. If there are fewer KV heads than ranks, a rank's
+    share is only part of a head's group, and Megatron gathers the activations
+    (transformer/attention.py, get_query_key_value_tensors).
     """
     head, group = shape.head_dim, shape.num_heads // shape.num_kv_heads * shape.head_dim
     if [part[0] for part in row.shapes] != [shape.num_kv_heads * n for n in (group, head, head)]:

@@ -1,4 +1,4 @@
-"""Finds stacks: the same matrix of all of a rank's experts in a layer, in order. No torch.
+"""Finds stacks: one matrix of each expert that a rank holds in a layer, in order. No torch.
 
 In Megatron, each expert's matrix is a parameter; inference engines store a layer's matrices as one
 tensor (experts, rows, columns). If the trainer's matrices are equally spaced in memory, they
@@ -44,13 +44,13 @@ def is_run(names: Sequence[str]) -> bool:
 
 
 def stacks_are_even(shapes: Mapping[str, Shape], layout: TrainLayout, has_buckets: bool) -> bool:
-    """Whether the experts of each stack are certainly equally spaced in Megatron's buffers.
+    """Whether experts of a stack are guaranteed to be equally spaced in Megatron's buffers.
 
     If gradients are reduced during the backward pass, a buffer has several buckets. Megatron pads
     each bucket to a multiple of its data-parallel size and of 128 (param_and_grad_buffer.py,
     0.16.1), and a bucket may end inside a stack. If the size of every parameter is such a multiple,
     there is no padding. If the result is False, stacks may still be evenly spaced, because buffers
-    with less than 40 million elements have a single bucket.
+    with fewer than 40 million elements have a single bucket.
 
     Args:
         shapes: Shapes of a rank's parameters by local name.

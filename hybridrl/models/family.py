@@ -99,7 +99,8 @@ class Rotary:
         factor: Ratio of the new to the original context length.
         original_length: Original context length; for llama3, yarn and longrope.
         low, high: Numbers of rotations over the original length. Frequencies with fewer than `low`
-            are divided by the factor, and those with more than `high` are kept.
+            rotations are divided by the factor; frequencies with more than `high` rotations are
+            kept.
         share: Share of a head's dimensions that rotate.
         divisors: Divisors of the pairs' frequencies; for longrope.
         mscale, mscale_all_dim: Coefficients of YaRN's magnitude; if `mscale_all_dim` is 0, it has
@@ -122,7 +123,7 @@ class Rotary:
     @property
     def magnitude(self) -> float:
         """Factor by which sines and cosines are multiplied."""
-        if self.kind == "longrope":  # Ding et al. 2024, "LongRoPE", as Phi-3 has it
+        if self.kind == "longrope":  # Ding et al. 2024, "LongRoPE", as implemented in Phi-3
             return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
         if self.kind != "yarn":
             return 1.0
@@ -223,7 +224,7 @@ class ModelShape:
 
     @property
     def latent_dim(self) -> int | None:
-        """Number of elements that latent attention caches per token and layer; None if not used."""
+        """Elements cached per token and layer by latent attention; None without latent attention."""
         return None if self.latent is None else self.latent.cached_dim
 
     @property
@@ -235,12 +236,12 @@ class ModelShape:
         """Returns how many elements each of an engine's `tp` ranks caches per token and layer."""
         if self.latent is not None:
             return self.latent.cached_dim  # the same on every rank
-        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # heads repeat if tp is larger
+        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim  # heads are copied if tp > heads
 
     def padded_vocab(self, tp: int) -> int:
         """Returns the number of rows of Megatron's embedding at tensor-parallel size `tp`.
 
-        It is a multiple of 128, and is the same for every `tp` that divides 128, so that
+        The number is a multiple of 128, and is the same for every `tp` that divides 128, so that
         checkpoints can be loaded in other layouts.
         """
         multiple = math.lcm(VOCAB_MULTIPLE, tp)
@@ -255,8 +256,8 @@ class Row:
         megatron: Name of the Megatron parameter; `{L}` is the layer's index within its chunk, `{E}`
             the expert's index among the experts of its rank.
         parts: Names of the HF tensors in Megatron's order; `{L}` is the global layer index, `{E}`
-            the global expert index. If a name is repeated, it is one HF tensor that concatenates
-            the parts.
+            the global expert index. A repeated name denotes one HF tensor that concatenates these
+            parts.
         shapes: Shapes of the HF tensors, or of the parts of a repeated one.
         kind: How tensor parallelism (for experts, expert tensor parallelism) shards the parameter.
             `replicated`: every rank holds the whole parameter; several parts are concatenated.
@@ -282,7 +283,7 @@ class Row:
     layers: tuple[int, ...] | None = None
 
     def layers_of(self, shape: ModelShape) -> Sequence[int]:
-        """Returns the layers that have the parameter; just 0 if it is outside of the layers."""
+        """Returns the layers that have the parameter; [0] if it is outside of the layers."""
         if self.layers is not None:
             return self.layers
         return range(shape.num_layers if self.stage == "layer" else 1)
@@ -453,7 +454,7 @@ def _architectures(hf_config: HfConfig) -> tuple[str, ...]:
 
 
 def _bodies(architectures: tuple[str, ...]) -> set[str]:
-    """Returns the names of the causal language models that share these decoders.
+    """Returns architecture names, each sequence classifier replaced by its causal LM.
 
     A sequence classifier, which is the export format of reward models, is a causal language model
     with a different head.

@@ -41,7 +41,7 @@ def init_weights(
         hf_config: Contents of config.json. `initializer_range` is the standard deviation (0.02 if
             absent); `num_hidden_layers` determines the scale of residual projections.
         seed: Seed of the run.
-        norm_weight: Initial weight of norms, for which they scale by 1.
+        norm_weight: Initial weight of norms, chosen so that they scale by 1.
     """
     std = float(hf_config.get("initializer_range", 0.02))
     residual_std = std / (2 * int(hf_config["num_hidden_layers"])) ** 0.5

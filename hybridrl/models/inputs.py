@@ -1,9 +1,9 @@
 """Model inputs other than tokens and their positions.
 
 A family, or a part of a model such as its routers, provides an `ExtraInputs`. The batch planner
-keeps the blobs that it names, and calls it to create the inputs for each micro-batch. All layers
-can read these inputs in `packed_seq_params.model_inputs`; the embedding receives them through
-`embed`. Code between the batch and the model does not interpret them.
+keeps the blobs that this object names, and calls the object to create the inputs for each
+micro-batch. All layers can read these inputs in `packed_seq_params.model_inputs`; the embedding
+receives them through `embed`. Code between the batch and the model does not interpret them.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def score_token(hf_config: Mapping[str, Any]) -> ScoreToken:
 
 
 def is_old_export(hf_config: Mapping[str, Any]) -> bool:
-    """Whether hybridrl exported the model before exports named the score token.
+    """Whether the model was exported by a hybridrl version that did not name the score token.
 
     Such exports contain `num_labels` in config.json; transformers writes `id2label` instead.
     """

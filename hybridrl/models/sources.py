@@ -71,7 +71,7 @@ def slice_of(tensor: SourceTensor, box: Box) -> Tensor | ComputedSlice:
 
 
 def memory_of(tensors: Iterable[SourceTensor]) -> Iterator[Tensor]:
-    """Yields tensors in memory: the given ones, and the inputs of computed ones."""
+    """Yields tensors in memory: given tensors, and the inputs of computed tensors."""
     for tensor in tensors:
         if isinstance(tensor, Tensor):
             yield tensor

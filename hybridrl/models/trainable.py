@@ -1,4 +1,4 @@
-"""Applies `train.freeze`: its rules, and the weight table of the trained parameters.
+"""Applies `train.freeze`: checks it, and selects the trained rows of the weight table.
 
 Models set `requires_grad` accordingly, which Megatron's data-parallel wrapper and optimizer obey;
 plans use the table to count memory and FLOPs. No torch.

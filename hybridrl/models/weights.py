@@ -112,7 +112,7 @@ def megatron_layout(
         grouped: Whether all experts of a rank are one module, as in transformer-engine.
 
     Raises:
-        ModelError: The model cannot be cut this way; names the parameter.
+        ModelError: The model cannot be sharded this way; the error names the parameter.
     """
     where = layout.coordinates(rank)
     _check_division(shape, layout)
@@ -199,7 +199,7 @@ def fused_layout(
             / ep` shards.
 
     Raises:
-        ModelError: The model cannot be cut this way; names the parameter.
+        ModelError: The model cannot be sharded this way; the error names the parameter.
     """
     builder = _LayoutBuilder()
     for row in _rows(family, shape, "lm"):
@@ -250,7 +250,7 @@ def check_coverage(layouts: Iterable[RankLayout], shapes: Mapping[str, Shape]) -
 
     Args:
         layouts: Layouts of all ranks, each of which is also checked by `check_layout`.
-        shapes: Shape of every HF tensor of the model, as from `hf_shapes`.
+        shapes: Shape of every HF tensor of the model, as returned by `hf_shapes`.
 
     Raises:
         ModelError: An HF tensor is unknown, or no rank holds some of its elements; the error names

@@ -75,7 +75,8 @@ class TrainedModelMemory:
         """Moves the gradient buffers permanently into memory that an engine lends.
 
         Args:
-            memory: Lent memory of at least `gradient_bytes`, currently released.
+            memory: Memory that the engine lends, at least `gradient_bytes` large. The trainer must
+                not be using it yet.
             place: Function that `ops.storage_placer` returned.
 
         Raises:
@@ -183,12 +184,12 @@ class TrainedModelMemory:
         return self._host is not None
 
     def stepped(self) -> None:
-        """Records that a step was taken, so everything that an update needs is now allocated."""
+        """Records that an optimizer step was taken, which allocates all memory of an update."""
         self._has_stepped = True
 
     @property
     def may_stay(self) -> bool:
-        """Whether the state is never offloaded and a step was taken since the last release."""
+        """Whether the state is never offloaded and a step was taken since the last `release`."""
         return self._host is None and self._has_stepped
 
     @contextmanager
@@ -271,7 +272,7 @@ class HostMirror:
         """Copies the storages to the host and frees them.
 
         Args:
-            storages: Device storages; each call may pass different ones.
+            storages: Device storages; each call may pass different storages.
             max_bytes: Largest size that a later call will need, so that memory is pinned only once.
         """
         self.wait()
@@ -335,8 +336,8 @@ class HostMirror:
         if self._stream is not None:
             runtime, address = torch.cuda.cudart(), self._buffer.data_ptr()
             torch.cuda.check_error(runtime.cudaHostRegister(address, num_bytes, 0))
-            # Also unregisters when this object is deleted, because registered memory must not be
-            # freed.
+            # Also unregister the memory when this object is deleted, because registered memory must
+            # not be freed.
             self._unpin = weakref.finalize(self, runtime.cudaHostUnregister, address)
 
     def _synchronize(self) -> None:

@@ -94,7 +94,7 @@ class ModelSource:
 
     @property
     def computed_config(self) -> Mapping[str, Any]:
-        """config.json with rotary positions that trainer and engines compute alike."""
+        """config.json for which trainer and engines compute the same rotary positions."""
         return at_length(self.hf_config, self.longest)
 
     @property
@@ -202,7 +202,8 @@ class ParallelModel:
         """Declares that this model's values are the scores of a reward model.
 
         Args:
-            token: Response token at which the score is read: the last one, or the one before it.
+            token: Response token at which the score is read: the last token, or the token before
+                it.
         """
         self.score_token = token
         self.planner.at_own_token = token == LAST
@@ -220,7 +221,7 @@ class ParallelModel:
         return self._forward_chunks
 
     def complete_weights(self) -> None:
-        """Gathers the parameters if the last step postponed that (`train.fuse_param_gather`).
+        """Gathers the parameters if the last step postponed it (`train.fuse_param_gather`).
 
         Raises:
             RuntimeError: The parameters are freed until the training phase.
@@ -309,7 +310,8 @@ class ParallelModel:
 
         Args:
             peak_learning_rate: Peak value of the learning-rate schedule.
-            peer_weights: Shared memory for the parameters; by default Megatron allocates them.
+            peer_weights: Shared memory for the parameters; by default, Megatron allocates ordinary
+                memory.
         """
         self.peak_learning_rate = peak_learning_rate
         self._peer_weights = peer_weights
@@ -390,10 +392,11 @@ class ParallelModel:
     def accumulate(
         self, inputs: Sequence[ModelInput], loss: Loss, *more: tuple[Sequence[ModelInput], Loss]
     ) -> list[Any]:
-        """Runs forward and backward over all micro-batches; returns the losses' extra results.
+        """Runs forward and backward over all micro-batches; returns the loss functions' results.
 
         For each micro-batch, Megatron's schedule calls the chunks (`_forward`), the last of which
-        ends in a head (heads.py). It then passes the head's output to `loss`, and runs backward.
+        ends in a head (heads.py). The schedule then passes the head's output to `loss`, and runs
+        backward.
 
         Args:
             inputs: Micro-batches of this rank.
@@ -421,9 +424,10 @@ class ParallelModel:
             )
 
     def _prepare_routers(self, inputs: Sequence[ModelInput]) -> None:
-        """Sets the coefficients of the routers' losses, and the token count that divides them.
+        """Sets the routers' loss coefficients, and the token count by which losses are divided.
 
-        Collective over the replicas if there are such losses, because tokens on all replicas count.
+        Collective over the replicas if there are such losses, because the tokens of all replicas
+        are counted.
         """
         if self.source.shape.moe is None:
             return
@@ -484,7 +488,7 @@ class ParallelModel:
         balance(self._chunks, self.mesh.sum_over_world(load), rate)
 
     def close(self) -> None:
-        """Ends training; the model's memory is freed with the last reference to it.
+        """Ends training; its memory is freed when nothing references the model any more.
 
         Megatron's wrapper references autograd nodes whose hooks reference the wrapper. Python's
         garbage collector cannot detect this cycle, so the wrapper's attributes are cleared here.

@@ -138,8 +138,8 @@ def gradient_norm(optimizer: Any) -> float:
 
     The norm is the same on all ranks. It is not finite if a gradient is not finite or the norm
     overflows fp32. This is the first half of ChainedOptimizer.step (megatron-core 0.16.1), which
-    would apply such gradients if there is no loss scaler. Contains Megatron's own sync point: the
-    norm is copied to the host.
+    would apply non-finite gradients if there is no loss scaler. Contains Megatron's own sync point:
+    the norm is copied to the host.
     """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())

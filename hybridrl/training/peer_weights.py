@@ -1,4 +1,4 @@
-"""Moves a model's parameters into memory that the other ranks of its node can read.
+"""Moves a model's parameters into memory that the other ranks on the node can read.
 
 Megatron keeps the trained parameters of a model in flat buffers. After the data-parallel wrapper
 has created the buffers, and before the optimizer creates views of them, each buffer is moved into
@@ -62,7 +62,7 @@ class PeerWeights:
 
 
 def peer_weights(config: Config, world: World, notify: Callable[[str], None]) -> PeerWeights | None:
-    """Returns peer memory for the policy's parameters, or None to send messages. Collective.
+    """Returns peer memory for the policy's weights; None if they are sent as messages. Collective.
 
     Args:
         config: The run's configuration.
@@ -78,7 +78,7 @@ def peer_weights(config: Config, world: World, notify: Callable[[str], None]) ->
     if wanted == "packed" or world.size == 1 or (wanted == "auto" and released):
         return None
     if wanted == "auto" and world.platform.is_cpu:
-        return None  # peer memory is not faster there
+        return None  # peer memory is not faster on CPU
     device, hosts = world.platform.device, world.gather_objects(peer_memory.host_id())
     reasons = world.gather_objects(peer_memory.why_unreachable(device, hosts))
     if not any(reasons):

@@ -1,8 +1,8 @@
 """Completes, frees and restores the parameters of a trained model on this rank.
 
 The distributed optimizer updates only the slice of each flat parameter buffer that this rank owns.
-An all-gather over the data-parallel ranks then completes the parameters. By default Megatron runs
-it at the end of the step; two knobs postpone it.
+An all-gather over the data-parallel ranks then completes the parameters. By default, Megatron runs
+the all-gather at the end of the step; two knobs postpone it.
 
 With `train.fuse_param_gather`, only the owned slices are up to date after a step. The engine is
 updated from these slices, and the all-gather overlaps generation.

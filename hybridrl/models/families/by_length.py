@@ -1,11 +1,12 @@
-"""Fixes rotary positions that depend on sequence length, for a run's longest sequence.
+"""Computes length-dependent rotary positions once, for a run's longest sequence.
 
 transformers and engines behave differently. With `longrope`, transformers (5.19) uses the long
 factors in each forward pass whose longest row exceeds the original length. vLLM (0.32) uses them
 for all sequences if `max_model_len` exceeds the original length, and otherwise for none. Keys that
-were cached with short factors are wrong for long factors, so a run uses only one of the two, chosen
-as in vLLM. With `dynamic`, both use unscaled positions up to `max_position_embeddings`; beyond
-that, transformers scales by the length of each forward pass, and vLLM does not scale. No torch.
+were cached with short factors would be wrong once long factors apply. A run therefore uses only one
+kind of factor, chosen as in vLLM. With `dynamic`, both libraries use unscaled positions up to
+`max_position_embeddings`; beyond that, transformers scales by the length of each forward pass, and
+vLLM does not scale. No torch.
 
 Invariant: with a config returned by `at_length`, training, engines and transformers use the same
 angles in every forward pass over sequences up to that length.

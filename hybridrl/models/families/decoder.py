@@ -41,7 +41,7 @@ def decoder_shape(
     window: int | None = None,
     kinds: Collection[str] = ("full_attention",),
 ) -> ModelShape:
-    """Reads the sizes of a llama-shaped decoder; see ModelShape for other arguments.
+    """Reads the sizes of a llama-shaped decoder; see ModelShape for the arguments not listed here.
 
     Args:
         hf_config: Contents of config.json.
@@ -121,7 +121,8 @@ def decoder_config(
         raise refusal("partial_rotary_factor", rotary.share, allowed)
     own: dict[str, Any] = {} if scale is None else {"softmax_scale": scale}
     if rotary.magnitude != 1 and rotary.share < 1:
-        own["apply_rope_fusion"] = False  # the fused kernel ignores the magnitude of set_rotary
+        # The fused kernel ignores the magnitude that set_rotary sets.
+        own["apply_rope_fusion"] = False
     elif rotary.magnitude != 1:
         # Queries and keys are both scaled by the magnitude, so their product is scaled by its
         # square.

@@ -41,8 +41,8 @@ NAMES = ExpertNames(
     shared=(f"{SHARED}gate_proj", f"{SHARED}up_proj", f"{SHARED}down_proj"),
 )
 # A group's score is the sum of its best BEST_OF_GROUP scores. Megatron-Core 0.16.1 uses (experts
-# per token / groups per token) scores instead (moe_utils.py, group_limited_topk), so the two must
-# be equal.
+# per token / groups per token) scores instead (moe_utils.py, group_limited_topk), so this quotient
+# must equal BEST_OF_GROUP.
 BEST_OF_GROUP = 2
 # Values that the architecture implies. If config.json lacks them, engines use a different router or
 # fail.
@@ -62,7 +62,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; defaults are those of transformers' DeepseekV3Config."""
+    """Reads the sizes; the defaults come from transformers' DeepseekV3Config."""
     require(hf_config, "attention_bias", False, (False,))
     for key, value in STATED.items():
         require(hf_config, key, value, (value,))
@@ -93,7 +93,7 @@ def _dense_layers(hf_config: HfConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def _routing(hf_config: HfConfig, num_experts: int, chosen: int) -> BiasedRouting:
-    """Reads the routing; defaults are those of transformers."""
+    """Reads the routing; the defaults come from transformers."""
     require(hf_config, "norm_topk_prob", True, (True,))
     groups, kept = size(hf_config, "n_group", 8), size(hf_config, "topk_group", 4)
     if num_experts % groups or num_experts // groups < 2:

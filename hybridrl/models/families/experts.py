@@ -23,7 +23,8 @@ EXPERT_KEYS = frozenset({"num_experts_per_tok", "router_aux_loss_coef"})
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a mixture's HF tensors within a layer, without `.weight`; `{E}` is its index.
+    """Names of a mixture's HF tensors within a layer, without `.weight`; `{E}` is the expert's
+    index.
 
     Args:
         bias: Complete name of the router's bias; "" if there is none.
@@ -106,7 +107,7 @@ def expert_config(shape: ModelShape, renormalized: bool) -> dict[str, Any]:
 
 
 def biased_config(shape: ModelShape, routing: BiasedRouting) -> dict[str, Any]:
-    """Returns arguments for a router with a bias, to override those from `expert_config`."""
+    """Returns arguments for a router with a bias; they override those from `expert_config`."""
     assert shape.moe is not None
     grouped = routing.num_groups > 1
     return {

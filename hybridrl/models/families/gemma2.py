@@ -1,8 +1,9 @@
 """Gemma 2, and code shared with Gemma 3.
 
-Both have norms before and after attention and the feed-forward layer, which multiply by 1 + their
-weight; GELU; embeddings that are multiplied by the square root of their width; and windows in some
-layers. Gemma 2 also applies soft caps to logits and to products of queries and keys.
+Both have norms before and after attention, and before and after the feed-forward layer. The norms
+multiply by 1 + their weight. The activation is GELU. Embeddings are multiplied by the square root
+of their width, and some layers have windows. Gemma 2 also applies soft caps to logits and to
+products of queries and keys.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ LARGEST_CAP = 1e6
 # YaRN is not supported: its magnitude would change the softmax scale, which `query_pre_attn_scalar`
 # sets.
 ROPES = ("default", "linear", "llama3")
-# HF names of norms. `post_attention_layernorm` is a different norm than in llama-shaped families.
+# HF names of norms. `post_attention_layernorm` follows attention here; in llama-shaped families,
+# the norm with this name precedes the feed-forward layer.
 NORMS = {
     "pre_mlp_layernorm": "pre_feedforward_layernorm",
     "self_attention.post_layernorm": "post_attention_layernorm",
@@ -50,7 +52,7 @@ GEMMA_KEYS = DECODER_KEYS | {
 
 
 def filled(hf_config: HfConfig, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a config with the family's defaults for absent keys, but not for null ones."""
+    """Returns a config with the family's defaults for absent keys; null values are kept."""
     return {**DEFAULTS, **defaults, **hf_config}
 
 
@@ -59,7 +61,7 @@ def gemma_shape(hf_config: HfConfig, every: int, **own: Any) -> ModelShape:
 
     Args:
         hf_config: Contents of config.json, with the family's defaults.
-        every: Every `every`-th layer has no window, unless `layer_types` is set.
+        every: Interval between layers without a window; ignored if `layer_types` is set.
         **own: Arguments of `decoder_shape`.
     """
     require(hf_config, "hidden_activation", GELU, (GELU,))
@@ -130,7 +132,7 @@ EVERY = 2  # every second layer in Gemma 2 has no window
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; defaults are those of transformers' Gemma2Config."""
+    """Reads the sizes; the defaults come from transformers' Gemma2Config."""
     whole = filled(hf_config, CAPS)
     bound = cap(whole, "attn_logit_softcapping")
     return replace(gemma_shape(whole, EVERY), attention_cap=bound)

@@ -36,7 +36,7 @@ def _every(hf_config: HfConfig) -> int:
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; defaults are those of transformers' Gemma3TextConfig."""
+    """Reads the sizes; the defaults come from transformers' Gemma3TextConfig."""
     # transformers and engines ignore this cap.
     require(hf_config, "attn_logit_softcapping", None, (None,))
     require(hf_config, "use_bidirectional_attention", False, (False,))

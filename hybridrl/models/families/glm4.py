@@ -1,4 +1,4 @@
-"""GLM-4 (0414): norms before and after attention and the feed-forward layer.
+"""GLM-4 (0414): norms before and after both attention and the feed-forward layer.
 
 Rotary positions rotate pairs of neighbouring dimensions in part of each head. Gate and up
 projections are stored as one tensor.
@@ -26,7 +26,7 @@ AFTER = {
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; defaults are those of transformers' Glm4Config."""
+    """Reads the sizes; the defaults come from transformers' Glm4Config."""
     has_bias = flag(hf_config, "attention_bias")
     sizes = decoder_shape(hf_config, qkv_bias=has_bias, default_head_dim=128, default_kv_heads=2)
     return replace(sizes, norms_after="also")

@@ -37,7 +37,7 @@ LATENT_ROPES = ("default", "yarn")  # engines support no other kinds
 
 
 def latent_shape(hf_config: HfConfig) -> LatentShape:
-    """Reads the sizes of latents and heads; defaults are those of transformers' DeepseekV3Config.
+    """Reads the sizes of latents and heads; defaults come from transformers' DeepseekV3Config.
 
     Raises:
         ModelError: A size is not a positive integer, or contradicts other sizes.

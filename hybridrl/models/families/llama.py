@@ -10,7 +10,7 @@ BIAS_KEYS = frozenset({"attention_bias", "mlp_bias"})
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; Megatron requires that all linear layers have biases, or none."""
+    """Reads the sizes; Megatron requires biases in all linear layers or in none."""
     attention_bias, mlp_bias = (flag(hf_config, key) for key in ("attention_bias", "mlp_bias"))
     if attention_bias != mlp_bias:
         raise refusal("attention_bias", attention_bias, f"the same as mlp_bias = {mlp_bias}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridrl.models.families.decoder import decoder_family, windowed_shape
 from hybridrl.models.family import HfConfig, ModelShape
 
-DEFAULT_WINDOW = 4096  # transformers' MistralConfig, if the key is absent; null means no window
+DEFAULT_WINDOW = 4096  # MistralConfig's default for an absent key; null means no window
 
 
 def shape(hf_config: HfConfig) -> ModelShape:

@@ -29,8 +29,8 @@ KEYS = frozenset(
 def shape(hf_config: HfConfig) -> ModelShape:
     """Reads the sizes; a window applies to all layers.
 
-    Phi-3.5 and Phi-4-mini set a window longer than the longest sequence. Such a window has no
-    effect with longrope, for which longer sequences are rejected.
+    Phi-3.5 and Phi-4-mini set a window longer than the longest sequence. With longrope, such a
+    window has no effect, because longer sequences are rejected.
     """
     sizes = windowed_shape(hf_config)
     is_long = sizes.window is not None and sizes.window >= size(
@@ -62,5 +62,5 @@ FAMILY = decoder_family(
     defaults={"rms_norm_eps": 1e-5},  # transformers' Phi3Config
     # transformers computes longrope for every kind except default.
     ropes=("default", "longrope"),
-    rotary_share=1.0,  # by default whole heads rotate; Phi-4-mini sets 0.75
+    rotary_share=1.0,  # by default, whole heads rotate; Phi-4-mini rotates 0.75 of each
 )

@@ -35,7 +35,7 @@ KEYS = frozenset(
 
 
 def shape(hf_config: HfConfig) -> ModelShape:
-    """Reads the sizes; defaults are those of transformers' Qwen3MoeConfig."""
+    """Reads the sizes; the defaults come from transformers' Qwen3MoeConfig."""
     require(hf_config, "attention_bias", False, (False,))
     num_experts = read_num_experts(hf_config, "num_experts", 128)
     moe = MoeShape(

@@ -143,10 +143,10 @@ def _longrope(
 ) -> Rotary:
     """Reads longrope (Ding et al. 2024, "LongRoPE") with the divisors for short sequences.
 
-    Each pair's frequency has a divisor. One list of divisors is for sequences up to the original
-    length, another for longer sequences. transformers reads the original length from the top level
-    of the config, and magnitude and factor from the scaling; vLLM computes magnitude and factor
-    from the lengths. Both results must agree.
+    The frequency of each pair of dims has its own divisor. One list of divisors is for sequences up
+    to the original length, another for longer sequences. transformers reads the original length
+    from the top level of the config, and magnitude and factor from the scaling; vLLM computes
+    magnitude and factor from the lengths. Both results must agree.
     """
     original = size(hf_config, ORIGINAL, DEFAULT_ORIGINAL_LENGTH)
     most = size(hf_config, "max_position_embeddings")

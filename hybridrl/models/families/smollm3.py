@@ -12,7 +12,7 @@ from hybridrl.models.hf.config_keys import WINDOW_KEYS
 
 
 def _without_positions(hf_config: HfConfig, shape: ModelShape) -> list[int]:
-    """Returns 1 for each layer without rotary positions, else 0: Megatron's `no_rope_freq`."""
+    """Returns Megatron's `no_rope_freq`: 1 for layers without rotary positions, 0 for others."""
     every = size(hf_config, "no_rope_layer_interval", 4)
     has_rope = hf_config.get(
         "no_rope_layers"

@@ -25,7 +25,7 @@ DECODER_KEYS = frozenset({
 })
 
 # Names, labels, storage, options of transformers, generation defaults, and lengths that only limit
-# requests. Keys that start with "_" belong to transformers and are also neutral.
+# requests. Keys that start with "_" belong to transformers and have no effect either.
 NEUTRAL_KEYS = frozenset({
     "architectures", "model_type", "transformers_version", "name_or_path", "torch_dtype",
     "dtype", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id",
@@ -101,13 +101,13 @@ def check_keys(family: str, handled: Collection[str], hf_config: Mapping[str, An
         hf_config: Content of config.json.
 
     Raises:
-        ModelError: Names the keys and their values.
+        ModelError: There are such keys; the error names them and their values.
     """
     found = [key for key in hf_config if not _is_known(key, handled, hf_config)]
     if not found:
         return
     known = [key for key in found if key in NEUTRAL_VALUES]
-    chosen = known or found  # keys that are known to change numbers come first
+    chosen = known or found  # keys that are known to change results come first
     named = ", ".join(plain(key, 40) for key in chosen[:MOST_NAMED])
     if len(chosen) > MOST_NAMED:
         named += f" and {len(chosen) - MOST_NAMED} more"
@@ -138,12 +138,12 @@ def _is_known(key: str, handled: Collection[str], hf_config: Mapping[str, Any]) 
 
 
 def check_values(hf_config: Mapping[str, Any]) -> None:
-    """Checks values that engines and exports read for every family.
+    """Checks the data type, layer kinds and end tokens that a config.json names.
 
-    These are the data type of the weights, the kinds of layers, and the end tokens.
+    Engines and exports read these values for models of every family.
 
     Raises:
-        ModelError: Names the key.
+        ModelError: A value is invalid; the error names the key.
     """
     for key in ("dtype", "torch_dtype"):
         value = hf_config.get(key)

@@ -97,10 +97,10 @@ class HfHeaders:
     def check(self, shapes: Mapping[str, Shape], missing_ok: Collection[str] = ()) -> None:
         """Raises CheckpointError unless the directory contains exactly the tensors in `shapes`.
 
-        Rotary buffers and layers for multi-token prediction (DeepSeek-V3's MTP) are ignored. So is
-        `lm_head.weight` in value models and with tied embeddings; in the latter case it must equal
-        the embedding. If `score.weight` is missing, the value head is the only other tensor with
-        the same shape, whatever its name.
+        Rotary buffers and layers for multi-token prediction (DeepSeek-V3's MTP) are ignored.
+        `lm_head.weight` is also ignored in value models and with tied embeddings; with tied
+        embeddings, it must equal the embedding. If `score.weight` is missing, the only unknown
+        tensor of its shape is used as the value head, whatever its name.
         """
         if VALUE_HEAD in shapes and VALUE_HEAD not in self.shapes:
             self._find_value_head(shapes)

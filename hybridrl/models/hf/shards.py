@@ -63,15 +63,15 @@ def load_hf(
     *,
     missing_ok: Collection[str] = (),
 ) -> frozenset[str]:
-    """Reads a rank's part of an HF checkpoint into its tensors, and casts to their data types.
+    """Reads a rank's part of an HF checkpoint into the rank's tensors, cast to their types.
 
     Args:
         directory: The HF directory.
         layout: Layout of the rank.
         tensors: Local tensors by the layout's names. They are written in place; padding is set to
             zero.
-        shapes: Shape of every HF tensor of the model, as from `hf_shapes`; the directory must
-            contain exactly these.
+        shapes: Shape of every HF tensor of the model, as returned by `hf_shapes`; the directory
+            must contain exactly these.
         missing_ok: HF tensors that may be absent (such as a critic's `score.weight`) and are then
             left unchanged.
 
@@ -155,7 +155,7 @@ class HfPlaces:
         files = [SINGLE_FILE] if total == 1 else files
         self._headers: dict[
             str, tuple[bytes, int]
-        ] = {}  # by file: header, and size of the tensors in bytes
+        ] = {}  # for each file: header, and size of the tensors in bytes
         self._offsets: dict[str, tuple[str, int]] = {}
         for file, names in zip(files, shards, strict=True):
             self._lay_out(file, names)

@@ -18,8 +18,8 @@ from hybridrl.models.family import is_kept_in_fp32
 from hybridrl.models.hf.config_keys import NEUTRAL_KEYS
 from hybridrl.models.hf.directory import read_config
 
-# Keys for which null is a value rather than the architecture's default: one key-value head per
-# query head, no window, no cap, no latent for queries.
+# Keys for which null is a value of its own and does not select the architecture's default: one
+# key-value head per query head, no window, no cap, no latent for queries.
 NULL_IS_A_VALUE = (
     "num_key_value_heads",
     "sliding_window",
@@ -27,8 +27,8 @@ NULL_IS_A_VALUE = (
     "final_logit_softcapping",
     "q_lora_rank",
 )
-# Without this, transformers would set the architecture's tokens, which a small vocabulary may not
-# contain.
+# Without this, transformers would set the architecture's default special tokens, which may be
+# outside of a small vocabulary.
 NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 

@@ -23,7 +23,7 @@ BLOCK = ".mlp."  # transformers' name of a feed-forward layer, which may differ 
 def checkpoint_tensors(
     model: torch.nn.Module, hf_config: Mapping[str, Any], family: Family | None = None
 ) -> dict[str, Tensor]:
-    """Returns the model's live weights, parameters and buffers, by their names in the checkpoint.
+    """Returns a model's parameters and buffers (not copies), by their names in the checkpoint.
 
     Args:
         model: Model of transformers.

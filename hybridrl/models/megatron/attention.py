@@ -3,8 +3,8 @@
 Megatron's own local attention does not support packed sequences or context parallelism;
 `PackedAttention` supports both. It copies the sequences of a micro-batch into buckets of rows of
 equal length, one bucket per power of two. Padding therefore at most doubles the work, and one
-`scaled_dot_product_attention` call computes each bucket. Rows are padded at the end, which causal
-attention never reads.
+`scaled_dot_product_attention` call computes each bucket. Rows are padded at the end; causal
+attention never reads the padding.
 
 Samples may share the positions of a common prompt (MicroBatch.prefix_sequences). Each response is
 then a sequence that attends to the whole prompt, and causally to itself.
@@ -147,7 +147,7 @@ class PackedSequences(PackedSeqParams):
     `cu_seqlens_q` and `cu_seqlens_kv` count padded tokens of whole sequences, before context
     parallelism splits them. With shared prompts, they describe a single sequence of all positions,
     because Megatron needs them only for rotary angles, which heads.py then selects by position.
-    `model_inputs` are here so that they reach all layers, also when layers are recomputed
+    `model_inputs` are here so that they reach all layers, even when layers are recomputed
     (inputs.py).
     """
 
@@ -321,13 +321,13 @@ class PackedAttention(MegatronModule):
 
         Args:
             query: Packed local tokens [t, heads, d], or [s, b, heads, d].
-            key, value: The same with KV heads; values may have a different d.
+            key, value: Like `query`, but with KV heads; values may have a different d.
             attention_mask, attn_mask_type, attention_bias: Arguments from Megatron that are
                 ignored; only the causal mask is applied.
             packed_seq_params: Boundaries of packed sequences.
 
         Returns:
-            [t, heads * d], or [s, b, heads * d], where d is that of the values.
+            [t, heads * d], or [s, b, heads * d]; d is the head size of the values.
         """
         if packed_seq_params is None:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -428,7 +428,7 @@ def capped_attention(
         dropout: Dropout probability for the attention weights.
 
     Returns:
-        [n, heads, q, d], where d is that of the values.
+        [n, heads, q, d]; d is the head size of the values.
     """
     num_kv, num_queries = key.size(1), query.size(2)
     grouped = query.unflatten(1, (num_kv, -1))

@@ -84,8 +84,8 @@ def transformer_config(
     Args:
         family: Family that provides the model's arguments.
         hf_config: Content of the model's config.json.
-        layout: Parallel sizes. Sequence parallelism is on if tp > 1, because it saves memory at
-            equal traffic.
+        layout: Parallel sizes. Sequence parallelism is on if tp > 1, because it saves memory
+            without sending more bytes.
         dtype: Data type of parameters and activations.
         platform: Platform of this host.
         recompute: 'full' stores only layer inputs and recomputes everything else in the backward
@@ -119,8 +119,8 @@ def transformer_config(
             "recompute_num_layers": 1,
         }
     elif recompute == "selective" and has_experts and layers == "transformer_engine":
-        # Megatron rejects this for experts that run one by one; these use LeanMlp, like dense
-        # layers.
+        # Megatron rejects this for experts that run one by one; such experts use LeanMlp, like
+        # dense layers.
         keywords |= {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
     keywords |= family.transformer_config(hf_config)
     is_latent = "kv_lora_rank" in keywords

@@ -1,4 +1,4 @@
-"""Dispatches tokens by gathering, if ranks share both a layer's experts and a micro-batch.
+"""Dispatches tokens by an all-gather among ranks that share experts and a micro-batch.
 
 The methods are collective over the ranks that share a layer's experts. The host waits once per
 layer, for the number of tokens per expert, while the tokens are in transit.
@@ -57,8 +57,8 @@ def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:
     """Whether gathering is possible in this layout and sends no more than Megatron's all-to-all.
 
     It is possible if the ranks that share a layer's experts hold parts of the same micro-batch. It
-    sends no more if the number of these ranks does not exceed the number of experts per token.
-    `TrainLayout.gathers_tokens` implements the same rule for a layout.
+    sends no more bytes if the number of these ranks does not exceed the number of experts per
+    token. `TrainLayout.gathers_tokens` implements the same rule for a layout.
 
     Args:
         groups: Megatron's process groups of this rank.
@@ -72,7 +72,8 @@ def gathers(groups: ProcessGroupCollection, experts_per_token: int) -> bool:
 
 
 class GatheringDispatcher(MoEAllGatherTokenDispatcher):
-    """Megatron's MoEAllGatherTokenDispatcher (token_dispatcher.py, 0.16.1), reordered.
+    """Megatron's MoEAllGatherTokenDispatcher (token_dispatcher.py, 0.16.1) with operations
+    reordered.
 
     It counts the tokens per expert before the tokens arrive, and sorts routing weights together
     with the tokens. Megatron's version waits for the device twice while nothing is in transit, and

@@ -3,8 +3,8 @@
 The rest of the trainer never sees logits. Only this module deals with vocabulary padding,
 vocabulary parallelism and temperature: the softmax ignores padded columns, statistics are combined
 over the tensor-parallel group, and the backward pass recomputes logits chunk by chunk instead of
-storing them. The head computes only positions that predict a response token, because other
-statistics are not needed.
+storing them. The head computes only positions that predict a response token, because no other
+statistics are needed.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class TokenStats(NamedTuple):
     """Log-probability of the target, and entropy, at each packed position: nats, (S,) fp32.
 
     Positions that were not computed have zeros and no gradient. If further tokens were given, or
-    the most likely requested, `chosen_SK` are these tokens and `chosen_logp_SK` their
-    log-probabilities.
+    the most likely tokens were requested, `chosen_SK` contains these tokens and `chosen_logp_SK`
+    their log-probabilities.
     """
 
     logp_S: torch.Tensor
@@ -80,7 +80,7 @@ class _TokenStatsFunction(torch.autograd.Function):
         hidden_ND, shard_VD = hidden_SD.index_select(0, rows_N), weight_VD[:num_columns]
         local = ops.vocab_stats(hidden_ND, shard_VD, target_N, temperature, cap)
         largest = local.max_T.clone()
-        is_shared = group.size() > 1 and rows_N.numel() > 0  # these ranks have equal rows
+        is_shared = group.size() > 1 and rows_N.numel() > 0  # ranks of the group have equal rows
         if is_shared:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         shift = local.max_T - largest
@@ -219,7 +219,8 @@ class PackedModel(GPTModel):
     """Megatron's GPTModel for packed sequences with shared prompts and padding masks.
 
     If sequences share a prompt, rotary angles are selected by position. The padding mask, (1, S),
-    is split for sequence parallelism on every pipeline stage; Megatron splits it only on the first.
+    is split for sequence parallelism on every pipeline stage; Megatron itself splits it only on the
+    first stage.
 
     Attributes:
         scales: Constant factors in the model.
@@ -279,7 +280,7 @@ class PackedModel(GPTModel):
 
 
 class LanguageModel(PackedModel):
-    """Megatron's GPTModel, returning TokenStats for given target tokens.
+    """Megatron's GPTModel that returns TokenStats for given target tokens.
 
     Args:
         num_tokens: Size of the actual vocabulary; the softmax ignores the padded columns beyond it.
@@ -389,8 +390,8 @@ class ValueModel(PackedModel):
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # Every rank computes the same head for the same tokens, so its slice of the gradient is
-            # already complete.
+            # Every rank computes the same head for the same tokens, so each rank's slice of the
+            # gradient is already complete.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )

@@ -270,9 +270,9 @@ def transformer_engine_layer_spec(config: TransformerConfig) -> tuple[ModuleSpec
 
 
 def expert_layer_spec(kind: LayerKind, config: TransformerConfig, dense: ModuleSpec) -> ModuleSpec:
-    """Returns a layer like `dense` with a mixture of experts as feed-forward layer.
+    """Returns a copy of `dense` whose feed-forward layer is a mixture of experts.
 
-    The norm before it is separate, because the router also reads the norm's output.
+    The norm before the mixture is a separate module, because the router also reads its output.
     """
     spec = copy.deepcopy(dense)
     layer = spec.submodules
@@ -344,10 +344,11 @@ def shares_prompts(
     """Returns whether micro-batches store a prompt's tokens only once for all its samples.
 
     Args:
-        wanted: `train.share_prompts`. None shares prompts if that is possible and known to be
-            faster; torch's attention would build its mask on the host even for a GPU.
-        cp: Context-parallel size; with context parallelism, prompts cannot be shared, because it
-            splits every sequence.
+        wanted: `train.share_prompts`. If None, prompts are shared if this is possible and known to
+            be faster. Sharing is not faster with torch's layers on a GPU, because their attention
+            builds its mask on the host.
+        cp: Context-parallel size. If it exceeds 1, prompts cannot be shared, because context
+            parallelism splits every sequence.
         kind: Library that implements the layers.
         is_cpu: Whether the model runs on the CPU.
         modules: Modules of the model.
@@ -391,7 +392,7 @@ def begin_gradients(chunks: Iterable[Any], recompute: str) -> None:
     'full', all layers are recomputed, so gradients start before the first layer.
 
     Args:
-        chunks: Megatron's GPTModels, with frozen parameters marked.
+        chunks: Megatron's GPTModels, in which frozen parameters are already marked.
         recompute: `train.recompute`.
     """
     if recompute == "none":
@@ -428,8 +429,8 @@ def lean_mlp(submodules: MLPSubmodules) -> type:
 class LeanMlp(MLP):
     """Megatron's gated feed-forward layer that recomputes its activation in the backward pass.
 
-    The activation's output is a third of what a layer stores; recomputing it costs only two memory
-    reads and one write.
+    The activation's output is a third of what a layer stores for the backward pass; recomputing it
+    costs only two memory reads and one write.
     """
 
     def forward(
@@ -470,7 +471,7 @@ class LeanExperts(SequentialMLP):
 
 
 class GroupedExperts(TEGroupedMLP):
-    """Megatron's experts with transformer-engine's grouped matrix products, also without tokens.
+    """Megatron's experts with transformer-engine's grouped matrix products; accepts zero tokens.
 
     transformer-engine (2.11) crashes with a segmentation fault if no expert has a row. In that case
     the first expert computes a row of zeros, whose output is discarded and whose gradients are

@@ -22,7 +22,7 @@ def rms_norm(
     """Divides x, (..., width), by its root mean square, and multiplies by the weight, (width,).
 
     Args:
-        x: Input, in the weight's data type or a wider one.
+        x: Input, in the weight's data type or a wider type.
         eps: Constant added to the mean square.
         is_centered: Whether to multiply by 1 + weight in float32, as in Gemma; with 16 bits, the
             sum would lose small weights.

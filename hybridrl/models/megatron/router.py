@@ -2,9 +2,9 @@
 
 Megatron scales its auxiliary losses for a later division that hybridrl does not perform
 (calculate_per_token_loss with summed gradients, parallel/schedule.py), so this module computes its
-own. Each loss is a mean over all tokens in an update: a rank adds the sum over its own tokens,
-divided by `num_step_tokens`, and the gradient reduction sums over ranks. The loss therefore does
-not depend on the number of micro-batches or ranks. Padding is not counted.
+own losses. Each loss is a mean over all tokens in an update: a rank adds the sum over its own
+tokens, divided by `num_step_tokens`, and the gradient reduction sums over ranks. The loss therefore
+does not depend on the number of micro-batches or ranks. Padding is not counted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridrl.models.trainable import has_trained
 
 
 class Router(TopKRouter):
-    """Megatron's router, computed in fp32 (`moe_router_dtype`), which never drops tokens.
+    """Megatron's router; it computes in fp32 (`moe_router_dtype`) and never drops tokens.
 
     Attributes:
         aux_loss, z_loss: Coefficients of the losses; 0 turns a loss off.
@@ -36,7 +36,7 @@ class Router(TopKRouter):
         tokens_E: Number of tokens that each expert received on this rank since `clear`.
         entropy: Entropy of the expert scores, summed over these tokens, in nats.
         routed: Experts that the engine selected for the current micro-batch; None if the router
-            selects (router_replay.py).
+            selects them itself (router_replay.py).
         replayed: Replay counts since `clear`, as in `Counted`.
     """
 
@@ -210,10 +210,10 @@ def load_metrics(load: Tensor, experts_per_token: int) -> dict[str, float]:
 
     Returns:
         `max_load`: number of tokens of the busiest expert in any layer, as a multiple of the
-        layer's mean; 1 means perfectly even. `unused_experts`: number of experts without tokens,
-        over all layers. `routing_entropy`: entropy of the expert scores in nats, averaged over
-        tokens and layers. `max_load/layer_3` and `routing_entropy/layer_3` are the values for one
-        layer, numbered from 0.
+        layer's mean; 1 means perfectly even. `unused_experts`: number of experts that received no
+        token, summed over layers. `routing_entropy`: entropy of the expert scores in nats, averaged
+        over tokens and layers. `max_load/layer_3` and `routing_entropy/layer_3` are the values for
+        one layer, numbered from 0.
     """
     is_used_L = load[:, :-1].sum(1) > 0  # dense layers have no counts
     used = load[is_used_L]

@@ -164,7 +164,7 @@ class ReplayingLayer(TransformerLayer):
     """Megatron's layer, extended to pass the micro-batch's recorded experts to its router."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns what Megatron's layer returns."""
+        """Returns the output of Megatron's layer."""
         packed: Any = kwargs.get("packed_seq_params")
         self.mlp.router.routed = None if packed is None else RoutedExperts.of(packed.model_inputs)
         return super().forward(*args, **kwargs)
@@ -192,7 +192,7 @@ def check_layers(chunks: Iterable[torch.nn.Module]) -> None:
     """Checks that all layers with experts can replay recorded experts.
 
     Raises:
-        UserError: A layer cannot; the error names its class.
+        UserError: A layer cannot replay experts; the error names the layer's class.
     """
     for chunk in chunks:
         for part in chunk.modules():

@@ -52,8 +52,9 @@ def schedule(
         attention_length: See DEFAULT_ATTENTION_LENGTH.
 
     Returns:
-        `[dp_rank][micro_batch]` -> item indices. There are as few micro-batches as best-fit packing
-        finds; micro-batches are empty only if there are fewer items than micro-batches.
+        `[dp_rank][micro_batch]` -> item indices. The number of micro-batches is the smallest that
+        best-fit packing finds. Micro-batches are empty only if there are fewer items than
+        micro-batches.
 
     Raises:
         DataError: An item is longer than the budget.

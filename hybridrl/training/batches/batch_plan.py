@@ -44,7 +44,7 @@ class ModelInput:
 
     Args:
         whole: The complete micro-batch, on the CPU.
-        local: This context-parallel rank's positions of it, on the rank's device.
+        local: This context-parallel rank's positions of the micro-batch, on the rank's device.
         held_S: Indices of the local positions in the whole micro-batch.
         head: Input to the vocabulary head.
         packed: Sequence boundaries, for attention.
@@ -240,8 +240,7 @@ class BatchPlanner:
     def _on_ranks(self, assignments: Schedule, reports: bool = False) -> Tensor:
         """Returns which ranks compute each sample, (B, W) bool.
 
-        With `reports`, only one last-stage rank of each replica counts: the one that reports the
-        results.
+        If `reports`, only the last-stage rank that reports the results counts in each replica.
         """
         mesh, num_samples = self.mesh, sum(len(micro) for micros in assignments for micro in micros)
         found_BW = torch.zeros(num_samples, mesh.world.size, dtype=torch.bool)

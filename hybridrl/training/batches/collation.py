@@ -36,8 +36,9 @@ def micro_batch(
     """Packs samples of a batch one after another into a micro-batch.
 
     Args:
-        batch: Batch from any stage of a step; columns that it lacks become None.
-        indices: Samples in packing order; if empty, the micro-batch contains only padding.
+        batch: Batch from any stage of a step; columns that the batch lacks become None.
+        indices: Indices of samples in packing order; if empty, the micro-batch contains only
+            padding.
         pad_each: Each sample is padded to a multiple of this (2 cp if cp > 1, else 1).
         pad_total: A trailing sequence of padding fills the micro-batch up to a multiple of this (tp
             x 2 cp).

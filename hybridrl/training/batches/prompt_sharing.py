@@ -1,8 +1,8 @@
 """Groups samples of one prompt, so that a micro-batch stores its tokens only once. No torch.
 
 Samples of one prompt differ only in their responses. A unit of such samples stores the prompt once,
-except for the prompt's last token: each sample keeps a copy of that, because it predicts the
-sample's first response token. Units are packed and assigned to ranks as a whole.
+except for the prompt's last token: each sample keeps its own copy of that token, because it
+predicts the sample's first response token. Units are packed and assigned to ranks as a whole.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Unit:
 
     Args:
         samples: Sample indices in ascending order.
-        prefix: Number of leading tokens that only the first sample stores and all attend to; 0 if
-            there is only one sample.
+        prefix: Number of leading tokens that only the first sample stores, although all samples
+            attend to them; 0 if there is only one sample.
         lengths: Number of tokens in each sample, including the prefix.
     """
 
