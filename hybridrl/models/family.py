@@ -224,7 +224,7 @@ class ModelShape:
 
     @property
     def latent_dim(self) -> int | None:
-        """Elements cached per token and layer by latent attention; None without latent attention."""
+        """Elements that latent attention caches per token and layer; None without it."""
         return None if self.latent is None else self.latent.cached_dim
 
     @property
