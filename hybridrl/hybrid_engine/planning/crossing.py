@@ -45,8 +45,8 @@ class Way(NamedTuple):
 
 
 class _Pattern:
-    """The pieces that a node needs whose ranks have given target classes, numbered within each
-    receiver group.
+    """The pieces needed by a node whose ranks have the given target classes. Pieces are numbered
+    within each receiver group.
     """
 
     def __init__(self, joined: Join, classes: Sequence[int]) -> None:

@@ -55,8 +55,8 @@ def agree_on_all(
     dests: Sequence[Mapping[str, Tensor]],
     wire_dtype: torch.dtype,
 ) -> list[Direct]:
-    """Finds the operations of each plan that need no staging; collective, with two exchanges
-    however many plans there are.
+    """Finds the operations of each plan that need no staging; collective. The ranks communicate
+    twice, regardless of the number of plans.
 
     Args:
         plans: Plans that will be executed one after another.
@@ -140,8 +140,8 @@ class _SingleHops:
         """Returns the operations that both ends agreed on.
 
         Args:
-            granted: Operations that this rank granted.
-            answers: Operations that each rank granted.
+            granted: For each peer, the operations that this rank accepted.
+            answers: For each rank, the operations that it accepted.
         """
         elements: Counter[Stream] = Counter()
         for source, given in enumerate(answers):

@@ -56,7 +56,8 @@ class Demand:
         return self.senders[np.searchsorted(stops, items, side="right")].tolist()
 
     def edges_to(self, position: int) -> np.ndarray:
-        """Returns 0, the indices of the items at which a receiver's sender changes, and `count`.
+        """Returns the boundaries of the runs of items with one sender: starts with 0, ends with
+        `count`.
 
         Args:
             position: Index of the receiver in `receivers`.

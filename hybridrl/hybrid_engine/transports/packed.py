@@ -3,9 +3,9 @@
 Who waits for whom: `run` is collective. In every exchange a rank packs its messages, exchanges them
 with its peers in that exchange only, and unpacks the received ones. All ranks run the same
 exchanges in the same order (chunks.py). In an exchange, a rank sends at most one message to each
-peer, and both know its content. If several ranks of a node need the same data from another node,
-one of them receives it and forwards it in the next exchange, before its receive buffer is
-overwritten.
+peer, and sender and receiver know the message's content. If several ranks of a node need the same
+data from another node, one of them receives it and forwards it in the next exchange, before its
+receive buffer is overwritten.
 
 Blocks of at least 32 MiB that are contiguous in both source and destination are sent without
 staging, as one group of messages that overlaps the exchanges (direct.py).

@@ -1,8 +1,8 @@
-"""The `sglang` engine: SGLang's scheduler in this process, its live parameters written in place.
+"""The `sglang` engine: runs SGLang's scheduler in this process and receives weights in place.
 
-Owns requests in SGLang's continuous batching; their tokens stay in SGLang's own requests until they
-are needed. common/packaged_engine.py owns the part shared with other packages, sglang/start.py the
-start of SGLang, and sglang/scheduler.py runs its loop.
+Owns the requests that SGLang is processing. Drawn tokens stay in SGLang's own request objects until
+they are needed. common/packaged_engine.py contains the code shared with other packages,
+sglang/start.py starts SGLang, and sglang/scheduler.py runs SGLang's loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybridrl.rollout.sglang.shared_prompts import SharedPrompts
 from hybridrl.rollout.sglang.start import LiveEngine, start, stop
 
 # Number of turns without a batch after which SGLang's loop is considered stuck. A single empty turn
-# can occur while the previous batch's tokens are awaited.
+# is normal while SGLang waits for the previous batch's tokens.
 MAX_EMPTY_TURNS = 3
 COPIES = LatentCopies("w_kc", "w_vc", "num_local_heads")
 
@@ -39,7 +39,7 @@ class _Running:
 
     Args:
         request: SGLang's own request.
-        num_taken: Number of its drawn tokens that were copied to `row`.
+        num_taken: Number of drawn tokens that were already copied to `row`.
     """
 
     row: RunningRequest
@@ -62,7 +62,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         layout = self._placement
         self._running: dict[int, _Running] = {}  # by request id
         self._shared_prompts = SharedPrompts()
-        # Requests with stop strings, and requests that ended at one but are still in SGLang.
+        # `_by_text`: requests with stop strings. `_leaving`: requests that ended at a stop string,
+        # but which SGLang has not ended yet.
         self._by_text: set[int] = set()
         self._leaving: set[int] = set()
         self._num_empty_turns = 0
@@ -91,7 +92,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     def finish_update(self, version: int) -> None:
         super().finish_update(version)
-        if self._device.type != "cpu":  # weights were written on another stream than SGLang's
+        if self._device.type != "cpu":  # SGLang uses another stream than the update
             torch.cuda.synchronize(self._device)
 
     def _forget_cache(self) -> None:
@@ -101,15 +102,15 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         self._record([running.request for running in self._running.values()])
 
     def _record(self, requests: Sequence[Any], num_tokens: int | None = None) -> None:
-        """Records the experts of unfinished requests while they have slots, for the first
-        `num_tokens` of prompt and response (all if None).
+        """Records the experts of unfinished requests for the first `num_tokens` tokens of prompt
+        and response (None for all). The requests must still have their slots.
         """
         if self._experts is None:
             return
         rows: list[tuple[Any, RunningRequest, int]] = []
         for request in requests:
             running = self._running.get(int(request.rid))
-            # Before the first token, the prompt may not be computed yet.
+            # Until the first token is drawn, the prompt may not be completely computed.
             if running is not None and request.output_ids:
                 every = len(request.origin_input_ids) + len(request.output_ids)
                 rows.append((request, running.row, num_tokens or every))
@@ -134,7 +135,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     def _decode(self) -> tuple[list[str], list[int]]:
         scheduler = self._scheduler
-        # No random generator needs restoring: nothing here draws from one.
+        # Nothing here draws from torch's random generators, so their states need not be restored.
         with torch.no_grad():
             if len(self._running) < len(self._rows):
                 self._begin_queued()
@@ -144,7 +145,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._end(request)
         self._end_by_text()
         if scheduler.has_wrong_logp:
-            self._take_drawn()  # raises unless the row's request was dropped
+            self._take_drawn()  # raises an error unless the affected request was dropped
             scheduler.has_wrong_logp = False
         is_empty = not ended and not scheduler.last_batch
         self._num_empty_turns = self._num_empty_turns + 1 if is_empty else 0
@@ -154,8 +155,9 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return drawn
 
     def _begin_queued(self) -> None:
-        """Passes queued requests to SGLang in order, but no more than it decodes together. If
-        several have the same prompt, only one of them starts until that prompt is computed.
+        """Passes queued requests to SGLang in order, until SGLang has `max_batch` requests. If
+        several requests have the same prompt, one of them starts first and the others wait until
+        SGLang has computed the prompt.
         """
         started = self._running.keys() | self._leaving
         if (room := self._settings.max_batch - len(started)) <= 0:
@@ -166,14 +168,14 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._add(request.request_id, self._rows[request.request_id])
 
     def _is_computing_prompt(self, request_id: int) -> bool:
-        """Whether SGLang has a request but has drawn no token for it. When it draws the first
-        token, the prompt is in the cache.
+        """Whether a request was passed to SGLang, but SGLang has drawn no token for it. Once the
+        first token is drawn, the prompt is in the cache.
         """
         running = self._running.get(request_id)
         return running is not None and not running.request.output_ids
 
     def _add(self, request_id: int, row: RunningRequest) -> None:
-        """Passes a request to SGLang; its tokens so far become part of the prompt."""
+        """Passes a request to SGLang; tokens that it already has become part of SGLang's prompt."""
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
         request = TokenizedGenerateReqInput(
@@ -200,8 +202,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._by_text.add(request_id)
 
     def _end_by_text(self) -> None:
-        """Ends requests whose text has a stop string, which SGLang does not detect. SGLang draws
-        one more token for them, which is ignored.
+        """Ends requests whose text contains a stop string, because SGLang does not detect stop
+        strings. The one additional token that SGLang draws for each such request is ignored.
         """
         for request_id in sorted(self._by_text):
             running = self._running[request_id]
@@ -217,8 +219,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             end_soon(running.request)
 
     def _text_end(self, running: _Running) -> int:
-        """Returns the length of a response up to the token that completes a stop string, searching
-        only tokens that were not copied yet; 0 if there is none.
+        """Returns the length of a response up to the token that completes a stop string, or 0 if no
+        token does. Searches only tokens that were not copied yet.
         """
         row, strings = running.row, running.row.request.sampling.stop_strings
         tokens = [*row.tokens, *running.request.output_ids[running.num_taken :]]
@@ -228,7 +230,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return next((end for end in ends if found(tokens[:end], strings)), 0)
 
     def _end(self, request: Any) -> None:
-        """Copies the last tokens of a request that SGLang has ended, and keeps its completion."""
+        """Copies the last tokens of a request that SGLang has ended, and stores the completion."""
         request_id = int(request.rid)
         if request_id in self._leaving:
             self._leaving.remove(request_id)
@@ -259,7 +261,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             return None
         self._check_logps(logps, lambda _: running.row.request.request_id)
         if running.row.request.sampling.stop_strings:
-            for token, logp in zip(tokens, logps, strict=True):  # any of them may be the last
+            for token, logp in zip(tokens, logps, strict=True):  # any token may end the response
                 running.num_taken += 1
                 completion = running.row.append(token, logp, self._version)
                 if completion is not None:

@@ -35,13 +35,13 @@ def server_arguments(
     weight_bytes: int,
     device_memory: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Returns keywords of SGLang's ServerArgs, which have the same meaning in all supported
-    versions.
+    """Returns keyword arguments for SGLang's ServerArgs. They have the same meaning in all
+    supported versions.
 
     Args:
         weight_bytes: Bytes of this rank's parameters.
-        device_memory: Minimum free bytes over all engines' GPUs (because all must choose the same
-            sizes), and a GPU's total bytes; None on CPU.
+        device_memory: Lowest number of free bytes on any engine's GPU (all engines must choose the
+            same sizes), and a GPU's total bytes; None on CPU.
     """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,
@@ -64,19 +64,21 @@ def server_arguments(
     if device_memory is None:
         return arguments | _cpu_arguments(settings, per_token)
     if shape.moe is not None:
-        # Other kernels transpose or pack experts, or reorder gate and up.
+        # Other kernels would transpose or pack the experts' weights, or swap gate and up.
         arguments["moe_runner_backend"] = "triton"
     return arguments | {
         "device": "cuda",
         "enable_memory_saver": True,
         "disable_cuda_graph": settings.eager,
         "cuda_graph_max_bs": settings.max_batch,
-        # Graphs for prompts would be compiled for every size, which takes minutes at the start.
-        # They would not save this time later, because prompts take a small part of a rollout.
+        # SGLang would compile graphs for prompts in every size, which takes minutes at the start.
+        # The graphs would not save that much time later, because prompts take a small part of a
+        # rollout.
         "disable_piecewise_cuda_graph": True,
         # For some mixtures on Hopper, SGLang (0.5.16) fuses all-reduce and normalization into a
         # kernel that is compiled at the first start and needs NVLink multicast memory. On two H200
-        # with multicast off, the start had not ended after four minutes. Not tested with it on.
+        # with multicast off, the start had not ended after four minutes. Not tested with multicast
+        # on.
         "enforce_disable_flashinfer_allreduce_fusion": True,
         "chunked_prefill_size": max(GPU_CHUNK, 2 * settings.max_batch),
         "max_total_tokens": _tokens(settings, per_token),
@@ -109,17 +111,18 @@ def longest_request(num_tokens: int) -> int:
 
 
 def _tokens(settings: EngineSettings, per_token: int, most: int | None = None) -> int:
-    """Returns the tokens of the KV cache, no more than requests can fill, so that it is mapped
-    quickly.
+    """Returns the number of tokens that the KV cache can store. The cache is no larger than
+    requests can fill, so that it is mapped quickly.
     """
     if settings.kv_cache_bytes:
         return max(1, settings.kv_cache_bytes // per_token)
-    block = settings.max_tokens + SPARE_TOKENS  # one request; SGLang allocates single tokens
+    # Tokens of one request. SGLang allocates single tokens, not blocks.
+    block = settings.max_tokens + SPARE_TOKENS
     return block * kv_cache_blocks(settings, block * per_token, block, most)
 
 
 def _static_share(settings: EngineSettings, weight_bytes: int, free: int, total: int) -> float:
-    """Returns the share of the memory that is free now for weights and KV cache.
+    """Returns which share of the currently free memory weights and KV cache may occupy.
 
     SGLang measures free memory after loading the weights, and sizes the cache so that the rest
     stays free. `max_total_tokens` limits the cache as well.

@@ -1,4 +1,4 @@
-"""Repairs SGLang's longrope: uses one table of angles for all positions, whatever the batch."""
+"""Fixes SGLang's longrope: uses one table of angles for all positions in all batches."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hybridrl.errors import ModelError
 
 
 def settle_longrope(model: torch.nn.Module, version: str) -> None:
-    """Makes every position use its row in a single table; must run before graphs are captured.
+    """Makes every position use one table of angles; must run before CUDA graphs are captured.
 
     If any position in a batch exceeds the original length, SGLang (0.5.12 to 0.5.16) uses the table
     of long factors for the whole batch, so that a request's result depends on other requests. A run

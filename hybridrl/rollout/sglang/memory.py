@@ -1,9 +1,9 @@
 """Allocates SGLang's weights and KV cache in memory that can be released and lent.
 
-SGLang itself uses torch_memory_saver for this purpose, which does not expose driver handles. If
-csrc/ was compiled, SGLang instead allocates in memory pools with this package's allocator
-(csrc/engine_pool.cpp), and common/engine_memory.py releases their pieces. Otherwise
-torch_memory_saver releases memory, and no memory can be lent.
+By default, SGLang releases memory with torch_memory_saver, which does not expose driver handles. If
+csrc/ was compiled, this module makes SGLang allocate in memory pools with this package's allocator
+(csrc/engine_pool.cpp) instead, and common/engine_memory.py releases the pieces of these pools.
+Without csrc/, torch_memory_saver releases the memory, and the engine cannot lend any.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ from hybridrl.rollout.common.engine_memory import (
 from hybridrl.rollout.common.process_state import keep_generators, replaced
 from hybridrl.rollout.sglang.version import NAME
 
-BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")  # in SGLang's pools, a tensor for each layer
+# Attributes of SGLang's KV pools; each has one tensor per layer.
+BUFFERS = ("k_buffer", "v_buffer", "kv_buffer")
 
 
 @dataclass
 class PoolPiece:
-    """Implements `EnginePiece` over csrc/engine_pool.cpp, which releases the handle that the last
-    call of `set_engine_piece` gave it.
+    """Implements `EnginePiece` for memory that csrc/engine_pool.cpp allocates. That allocator
+    finally releases the handle that it received in the last call of `set_engine_piece`.
     """
 
     address: int
@@ -72,9 +73,9 @@ class EnginePools:
         """Within the `with` block, new tensors are allocated in this tag's pool. SGLang calls this
         method once for weights and any number of times for the KV cache.
 
-        At the end of the region of weights, temporary memory of loading is released, since SGLang
-        then measures free memory for its cache. Raises RuntimeError if weights are allocated a
-        second time: torch would reuse pieces that were released.
+        When the region for weights ends, memory that only loading needed is released, because
+        SGLang then measures free memory to size its KV cache. Raises RuntimeError if the pool was
+        closed, because torch would reuse pieces that were released.
         """
         if tag in self._closed:
             raise RuntimeError(f"SGLang allocates {tag} after its pool was closed")
@@ -89,7 +90,7 @@ class EnginePools:
                     give_back(piece, self._mapping)
 
     def close(self) -> list[PoolPiece]:
-        """Ends allocation; returns the mapped pieces of both pools, by address."""
+        """Closes both pools to new tensors, and returns their mapped pieces in order of address."""
         self._closed.update(self._pools)
         return self._pieces()
 
@@ -101,7 +102,7 @@ class EnginePools:
             if tuple(segment["segment_pool_id"]) in tags
         }
         tell = self._operations.set_engine_piece
-        table = self._operations.engine_pieces()  # address, bytes and handle of each
+        table = self._operations.engine_pieces()  # address, size and handle of each piece
         return [
             PoolPiece(address, num_bytes, tag_of[address], handle, tell)
             for address, num_bytes, handle in zip(table[::3], table[1::3], table[2::3], strict=True)
@@ -123,15 +124,16 @@ def engine_pools(device: torch.device) -> EnginePools | None:
 def _allocator() -> Any:
     names = "hybridrl_make_engine_memory", "hybridrl_end_engine_memory"
     found = torch.cuda.memory.CUDAPluggableAllocator(compiled_library(), *names).allocator()
-    # Pools of torch 2.11 keep no reference to the allocator, but call it at their end.
+    # In torch 2.11, a pool keeps no reference to its allocator, but calls the allocator when the
+    # pool is destroyed.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(found))
     return found
 
 
 @contextlib.contextmanager
 def _without_expandable_segments() -> Iterator[None]:
-    """Disables expandable segments temporarily if the user enabled them: torch would allocate
-    without the pool's allocator.
+    """Disables expandable segments temporarily if the user enabled them, because torch would bypass
+    the pool's allocator.
     """
     names = "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"
     is_set = any("expandable_segments:True" in os.environ.get(name, "") for name in names)
@@ -146,8 +148,8 @@ def _without_expandable_segments() -> Iterator[None]:
 
 @contextlib.contextmanager
 def allocated_in(pools: EnginePools | None, device: torch.device) -> Iterator[None]:
-    """Makes an engine that starts inside allocate in these pools. If `pools` is None, SGLang
-    allocates, on GPUs with torch_memory_saver.
+    """Makes an engine that starts within the `with` block allocate its memory in `pools`. If
+    `pools` is None, SGLang allocates the memory itself, on GPUs with torch_memory_saver.
     """
     if pools is None:
         if device.type != "cpu":
@@ -159,7 +161,7 @@ def allocated_in(pools: EnginePools | None, device: torch.device) -> Iterator[No
     create = TorchMemorySaverAdapter.create
 
     def adapter(enable: bool) -> Any:
-        found: Any = create(enable=False)  # a no-op adapter, with ordinary capture of graphs
+        found: Any = create(enable=False)  # does nothing; CUDA graphs are captured as usual
         if enable:
             found.region = pools.region
         return found
@@ -175,11 +177,12 @@ def sleeping_memory(
     in_part: Sequence[Tensor],
     cache_bytes: int,
 ) -> SleepingMemory:
-    """Returns the memory of a started engine. Raises UserError if its KV cache is outside the
-    pools.
+    """Returns the object that releases and restores a started engine's memory. Raises UserError if
+    the engine's KV cache is outside the pools.
 
     Args:
-        whole, in_part: Parameters that an update writes completely, and in part.
+        whole, in_part: Parameters that a weight update overwrites completely, and parameters that
+            it overwrites only in part.
     """
     if live.pools is None:
         return SaverMemory(live.scheduler, device)
@@ -189,13 +192,15 @@ def sleeping_memory(
 
 
 def caches_of(scheduler: Any) -> list[Tensor]:
-    """Returns keys and values of all layers."""
+    """Returns the cached keys and values of all layers."""
     pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
     return [one for name in BUFFERS for one in getattr(pool, name, None) or ()]
 
 
 class SaverMemory:
-    """Implements `SleepingMemory` with SGLang's own calls, while its scheduler has no requests."""
+    """Implements `SleepingMemory` with SGLang's own functions. SGLang's scheduler must have no
+    requests when a method is called.
+    """
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
         self._scheduler, self._device = scheduler, device
@@ -212,12 +217,13 @@ class SaverMemory:
             self.is_asleep = True
 
     def wake_up(self, tag: str) -> None:
-        """Maps memory for this tag; the KV cache must be mapped last."""
+        """Maps the memory for `tag` again; the KV cache must be mapped last."""
         if not self.is_asleep:
             return
         self._call("resume", [tag])
         if tag == KV_CACHE:
-            # New memory has arbitrary content, and padding rows of a captured batch read slot 0.
+            # Padding rows of a captured batch read row 0, and newly mapped memory has arbitrary
+            # content.
             self._scheduler.req_to_token_pool.req_to_token.zero_()
             self.is_asleep, self.released_bytes = False, 0
 
@@ -237,11 +243,13 @@ class SaverMemory:
 
 
 def _choose_memory_saver() -> None:
-    """Makes SGLang release memory through torch's own pools, which may be freed at any time.
+    """Selects the mode of torch_memory_saver that uses torch's own memory pools, and ensures that
+    these pools may be freed at any time.
 
-    torch_memory_saver's other mode needs a library that is loaded before Python. In the torch mode,
-    the library aborts the process if a pool is freed outside of its regions, as torch does at exit.
-    It only handles allocations in its pools, so this thread may stay inside a region.
+    The other mode needs a library that is loaded before Python starts. In the torch mode,
+    torch_memory_saver aborts the process if a pool is freed outside of a region, and torch frees
+    pools at exit. This thread therefore stays inside a region, which affects only allocations in
+    these pools.
     """
     from torch_memory_saver import torch_memory_saver as saver
 

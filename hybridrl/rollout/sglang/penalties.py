@@ -6,9 +6,9 @@ response when a request is retracted or continued, and they apply penalties in a
 running batch than to a single request.
 
 Each request with penalties has a row in a table. Every pass over its prompt rewrites the row from
-the tokens on the host. Each draw adds its token on the device, even before the host knows the
-token. If tokens are discarded, the next pass over the prompt removes them from the row. Invariant:
-before a draw, the row contains all earlier tokens.
+the tokens on the host. Each draw adds the drawn token to the row on the device, even before the
+host knows the token. If tokens are discarded, the next pass over the prompt removes them from the
+row. Invariant: before a draw, the row contains all earlier tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ from hybridrl.rollout.engine import Request, SamplingParams
 
 
 class _Penalized(NamedTuple):
-    """A request with penalties; `num_prompt` of SGLang's prompt tokens are its own prompt."""
+    """A request with penalties. The first `num_prompt` tokens of SGLang's prompt are the request's
+    own prompt; the others are response tokens from before.
+    """
 
     sampling: SamplingParams
     num_prompt: int
@@ -43,7 +45,7 @@ class _Batch(NamedTuple):
     Args:
         names: SGLang's names of all requests of the batch.
         row_K: Positions of these rows in the batch; None if all rows have penalties.
-        slot_K: Their rows of the table.
+        slot_K: Rows of the table that belong to these requests.
     """
 
     names: list[str]
@@ -55,8 +57,8 @@ class _Batch(NamedTuple):
 class TokenTable:
     """Tokens of requests with penalties, and the penalties' effect on logits.
 
-    It costs nothing while there are no such requests. Requests are identified by SGLang's names.
-    Passes must be computed one after another, on one stream.
+    The table costs nothing while no request has penalties. Requests are identified by SGLang's
+    names. Passes must be computed one after another, on one stream.
     """
 
     def __init__(self) -> None:

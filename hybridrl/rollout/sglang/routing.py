@@ -2,7 +2,7 @@
 
 SGLang's own recorder copies each step's experts to pinned host memory, which hosts without GPUs do
 not have. This recorder replaces it and stores experts on the device (common/experts_by_slot.py).
-They are read before a request loses its slots and before the weights change.
+The experts are read before a request loses its slots and before the weights change.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RecordedExperts:
         )
 
     def on_forward_end(self, forward_batch: Any, *args: Any, **kwargs: Any) -> None:
-        """Called by SGLang at the end of a pass, in the pass's stream."""
+        """Called by SGLang at the end of a pass, on the pass's stream."""
         slots_T = forward_batch.out_cache_loc
         self._by_slot.write_all(slots_T, self._of_pass[: len(slots_T)])
 
@@ -63,21 +63,21 @@ class RecordedExperts:
         self, req_pool_idx: int, seqlen: int, req_to_token_pool: Any, start_len: int = 0
     ) -> Array:
         """Called by SGLang to read a finished request's experts before its slots are freed. The
-        last token was not in any forward pass.
+        last token has no experts, because no forward pass has processed it.
         """
         del start_len
         return self._by_slot.read(req_to_token_pool.req_to_token[req_pool_idx, : seqlen - 1])
 
     def record(self, rows: Iterable[tuple[Any, RunningRequest, int]], pool: Any) -> None:
-        """Records new experts of unfinished requests, before their slots are freed. A sync point if
-        there are new ones.
+        """Records new experts of unfinished requests, before their slots are freed. This is a sync
+        point if any experts are new.
 
         A retracted request that is computed again has slots only for its recomputed tokens.
         Everything else was recorded when it was retracted.
 
         Args:
-            rows: SGLang's request, its row, and its number of prompt and response tokens, of which
-                the last was in no finished pass.
+            rows: SGLang's request, its row, and its number of prompt and response tokens, the last
+                of which no finished pass has processed.
             pool: SGLang's `req_to_token_pool`.
         """
         found: list[RunningRequest] = []

@@ -5,9 +5,9 @@ so they belong to another distribution than the one that was drawn from. Its per
 only in its deterministic mode, which also changes attention kernels and disables graphs. And it
 applies top-p to the whole distribution instead of only to the tokens that top-k keeps.
 
-A request's seed and whether it is greedy are stored in SGLang's batch tensors, which SGLang filters
-and merges as requests come and go: as `sampling_seed`, and as `min_p` = 1, which this package does
-not use otherwise.
+SGLang's batch tensors store each request's seed (`sampling_seed`) and whether the request is greedy
+(`min_p` = 1; this package does not use `min_p` otherwise). SGLang filters and merges these tensors
+when requests start and end.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class SeededSampler(torch.nn.Module):
         tokens_B, logp_B = draw_rows(logits_BV, rows, seed_B, positions.long())
         self._token_table.note(tokens_B)
         if rows.are_all_greedy:
-            # A request with top-k 1 has log-probability 0; multiplying keeps a NaN.
+            # With top-k 1 the log-probability is 0; multiplying by 0 keeps a NaN, assigning 0 would
+            # not.
             logp_B = torch.where(is_greedy_B, logp_B, logp_B * 0.0)
         if return_logprob:
             logits_output.next_token_logprobs = logp_B

@@ -2,8 +2,9 @@
 threads.
 
 The loop is interrupted after one turn, when it tries to receive requests again. Results are read
-from the requests. Replaces these parts: sockets, the receiver of requests, the sender of tokens,
-the watchdog, checks of idle servers, and the processing of a token that does not end its request.
+from SGLang's request objects. This module replaces SGLang's sockets, its receiver of requests, its
+sender of tokens, its watchdog, its checks of idle servers, and its processing of tokens that do not
+end a request.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from hybridrl.rollout.sglang.routing import RecordedExperts, make_current
 
 
 class _TurnIsOverError(Exception):
-    """Raised when the loop receives requests a second time."""
+    """Raised when the loop asks for requests a second time, to end the turn."""
 
 
 class _Silence:
@@ -44,27 +45,28 @@ def without_watchdog() -> Iterator[None]:
 
 
 def make_scheduler(server_args: Any, tp_rank: int, ep_rank: int, gpu_id: int) -> Any:
-    """Returns a new scheduler with model, cache and graphs; SGLang's groups must exist."""
+    """Returns a new scheduler with its model, KV cache and CUDA graphs."""
     from sglang.srt.managers.scheduler import Scheduler
 
     driven = type("DrivenScheduler", (_Driven, Scheduler), {"token_table": TokenTable()})
-    # SGLang reads only this port and never opens it, since the process group exists already.
+    # SGLang reads only `nccl_port`, and does not open it because a process group already exists.
     ports = SimpleNamespace(nccl_port=0)
     others = 0, 0, 0, None  # ranks: pipeline, attention context, MoE data, data parallel
     return driven(server_args, ports, gpu_id, tp_rank, ep_rank, *others)
 
 
 class _Driven:
-    """Overrides of a scheduler that is driven by `turn`. It precedes SGLang's class, which has all
-    attributes that are not defined here.
+    """Overrides of SGLang's scheduler that let the caller run its loop with `turn`.
+    `make_scheduler` combines this class with SGLang's class, which defines all other attributes.
     """
 
     running_batch: Any
     recorder: RecordedExperts | None = None
     before_release: Callable[[Any], None]
     token_table: TokenTable
-    # Results that the owner reads and resets: requests that ended, in order; names of requests and
-    # the token that each drew, if `reports_drawn`; whether some log-probability was invalid.
+    # Results that the owner reads and resets. `ended`: requests that ended, in order. `drawn`:
+    # names of requests and the token drawn for each, if `reports_drawn`. `has_wrong_logp`: whether
+    # any log-probability was invalid.
     ended: list[Any]
     drawn: tuple[list[str], list[int]]
     reports_drawn = False
@@ -98,7 +100,7 @@ class _Driven:
         )
 
     def recv_requests(self) -> list[Any]:
-        """Returns no requests, once per turn; requests are added between turns."""
+        """Returns an empty list once per turn, because requests are added between turns."""
         if not self._turn_begins:
             raise _TurnIsOverError
         self._turn_begins = False
@@ -108,11 +110,11 @@ class _Driven:
         """Sends nothing: tokens are read from the requests."""
 
     def on_idle(self) -> None:
-        """Does nothing; a server without requests would check its pools here."""
+        """Does nothing. SGLang's own method checks memory pools while a server has no requests."""
 
     @property
     def result_queue(self) -> Any:
-        """Batches in flight. The loop assigns a new queue at its start, which is ignored."""
+        """Batches in flight. The setter ignores the queue that the loop assigns at its start."""
         return self.__dict__.setdefault("_batches_under_way", deque())
 
     @result_queue.setter
@@ -125,7 +127,7 @@ class _Driven:
         return hasattr(super(), "init_request_receiver")
 
     def prepare_turns(self) -> None:
-        """Creates the streams that SGLang creates at the start of its loop."""
+        """Creates the streams that SGLang itself would create at the start of its loop."""
         self.ended, self.drawn = [], ([], [])
         self.is_overlapped = self.enable_overlap
         self._streams = contextlib.nullcontext
@@ -148,16 +150,16 @@ class _Driven:
             loop()
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a batch, after telling the token table its requests."""
+        """Passes the batch's requests to the token table, then runs the batch."""
         self.token_table.prepare(batch.reqs, not batch.forward_mode.is_decode())
         return super().run_batch(batch, *args, **kwargs)  # type: ignore[misc]
 
     def process_batch_result(self, batch: Any, result: Any) -> None:
         """Stores the tokens that a batch drew, and ends requests.
 
-        In a decode batch, SGLang's own code runs only for requests that end. For a token that does
-        not end its request, SGLang's code takes a dozen unneeded steps, for one request after
-        another. On the host this takes longer than a small model's forward pass on the GPU.
+        In a decode batch, SGLang's own code runs only for requests that end. For any other request,
+        SGLang's code would execute a dozen unneeded steps. Executing them on the host takes longer
+        than a small model's forward pass on the GPU.
         """
         if not batch.forward_mode.is_decode():
             with _without_insert(batch, result):
@@ -192,7 +194,9 @@ class _Driven:
             self.drawn[1].extend(tokens)
 
     def update_running_batch(self, batch: Any) -> Any:
-        """Calls `before_release` with each request that is retracted to free its slots."""
+        """Updates the batch; calls `before_release` before SGLang retracts a request to free its
+        slots.
+        """
         if self.recorder is None:
             return super().update_running_batch(batch)  # type: ignore[misc]
         release = batch.release_req
@@ -213,13 +217,14 @@ class _Driven:
         queued = self.waiting_queue[-1] if self.waiting_queue else None
         if queued is None or queued.rid != request.rid:
             raise RuntimeError(f"SGLang did not queue request {request.rid}")
-        # No log-probabilities of the prompt, or of earlier tokens of a retracted request.
+        # Disables log-probabilities for the prompt, which contains earlier tokens of a retracted
+        # request.
         queued.logprob_start_len = -1
         return queued
 
     def forget_requests(self) -> None:
-        """Drops all requests and the KV cache, including its prefixes."""
-        make_current(None)  # the owner has recorded dropped requests already
+        """Drops all requests and clears the KV cache, including cached prefixes."""
+        make_current(None)  # the owner has already recorded the experts that it needs
         with self._streams():
             while self.result_queue:
                 batch, result = self.result_queue.popleft()
@@ -245,10 +250,10 @@ class _Driven:
 
 @contextlib.contextmanager
 def _without_insert(batch: Any, result: Any) -> Iterator[None]:
-    """Does not insert prompts that are in the cache except for their last token, as for most
-    samples of a prompt.
+    """Prevents SGLang from inserting a prompt into the cache if the cache already contains all of
+    its tokens except the last. This is the case for most samples of a prompt.
 
-    Looking that token up takes a dozen device operations for each request.
+    Inserting such a prompt would take a dozen device operations per request.
     """
     lengths = result.extend_input_len_per_req or ()  # None without log-probabilities
     found = [request for request, num in zip(batch.reqs, lengths, strict=False) if num == 1]
@@ -258,14 +263,15 @@ def _without_insert(batch: Any, result: Any) -> Iterator[None]:
         yield
     finally:
         for request in found:
-            request.skip_radix_cache_insert = False  # their responses are inserted
+            request.skip_radix_cache_insert = False  # to insert their responses later
 
 
 def keep_tokens(
     requests: Sequence[Any], tokens: Sequence[int], logps: Sequence[float]
 ) -> list[int]:
-    """Adds drawn tokens to SGLang's requests, except for requests that end with them; returns the
-    positions of those. Ignores requests that ended or were retracted while the batch was in flight.
+    """Appends each drawn token to its request, unless the token ends the request. Returns the
+    positions of the requests that end. Ignores requests that ended or were retracted while the
+    batch was in flight.
     """
     ending, is_new = [], hasattr(requests[0], "logprob")  # as in `drawn_logps`
     for place, request in enumerate(requests):
@@ -287,7 +293,9 @@ def keep_tokens(
 
 
 def rows_of(batch: Any, result: Any, places: list[int]) -> tuple[Any, Any]:
-    """Returns a part of a decode batch, and of its result, which is on the host."""
+    """Returns a decode batch and its result, reduced to the requests at `places`. The result must
+    already be on the host.
+    """
     batch, result = copy.copy(batch), copy.copy(result)
     batch.reqs = [batch.reqs[place] for place in places]
     output = result.logits_output = copy.copy(result.logits_output)
@@ -305,7 +313,7 @@ def end_soon(request: Any) -> None:
 
 
 def drawn_logps(request: Any) -> list[float]:
-    """Returns the log-probabilities of a request's tokens so far."""
+    """Returns the log-probabilities of the tokens drawn for a request so far."""
     holder = getattr(request, "logprob", None)  # used by newer versions
     logps: list[float] = (request if holder is None else holder).output_token_logprobs_val
     return logps

@@ -17,7 +17,7 @@ from hybridrl.rollout.engine import Request
 # few hundred tokens in the time in which it reads the weights, and for a small model a few hundred
 # more while the host prepares the pass.
 WORTH_TOKENS = 1024
-# Two passes: one is computed while the host processes the previous one.
+# Enough for two passes: the GPU computes one while the host processes the previous one.
 AHEAD_TOKENS = 16384
 
 
@@ -32,8 +32,8 @@ class SharedPrompts:
 
     def __init__(self, worth_tokens: int = WORTH_TOKENS, ahead_tokens: int = AHEAD_TOKENS) -> None:
         self._worth_tokens, self._ahead_tokens = worth_tokens, ahead_tokens
-        # While requests wait: a number for each prompt and each request's prompt number, since
-        # hashing a long prompt takes time; and the request that computes each prompt.
+        # State while requests wait: the number of each prompt, the prompt number of each request
+        # (because hashing a long prompt is slow), and the request that computes each prompt.
         self._numbers: dict[tuple[int, ...], int] = {}
         self._prompt_of: dict[int, int] = {}
         self._first: dict[int, Request] = {}
@@ -64,8 +64,8 @@ class SharedPrompts:
         return due
 
     def _undecided(self, queued: Sequence[Request]) -> dict[int, list[Request]]:
-        """Returns the requests for each prompt that several requests have and none computes, by the
-        prompt's number. Returns nothing if little would be saved.
+        """Returns the requests of each prompt that several requests share and no request computes
+        yet, by the prompt's number. The result is empty if waiting would save little.
         """
         numbers, prompt_of = self._numbers, self._prompt_of
         found: dict[int, list[Request]] = {}

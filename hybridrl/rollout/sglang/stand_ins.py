@@ -39,7 +39,7 @@ class _Missing:
 
 
 class _Module(types.ModuleType):
-    """A module of a package with a stand-in; it has every name."""
+    """A module of a package with a stand-in; every attribute exists."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -77,8 +77,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def known_models_kept() -> Iterator[None]:
     """Makes transformers keep its own model types when SGLang registers the same ones.
 
-    SGLang 0.5.16 registers a config for qwen3_asr, which transformers has since 5.19 and then
-    refuses. May be removed with the first SGLang for such a transformers.
+    SGLang 0.5.16 registers a config for qwen3_asr. transformers 5.19 and newer already contain that
+    model type, and refuse to register it a second time. This fix may be removed once SGLang
+    supports these versions.
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -1,7 +1,7 @@
 """Starts an SGLang engine inside this process, on the ranks that this package's layout assigns.
 
 `start` and `stop` are collective over the ranks that have an engine. Owns SGLang's environment
-variables and process groups, and repairs of the installed version, each with its reason.
+variables, its process groups, and fixes for the installed version, each with its reason.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ from hybridrl.rollout.sglang.version import NAME
 ENVIRONMENT = {
     # SGLang's context length exceeds the longest request, see sglang/arguments.py.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    # The trainer's ranks use different amounts of memory, which SGLang would refuse.
+    # SGLang would not start, because the trainer uses different amounts of memory on its ranks.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
 }
-# On GPUs this variable would make layers assume a CPU, where some pack their weights.
+# On GPUs this variable would make layers behave as on a CPU, where some pack their weights.
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
 # Variables that would make SGLang store weights in another layout than training writes.
 OTHER_WEIGHTS = (
@@ -63,19 +63,19 @@ OTHER_WEIGHTS = (
     "SGLANG_SHARED_EXPERT_TP1",  # whole shared experts on each rank
     "SGLANG_ENABLE_EMBED_REPLICATION",  # the whole embedding on each rank
 )
-# Arguments of 0.5.12 that newer versions renamed.
+# Arguments of SGLang 0.5.12 that newer versions renamed.
 RENAMED = {
     "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
     "disable_piecewise_cuda_graph": "disable_prefill_cuda_graph",
 }
-# Engines that were not stopped. They share SGLang's process groups.
+# Engines of this process that were not stopped. All of them use the same process groups.
 _OPEN: list[Any] = []
 
 
 @dataclass(frozen=True, kw_only=True)
 class LiveEngine(StartedPackage):
-    """A started SGLang engine. `pools` hold weights and KV cache; None if SGLang allocates them
-    itself.
+    """A started SGLang engine. `pools` contains the memory of weights and KV cache; None if SGLang
+    allocates this memory itself.
     """
 
     scheduler: Any
@@ -87,7 +87,8 @@ def start(
     prepare: Callable[[torch.nn.Module], None],
     listen: Callable[[torch.nn.Module, int, int], RecordedExperts | None],
 ) -> LiveEngine:
-    """Starts this rank's part of its replica, with dummy weights; collective over the engines.
+    """Starts this rank's part of a replica with dummy weights; collective over ranks with an
+    engine.
 
     Args:
         prepare: Called with the new module, before SGLang measures memory and captures graphs.
@@ -96,8 +97,8 @@ def start(
             of experts.
 
     Raises:
-        UserError: If SGLang cannot be imported, or rejects the model or the memory.
-        RuntimeError: If an engine of another layout is still open.
+        UserError: If SGLang cannot be imported, rejects the model, or has too little memory.
+        RuntimeError: If an engine with another layout is still open.
     """
     settings, layout, is_cpu = inputs.settings, inputs.layout, inputs.is_cpu
     _import_sglang(inputs.version, is_cpu, layout.tp)
@@ -137,7 +138,9 @@ def start(
 
 @contextlib.contextmanager
 def _inside_the_trainer(inputs: StartInputs) -> Iterator[None]:
-    """Applies all repairs for the start, and restores the process state that SGLang changes."""
+    """Applies all fixes that SGLang's start needs, and finally restores the process state that
+    SGLang changed.
+    """
     from sglang.srt.managers import tp_worker
     from sglang.srt.model_executor import model_runner
 
@@ -152,7 +155,7 @@ def _inside_the_trainer(inputs: StartInputs) -> Iterator[None]:
         _groups_of(inputs.layout, inputs.settings.timeout_s),
         # On CPU, SGLang would pad the model's sizes for AMX.
         replaced(model_runner, "adjust_config_with_unaligned_cpu_tp", _keep_config),
-        # Seeds are not broadcast, because all ranks have the same seed, and a replica without rank
+        # Disables the broadcast of seeds: all ranks have the same seed, and a replica without rank
         # 0 would wait for the wrong sender.
         replaced(tp_worker, "broadcast_pyobj", lambda data, *args, **kwargs: data),
         latents_on_cpu() if has_latents else contextlib.nullcontext(),
@@ -164,8 +167,9 @@ def _inside_the_trainer(inputs: StartInputs) -> Iterator[None]:
 
 
 def _attention() -> dict[str, str]:
-    """Returns the attention backend if SGLang's default for Hopper cannot be imported, else
-    nothing. Installations without the optional libraries of sgl-kernel have no FlashAttention 3.
+    """Returns an argument that selects another attention backend if FlashAttention 3, SGLang's
+    default for Hopper, cannot be imported; otherwise returns no argument. Installations without the
+    optional libraries of sgl-kernel lack FlashAttention 3.
     """
     if find_spec("sgl_kernel.flash_ops") is not None:
         return {}
@@ -218,9 +222,11 @@ def renamed(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
 
 
 def stop(engine: LiveEngine) -> None:
-    """Shuts down the engine and, if it is the process's last, SGLang's process groups.
+    """Shuts down the engine. After the process's last engine, also destroys SGLang's process
+    groups.
 
-    SGLang's own shutdown is not used: it would also destroy the trainer's default process group.
+    SGLang's own shutdown is not used, because it would also destroy the trainer's default process
+    group.
     """
     from sglang.srt.distributed import parallel_state
 
@@ -267,8 +273,8 @@ def _other_weights(is_cpu: bool) -> list[str]:
 
 
 def _compute_with_local_experts() -> None:
-    """Makes CPU engines support experts on other ranks. SGLang's own code marks such experts with
-    -1, but then uses -1 as an index.
+    """Replaces SGLang's computation of experts on CPU, which fails if other ranks hold some of the
+    experts: SGLang marks experts on other ranks with -1, but then uses -1 as an index.
     """
     from sglang.srt.layers.moe import fused_moe_native
 
@@ -283,9 +289,9 @@ def _compute_with_local_experts() -> None:
 
 @contextlib.contextmanager
 def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]:
-    """Makes SGLang build its process groups over the ranks that the layout assigns, the same for
-    every replica, and keep existing groups. SGLang itself treats a replica as the whole world, with
-    ranks from 0 on. Collectives have the trainer's time limit.
+    """Makes SGLang build its process groups from the ranks that the layout assigns, in the same way
+    for every replica, and reuse existing groups. SGLang itself would treat a replica as the whole
+    world, with ranks numbered from 0. Collectives have the trainer's time limit.
     """
     from sglang.srt.distributed import parallel_state
 
@@ -322,9 +328,9 @@ def _caller_of_groups() -> Any:
 
 @contextlib.contextmanager
 def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Calls `prepare` with SGLang's new module, inside the memory pool of weights.
+    """Calls `prepare` with SGLang's new module while the memory pool for weights is in use.
 
-    The pool can then release the parameters that `prepare` replaces.
+    The pool can therefore release the parameters that `prepare` replaces.
     """
     from sglang.srt.model_loader.loader import DummyModelLoader
 
@@ -347,7 +353,7 @@ def _keep_config(model_config: Any, load_config: Any, tp_size: int) -> Any:
 
 @contextlib.contextmanager
 def _kept_threads() -> Iterator[None]:
-    """Restores torch's number of threads, which SGLang sets to 1 while it loads."""
+    """Restores torch's number of threads afterwards, because SGLang sets it to 1 while loading."""
     before = torch.get_num_threads()
     try:
         yield
