@@ -2,8 +2,7 @@
 
     python docs/scripts/wording.py [FILE ...]
 
-Without files it reads those that differ from the last commit or, if none differ, those of the last
-commit. Prints each place with the rule and exits with 1 if there is one. CONTRIBUTING.md has the
+Without files it reads those that differ from the last commit. Prints each place with the rule and exits with 1 if there is one. CONTRIBUTING.md has the
 rules of style that only a reader can judge.
 """
 
@@ -85,14 +84,10 @@ def passages(path: Path) -> Iterator[tuple[int, str, bool]]:
 
 
 def changed_files() -> list[Path]:
-    """Returns the files that differ from the last commit or, if none differ, those of it."""
-    for revisions in (["HEAD"], ["HEAD~1", "HEAD"]):
-        command = ["git", "diff", "--name-only", "--diff-filter=d", *revisions, "--", *FOLDERS]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        names = [name for name in done.stdout.split() if name.endswith((".py", ".md"))]
-        if names:
-            return [ROOT / name for name in names]
-    return []
+    """Returns the files that differ from the last commit."""
+    command = ["git", "diff", "--name-only", "--diff-filter=d", "HEAD", "--", *FOLDERS]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return [ROOT / name for name in done.stdout.split() if name.endswith((".py", ".md"))]
 
 
 def main() -> int:
