@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).resolve().parents[1]
 METRICS_PAGE = ROOT / "docs" / "reference" / "metrics.md"
@@ -35,3 +37,12 @@ def fenced(page: Path) -> list[str]:
     blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", page.read_text(), re.M | re.S)
     lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
     return [line.split("  #")[0].strip() for line in lines if line.strip()]
+
+
+def documentation_script(name: str) -> ModuleType:
+    """Imports one of docs/scripts."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / "scripts" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -55,7 +55,7 @@ def as_config(
 def load_config(
     path: str | Path, overrides: Sequence[str] = (), like: Config | None = None
 ) -> Config:
-    """Reads a YAML file, applies overrides, and validates each value by itself.
+    """Reads a YAML file, applies overrides, and validates each value separately.
 
     Args:
         overrides: `section.key=value` texts with YAML values; later ones win.
@@ -270,9 +270,8 @@ def _violation(details: Any, written: Mapping[Place, str]) -> UserError:
     rule = details["msg"].removeprefix("Value error, ")
     name, colon, limit = rule.partition(": ")
     given = details["input"] if isinstance(details["input"], Mapping) else {}
-    if (
-        kind == "value_error" and colon and name in given
-    ):  # a rule between knobs of one section; the text starts with the knob's name
+    # A rule between knobs of one section; the text starts with the knob's name.
+    if kind == "value_error" and colon and name in given:
         shown = short(written.get((*parts, name), given[name]))
         return UserError(f"{key}.{name}", shown, limit, f"Change {key}.{name}.")
     allowed = rule.removeprefix("Input should be ").removeprefix("a valid ")

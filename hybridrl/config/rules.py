@@ -1,7 +1,7 @@
 """Rules between knobs, the number of ranks and the model's shape. No torch.
 
 Owns the check of a whole configuration, which reports all violations together, and the default
-number of ranks. Of the model only the HF config.json is read; keys that it lacks are not checked.
+number of ranks. These rules read only the model's HF config.json and skip keys that it lacks.
 """
 
 from __future__ import annotations

@@ -44,9 +44,8 @@ class TextTokens:
     def front(self) -> tuple[int, ...]:
         """Special tokens that a transformers tokenizer puts before a text."""
         tokenizer = self._tokenizer
-        if not getattr(
-            tokenizer, "num_special_tokens_to_add", int
-        )():  # not every TextEncoder has it
+        count = getattr(tokenizer, "num_special_tokens_to_add", None)  # not in every TextEncoder
+        if count is None or not count():
             return ()
         for probe in _PROBES:
             try:

@@ -406,7 +406,7 @@ class HybridEngine:
 
     def to_train(self, frees_memory: bool = False) -> None:
         """Enters the training phase. The engine keeps its unfinished requests. It goes to sleep
-        unless it has ranks of its own and keeps generating.
+        unless it has separate ranks and keeps generating.
 
         The engine's memory is freed unless both phases fit on the device (headroom.py).
 

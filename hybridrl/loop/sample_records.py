@@ -20,7 +20,7 @@ from hybridrl.parallel.groups import World
 from hybridrl.rewards.base import Scorer
 from hybridrl.training.batches.packing import even_sizes
 
-TOKENS_AT_ONCE = 1 << 20  # maximum number of tokens that rank 0 receives at once
+TOKENS_AT_ONCE = 1 << 20  # maximum number of tokens that rank 0 receives in one exchange
 LETTERS_OF_A_TOKEN = 4  # characters to skip per unmatched token when searching for a token
 
 

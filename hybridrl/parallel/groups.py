@@ -373,9 +373,8 @@ class World:
             longest = max(sizes)
             if not longest:
                 return [None] * self.size
-            if (
-                sizes.count(0) == self.size - 1
-            ):  # an all_gather would pad the values of all other ranks
+            # An all_gather would pad the values of all other ranks.
+            if sizes.count(0) == self.size - 1:
                 source = sizes.index(longest)
                 part = packed if self.rank == source else torch.empty(longest, dtype=torch.uint8)
                 wait(dist.broadcast(part, source, group=group, async_op=True))

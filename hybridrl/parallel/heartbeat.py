@@ -114,9 +114,8 @@ class Heartbeat:
 
     def stop(self) -> None:
         """Reports that this rank has left, and stops the threads."""
-        if (
-            self._ending.is_set() or os.getpid() != self._pid
-        ):  # a forked process does not own the heartbeat
+        # A forked process does not own the heartbeat.
+        if self._ending.is_set() or os.getpid() != self._pid:
             return
         self._ending.set()
         for thread in self._threads:

@@ -26,7 +26,7 @@ NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED
 
 
 class Members(Protocol):
-    """The ranks that share memory, numbered from 0: all ranks of a job or of a group."""
+    """The ranks that share memory, numbered from 0. They are the ranks of a job or of a group."""
 
     @property
     def rank(self) -> int:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import json
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import typer
-from documented import ROOT, fenced, pages, undocumented
+from documented import ROOT, documentation_script, fenced, pages, undocumented
 from test_cli import QWEN25_7B
 from typer.testing import CliRunner
 
@@ -28,18 +26,9 @@ DOCS = ROOT / "docs"
 HYBRIDRL = (".venv/bin/hybridrl ", "hybridrl ", "torchrun ")
 
 
-def script(name: str) -> ModuleType:
-    """Imports one of docs/scripts."""
-    spec = importlib.util.spec_from_file_location(name, DOCS / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("name", ["knobs", "coming_from"])
 def test_pages_that_are_made_are_up_to_date(name: str) -> None:
-    made = script(name)
+    made = documentation_script(name)
     assert made.PAGE.read_text() == made.page(), f"run python docs/scripts/{name}.py"
 
 
@@ -51,7 +40,10 @@ def test_every_result_is_cited_and_every_result_that_is_cited_exists() -> None:
     cited = {name for text in texts for name in re.findall(r"benchmarks/results/(\w+\.json)", text)}
     kept = {file.name for file in (ROOT / "benchmarks" / "results").iterdir()}
     assert cited == kept
-    assert all(f"## {name.removesuffix('.json')}\n" in script("results").page() for name in kept)
+    assert all(
+        f"## {name.removesuffix('.json')}\n" in documentation_script("results").page()
+        for name in kept
+    )
 
 
 def test_every_knob_is_on_its_page_once() -> None:
@@ -64,7 +56,7 @@ def test_every_knob_is_on_its_page_once() -> None:
 
 
 def test_pictures_are_as_they_are_drawn(tmp_path: Path) -> None:
-    made = script("pictures")
+    made = documentation_script("pictures")
     made.PICTURES = tmp_path
     made.main()
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}

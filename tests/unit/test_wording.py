@@ -1,21 +1,15 @@
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from documented import documentation_script
 
 
 @pytest.fixture(scope="module")
 def wording() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("wording", ROOT / "docs/scripts/wording.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return documentation_script("wording")
 
 
 @pytest.mark.parametrize(

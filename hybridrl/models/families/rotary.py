@@ -88,9 +88,8 @@ def read_rotary(
     if kind == "default":
         return Rotary(base, share=share)
     factor = read("factor", 1, 1, 1e6)
-    if (
-        kind == "dynamic"
-    ):  # unscaled up to max_position_embeddings; by_length.py rejects longer sequences
+    # Unscaled up to max_position_embeddings; by_length.py rejects longer sequences.
+    if kind == "dynamic":
         return Rotary(base, share=share)
     if kind == "linear":
         return Rotary(base, kind, factor)

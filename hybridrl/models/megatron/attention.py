@@ -298,9 +298,8 @@ class PackedAttention(MegatronModule):
         )
         # Number of positions before its own that a query attends to; None for all.
         self.num_before = int(config.window_size[0]) if is_windowed else None
-        if (
-            self.num_before is not None and self.num_before < 0
-        ):  # Megatron's value for an unlimited window
+        # Megatron's value for an unlimited window.
+        if self.num_before is not None and self.num_before < 0:
             self.num_before = None
         self.soft_cap = 0.0  # build.py sets the model's value
         self.cp_group: dist.ProcessGroup | None = None

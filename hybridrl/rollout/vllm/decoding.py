@@ -194,9 +194,8 @@ class DecodingSteps:
             rows.append((request, computed, has_room))
         if num_lacking > self._manager.block_pool.get_num_free_blocks():
             return []
-        if (
-            not scheduler.use_v2_model_runner
-        ):  # this runner needs the tokens of requests that were not in the last step
+        # This runner needs the tokens of requests that were not in the last step.
+        if not scheduler.use_v2_model_runner:
             known = scheduler.prev_step_scheduled_req_ids
             if not all(request.request_id in known for request, _, _ in rows):
                 return []

@@ -117,9 +117,8 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
     for rank, beat in enumerate(beats):  # add ranks that have not waited long
         if rank not in still and _is_waiting(beat) and (where := waits_in(beat)) in places:
             places[where] = sorted([*places[where], rank])
-    if (
-        len(places) < 2
-    ):  # all are in the same collective: a network fault, which has its own timeout
+    # All are in the same collective: a network fault, which has its own timeout.
+    if len(places) < 2:
         return _slow_transfers(transfers, beats, sorted(behind - in_transfers))
     fewest = min(len(ranks) for ranks in places.values())
     first = sorted(

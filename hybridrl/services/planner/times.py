@@ -242,9 +242,8 @@ class PassTimes:
         if layout.tp > 1:  # all tokens are gathered twice and scattered twice
             sent = 4 * 2.0 * tokens * shape.hidden_size * (layout.tp - 1) / layout.tp
             total += sent / self._collective_rate(layout.tp)
-        if (
-            layout.cp > 1
-        ):  # keys and values are passed around a ring; attention hides half of the time
+        # Keys and values are passed around a ring; attention hides half of the time.
+        if layout.cp > 1:
             size = shape.num_kv_heads * (shape.head_dim + shape.value_dim) / layout.tp
             sent = 2.0 * tokens * size * (layout.cp - 1)
             total += 0.5 * sent / self._rate(layout.tp * layout.cp)
