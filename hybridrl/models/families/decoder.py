@@ -117,7 +117,7 @@ def decoder_config(
     rotary = rotary or read_rotary(hf_config)
     rotated = int(shape.head_dim * rotary.share)
     if rotated % 2 or not rotated:
-        allowed = f"a share that rotates an even part of head_dim = {shape.head_dim}"
+        allowed = f"a share that rotates an even number, 2 or more, of head_dim = {shape.head_dim}"
         raise refusal("partial_rotary_factor", rotary.share, allowed)
     own: dict[str, Any] = {} if scale is None else {"softmax_scale": scale}
     if rotary.magnitude != 1 and rotary.share < 1:

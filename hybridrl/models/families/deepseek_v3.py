@@ -103,7 +103,9 @@ def _routing(hf_config: HfConfig, num_experts: int, chosen: int) -> BiasedRoutin
         allowed = f"at most {groups}, and enough groups for {chosen} experts"
         raise refusal("topk_group", kept, allowed)
     if groups > 1 and chosen // kept != BEST_OF_GROUP:
-        allowed = f"{chosen // BEST_OF_GROUP}, half of num_experts_per_tok = {chosen}"
+        allowed = (
+            f"a value with {BEST_OF_GROUP} of num_experts_per_tok = {chosen} experts per group"
+        )
         raise refusal("topk_group", kept, allowed)
     scale = number(hf_config, "routed_scaling_factor", 2.5, 1e-6, 1e6)
     return BiasedRouting(scale, groups, kept)
