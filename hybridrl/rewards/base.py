@@ -333,7 +333,7 @@ class Scorer:
             # Only the traceback of the first failure is logged.
             error = BatchError(part.producer, "reward_B", got, failure.expected, failure.log())
             if self._config.on_error == "stop":
-                raise error from failure.cause
+                raise error from failure.cause or failure.reported()
             logger.warning("%d of %d samples failed; the first: %s", len(failed), len(found), error)
         self._counts[f"reward/{part.name}/errors"] += len(failed)
         for outcome in found:

@@ -83,7 +83,8 @@ def follows(name: str, arguments: Mapping[str, Any], prompt: Asked, response: st
     try:
         return bool(CHECKS[name](response, **given))
     except (TypeError, ValueError, AttributeError) as error:
-        got, allowed = f"{short(dict(arguments), 120)} ({error})", f"the arguments of {name}"
+        reason = str(error).replace("<lambda>", name)
+        got, allowed = f"{short(dict(arguments), 120)} ({reason})", f"the arguments of {name}"
         raise DataError("kwargs", got, allowed, "Fix that row.") from error
 
 

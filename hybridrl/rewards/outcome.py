@@ -44,6 +44,10 @@ class Noted(float):
         return noted
 
 
+class ReportedError(Exception):
+    """Shows the traceback of another process as the cause in this process's traceback."""
+
+
 @dataclass(frozen=True)
 class ScorerFailure:
     """The reason why a sample has no score.
@@ -70,6 +74,10 @@ class ScorerFailure:
         if len(_LOGGED) < MAX_LOGGED:
             _LOGGED.add(self.trace)
         return f"The traceback is in {rank_file('.log')}."
+
+    def reported(self) -> ReportedError | None:
+        """Returns a stand-in for an exception that another process raised, if there was one."""
+        return ReportedError(f"\n{self.trace}") if self.trace else None
 
     def as_json(self) -> dict[str, object]:
         """Returns the fields as JSON, which `failed` reads, because processes must not exchange
@@ -152,7 +160,7 @@ async def _single_async(
             value = await function(*arguments)
         return _reward(value)
     except BaseException as error:  # users' code may raise anything
-        if limit.expired():
+        if limit.expired() and not isinstance(error, UserError):
             return ScorerFailure(f"took longer than {limit_s:g} s for {WHERE}")
         return _failure(error, WHERE)
 

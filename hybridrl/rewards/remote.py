@@ -17,8 +17,7 @@ import ssl
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from hybridrl.errors import UserError
 
@@ -104,34 +103,17 @@ class Remote:
         has a wall-clock limit. A late attempt is abandoned and its socket is shut down. Its thread
         ends at the latest when the resolver gives up.
         """
-        url, host = self._url, str(self._url.hostname)
-        connection = (
-            http.client.HTTPConnection(host, url.port, self._attempt_s)
-            if self._context is None
-            else http.client.HTTPSConnection(
-                host, url.port, timeout=self._attempt_s, context=self._context
-            )
-        )
-        path = (url.path or "/") + (f"?{url.query}" if url.query else "")
-        result: Future[tuple[int, bytes]] = Future()
-
-        def attempt() -> None:
-            try:
-                connection.request("POST", path, data, self._headers)
-                answer = connection.getresponse()
-                result.set_result((answer.status, answer.read(MAX_BYTES + 1)))
-            except Exception as error:  # the waiting thread raises it
-                result.set_exception(error)
-            finally:
-                connection.close()
-
-        threading.Thread(target=attempt, name="reward remote", daemon=True).start()
-        try:
-            return result.result(self._attempt_s)
-        except TimeoutError as error:
-            with contextlib.suppress(OSError, AttributeError):  # it may have no socket
-                connection.sock.shutdown(socket.SHUT_RDWR)
-            raise TimeoutError(f"no complete answer in {self._attempt_s:g} s") from error
+        attempt = _Attempt(self._url, self._context, data, self._headers, self._attempt_s)
+        thread = threading.Thread(target=attempt.run, name="reward remote", daemon=True)
+        thread.start()
+        thread.join(self._attempt_s)
+        if thread.is_alive():
+            attempt.stop()
+            raise TimeoutError(f"no complete answer in {self._attempt_s:g} s")
+        if attempt.error is not None:
+            raise attempt.error
+        assert attempt.answer is not None
+        return attempt.answer
 
     def _score(self, answer: bytes) -> float:
         try:
@@ -144,3 +126,61 @@ class Remote:
         if not math.isfinite(value):
             raise RemoteError(f"answer has {self._key} = {value}, which is not finite")
         return float(value)
+
+
+class _Attempt:
+    """One POST request. Afterwards, either `answer` or `error` is set."""
+
+    def __init__(
+        self,
+        url: SplitResult,
+        context: ssl.SSLContext | None,
+        data: bytes,
+        headers: Mapping[str, str],
+        limit_s: float,
+    ) -> None:
+        self._url, self._context, self._data = url, context, data
+        self._headers, self._limit_s = headers, limit_s
+        self.answer: tuple[int, bytes] | None = None
+        self.error: Exception | None = None
+        # A second handle of the connection. TLS takes over the first one, and http.client drops it
+        # after the headers of a response that ends with the connection.
+        self._handle: socket.socket | None = None
+        self._is_stopped = False
+
+    def run(self) -> None:
+        try:
+            self.answer = self._request()
+        except Exception as error:  # the waiting thread raises it
+            self.error = error
+        finally:
+            if self._handle is not None:
+                self._handle.close()
+
+    def stop(self) -> None:
+        """Wakes the thread if it waits for the server; a request that was not sent stays unsent."""
+        self._is_stopped = True
+        if self._handle is not None:
+            with contextlib.suppress(OSError):
+                self._handle.shutdown(socket.SHUT_RDWR)
+
+    def _request(self) -> tuple[int, bytes]:
+        url, context, host = self._url, self._context, str(self._url.hostname)
+        connection = (
+            http.client.HTTPConnection(host, url.port)
+            if context is None
+            else http.client.HTTPSConnection(host, url.port, context=context)
+        )
+        connection.sock = socket.create_connection((host, connection.port), self._limit_s)
+        try:
+            self._handle = connection.sock.dup()
+            if self._is_stopped:
+                raise TimeoutError
+            if context is not None:
+                connection.sock = context.wrap_socket(connection.sock, server_hostname=host)
+            path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+            connection.request("POST", path, self._data, dict(self._headers))
+            answer = connection.getresponse()
+            return answer.status, answer.read(MAX_BYTES + 1)
+        finally:
+            connection.close()

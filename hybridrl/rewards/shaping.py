@@ -75,7 +75,7 @@ class Length:
     Args:
         max_chars: Length at which the score reaches -1, in characters.
         buffer_chars: Number of characters before `max_chars` over which the score falls. If 0, the
-            score drops to -1 at once.
+            score drops to -1 without a ramp.
         min_chars: Minimum length without a penalty.
     """
 
@@ -88,12 +88,12 @@ class Length:
                     f"a number from 0 to max_chars ({max_chars})",
                     f"Change {name} or max_chars.",
                 )
-        self._most, self._buffer, self._min_samples = max_chars, buffer_chars, min_chars
+        self._most, self._buffer, self._least = max_chars, buffer_chars, min_chars
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
         """Returns a score from -1 to 0."""
         length = len(response)
-        if length < self._min_samples or length > self._most:
+        if length < self._least or length > self._most:
             return -1.0
         over = length - (self._most - self._buffer)
         return -over / self._buffer if over > 0 else 0.0

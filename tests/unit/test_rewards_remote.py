@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import ssl
 import subprocess
 import threading
@@ -147,3 +148,35 @@ def test_no_attempt_outlasts_its_limit(server, answer):
     with pytest.raises(RemoteError, match="2 attempts, the last: .*[tT]ime"):
         ask(server, retries=1, attempt_s=0.3)
     assert time.monotonic() - began < 2.5  # 3 s for each answer otherwise
+
+
+def remote_threads() -> int:
+    return sum(thread.name == "reward remote" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("answer", [drips_head, drips_body], ids=["head", "body"])
+def test_threads_of_late_attempts_end(server, answer):
+    # The server would keep each of them for 10 s.
+    server.answer = answer
+    with pytest.raises(RemoteError, match="2 attempts"):
+        ask(server, retries=1, attempt_s=0.3)
+    ends = time.monotonic() + 3
+    while remote_threads() and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert remote_threads() == 0
+
+
+def test_a_late_attempt_sends_nothing(server, monkeypatch):
+    resolve = socket.getaddrinfo
+
+    def slow(*arguments, **more):
+        time.sleep(0.6)
+        return resolve(*arguments, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    with pytest.raises(RemoteError, match="2 attempts"):
+        ask(server, retries=1, attempt_s=0.2)
+    ends = time.monotonic() + 3
+    while remote_threads() and time.monotonic() < ends:
+        time.sleep(0.02)
+    assert remote_threads() == 0 and server.asked == []

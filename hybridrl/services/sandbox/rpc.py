@@ -152,7 +152,7 @@ class Peer:
             reply = {"result": encoder.value(result), "error": encoder.value(raised)}
         except CannotCrossError as error:
             reply = {"result": None, "error": encoder.value(TypeError(str(error)))}
-        contents = list(map(encoder.contents, decoder.objects[: len(request["added"])]))
+        contents = [encoder.contents(one) for one in decoder.objects[: len(request["added"])]]
         changed = [
             (number, now)
             for number, (now, before) in enumerate(zip(contents, request["added"], strict=True))

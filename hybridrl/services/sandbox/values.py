@@ -195,7 +195,7 @@ class Decoder:
 
     def values(self, json_values: list[Any]) -> list[Any]:
         """Decodes several values."""
-        return list(map(self.value, json_values))
+        return [self.value(one) for one in json_values]
 
     def fill(self, number: int, kind: str, parts: list[Any]) -> None:
         """Replaces the contents of a container."""
