@@ -166,8 +166,7 @@ def validate_evaluation(
             checkpoint.
     """
     if prompts:
-        data = config.data.model_copy(update={"eval_prompts": tuple(prompts)})
-        config = config.model_copy(update={"data": data})
+        config = config.with_eval_prompts(prompts)
     found = without_training(_common(config, world_size, has_teacher=False))
     data, needs, scored = config.data, config.algorithm.needs, _scored(config)
     if data.eval_prompts:

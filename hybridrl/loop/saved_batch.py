@@ -18,10 +18,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from yaml import YAMLError, safe_load
 
 from hybridrl.contracts.batch import LENGTHS, BatchError, Blob, Producer, Prompt, TrainBatch
+from hybridrl.contracts.checks import columns_of
 from hybridrl.contracts.prompts import contents_from_bytes, contents_to_bytes
 from hybridrl.contracts.routed_experts import ROUTED_EXPERTS
 from hybridrl.errors import DataError
@@ -32,6 +35,24 @@ _OLD_FORMAT = {"hybridrl": "replay 3"}  # no contents; routed experts in a colum
 _TOKENS = ("tokens", "response_tokens", "rejected_tokens")
 _PART, _RNG, _COLUMN, _PROMPTS, _TOLD = "reward_parts.", "rng.", "column.", "prompts.", "told"
 _TERM, _BLOB, _CONTENTS, _OLD_EXPERTS = "term.", "blob.", "contents", "routed_experts_TK"
+
+
+class _BatchContent(BaseModel, extra="forbid"):
+    """JSON of a batch. Each prompt has its number, text and columns."""
+
+    producer: Producer
+    prompts: list[tuple[int, str, dict[str, Any]]]
+
+
+class _Content(BaseModel, extra="forbid"):
+    """JSON of a file."""
+
+    step: int = Field(ge=1)
+    update: int = Field(ge=0)
+    reason: str
+    config: str
+    batch: _BatchContent
+    terms: dict[str, _BatchContent]
 
 
 def file_name(step: int, update: int) -> str:
@@ -102,11 +123,11 @@ class SavedBatch:
         except (
             OSError,
             SafetensorError,
-            LookupError,
-            ValueError,
+            KeyError,
+            ValueError,  # also from pydantic and JSON
             TypeError,  # too many or too few columns
-            RuntimeError,
             BatchError,
+            YAMLError,
         ) as error:
             raise DataError(
                 "--replay",
@@ -117,19 +138,23 @@ class SavedBatch:
 
 
 def _assembled(tensors: Mapping[str, torch.Tensor]) -> SavedBatch:
-    content = json.loads(tensors[_TOLD].numpy().tobytes())
+    content = _Content.model_validate(json.loads(tensors[_TOLD].numpy().tobytes()))
+    if not isinstance(safe_load(content.config), dict):
+        raise ValueError("its configuration has no sections")
     states = _starting(tensors, _RNG)
-    num_ranks = len({name.split(".")[0] for name in states})
+    ranks = {name.split(".")[0] for name in states}
+    if ranks != {str(rank) for rank in range(len(ranks))}:
+        raise ValueError(f"random states of the ranks {sorted(ranks)}")
     return SavedBatch(
-        batch=_batch(tensors, content["batch"]),
-        step=content["step"],
-        update=content["update"],
-        reason=content["reason"],
-        config=content["config"],
-        rng=[_starting(states, f"{rank}.") for rank in range(num_ranks)],
+        batch=_batch(tensors, content.batch),
+        step=content.step,
+        update=content.update,
+        reason=content.reason,
+        config=content.config,
+        rng=[_starting(states, f"{rank}.") for rank in range(len(ranks))],
         terms={
             name: _batch(_starting(tensors, f"{_TERM}{name}."), term)
-            for name, term in content["terms"].items()
+            for name, term in content.terms.items()
         },
     )
 
@@ -156,13 +181,13 @@ def _parts(batch: TrainBatch) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     }
 
 
-def _batch(tensors: Mapping[str, torch.Tensor], content: Mapping[str, Any]) -> TrainBatch:
+def _batch(tensors: Mapping[str, torch.Tensor], content: _BatchContent) -> TrainBatch:
     """Rebuilds a batch from its tensors and JSON; the inverse of `_parts`."""
     tokens = zip(*(_ragged(tensors, _PROMPTS + name) for name in _TOKENS), strict=True)
-    cells = [b""] * len(content["prompts"])
+    cells = [b""] * len(content.prompts)
     if _PROMPTS + _CONTENTS in tensors:
         whole = tensors[_PROMPTS + _CONTENTS].numpy().tobytes()
-        lengths = tensors[f"{_PROMPTS}{_CONTENTS}.lengths"].tolist()
+        lengths = _integers(tensors, f"{_PROMPTS}{_CONTENTS}.lengths")
         ends = list(accumulate(lengths))
         cells = [whole[end - num : end] for end, num in zip(ends, lengths, strict=True)]
     distinct = [
@@ -170,9 +195,12 @@ def _batch(tensors: Mapping[str, torch.Tensor], content: Mapping[str, Any]) -> T
             number, text, own or (), columns, response, rejected, contents=contents_from_bytes(cell)
         )
         for (number, text, columns), (own, response, rejected), cell in zip(
-            content["prompts"], tokens, cells, strict=True
+            content.prompts, tokens, cells, strict=True
         )
     ]
+    index = _integers(tensors, _PROMPTS + "index")
+    if index and not 0 <= min(index) <= max(index) < len(distinct):
+        raise ValueError(f"a sample of prompt {min(index)} or {max(index)} of {len(distinct)}")
     columns: dict[str, Any] = _starting(tensors, _COLUMN)
     saved, num_rows = _starting(tensors, _BLOB), ".num_rows"
     blobs = {
@@ -185,9 +213,11 @@ def _batch(tensors: Mapping[str, torch.Tensor], content: Mapping[str, Any]) -> T
         is_last_T = torch.zeros(len(experts_TK), dtype=torch.bool)
         is_last_T[columns["lengths_B"].cumsum(0) - 1] = True
         blobs[ROUTED_EXPERTS] = Blob(experts_TK[~is_last_T], num_rows_B)
+    if unknown := columns.keys() - columns_of(TrainBatch).keys() - set(LENGTHS):
+        raise ValueError(f"unknown columns {sorted(unknown)}")
     return TrainBatch(
-        prompts=tuple(distinct[number] for number in tensors[_PROMPTS + "index"].tolist()),
-        producer=Producer(**content["producer"]),
+        prompts=tuple(distinct[number] for number in index),
+        producer=content.producer,
         reward_parts=_starting(tensors, _PART),
         blobs=blobs,
         **columns,
@@ -228,12 +258,22 @@ def _flat(name: str, rows: Sequence[Sequence[int] | None]) -> dict[str, torch.Te
 
 def _ragged(tensors: Mapping[str, torch.Tensor], name: str) -> list[tuple[int, ...] | None]:
     """Splits a tensor into rows by their lengths; the inverse of `_flat`."""
-    values, lengths = tensors[name].tolist(), tensors[f"{name}.lengths"].tolist()
+    values, lengths = _integers(tensors, name), _integers(tensors, f"{name}.lengths")
+    if min(lengths, default=0) < -1 or sum(max(n, 0) for n in lengths) != len(values):
+        raise ValueError(f"{name}: the lengths do not add up to its {len(values)} numbers")
     ends = accumulate(max(n, 0) for n in lengths)
     return [
         None if n < 0 else tuple(values[end - n : end])
         for n, end in zip(lengths, ends, strict=True)
     ]
+
+
+def _integers(tensors: Mapping[str, torch.Tensor], name: str) -> list[int]:
+    found = tensors[name]
+    if found.dtype != torch.int64 or found.ndim != 1:
+        raise ValueError(f"{name}: {found.dtype} of shape {tuple(found.shape)}, not a row of int64")
+    numbers: list[int] = found.tolist()
+    return numbers
 
 
 def _starting(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:

@@ -82,6 +82,14 @@ def of_header(header: dict[str, str], told: dict[str, Any], tensors: dict[str, A
     header["hybridrl"] = "replay 2"
 
 
+def of_told(**values: Any) -> Callable[..., None]:
+    return lambda header, told, tensors: told.update(values)
+
+
+def of_batch(**values: Any) -> Callable[..., None]:
+    return lambda header, told, tensors: told["batch"].update(values)
+
+
 def of_tensors(**values: Any) -> Callable[..., None]:
     named = {name.replace("__", "."): value for name, value in values.items()}
     return lambda header, told, tensors: tensors.update(named)
@@ -98,10 +106,24 @@ ONE = torch.zeros(1, dtype=torch.int64)
     ("change", "said"),
     [
         (of_header, "its header contains"),
+        (of_told(step="x"), "step"),
+        (of_told(step=0), "step"),
+        (of_told(surprise=1), "surprise"),
         (without("reason"), "reason"),
+        (of_told(config="- 1"), "has no sections"),
+        (of_told(config="a: ["), "a: \\["),
+        (of_batch(producer={"what": "x", "file": "y", "line": 1, "more": 2}), "producer"),
+        (of_batch(prompts=[[0, "text", {}, "more"]]), "prompts"),
+        (of_batch(prompts=[]), "argument"),
+        (of_told(terms={"sft": 1}), "terms"),
         (without("term.pairs.column.reward_B"), "reward_B"),
         (without("prompts.index"), "prompts.index"),
-        (of_tensors(prompts__index=ONE + 3), "IndexError"),
+        (of_tensors(prompts__index=ONE - 1), "prompt -1"),
+        (of_tensors(prompts__index=ONE + 3), "prompt 3"),
+        (of_tensors(prompts__tokens=ONE), "do not add up"),
+        (of_tensors(prompts__tokens=torch.zeros(2, 2)), "not a row of int64"),
+        (of_tensors(rng__1000000000__x=ONE), "random states of the ranks"),
+        (of_tensors(rng__x__y=ONE), "random states of the ranks"),
         (of_tensors(column__surprise=ONE), "surprise"),
         (without("column.tokens_T"), "tokens_T"),
         (of_tensors(column__reward_B=torch.zeros(1)), "reward_B"),
