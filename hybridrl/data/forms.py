@@ -16,13 +16,14 @@ from difflib import get_close_matches
 from typing import Any, Literal
 
 from hybridrl.config.data import DataConfig
-from hybridrl.config.files import plain
+from hybridrl.config.files import has_utf8, plain
 from hybridrl.config.needs import Feedback
 from hybridrl.data.messages import ASSISTANT, Message, chat, tools_of, without_nulls
 from hybridrl.data.rows import (
     MAX_LEADING_BAD,
     BadRows,
     Row,
+    half_pair,
     raw_rows,
     refuse_images,
 )
@@ -221,6 +222,8 @@ def _checked(row: Row, name: str, value: Text) -> Text:
     if not isinstance(value, str) or not value:
         got = f"{plain(name)} = {short(value)}"
         raise RowError(row.place, got, "a text that is not empty, or messages", "Fix that row.")
+    if not has_utf8(value):
+        raise half_pair(row, name, value)
     return value
 
 

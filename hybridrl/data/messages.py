@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hybridrl.config.files import parse_json, plain
+from hybridrl.config.files import has_utf8, parse_json, plain
 from hybridrl.errors import DataError, RowError, said, short
 
 Message = dict[str, Any]
@@ -73,7 +73,9 @@ def tools_of(place: str, name: str, value: object) -> list[dict[str, Any]] | Non
     if not is_list or not all(isinstance(schema, Mapping) and schema for schema in found):  # type: ignore[union-attr]
         allowed = 'schemas of tools, [{"type": "function", "function": {"name": "..."}}]'
         raise RowError(place, f"{plain(name)} = {short(value)}", allowed, "Fix that row.")
-    return list(map(dict, found)) or None  # type: ignore[arg-type]
+    schemas: list[dict[str, Any]] = [_copied(schema) for schema in found]  # type: ignore[union-attr]
+    _check_texts(place, name, schemas)
+    return schemas or None
 
 
 def _message(place: str, name: str, given: object) -> Message:
@@ -108,7 +110,9 @@ def _message(place: str, name: str, given: object) -> Message:
     if role == ASSISTANT and not message["content"] and not calls:
         got = f"{plain(name)} has a message of the assistant without text"
         raise RowError(place, got, "a text that is not empty, or tool_calls", "Fix that row.")
-    return message | known
+    message |= {str(key): _copied(value) for key, value in known.items()}
+    _check_texts(place, name, message)
+    return message
 
 
 def _refused(place: str, name: str, message: object) -> RowError:
@@ -151,7 +155,7 @@ def _calls(place: str, name: str, value: object) -> list[dict[str, Any]]:
             arguments = _parsed(place, name, arguments) if arguments.strip() else {}
         if not isinstance(arguments, Mapping | None):
             raise _no_call(place, name, call)
-        function = {"name": inner["name"], "arguments": dict(arguments or {})}
+        function = {"name": inner["name"], "arguments": _copied(arguments or {})}
         more = {"id": call["id"]} if call.get("id") is not None else {}
         found.append({**more, "type": "function", "function": function})
     return found
@@ -179,3 +183,26 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return list(map(without_nulls, value))
     return value
+
+
+def _copied(value: Any) -> Any:
+    """Returns a copy of a value in which objects have texts as keys and sequences are lists."""
+    if isinstance(value, Mapping):
+        return {str(key): _copied(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(part) for part in value]
+    return value
+
+
+def _check_texts(place: str, name: str, value: object) -> None:
+    """Raises RowError if a text at any depth has half of a surrogate pair."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping):
+            waiting += [*part, *part.values()]
+        elif isinstance(part, list | tuple):
+            waiting += part
+        elif isinstance(part, str) and not has_utf8(part):
+            got = f"{plain(name)} = {short(part)}, with half of a surrogate pair"
+            raise RowError(place, got, "text that has UTF-8", "Fix that row.")

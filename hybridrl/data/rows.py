@@ -18,7 +18,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from hybridrl.config.files import MAX_DEPTH, parse_json
+from hybridrl.config.files import MAX_DEPTH, parse_json, plain
 from hybridrl.data.sets import data_set_rows, is_data_set
 from hybridrl.errors import DataError, RowError, said, short
 
@@ -97,24 +97,28 @@ class BadRows:
         """
         for source, num in self._nums.items():
             if source not in good and num >= min_rows:
-                raise self._error([source], is_intact=True)
+                raise self._error([source], are_all=True)
         if self.stops and min_rows == 1:
-            raise self._error(list(self._nums), is_intact=False)
+            raise self._error(list(self._nums), are_all=False)
 
-    def _error(self, sources: Sequence[int], is_intact: bool) -> DataError:
+    def _error(self, sources: Sequence[int], are_all: bool) -> DataError:
         """Returns an error that describes the first bad row and lists others."""
         num = sum(self._nums[source] for source in sources)
         named = [error for source in sources for error in self._first[source]][:MAX_NAMED]
         (name, got, allowed, remedy), others = named[0].parts(), named[1:]
-        if is_intact:
+        if are_all:
             got += f"; all {num} rows are bad" if num > 1 else ""
         elif others:
-            shown = "; ".join(f"{error.name}: {error.parts()[1][:120]}" for error in others)
+            shown = "; ".join(f"{error.name}: {_shortened(error.parts()[1])}" for error in others)
             got += f". {num - 1} more rows are bad: {shown}"
             got += f"; and {num - len(named)} more" if num > len(named) else ""
-        if not is_intact:
+        if not are_all:
             remedy += " Or set data.on_bad_row=drop to leave out and count such rows."
         return DataError(name, got, allowed, remedy)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 120 else f"{text[:120]}..."
 
 
 def raw_rows(source: Sequence[str] | Iterable[Mapping[str, object]]) -> Iterator[Row]:
@@ -204,3 +208,9 @@ def refuse_images(row: Row) -> None:
             raise DataError(
                 row.place, got, "rows of text, because images are not supported yet", remedy
             )
+
+
+def half_pair(row: Row, name: str, text: str) -> RowError:
+    """Returns the error for a text that has no UTF-8."""
+    got = f"{plain(name)} = {short(text)}, with half of a surrogate pair"
+    return RowError(row.place, got, "text that has UTF-8", "Fix that row.")

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridrl.config.hub import DATASET_FORM, DATASETS, HubName, commit_of, dataset_name
-from hybridrl.errors import DataError, said
+from hybridrl.errors import DataError, said, short
 
 _FOLDER_FILES = ("state.json", "dataset_dict.json")
-_BATCH_ROWS = 1024
 
 
 def is_data_set(name: str) -> bool:
@@ -67,15 +66,30 @@ def _parquet_rows(name: str) -> Iterator[Mapping[str, object]]:
     num = 0
     try:
         with parquet.ParquetFile(name) as file:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
-                yield from batch.to_pylist()
-                num += len(batch)
+            for batch in file.iter_batches(batch_size=1024):
+                try:
+                    rows = batch.to_pylist()
+                except (ValueError, OverflowError, LookupError) as error:
+                    raise _bad_value(name, num, batch, error) from error
+                num += len(rows)
+                yield from rows
     except (ArrowException, OSError) as error:
         raise DataError(name, said(error, 120), "a parquet file", "Write it again.") from error
-    except (ValueError, OverflowError, LookupError) as error:
-        allowed = "texts in UTF-8, and times of whole microseconds from year 1 to 9999"
-        place = f"{name}, rows {num + 1} to {num + _BATCH_ROWS}"
-        raise DataError(place, said(error, 160), allowed, "Write that column again.") from error
+
+
+def _bad_value(name: str, num_before: int, batch: Any, error: Exception) -> DataError:
+    """Returns the error for the first value in a batch that Python cannot represent."""
+    place, column = name, ""
+    for key, values in zip(batch.schema.names, batch.columns, strict=True):
+        for number, value in enumerate(values, num_before + 1):
+            try:
+                value.as_py()
+            except (ValueError, OverflowError) as fault:
+                if not column:
+                    place, column, error = f"{name}:{number}", f"column {short(key)}: ", fault
+                break
+    allowed = "texts in UTF-8, and times of whole microseconds from year 1 to 9999"
+    return DataError(place, column + said(error, 160), allowed, "Write that column again.")
 
 
 def _set_rows(name: str) -> Iterator[Mapping[str, object]]:

@@ -54,10 +54,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "an empty response": ({**GOOD, "response": ""}, "response = ''"),
     "an empty prompt": ({**GOOD, "prompt": ""}, "prompt = ''"),
     "a null": ({**GOOD, "response": None}, "null"),
+    "a number": ({**GOOD, "response": 7}, "response = 7"),
     "no column": ({"prompt": "a"}, "no column 'response'"),
+    "an unknown role": (
+        {"messages": [{"role": "judge", "content": "a"}, *CHAT]},
+        "the role 'judge'",
+    ),
     "an empty turn": (
         {"messages": [CHAT[0], {"role": "assistant", "content": ""}]},
         "message of the assistant without text",
+    ),
+    "no turn": ({"messages": CHAT[:1]}, "no message of the assistant"),
+    "broken JSON in a call": (
+        {"messages": [CHAT[0], {"role": "assistant", "tool_calls": "{"}]},
+        "messages has '{' (Expecting",
     ),
 }
 

@@ -51,8 +51,8 @@ FILES: dict[str, tuple[str | pa.Array, list[str]]] = {
     "digits": (row(NINES), [":2: got", "more than 4300 digits"]),
     "half pair": (row('"\\ud800"'), [":2: got", "half of a surrogate pair"]),
     "long name": (f'{{"{LONG}": "a"}}\n' * 2, [":1: got no column 'prompt' among ['nnn"]),
-    "UTF-8": (BAD_UTF8, [".parquet, rows 1 to 1024: got 'utf-8' codec", "texts in UTF-8"]),
-    "date": (pa.array([0, 10**9], pa.date32()), [".parquet, rows 1 to 1024: got days=", "to 9999"]),
+    "UTF-8": (BAD_UTF8, [".parquet:2: got column 'x': 'utf-8' codec", "texts in UTF-8"]),
+    "date": (pa.array([0, 10**9], pa.date32()), [".parquet:2: got column 'x'", "to 9999"]),
 }
 
 
