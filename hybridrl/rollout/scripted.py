@@ -64,8 +64,9 @@ class ScriptedEngine(QueuedEngine):
         return self._tensors
 
     def submit(self, requests: Sequence[Request]) -> None:
+        responses = {request.request_id: self._script(request) for request in requests}
         super().submit(requests)
-        self._responses |= {request.request_id: self._script(request) for request in requests}
+        self._responses |= responses
 
     def clear(self) -> None:
         super().clear()

@@ -374,7 +374,7 @@ def test_sglang_engine_takes_requests_back_where_the_cache_is_too_small(
     engine._shared_prompts = SharedPrompts(1)
     found = generate(engine, asked)
     assert were_taken_back(waiting)
-    assert engine._scheduler.said._table is None, "the memory of penalties is given back"
+    assert engine._scheduler.token_table._table is None, "the memory of penalties is given back"
     assert all(close(one, two) for one, two in zip(found, expected, strict=True))
 
 
@@ -622,7 +622,7 @@ def test_sglang_engine_takes_the_number_of_a_request_again_that_its_text_has_end
     assert again == {first.request_id: whole.tokens, other.request_id: expected.tokens}
     generate(engine, [cut])
     engine.clear()  # while SGLang has it
-    assert engine._scheduler.said._table is None
+    assert engine._scheduler.token_table._table is None
     assert generate(engine, [first])[0].tokens == whole.tokens
 
 

@@ -257,7 +257,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         experts = self._placement.experts_of(self._rank)
         if experts is None:
             return layout
-        assert ENGINES[self.name].takes_expert_maps
+        if not ENGINES[self.name].takes_expert_maps:
+            raise ValueError(f"the {self.name} engine takes experts in order, without a map")
         return with_experts(layout, ExpertTensors(self._family, self._shape), experts)
 
     def _prepare(self, model: torch.nn.Module) -> None:

@@ -125,6 +125,8 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     def clear(self) -> None:
         super().clear()
+        if self._leaving:  # ended by their text, and not yet dropped by SGLang
+            self._drop_running()
         self._shared_prompts.forget()
 
     def close(self) -> None:
