@@ -14,6 +14,9 @@ import pytest
 from fork_starts import COLD
 from refusals import QUICKSTART, TESTS
 
+import hybridrl
+from hybridrl.errors import UserError
+
 ROOT = TESTS.parent
 CUSTOM_LOOP = ROOT / "examples" / "custom_loop.py"
 BEST_OF_N = ROOT / "examples" / "best_of_n.py"
@@ -36,6 +39,27 @@ def python(*arguments: str | Path, cwd: Path, is_cold: bool = True) -> str:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
+
+
+def test_the_package_lists_what_it_exports_and_hides_no_name() -> None:
+    assert {"Trainer", "__version__"} <= set(dir(hybridrl))
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("rewards", "reward"),
+        ("reward_funcs", "reward"),
+        ("train_dataset", "prompts"),
+        ("processing_class", "tokenizer"),
+        ("promts", "prompts"),
+        ("learning_rate", "configuration"),
+    ],
+)
+def test_a_wrong_argument_of_a_trainer_names_the_right_one(name: str, meant: str) -> None:
+    with pytest.raises(UserError, match=name) as raised:
+        hybridrl.Trainer.from_config({"run": {"name": "a"}}, **{name: []})
+    assert raised.value.name == name and meant in raised.value.remedy
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

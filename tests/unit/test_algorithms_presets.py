@@ -480,3 +480,11 @@ def test_a_preset_gives_defaults_and_yields_to_what_is_set():
 def test_knobs_that_do_not_fit_together_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         config_of(**{"name": "grpo", **given})
+
+
+def test_gpg_scales_by_the_rewards_before_the_kl():
+    batch = with_rewards([1.0, 0.0, 0.0, 0.0, *[1.0] * 8])
+    knobs = {"name": "gpg", "kl_in": "reward", "kl_coef": 0.5}
+    scaled = make_algorithm(GrpoConfig(**knobs)).advantages(batch).advantages_T
+    plain = make_algorithm(GrpoConfig(**knobs, rescale_informative=False)).advantages(batch)
+    torch.testing.assert_close(scaled, 3 * plain.advantages_T)

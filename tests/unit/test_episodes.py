@@ -6,20 +6,26 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from chat_tokenizers import byte_tokenizer
 from own_environments import SPECIAL, Sums
 from scripted_turns import SAMPLING, SEED, STEP, STOP, answer, expert_of, make_sampler, prompts
 
 from hybridrl.config.environment import EnvironmentConfig
+from hybridrl.config.load import load_config_dict
 from hybridrl.contracts.batch import BatchError, Prompt, ScoredBatch
+from hybridrl.data.end_tokens import own_end_tokens
 from hybridrl.environments.base import Answer, Play, Turn
 from hybridrl.environments.stage import Stages
 from hybridrl.generation.sampler import Sampler
+from hybridrl.loop.rollout_setup import make_episodes
 from hybridrl.parallel.groups import World
 from hybridrl.parallel.joining import start_process_group, stop_process_group
 from hybridrl.parallel.layout import RolloutLayout
+from hybridrl.parallel.replica import ReplicaGroup
 from hybridrl.platform import Platform
 from hybridrl.rewards.outcome import ScorerFailure
 from hybridrl.rollout.engine import Request, SamplingParams, request_seed
@@ -359,3 +365,25 @@ def test_a_response_whose_environment_failed_has_the_error_value(make: Any) -> N
     failed = [i for i, row in found.items() if row["reward"] == -2.0]
     assert failed and all(i // 3 == 2 for i in failed)
     assert len(failed) == sampler.metrics()["reward/environment/errors"]
+
+
+def test_observations_follow_the_stop_token_that_was_sampled(world: World) -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = "<|endoftext|>"
+    config = load_config_dict(
+        {
+            "run": {"name": "a"},
+            "model": {"path": "m"},
+            "algorithm": {"name": "grpo"},
+            "environment": {"name": "calculator"},
+        }
+    )
+    replica = ReplicaGroup(RolloutLayout.consecutive(1, 1), world.rank, world.heartbeat)
+    source: Any = SimpleNamespace(shape=SimpleNamespace(vocab_size=len(tokenizer)))
+    ends = own_end_tokens(tokenizer)
+    episodes = make_episodes(config, world, replica, source, tokenizer, ends)
+    assert episodes is not None and ends == (0, 2)
+    found = episodes._encoder([{"role": "tool", "content": "42"}])
+    assert isinstance(found, list)
+    assert tokenizer.decode(found) == "\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"
+    episodes.close()

@@ -129,3 +129,15 @@ def test_ten_uniform_steps_in_a_row_are_a_warning_that_says_what_to_do() -> None
     for key in ("rollout.temperature", "steps.samples_per_prompt", "algorithm.max_resampling"):
         assert key in told[20]
     assert told[70] is not None and "60 steps in a row" in told[70]
+
+
+def test_responses_that_are_cut_off_come_first_where_rewards_are_flat() -> None:
+    warning = UniformGroupsWarning()
+    for step in range(1, 11):
+        said = warning.text(step, steps_of(1.0, truncated=0.94))
+        if step in (1, 10):
+            kind = "warning: step" if step == 10 else "step"
+            start = f"{kind} {step}: 94% of the responses were cut off at rollout.max_new_tokens"
+            assert said is not None and said.startswith(start)
+    said = UniformGroupsWarning().text(1, steps_of(1.0, truncated=0.5))
+    assert said is not None and "cut off" not in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from hybridrl.config.schema import ScorerConfig
@@ -147,3 +148,21 @@ def test_length_falls_linearly_over_the_buffer():
     assert found == [-1, 0, 0, -0.25, -0.5, -1, -1]
     with pytest.raises(UserError, match=r"0 to max_chars \(3\)"):
         reward("length", max_chars=3, buffer_chars=4)
+
+
+@pytest.mark.parametrize("function", ["exact_match", "gsm8k", "math", "choice"])
+def test_any_answer_of_a_list_is_right(function):
+    right, other, wrong = (
+        ("B", "A", "C") if function == "choice" else ("#### 5", "#### 7", "#### 8")
+    )
+    answers = {"answer": [right, other]}
+    scores = [reward(function)("", response, answers) for response in (right, other, wrong)]
+    assert scores == [1, 1, 0]
+
+
+def test_numbers_of_columns_compare_as_integers_where_they_are():
+    for answer in (5, 5.0, np.float64(5), np.float32(5), np.int64(5), np.array([7.0, 5.0])):
+        assert reward("exact_match")("", "5", {"answer": answer}) == 1
+        assert reward("gsm8k")("", "#### 5", {"answer": answer}) == 1
+    assert reward("exact_match")("", "0.25", {"answer": 0.25}) == 1
+    assert reward("exact_match")("", "1" + "0" * 22, {"answer": 1e22}) == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import socket
@@ -180,3 +181,45 @@ def test_a_late_attempt_sends_nothing(server, monkeypatch):
     while remote_threads() and time.monotonic() < ends:
         time.sleep(0.02)
     assert remote_threads() == 0 and server.asked == []
+
+
+@contextlib.contextmanager
+def listening(answer: bytes) -> Iterator[int]:
+    """A port that takes connections and sends this, byte by byte, and then nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip(connection: socket.socket) -> None:
+            with connection, contextlib.suppress(OSError):
+                for byte in answer:
+                    connection.sendall(bytes([byte]))
+                    time.sleep(0.05)
+                connection.recv(1 << 20)
+                time.sleep(5)
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = server.accept()
+                    threading.Thread(target=drip, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield server.getsockname()[1]
+
+
+# A TLS record of 16 KiB, of which the server sends the head and, slowly, some bytes.
+RECORD = b"\x16\x03\x03\x40\x00" + b"\x02" * 60
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+@pytest.mark.parametrize("answer", [b"", RECORD], ids=["silent", "drips"])
+def test_no_handshake_outlasts_the_limit_and_no_thread_stays(scheme, answer):
+    with listening(answer) as port:
+        began = time.monotonic()
+        remote = Remote(f"{scheme}://127.0.0.1:{port}/", retries=1, wait_s=0.01, attempt_s=0.4)
+        with pytest.raises(RemoteError, match="2 attempts, the last: .*[tT]ime"):
+            remote("", "", {})
+        assert time.monotonic() - began < 4  # 5 s for each answer otherwise
+        until = time.monotonic() + 5
+        while remote_threads() and time.monotonic() < until:
+            time.sleep(0.05)
+        assert remote_threads() == 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -164,3 +166,32 @@ def test_what_is_wrong_with_a_row_follows_on_error():
     assert valued.take_counts() == {"reward/my_reward/errors": 2}
     dropped = scorer(my_reward, on_error="drop").score(rollout_batch())
     assert dropped.sample_ids_B.tolist() == [0, 1, 4, 5]
+
+
+def test_a_reward_function_gets_the_prompt_as_the_row_has_it_and_the_rendered_text():
+    """Of a chat the messages; in place, begun early, and batched."""
+    seen = []
+
+    def judge(prompt, response, columns):
+        seen.append((prompt, columns["rendered_prompt"]))
+        return 1.0
+
+    @batched
+    def judge_all(prompts, responses, columns):
+        seen.extend((p, c["rendered_prompt"]) for p, c in zip(prompts, columns, strict=True))
+        return [1.0] * len(prompts)
+
+    batch, asked = rollout_batch(), [{"role": "user", "content": "?"}]
+    chats = tuple(replace(prompt, given=asked) for prompt in batch.prompts)
+    for given, expected in ((batch.prompts, None), (chats, asked)):
+        for function in (judge, judge_all):
+            seen.clear()
+            scorer(function).score(replace(batch, prompts=given))
+            assert seen == [(expected or p.text, p.text) for p in given]
+    # What goes to a pool as soon as it is generated is the same.
+    jobs = []
+    early = scorer(judge)
+    early.parts = [SimpleNamespace(can_begin=True, begin=lambda *job: jobs.append(job[-1]))]
+    early.begin(0, chats[0], [1, 2])
+    ((prompts, _, columns),) = jobs
+    assert prompts == [asked] and columns[0]["rendered_prompt"] == chats[0].text

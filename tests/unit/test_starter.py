@@ -112,3 +112,14 @@ def test_starter_takes_the_engine_that_fits_the_host(
     monkeypatch.setattr(starting, "num_local_gpus", lambda: num_gpus)
     assert CliRunner().invoke(app, ["init", "grpo", "model"]).exit_code == 0
     assert load_config("grpo.yaml").rollout.engine == engine
+
+
+def test_starter_of_a_model_without_weights_has_a_rate_for_fresh_ones(here: Path) -> None:
+    runner, sections = CliRunner(), []
+    for name in ("fresh.yaml", "trained.yaml"):
+        assert runner.invoke(app, ["init", "sft", "model", "--output", name]).exit_code == 0
+        sections.append(yaml.safe_load(Path(name).read_text()))
+        (here / "model" / "model.safetensors").write_bytes(b"")
+    fresh, trained = sections
+    assert fresh["model"] == {"init": "model"} and trained["model"] == {"path": "model"}
+    assert fresh["train"]["learning_rate"] >= 30 * trained["train"]["learning_rate"]
