@@ -5,7 +5,7 @@
 Owns the layout of a batch; independent of engines, models and algorithms. A batch of B samples is
 ragged and flat: `tokens_T` concatenates the prompt and response tokens of all samples, and
 `lengths_B` and `prompt_lengths_B` contain their lengths. Entry t of a per-token column describes
-token t, given the earlier tokens of the same sample. The entry is zero for tokens that were not
+token t, given the earlier tokens of the same sample. Entries are zero for tokens that were not
 sampled: prompt tokens, and tokens that an environment inserted into the response. Blobs are ragged
 arrays that only some models understand (blobs.py). Batches are on the CPU, so that no check waits
 for a device. A `MicroBatch` packs several samples and is moved to the device. In the columns of a
@@ -15,8 +15,8 @@ which predicts token t.
 Invariant: every instance of these types has passed all checks and never changes.
 
 Every rank has the per-sample columns (B,) for all samples of a step. Per-token columns (T,) and
-blobs cover only the H samples whose tokens are on this rank; if `holders` is None, H = B. R of the
-T tokens were sampled.
+blobs cover only the H samples whose tokens are on this rank; if `holders` is None, H = B. R is the
+number of sampled tokens.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ __all__ = [
 ]
 
 UNRELATED = "unrelated"
-"""Reward part that is 1 for responses that belong to another prompt; training ignores them."""
+"""Reward part that is 1 for responses to an unrelated prompt; training ignores these responses."""
 GREEDY = "greedy"
 """Reward part with the reward of the greedy response to the same prompt; not a term of the sum."""
 LENGTHS = ("lengths_B", "prompt_lengths_B")
@@ -145,18 +145,23 @@ class RolloutBatch:
         for name in LENGTHS:
             check(getattr(self, name), name, INTEGER, self.num_samples, self.producer, NO_MASK)
         if not self.prompts:
-            raise BatchError(self.producer, "prompts", "returned no sample", "1 sample or more")
+            raise BatchError(self.producer, "prompts", "returned no sample", "at least 1 sample")
         if [len(p.tokens) for p in self.prompts] != self.prompt_lengths_B.tolist():
             got = "returned lengths that differ from the lengths of its prompts"
             raise BatchError(
-                self.producer, "prompt_lengths_B", got, "the number of tokens of each prompt"
+                self.producer, "prompt_lengths_B", got, "the number of tokens in each prompt"
             )
         wrong = (self.prompt_lengths_B < 1) | (self.lengths_B <= self.prompt_lengths_B)
         if bool(wrong.any()):
             i = int(wrong.nonzero()[0])
             prompt, total = int(self.prompt_lengths_B[i]), int(self.lengths_B[i])
             got = f"returned {prompt} prompt and {total - prompt} response tokens for sample {i}"
-            raise BatchError(self.producer, "lengths_B", got, "1 or more of each")
+            raise BatchError(
+                self.producer,
+                "lengths_B",
+                got,
+                "at least 1 prompt token and at least 1 response token",
+            )
         self._check_observed_counts()
         if self.observed_T is not None:
             sizes = self.lengths_H, self.of_held(self.prompt_lengths_B)
@@ -168,16 +173,21 @@ class RolloutBatch:
             return
         check(counts_B, "num_observed_B", INTEGER, self.num_samples, self.producer, NO_MASK)
         if self.holders is None:
-            got = "returned it without holders, although observed_T already contains these numbers"
+            got = (
+                "returned num_observed_B without holders, although observed_T already determines "
+                "these counts"
+            )
             raise BatchError(self.producer, "num_observed_B", got, "None")
         most_B = self.lengths_B - self.prompt_lengths_B
         if bool(((counts_B < 0) | (counts_B >= most_B)).any()):
-            got = f"returned {counts_B.tolist()[:8]} for responses of {most_B.tolist()[:8]} tokens"
+            got = (
+                f"returned {counts_B.tolist()[:8]} for responses with {most_B.tolist()[:8]} tokens"
+            )
             raise BatchError(self.producer, "num_observed_B", got, expected)
         if self.observed_T is not None:
             found_B = torch.bincount(self.sample_index_T[self.observed_T], minlength=len(counts_B))
             if not torch.equal(found_B[self.rows_H], counts_B[self.rows_H]):
-                got = "returned numbers that differ from observed_T"
+                got = "returned counts that differ from those in observed_T"
                 raise BatchError(self.producer, "num_observed_B", got, expected)
 
     def _check_column(self, name: str, value: object, producer: Producer) -> None:
@@ -274,14 +284,16 @@ class RolloutBatch:
 
     @cached_property
     def response_mask_T(self) -> Tensor:
-        """Whether each token has a loss, because it was sampled or demonstrated: (T,) bool."""
+        """Whether each token contributes to the loss, because it was sampled or demonstrated: (T,)
+        bool.
+        """
         starts_H = self.offsets[:-1] + self.of_held(self.prompt_lengths_B)
         starts_T = torch.repeat_interleave(starts_H, self.lengths_H)
         mask_T = torch.arange(self.num_tokens) >= starts_T
         return mask_T if self.observed_T is None else mask_T & ~self.observed_T
 
     def of_held(self, value_B: Tensor) -> Tensor:
-        """Returns the values of a per-sample column for the samples on this rank: (H,)."""
+        """Selects the values of a per-sample column for the samples on this rank: (H,)."""
         return value_B if self.holders is None else value_B[self.rows_H]
 
     def completed(self, value_H: Tensor) -> Tensor:
@@ -392,7 +404,7 @@ class RolloutBatch:
         """Concatenates batches, which must have the same columns."""
         if not batches:
             raise BatchError(
-                Producer.here("concat"), "batches", "was given no batch", "1 batch or more"
+                Producer.here("concat"), "batches", "was given no batch", "at least 1 batch"
             )
         first = batches[0]
         for batch in batches[1:]:
@@ -485,10 +497,10 @@ class TrainBatch(ScoredBatch):
             token t.
         advantages_T: Advantage of each token.
         returns_T: Training targets for `values_T`.
-        term_weights_T: Weights for an additional loss term that the algorithm defines.
+        term_weights_T: Per-token weights of an additional loss term that the algorithm defines.
         teacher_logp_T: Log-probabilities from the teacher.
-        teacher_tokens_TK: The K tokens to which the teacher assigns the highest probability instead
-            of token t, (T, K) int32.
+        teacher_tokens_TK: The K tokens that the teacher considers most probable at the place of
+            token t, (T, K) int32.
         teacher_logp_TK: Log-probabilities of `teacher_tokens_TK`, (T, K).
 
     Roles set `old_logp_T`, `reference_logp_T`, `values_T` and the teacher columns. The algorithm's
@@ -512,7 +524,7 @@ class TrainBatch(ScoredBatch):
         for prompt in prompts:
             if not prompt.response_tokens:
                 got = f"returned prompt {prompt.prompt_id} without a response"
-                raise BatchError(producer, "response_tokens", got, "1 response token or more")
+                raise BatchError(producer, "response_tokens", got, "at least 1 response token")
         tokens_T, lengths_B, prompt_lengths_B = flatten(
             [p.tokens for p in prompts], [p.response_tokens or () for p in prompts]
         )

@@ -1,8 +1,8 @@
 """Defines blobs: named arrays in a sample that only some models understand, such as routed experts.
 
 Does not import torch. The module that understands a kind of blob declares it once with `declare`.
-Engines or environments attach arrays of that kind to samples. Exchange, gathering, saved rollouts,
-replay files and micro-batches pass them on without reading them.
+Engines and environments attach blobs to samples. Exchange, gathering, saved rollouts, replay files
+and micro-batches pass blobs on unread.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def misfit(name: str, dtype: str, num_dims: int) -> tuple[str, str] | None:
     if kind is None:
         return f"blob {name}, which is not declared", ", ".join(sorted(KINDS)) or "no blob"
     if dtype not in kind.dtypes or num_dims != 1 + kind.row_dims:
-        allowed = f"{' or '.join(kind.dtypes)} of {1 + kind.row_dims} dimensions"
-        return f"{dtype} of {num_dims} dimensions", allowed
+        allowed = f"{' or '.join(kind.dtypes)} with {1 + kind.row_dims} dimensions"
+        return f"{dtype} with {num_dims} dimensions", allowed
     return None
 
 

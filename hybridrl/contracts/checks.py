@@ -52,7 +52,7 @@ def _source(target: Callable[..., object]) -> tuple[str, int]:
     try:
         file = inspect.getsourcefile(target) or inspect.getfile(target)
         return file, inspect.getsourcelines(target)[1]
-    except (TypeError, OSError):  # written in C, or defined in an interactive session
+    except (TypeError, OSError):  # the target is written in C or was typed interactively
         return f"<{target.__module__}>", 0
 
 

@@ -1,9 +1,9 @@
 """Defines prompts and their parts. Does not import torch.
 
-A prompt is an ordered list of parts: runs of token ids, and contents of other kinds, such as
-images. In `tokens`, which training reads, a content is represented by one or more placeholder
-tokens; an engine receives only one placeholder per content. Only code that is specific to the kind
-of content reads its arrays; all other code stores and moves the arrays unread.
+A prompt is an ordered list of parts: runs of token ids, and non-text content such as images. In
+`tokens`, which training reads, an image or other piece of content is represented by one or more
+placeholder tokens; an engine receives only one placeholder for it. Only code for a specific kind of
+content reads the arrays of this content; all other code stores and moves the arrays unread.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Content:
         kind: Name of the kind, such as `image`.
         start: Index of the first placeholder among the prompt's tokens.
         num_tokens: Number of placeholders, at least 1.
-        key: Text that identifies the content, such as a digest of the arrays. Different contents
+        key: Text that identifies the content, such as a digest of the arrays. Different content
             must have different keys.
         arrays: Data of the content, such as the bytes of a file.
     """
@@ -58,7 +58,7 @@ class Prompt:
     Args:
         prompt_id: Number of the prompt among all rows of the run's data.
         text: Text that the model receives.
-        tokens: Token ids of the text, including the placeholders for contents.
+        tokens: Token ids of the text, including the placeholders for images and other content.
         columns: Other columns of the row.
         response_tokens: Demonstration including its end token; in preference pairs, the better
             response. None in data without responses.
@@ -104,7 +104,7 @@ class Prompt:
 
     @property
     def asked(self) -> Asked:
-        """The row's prompt as rewards and environments receive it."""
+        """The row's prompt in the form that rewards and environments receive."""
         return self.text if self.given is None else self.given
 
     @property
@@ -114,7 +114,9 @@ class Prompt:
 
 
 def contents_to_bytes(contents: Sequence[Content]) -> bytes:
-    """Serializes contents for one cell of a file. Returns empty bytes if there are none."""
+    """Serializes the contents of one prompt for a parquet cell. Returns empty bytes if there are
+    none.
+    """
     if not contents:
         return b""
     fields = [[c.kind, c.start, c.num_tokens, c.key] for c in contents]

@@ -74,7 +74,7 @@ def token_versions(rollouts: Sequence[Rollout]) -> Tensor | None:
 
 
 def repeated_versions(versions_B: Tensor, lengths_B: Tensor, prompt_lengths_B: Tensor) -> Tensor:
-    """Returns the same as `token_versions` for samples with one version each."""
+    """Returns what `token_versions` returns, for samples with one version each."""
     repeats = torch.stack([prompt_lengths_B, lengths_B - prompt_lengths_B], 1).flatten()
     values = torch.stack([torch.zeros_like(versions_B), versions_B], 1).flatten()
     return torch.repeat_interleave(values, repeats)
@@ -106,7 +106,7 @@ def joined_blobs(of_samples: Sequence[Blobs]) -> dict[str, Blob]:
             if (other.shape[1:], other.dtype) != (arrays[0].shape[1:], arrays[0].dtype):
                 first = f"{arrays[0].shape[1:]} {arrays[0].dtype}"
                 second = f"{other.shape[1:]} {other.dtype}"
-                raise ValueError(f"blob {name} has rows of {first} and of {second}")
+                raise ValueError(f"blob {name} has rows of type {first} and of type {second}")
         num_rows = [len(blobs[name]) if name in blobs else 0 for blobs in of_samples]
         found[name] = Blob(torch.from_numpy(np.concatenate(arrays)), torch.tensor(num_rows))
     return found
@@ -155,8 +155,10 @@ def check_blob(
     if is_right and kind.rows != "any":
         is_right = torch.equal(num_rows_B, lengths_B - int(kind.rows == "input"))
     if not is_right or bool((num_rows_B < 0).any()):
-        got = f"returned the numbers of rows {num_rows_B.tolist()[:8]}"
-        expected = f"one number per sample ({len(lengths_B)} samples), whose rows are: {kind.rows}"
+        got = f"returned the row counts {num_rows_B.tolist()[:8]}"
+        expected = (
+            f"one count for each of {len(lengths_B)} samples, with rows per sample: {kind.rows}"
+        )
         raise BatchError(producer, name, got, expected)
     num = int(num_rows_B[rows_H].sum())
     if len(values_N) != num or values_N.device.type != "cpu" or values_N.requires_grad:

@@ -3,8 +3,8 @@
 The array is (P, K), with one row per token of prompt and response except the last token. A row
 contains the experts of each MoE layer in ascending order, one layer after another. K is the number
 of MoE layers times the number of experts per token. Each row comes from the forward pass that first
-computed its position. It does not change if the request continues on another engine or in a later
-turn.
+computed its position. A row does not change if the request continues on another engine or in a
+later turn.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def diagnose_rank(config: Config, with_reference: bool = False) -> dict[str, Any
         `dtype`, and one Finding each for `weights`, `tokens`, `sampling`, `numerics` and, if the
         engine records experts, `routing`.
     """
-    rollout = config.rollout.model_copy(update={"eager": True})  # CUDA graphs would skip the hooks
+    rollout = config.rollout.model_copy(update={"eager": True})  # hooks do not run in CUDA graphs
     # The trainer's weights must stay in memory for the comparison.
     train = config.train.model_copy(update={"release_weights_in_rollout": False})
     # The placement does not change what engine and trainer compute.

@@ -28,8 +28,8 @@ from hybridrl.training.model import ParallelModel
 def reference_streams(
     model: ParallelModel, prompts: Sequence[tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Returns the stages that transformers computes with the trainer's weights on rank 0, and an
-    empty result on other ranks.
+    """Returns the stages that transformers computes on rank 0 with the trainer's weights; empty on
+    other ranks.
 
     A stage has one row per prompt token; `logits` has one row per prompt, for its last position.
 
@@ -48,7 +48,7 @@ def reference_streams(
             live = checkpoint_tensors(reference, source.hf_config, source.family)
             _check_parameters(live, shapes)
     weights = gather_tensors(model.whole_weights(), shapes, torch.float32, world)
-    for name, tensor in weights:  # empty on other ranks
+    for name, tensor in weights:  # yields nothing on other ranks
         live[name].copy_(tensor)
     found: dict[str, Tensor] = {}
     with world.all_agree("computing the reference"):

@@ -1,14 +1,15 @@
-"""Reads the residual stream of a model, stage by stage, in the engine and in the trainer.
+"""Records the residual stream of a model after each stage, in the engine and in the trainer.
 
 Who waits for whom: functions that take a ParallelModel are collective over the world. The ranks
 hold different layers and tokens (sequence, context and data parallel). The sum over all ranks is
 exactly the whole stream, because a rank's values are zero for layers and tokens that it does not
 hold.
 
-A stage is a name: `embedding`, `layers.N.attention` (after attention's addition), `layers.N.mlp`
-(after the layer), `norm` or `logits`. Streams are float32 on the CPU with one row per token.
-Forward hooks on pre-norm decoders record the streams. The hooks find modules by Megatron's names in
-the trainer, and by HF's names in the engine, because vLLM and SGLang use HF's names too.
+The stages are `embedding`, `layers.N.attention` (after the attention output is added),
+`layers.N.mlp` (after the layer), `norm` and `logits`. Streams are float32 on the CPU with one row
+per token. Forward hooks on pre-norm decoders record the streams. The hooks find modules by
+Megatron's names in the trainer, and by HF's names in the engine, because vLLM and SGLang use HF's
+names too.
 """
 
 from __future__ import annotations
@@ -168,7 +169,7 @@ def _local_tokens(model: ParallelModel, batch: TrainBatch, one: ModelInput) -> T
     sample_S = torch.tensor([*whole.sample_indices, -1])[whole.sequence_index_S]
     token_S = batch.offsets[sample_S] + whole.positions_S
     held_S = token_S.where(whole.sequence_index_S >= 0, -1)[one.held_S]
-    return held_S.chunk(layout.tp)[where.tp]  # sequence parallel is on whenever tp > 1
+    return held_S.chunk(layout.tp)[where.tp]  # sequence parallelism is on if tp > 1
 
 
 @contextmanager

@@ -3,9 +3,9 @@
 Collective: all ranks search the same rows in the same order.
 
 Finds the rows whose loss or gradient is not finite, using the newest checkpoint from before the
-step, or the initial weights. A fault in the batch therefore recurs. A fault in the weights recurs
-only if the checkpoint has exactly the step's weights, which the report states. Nothing is trained,
-generated or written.
+step, or the initial weights. A failure that the batch caused therefore recurs. A failure that the
+weights caused recurs only if the checkpoint contains exactly the weights of that step; the report
+says whether it does. Nothing is trained, generated or written.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ def replay_rank(config: Config, file: Path) -> dict[str, Any]:
 
     Returns:
         The report for JSON, which is the same on all ranks. Its keys are `is_finite`; `step`;
-        `update`, which is also the number of optimizer steps of this step that the weights do not
-        include; `saved_reason`; `checkpoint` (None for initial weights) and `num_steps_between` the
-        checkpoint and the step; `changed` knobs; `has_random_states`, whether the run's random
-        states were restored; `terms_left_out`, loss terms that the configuration no longer
-        contains; `cause` (None if finite); and `models`. The entry of each model and of each
-        additional loss term (with `loss_of`) has `loss`, the model's `grad_norm`, `micro_batches`,
-        the first `parameter` with a non-finite gradient, and the bad `rows`.
+        `update`, the index of the optimizer step within the step (the weights lack that many
+        earlier updates); `saved_reason`; `checkpoint` (None for initial weights) and
+        `num_steps_between` the checkpoint and the step; `changed` knobs; `has_random_states`,
+        whether the run's random states were restored; `terms_left_out`, loss terms that the
+        configuration no longer contains; `cause` (None if finite); and `models`. The entry of each
+        model and of each additional loss term (with `loss_of`) has `loss`, the model's `grad_norm`,
+        `micro_batches`, the first `parameter` with a non-finite gradient, and the bad `rows`.
     """
-    # No weights are sent to an engine, so they may stay where Megatron allocates them.
+    # No engine receives the weights, so they may stay where Megatron allocates them.
     rollout = config.rollout.model_copy(update={"transport": "packed"})
     start_kernels_in_order(config.train.tp, config.train.cp)
     platform = Platform.detect()
@@ -127,7 +127,9 @@ def replay(world: World, roles: Roles, saved: SavedBatch) -> dict[str, Any]:
 
 
 def _search(roles: Roles, name: str) -> tuple[Passes, Algorithm]:
-    """Returns the function that computes a loss's gradients, and the loss's algorithm."""
+    """Returns the function that computes the gradients of a loss, and the algorithm that defines
+    the loss.
+    """
     if name in roles.terms:
         algorithm = roles.terms[name].algorithm
         policy = Policy(

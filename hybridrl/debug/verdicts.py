@@ -18,7 +18,7 @@ from hybridrl.parallel.layout import RolloutLayout
 from hybridrl.rollout.engine import Completion, SamplingParams
 from hybridrl.training.mismatch import Bounds
 
-JUMP = 10.0  # a stage stands out if it exceeds the stage before by this factor
+JUMP = 10.0  # a stage stands out if its difference is this many times that of the previous stage
 MAX_OUTSIDE = (
     0.01  # fraction of sampled tokens that may be outside top_p and top_k, because of rounding
 )
@@ -58,7 +58,7 @@ class Answer:
 
 
 Placed = Sequence[Sequence[tuple[Answer, slice]]]
-"""For each replica its answers, each with the slice of its tokens in the trainer's columns."""
+"""For each replica, its answers, each with the slice of the trainer's columns for its tokens."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Tokenwise:
     """The trainer's results for every response token, each (T,).
 
     Args:
-        choice: Most probable token.
+        choice: The trainer's most probable token.
         best, own: Log-probability of the most probable token, and of the response's token.
         cut: Log-probability of the response's token under the engine's truncated sampling
             distribution.
@@ -105,7 +105,9 @@ def judge_tokens(
     for rank in layout.ranks:
         first = layout.assignment.index((layout.place(rank)[0], 0))
         if drawn[rank] != drawn[first]:
-            others.append(f"rank {rank} sampled other tokens than rank {first} of its replica")
+            others.append(
+                f"rank {rank} sampled different tokens than rank {first} of the same replica"
+            )
     num_greedy = num_ties = 0
     for replica, answers in enumerate(placed):
         for answer, span in (pair for pair in answers if pair[0].is_greedy):
@@ -256,16 +258,16 @@ def judge_numerics(
 
 
 def _first_error(table: Sequence[Mapping[str, Any]], who: str, floor: float) -> str | None:
-    """Returns the first stage where one side's error stands out, if there is one."""
+    """Returns the first stage in which the error of `who` stands out; None if there is none."""
     errors = [(row["stage"], row[f"{who}_error"]) for row in table if f"{who}_error" in row]
     return standing_out(errors, floor)
 
 
 def relative_rms(found_ND: Tensor, expected_ND: Tensor) -> float:
-    """Returns the root mean square of the rows' relative differences.
+    """Returns the root mean square of the relative differences between corresponding rows.
 
-    Each row is scaled by its own norm, because the first token's stream is often 100 times larger
-    and would dominate.
+    Each row's difference is divided by that row's norm, because the first token's norm is often 100
+    times larger and would dominate.
     """
     difference_N = (found_ND - expected_ND).double().norm(dim=-1)
     ratio_N = difference_N / expected_ND.double().norm(dim=-1).clamp_min(1e-30)
@@ -287,6 +289,6 @@ def standing_out(differences: Sequence[tuple[str, float]], floor: float) -> str 
 
 
 def _gaps(answers: Sequence[tuple[Answer, slice]], column: Tensor) -> Tensor:
-    """Returns the engine's minus the trainer's log-probability, for every token of the answers."""
+    """Returns the engine's log-probability minus the trainer's, for every token of the answers."""
     parts = [torch.tensor(one.completion.logps) - column[span] for one, span in answers]
     return torch.cat(parts).double()

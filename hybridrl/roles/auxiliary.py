@@ -15,17 +15,17 @@ from hybridrl.errors import UserError
 
 @dataclass(frozen=True)
 class AuxiliaryLoss:
-    """A loss term: its algorithm and weight, without its rows."""
+    """Algorithm and weight of a loss term, without the term's data."""
 
     algorithm: Algorithm
     weight: float
 
 
 def make_auxiliary_losses(config: Config) -> dict[str, AuxiliaryLoss]:
-    """Creates the terms in the section `mix` whose weight is above 0, by name.
+    """Creates the loss terms of section `mix` that have a weight above 0, by name.
 
     Raises:
-        UserError: A user's own algorithm cannot be a term.
+        UserError: The algorithm of a term cannot be used in an additional loss term.
     """
     terms = {}
     for name, section in config.terms().items():
@@ -39,9 +39,7 @@ def make_auxiliary_losses(config: Config) -> dict[str, AuxiliaryLoss]:
 
 @contextmanager
 def errors_of_term(name: str) -> Iterator[None]:
-    """Rewrites keys in errors about a term's data and algorithm, so that they begin with
-    `mix.NAME`.
-    """
+    """Makes keys in errors about a term's data and algorithm begin with `mix.NAME`."""
     try:
         yield
     except UserError as error:

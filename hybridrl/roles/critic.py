@@ -1,8 +1,8 @@
 """The critic: predicts the value of the state before each response token, and is trained by
 regression.
 
-Collective, like the policy. A reward model in training is also a critic; its values are scores at
-response tokens.
+Collective, like the policy. A reward model that is being trained is also a critic; its values are
+scores at response tokens.
 """
 
 from __future__ import annotations

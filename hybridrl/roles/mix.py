@@ -1,12 +1,12 @@
-"""Rows of additional terms of the policy's loss: reads them, takes each step's rows, and computes
-the columns that the terms' algorithms need.
+"""Reads the data rows of additional loss terms, selects the rows for each step, and computes the
+columns that the terms' algorithms need.
 
-Collective; every rank takes the same rows. The loss of an optimizer step is the main loss plus each
-term's loss times its weight; each loss is divided by its own global denominator. All passes add to
-one gradient with one norm, which is applied or skipped as a whole (update.py). Each optimizer step
-uses its share of a term's rows. The columns of these rows are computed with the weights from
-before the optimizer step. The gradient of a preference loss, which is linear in the
-log-probabilities, is therefore exact in every optimizer step.
+Collective; every rank selects the same rows. The loss of an optimizer step is the main loss plus
+each term's loss times its weight; each loss is divided by its own global denominator. All passes
+add to one gradient with one norm, which is applied or skipped as a whole (update.py). A step's rows
+of a term are divided among the step's optimizer updates. The columns of these rows are computed
+with the weights from before the optimizer step. The gradient of a preference loss, which is linear
+in the log-probabilities, is therefore exact in every optimizer step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hybridrl.roles.roles import Roles
 
 
 class Mix:
-    """Rows of all terms.
+    """Data rows of all loss terms.
 
     Args:
         given: Rows passed from Python, by the term's name; they replace the term's `data.prompts`.
@@ -68,7 +68,7 @@ class Mix:
         with the weights at the time of the iteration.
 
         Args:
-            trains_policy: Whether the policy is trained in this step; if not, no rows are taken.
+            trains_policy: Whether the policy is trained in this step; if not, no rows are used.
         """
         self.taken = []
         rows = {
@@ -80,8 +80,8 @@ class Mix:
             found = {}
             for name, taken in rows.items():
                 algorithm = self.terms[name].algorithm
-                # Parts may differ by one row, because dropped responses can reduce the number of
-                # updates.
+                # The numbers of rows per update may differ by one, because dropped responses can
+                # reduce the number of updates.
                 ends = [len(taken) * end // num_updates for end in (number, number + 1)]
                 part = taken[slice(*ends)]
                 batch = supervised_batch(part, algorithm.needs.feedback)
@@ -96,10 +96,10 @@ class Mix:
         return {name: source.state() for name, source in self._sources.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restores a state from which to continue.
+        """Restores the state that `state` returned.
 
         Raises:
-            DataError: The state belongs to other rows or other terms.
+            DataError: The state was saved with other rows or other terms.
         """
         for name, source in self._sources.items():
             with errors_of_term(name):

@@ -23,7 +23,7 @@ from hybridrl.training.model import Loss, ParallelModel
 from hybridrl.training.update import Gradients, LossPart, detached, optimizer_step
 
 TERM_TEMPERATURE = 1.0
-"""Temperature for responses in loss terms, which are not sampled."""
+"""Temperature for log-probabilities in loss terms, whose responses were not sampled."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class LossTerm:
     Args:
         name: Prefix of its metrics.
         batch: All samples of the term, with the columns that the algorithm needs. Log-probabilities
-            are at TERM_TEMPERATURE.
+            are computed at TERM_TEMPERATURE.
     """
 
     name: str
@@ -77,8 +77,8 @@ class Policy:
 
     def take_start_logps(self) -> torch.Tensor | None:
         """Returns the log-probabilities at the start of the step, which the last call of
-        `gradients` computed: (T,) fp32, nats. None if the batch already had them, or if this was
-        already called.
+        `gradients` computed: (T,) fp32, nats. None if the batch already contained them, or if this
+        method was already called since.
         """
         found, self._start_logp_T = self._start_logp_T, None
         return found
@@ -173,7 +173,7 @@ def _term_metrics(term: LossTerm, part: LossPart) -> dict[str, float]:
     """Returns a term's metrics with its name as prefix: `policy/kl` becomes `NAME/kl`."""
     found = {**part.metrics}
     if term.algorithm.needs.feedback is not None:
-        found |= {  # the loss itself, because `loss` returns only its change
+        found |= {  # the loss itself, because `loss` returns its first-order change
             name.replace("policy/", f"{term.name}/"): value
             for name, value in feedback_metrics(term.batch).items()
         }

@@ -94,8 +94,9 @@ def make_reward_models(
 
     Args:
         policy: Source of the policy, whose tokens the reward models read.
-        models: Dict to which each model is added by name, for the table in an out-of-memory error.
-        served: Section of each model, by the name of its scorer.
+        models: Dict to which each model is added by name, for the memory table in an out-of-memory
+            error.
+        served: Configuration section of each reward model, by the scorer's name.
         needs_greedy: Whether the algorithm compares samples with greedy responses, which reward
             models cannot score.
 

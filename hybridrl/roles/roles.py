@@ -1,7 +1,7 @@
 """The models of a run: the policy and the other models that the algorithm needs.
 
-Collective: all ranks call every function together. Owns the choice of models to train, and of the
-gradients that are applied in one optimizer step. Every model is split over the ranks of its role
+Collective: all ranks call every function together. Decides which models are trained, and which
+gradients are applied in one optimizer step. Every model is split over the ranks of its role
 (`placement`), by default over all ranks.
 """
 
@@ -127,12 +127,13 @@ class Roles:
             columns |= self.teacher.columns(batch)
         if not columns:
             return batch
-        # Wait here first, because the lookup on another rank may take longer than all_agree waits.
+        # Wait here first, because the lookup on another rank may take longer than the timeout of
+        # all_agree.
         self.world.arrive("looking up log-probabilities")
         try:
             with self.world.all_agree("looking up log-probabilities"):
                 return batch.join_columns(Producer.here("the trainer"), **columns)
-        except BatchError as error:  # on all ranks
+        except BatchError as error:  # raised on all ranks
             if (reason := explosion_of(self.trained, error)) is None:
                 raise
             raise reason from error
@@ -256,14 +257,14 @@ def make_roles(
 
     Args:
         algorithm: Algorithm; its needs determine which models are built.
-        models: Dict to which each model is added by name when it is built, for the table in an
-            out-of-memory error.
+        models: Dict to which each model is added by name when it is built, for the memory table in
+            an out-of-memory error.
         has_reference, has_teacher: Whether to build the reference and the teacher if the algorithm
             needs them. False if their columns are already known or are not used.
         terms: Additional terms of the policy's loss; None means the terms in the section `mix`.
 
     Raises:
-        UserError: There are loss terms, but no policy is trained.
+        UserError: Loss terms are configured, but no policy is trained.
     """
     world, needs = meshes.world, algorithm.needs
     terms = make_auxiliary_losses(config) if terms is None else terms

@@ -70,7 +70,8 @@ def make_teacher(
     """Builds the teacher and loads its weights.
 
     Args:
-        models: Dict to which the model is added by name, for the table in an out-of-memory error.
+        models: Dict to which the model is added by name, for the memory table in an out-of-memory
+            error.
 
     Raises:
         UserError: The section `algorithm` has no teacher.

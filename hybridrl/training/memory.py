@@ -29,7 +29,7 @@ MOMENT_BYTES = 8  # Adam's two fp32 moments, for each parameter that this rank's
 ALIGNMENT = 512  # bytes; alignment of each storage within the shared buffer
 
 Place: TypeAlias = Callable[[Tensor, int, int], object]
-"""Moves a tensor's storage to an address; the last argument is its size in bytes."""
+"""Moves a tensor's storage to an address; the last argument is the storage's size in bytes."""
 
 
 def flat_buffers(chunks: Sequence[Any]) -> list[Any]:
@@ -63,7 +63,7 @@ class TrainedModelMemory:
         max_tokens: int,
     ) -> None:
         self._device, self._max_tokens = device, max_tokens
-        self._fullest = (0, 0)  # tokens in the largest micro-batch, bytes that its passes used
+        self._fullest = (0, 0)  # tokens in the largest micro-batch, and bytes that its passes used
         self._chunks, self._optimizer = chunks, optimizer
         self._weight_storages = {weight.untyped_storage()._cdata for weight in weights}
         self._host = HostMirror(device) if offloads else None
@@ -184,17 +184,21 @@ class TrainedModelMemory:
         return self._host is not None
 
     def stepped(self) -> None:
-        """Records that an optimizer step was taken, which allocates all memory of an update."""
+        """Records that an optimizer step was taken. From then on, all memory that an update needs
+        is allocated.
+        """
         self._has_stepped = True
 
     @property
     def may_stay(self) -> bool:
-        """Whether the state is never offloaded and a step was taken since the last `release`."""
+        """Whether the state is never offloaded and an optimizer step was taken since the last
+        `release`.
+        """
         return self._host is None and self._has_stepped
 
     @contextmanager
     def watching(self, num_tokens: int) -> Iterator[None]:
-        """Measures peak GPU memory of passes over micro-batches of at most `num_tokens`."""
+        """Measures peak GPU memory of passes over micro-batches of at most `num_tokens` tokens."""
         if self._device.type == "cpu":
             yield
             return
@@ -214,7 +218,9 @@ class TrainedModelMemory:
         return taken * max(0, self._max_tokens - tokens) // tokens if tokens else 0
 
     def bytes_to_come(self) -> int:
-        """Returns how much the optimizer state on the device will grow until the next rollout."""
+        """Returns how many bytes the optimizer state on the device will grow by until the next
+        rollout.
+        """
         return 0 if self._host is not None else self.state_bytes()[1]
 
     def _adams(self) -> Iterator[Any]:

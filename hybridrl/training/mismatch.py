@@ -1,7 +1,7 @@
 """Compares the engine's log-probabilities with the trainer's: metrics, bounds and a warning.
 
-Contains the only table of bounds. The metrics are collective if each rank holds only some samples.
-debug/diagnose.py finds the cause of a mismatch.
+Contains the only table of bounds for these differences. Computing the metrics is collective if each
+rank holds only some samples. debug/diagnose.py finds the cause of a mismatch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Bounds:
     Args:
         refuse: Mean absolute difference of log-probabilities, in nats, above which a run does not
             start.
-        warn: The same difference during a step, above which a warning is printed.
+        warn: Mean absolute difference in a step, in nats, above which a warning is printed.
         residual: Relative RMS difference of the residual stream, per token.
     """
 
@@ -59,7 +59,7 @@ def mismatch_metrics(batch: RolloutBatch, logp_T: torch.Tensor) -> dict[str, flo
     `mismatch/kl` estimates KL(engine, trainer) with k3 (Schulman 2020,
     joschu.net/blog/kl-approx.html): the mean of exp(d) - 1 - d, where d is the trainer's minus the
     engine's log-probability, capped at 20 inside the exponential. `mismatch/correlation` is
-    Pearson's correlation, or NaN if either side is constant.
+    Pearson's correlation, or NaN if the log-probabilities of either are constant.
 
     Args:
         batch: Batch that contains the engine's log-probabilities, `behaviour_logp_T`.
@@ -107,7 +107,7 @@ class MismatchWarning:
     def text(self, step: int, metrics: Mapping[str, float]) -> str | None:
         """Returns the warning to print after a step, or None."""
         mean = metrics.get(MEAN)
-        # A non-finite mean comes from a skipped step, which prints its own message.
+        # A non-finite mean occurs only in a skipped step, which prints its own message.
         if mean is None or not math.isfinite(mean) or mean <= self._bound:
             return None
         if metrics.get("lag/max", 0) > 0:  # samples from an older policy are expected to differ

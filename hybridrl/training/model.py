@@ -221,7 +221,8 @@ class ParallelModel:
         return self._forward_chunks
 
     def complete_weights(self) -> None:
-        """Gathers the parameters if the last step postponed it (`train.fuse_param_gather`).
+        """Gathers the parameters if the last step postponed the all-gather
+        (`train.fuse_param_gather`).
 
         Raises:
             RuntimeError: The parameters are freed until the training phase.
@@ -239,7 +240,7 @@ class ParallelModel:
 
     @property
     def _names(self) -> tuple[Head, bool, bool]:
-        """Arguments of `megatron_layout` that determine the parameter names."""
+        """Arguments that `megatron_layout` needs to name the parameters."""
         return self.head, self.layers.fuses_norms, self.layers.kind == "transformer_engine"
 
     def layout(self) -> RankLayout:
@@ -363,7 +364,7 @@ class ParallelModel:
 
     @property
     def backward(self) -> BackwardShares:
-        """Shares of the backward pass that the model needs."""
+        """Fractions of the backward pass that the model needs, for FLOP counts."""
         source = self.source
         return backward_shares(source.family, source.shape, self.frozen_parts, self.head)
 
@@ -401,15 +402,14 @@ class ParallelModel:
         Args:
             inputs: Micro-batches of this rank.
             loss: Loss function for one micro-batch.
-            *more: Further micro-batches with their own loss functions; their gradients are added to
-            the same sum.
+            *more: Further micro-batches with their own loss functions; all gradients are added up.
         """
         if not self.mesh.is_member:
             return []
         chunks, passes = self.forward_chunks, [(inputs, loss), *more]
         for chunk in chunks:
             chunk.zero_grad_buffer()  # type: ignore[operator]  # Megatron's wrapper
-        self._optimizer.zero_grad()  # drops views of gradients; does not touch the optimizer state
+        self._optimizer.zero_grad()  # drops references to gradients; keeps the optimizer state
         pairs = [(one, loss) for some, loss in passes for one in some]
         self._prepare_routers([one for some, _ in passes for one in some])
         assert self.memory is not None  # the model is trainable
@@ -517,7 +517,7 @@ def _forward(chunk: torch.nn.Module, one: ModelInput) -> Any:
         input_ids=one.local.tokens_S[None],
         position_ids=one.local.positions_S[None] if rows_SR is None else rows_SR.T[:, None],
         attention_mask=None,
-        labels=one.head,  # Megatron passes it unchanged to the head (models/megatron/heads.py)
+        labels=one.head,  # Megatron passes `labels` unchanged to the head (heads.py)
         packed_seq_params=one.packed,
         padding_mask=(one.local.sequence_index_S < 0)[None] if has_routers else None,
     )

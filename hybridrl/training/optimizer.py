@@ -43,9 +43,9 @@ def wrap_for_training(
 ) -> tuple[list[torch.nn.Module], MegatronOptimizer]:
     """Creates gradient buffers and a distributed Adam optimizer for the trained parameters.
 
-    The optimizer state is sharded across the replicas; frozen parameters have none. The weights
-    must already be loaded, because the optimizer of a bf16 model copies them into fp32 masters. If
-    `peer_weights` is given, the weights are moved there first.
+    The optimizer state is sharded across the replicas; frozen parameters have no optimizer state.
+    The weights must already be loaded, because the optimizer of a bf16 model copies them into fp32
+    masters. If `peer_weights` is given, the weights are moved there first.
 
     Returns:
         The wrapped chunks, which training must call, and the optimizer.
@@ -57,7 +57,7 @@ def wrap_for_training(
         # Overlap needs several buckets, and each rank owns a slice of each bucket. With a single
         # bucket, a rank owns few long slices, so updating an engine takes fewer messages.
         overlap_grad_reduce=num_replicas > 1 and not train.fuse_param_gather,
-        # With this, trained_weights.py gathers the parameters after a step.
+        # With this flag, trained_weights.py gathers the parameters after a step.
         overlap_param_gather=train.fuse_param_gather,
     )
     wrapped: list[torch.nn.Module] = []
@@ -106,8 +106,8 @@ def experts_in_stacks(chunk: torch.nn.Module) -> Iterator[None]:
     """Makes a wrapper that is built in this context store the experts of each layer contiguously.
 
     An engine that stacks the same experts can then use them in place (models/expert_stacks.py). The
-    wrapper stores parameters in the order of `named_parameters`. There, the two matrices of
-    separate experts alternate, and grouped experts are listed in reverse order.
+    wrapper stores parameters in the order of `named_parameters`. In that order, the two matrices of
+    separate experts alternate, and grouped experts are reversed.
     """
     named = dict(chunk.named_parameters())
     order = in_stacks(list(named))

@@ -2,7 +2,7 @@
 
 The distributed optimizer updates only the slice of each flat parameter buffer that this rank owns.
 An all-gather over the data-parallel ranks then completes the parameters. By default, Megatron runs
-the all-gather at the end of the step; two knobs postpone it.
+the all-gather at the end of the step; two knobs postpone this.
 
 With `train.fuse_param_gather`, only the owned slices are up to date after a step. The engine is
 updated from these slices, and the all-gather overlaps generation.
@@ -14,7 +14,7 @@ parameters have no masters and are never freed.
 
 `complete` and `restore` are collective over the data-parallel ranks if an all-gather is pending; it
 is pending on all ranks or on none. `release` may start an all-gather without waiting for it, except
-on CPU, where starting it also completes it (platform.py). Invariant: if `complete` returns, the
+on CPU, where starting it also completes it (platform.py). Invariant: after `complete` returns, the
 parameters are complete.
 """
 

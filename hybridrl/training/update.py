@@ -144,7 +144,7 @@ def reduce_losses(
     """Combines the losses of all micro-batches on all ranks; every rank receives the result.
 
     The loss is summed, metrics are averaged over the `num_tokens` response tokens, and metrics
-    whose names end in `_max` are maximised.
+    whose names end in `_max` are combined with max.
     """
     world = model.world
     local = _local_sums(loss_name, results if model.mesh.reports else [])

@@ -118,7 +118,7 @@ def test_tokens_agree_up_to_near_ties() -> None:
         not far.agrees and "at position 1" in far.found and "token 7 and the trainer 6" in far.found
     )
     apart = tokens_of([(5, 6), (5, 6), (5, 6), (5, 5)], trainer)
-    assert not apart.agrees and "rank 3 sampled other tokens than rank 2" in apart.found
+    assert not apart.agrees and "rank 3 sampled different tokens than rank 2" in apart.found
 
 
 def test_sampling_tells_truncation_from_numerics() -> None:

@@ -60,7 +60,7 @@ def test_batch_refuses_samples_with_other_rows_than_the_first() -> None:
         batch_of([replace(made[0], blobs={}), *made[1:]])
     with pytest.raises(BatchError, match="blob pictures, which is not declared"):
         batch_of([replace(made[0], blobs={"pictures": whole}), *made[1:]])
-    with pytest.raises(BatchError, match="float32 of 2 dimensions"):
+    with pytest.raises(BatchError, match="float32 with 2 dimensions"):
         batch_of([with_experts(one, drawn(one, 8).astype(np.float32)) for one in made])
 
 

@@ -15,7 +15,9 @@ from collections.abc import Sequence
 from hybridrl.training.batches.packing import check_lengths, pack, round_up
 
 Schedule = list[list[tuple[int, ...]]]
-"""`[dp_rank][micro_batch]` -> ascending sample indices; none if a micro-batch is only padding."""
+"""`[dp_rank][micro_batch]` -> ascending sample indices; empty if a micro-batch contains only
+padding.
+"""
 
 # Maximum number of swaps per rank, and the relative difference between ranks at which swapping
 # stops.
@@ -26,7 +28,8 @@ DEFAULT_ATTENTION_LENGTH = 24_576
 """Sequence length at which attention costs as much as all matrix products in a layer.
 
 Per token, a layer of width D does about 24 D^2 operations in its matrix products (12 D^2 weights),
-and 2 D L in causal attention over L tokens. They are equal at L = 12 D. The value is for D = 2048.
+and 2 D L in causal attention over L tokens. The two costs are equal at L = 12 D. The value is for D
+= 2048.
 """
 
 
@@ -131,9 +134,9 @@ def _spread(
 def _assign_evenly(costs: Sequence[int], num_ranks: int, per_rank: int) -> list[list[int]]:
     """Assigns `per_rank` items to each rank so that all ranks have similar total cost.
 
-    Each time, the costliest remaining item is assigned to the cheapest rank that has fewer than
-    `per_rank` items. Afterwards, the costliest and the cheapest rank swap items as long as this
-    reduces their difference.
+    Repeatedly assigns the costliest remaining item to the cheapest rank that has fewer than
+    `per_rank` items. Then swaps items between the costliest and the cheapest rank as long as this
+    reduces the difference between them.
     """
     ranks: list[list[int]] = [[] for _ in range(num_ranks)]
     cheapest = [(0, rank) for rank in range(num_ranks)]

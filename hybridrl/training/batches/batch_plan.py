@@ -45,7 +45,7 @@ class ModelInput:
     Args:
         whole: The complete micro-batch, on the CPU.
         local: This context-parallel rank's positions of the micro-batch, on the rank's device.
-        held_S: Indices of the local positions in the whole micro-batch.
+        held_S: Index of each local position in the whole micro-batch.
         head: Input to the vocabulary head.
         packed: Sequence boundaries, for attention.
     """
@@ -114,7 +114,8 @@ class BatchPlanner:
         shape: Sizes of the model.
         train: Micro-batch budget and number format.
         layers: Library that implements the layers.
-        shares_prompts: Whether consecutive samples of one prompt store its tokens only once.
+        shares_prompts: Whether consecutive samples with the same prompt store the prompt's tokens
+            only once.
 
     Attributes:
         extra_inputs: Model inputs in addition to tokens; blobs that none of these inputs needs are
@@ -138,11 +139,14 @@ class BatchPlanner:
         self._pad_each = 2 * mesh.layout.cp if mesh.layout.cp > 1 else 1
 
     def training_ranks(self, batch: TrainBatch, num_parts: int = 1) -> Tensor:
-        """Returns which ranks train on each sample in `num_parts` mini-batches, (B, W) bool."""
+        """Returns which ranks train on each sample if the batch is split into `num_parts`
+        mini-batches, (B, W) bool.
+        """
         return self._on_ranks(self._schedule(batch, num_parts))
 
     def shared_tokens(self, batch: TrainBatch, is_lookup: bool = False) -> list[int]:
-        """Returns, for each sample, how many of its leading tokens are computed in another sample.
+        """Returns, for each sample, how many of its leading tokens are computed as part of another
+        sample.
 
         The result is for a lookup of log-probabilities if `is_lookup`, otherwise for an update.
         """
@@ -240,7 +244,8 @@ class BatchPlanner:
     def _on_ranks(self, assignments: Schedule, reports: bool = False) -> Tensor:
         """Returns which ranks compute each sample, (B, W) bool.
 
-        If `reports`, only the last-stage rank that reports the results counts in each replica.
+        If `reports` is true, only the last-stage rank that reports the results counts in each
+        replica.
         """
         mesh, num_samples = self.mesh, sum(len(micro) for micros in assignments for micro in micros)
         found_BW = torch.zeros(num_samples, mesh.world.size, dtype=torch.bool)

@@ -42,11 +42,12 @@ def micro_batch(
         pad_each: Each sample is padded to a multiple of this (2 cp if cp > 1, else 1).
         pad_total: A trailing sequence of padding fills the micro-batch up to a multiple of this (tp
             x 2 cp).
-        shares_prompts: Whether consecutive samples of one prompt store its tokens only once;
-            requires `pad_each` = 1.
+        shares_prompts: Whether consecutive samples with the same prompt store the prompt's tokens
+            only once; requires `pad_each` = 1.
         at_own_token: Whether values about a token are stored at its own position rather than at the
             previous token's.
-        positions: Source of positions if each token has several; None if each token has one.
+        positions: Source of positions if each token has several position numbers; None if each
+            token has one.
     """
     index_B = torch.tensor(list(indices), dtype=torch.int64)
     laid = _lay_out(batch, index_B, pad_each, pad_total, shares_prompts)
@@ -189,7 +190,7 @@ def _lay_out(
     counts = cu_seqlens.diff().long()
     read = torch.zeros(
         len(counts), dtype=torch.int64
-    )  # length of the prefix that each sequence continues
+    )  # length of the shared prefix before each sequence
     read[own_B] = torch.tensor(prefixes, dtype=torch.int64)
     first_S = torch.repeat_interleave(cu_seqlens[:-1].long() - read, counts)
     is_shared, num_padding = any(prefixes), len(counts) - len(prefix_sequences)
@@ -206,7 +207,9 @@ def _lay_out(
 
 
 def _tokens_of(batch: RolloutBatch, index_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns, for each token of some samples: index in the batch, index in the sample, sample."""
+    """Returns, for each token of the given samples: its index in the batch, its index in the
+    sample, and its sample.
+    """
     places = batch.places_of(index_B)
     if bool((places < 0).any()):
         raise ValueError(f"the tokens of samples {index_B[places < 0].tolist()} are on other ranks")

@@ -1,8 +1,9 @@
-"""Groups samples of one prompt, so that a micro-batch stores its tokens only once. No torch.
+"""Groups samples with the same prompt, so that a micro-batch stores the prompt only once. No torch.
 
-Samples of one prompt differ only in their responses. A unit of such samples stores the prompt once,
-except for the prompt's last token: each sample keeps its own copy of that token, because it
-predicts the sample's first response token. Units are packed and assigned to ranks as a whole.
+Samples of one prompt differ only in their responses. A unit of samples with one prompt stores the
+prompt once, except for the prompt's last token: each sample keeps its own copy of that token,
+because it predicts the sample's first response token. Units are packed and assigned to ranks as a
+whole.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Unit:
 
     @property
     def attended(self) -> int:
-        """Twice the number of position pairs in which one attends to the other."""
+        """Twice the number of position pairs in which one position attends to the other."""
         own = (length * length - self.prefix * self.prefix for length in self.lengths)
         return self.prefix * self.prefix + sum(own)
 
@@ -111,8 +112,8 @@ def schedule_samples(inputs: ScheduleInputs) -> Schedule:
 def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
     """Assigns samples to the same ranks as `schedule_samples`, in fewer, fuller micro-batches.
 
-    This is possible because a lookup of log-probabilities may mix mini-batches. The result has the
-    same form.
+    This is possible because a micro-batch in a lookup of log-probabilities may contain samples from
+    several mini-batches.
     """
     assignments = schedule_samples(inputs)
     if inputs.num_parts == 1:
@@ -124,7 +125,7 @@ def schedule_lookups(inputs: ScheduleInputs) -> Schedule:
         (found,) = _schedule_part(on_rank)
         return [tuple(own[i] for i in indices) for indices in found]
 
-    # All ranks need as many micro-batches as the rank that needs most.
+    # All ranks must have as many micro-batches as the rank that needs the most.
     most = max(len(packed(own, inputs.multiple)) for own in rows)
     return [packed(own, most) for own in rows]
 
