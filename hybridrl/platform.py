@@ -33,9 +33,9 @@ from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-# Versions that the metadata of megatron-core 0.16.1 requires; 0.19.2 requires no particular
-# version.
-TRANSFORMER_ENGINE_VERSIONS = SpecifierSet(">=2.9.0a0,<2.12.0")
+# transformer-engine's supported versions. The metadata of megatron-core 0.16.1 names versions below
+# 2.12, that of 0.19.2 none.
+TRANSFORMER_ENGINE_VERSIONS = SpecifierSet(">=2.11,<2.21")
 # Compute capabilities for which cuDNN supports grouped-query attention over packed sequences.
 # Without cuDNN and flash-attn, transformer-engine stores the whole matrix of attention scores.
 PACKED_ATTENTION_MAJORS = (9, 10)
@@ -178,7 +178,7 @@ def transformer_engine_import_fault() -> str | None:
     except PackageNotFoundError:
         return "transformer-engine is not installed"
     if not TRANSFORMER_ENGINE_VERSIONS.contains(found, prereleases=True):
-        return f"transformer-engine is {found}; megatron-core needs {TRANSFORMER_ENGINE_VERSIONS}"
+        return f"transformer-engine is {found}; hybridrl needs {TRANSFORMER_ENGINE_VERSIONS}"
     try:
         import transformer_engine.pytorch  # noqa: F401
     except (

@@ -25,7 +25,7 @@ MEGATRON_CORE = {
 }
 
 REQUIRED = {
-    "torch": ">=2.11,<2.14",  # tensors and collectives; the tested range
+    "torch": ">=2.11,<2.16",  # tensors and collectives; the tested range
     "megatron-core": ">=0.16.1,!=0.17.*,!=0.18.*,<0.20",  # training; see MEGATRON_CORE
     "numpy": ">=2.0,<3",  # token data; imported by megatron-core
     "packaging": ">=24.2,<27",  # versions of packages; imported by megatron-core
@@ -34,9 +34,8 @@ REQUIRED = {
     "psutil": ">=5.9,<8",
     "einops": ">=0.7,<1",  # undeclared dependency of megatron-core (process grid)
     # HF configs, tokenizers and the hf engine. Versions before 5 ignore `rope_parameters`, and
-    # therefore compute wrong positions for a current config.json. vLLM's CPU build does not support
-    # 5.20 or later.
-    "transformers": ">=5.0,<5.20",
+    # therefore compute wrong positions for a current config.json.
+    "transformers": ">=5.0,<5.25",
     "tokenizers": ">=0.22,<0.24",  # checks tokenizer.json before ranks start
     "huggingface_hub": ">=1.3,<3",  # hub names of models
     "safetensors": ">=0.5,<1",  # weights in HF directories, read in slices

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 
 import pytest
 import torch
 from olmo_family import FAMILY as OLMO
-from packaging.specifiers import SpecifierSet
 from transformers import MistralConfig
 
 from hybridrl import platform as platform_module
@@ -66,19 +64,13 @@ def test_choice_is_torch_on_gpus_without_packed_attention(
     assert found.kind == "torch" and "8.0" in found.said
 
 
-@pytest.mark.parametrize("found", ["2.8.1", "2.12.0"])
-def test_versions_of_transformer_engine_are_megatrons(
+@pytest.mark.parametrize("found", ["2.10.0", "2.21.0"])
+def test_other_versions_of_transformer_engine_are_told_with_the_range(
     monkeypatch: pytest.MonkeyPatch, found: str
 ) -> None:
     monkeypatch.setattr(platform_module, "version", lambda name: found)
     fault = transformer_engine_import_fault()
-    assert fault is not None and found in fault and "2.9" in fault
-    required = importlib.metadata.requires("megatron-core")
-    assert required is not None
-    (stated,) = (line for line in required if line.startswith("transformer-engine"))
-    bounds = stated.split("]")[1].split(";")[0]
-    if bounds:  # 0.19 states none
-        assert SpecifierSet(bounds) == platform_module.TRANSFORMER_ENGINE_VERSIONS
+    assert fault is not None and found in fault and ">=2.11" in fault
 
 
 def test_only_layers_that_can_add_to_main_gradients_are_told_to() -> None:

@@ -96,7 +96,7 @@ def test_other_files_repeat_the_table() -> None:
     ("name", "version", "status"),
     [
         ("transformers", "4.40.0", "problem"),
-        ("transformers", "5.20.0", "problem"),
+        ("transformers", "5.25.0", "problem"),
         ("transformers", "5.17.0", "ok"),
         ("typer", "0.12.0", "problem"),
         ("torch", "2.10.0", "problem"),

@@ -20,7 +20,11 @@ def engine_after(turn: Callable[[Any, Any], None], logps: list[list[float]]) -> 
     """
     engine: Any = SglangEngine.__new__(SglangEngine)
     requests = [
-        SimpleNamespace(rid=str(i), output_ids=[5] * len(own), output_token_logprobs_val=own)
+        SimpleNamespace(
+            rid=str(i),
+            output_ids=[5] * len(own),
+            logprob=SimpleNamespace(output_token_logprobs_val=own),
+        )
         for i, own in enumerate(logps)
     ]
     rows = [RunningRequest(Request(i, (1, 2), 7, SAMPLING, (), (), None)) for i in range(2)]

@@ -7,6 +7,7 @@ sglang/start.py starts SGLang, and sglang/scheduler.py runs SGLang's loop.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,7 +24,7 @@ from hybridrl.rollout.sglang.longrope import settle_longrope
 from hybridrl.rollout.sglang.memory import sleeping_memory
 from hybridrl.rollout.sglang.routing import RecordedExperts
 from hybridrl.rollout.sglang.sampling import request_sampling
-from hybridrl.rollout.sglang.scheduler import drawn_logps, end_soon, token_ids
+from hybridrl.rollout.sglang.scheduler import drawn_logps, end_soon
 from hybridrl.rollout.sglang.shared_prompts import SharedPrompts
 from hybridrl.rollout.sglang.start import LiveEngine, start, stop
 
@@ -183,7 +184,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         request = TokenizedGenerateReqInput(
             rid=str(request_id),
             input_text=None,
-            input_ids=token_ids([*row.request.prompt, *row.tokens], self._scheduler),
+            input_ids=array("q", [*row.request.prompt, *row.tokens]),
             input_embeds=None,
             token_type_ids=None,
             mm_inputs=None,

@@ -70,11 +70,11 @@ def server_arguments(
         "device": "cuda",
         "enable_memory_saver": True,
         "disable_cuda_graph": settings.eager,
-        "cuda_graph_max_bs": settings.max_batch,
+        "cuda_graph_max_bs_decode": settings.max_batch,
         # SGLang would compile graphs for prompts in every size, which takes minutes at the start.
         # The graphs would not save that much time later, because prompts take a small part of a
         # rollout.
-        "disable_piecewise_cuda_graph": True,
+        "disable_prefill_cuda_graph": True,
         # For some mixtures on Hopper, SGLang (0.5.16) fuses all-reduce and normalization into a
         # kernel that is compiled at the first start and needs NVLink multicast memory. On two H200
         # with multicast off, the start had not ended after four minutes. Not tested with multicast

@@ -237,9 +237,8 @@ class SaverMemory:
         from sglang.srt.managers import io_struct
 
         request = getattr(io_struct, f"{what.capitalize()}MemoryOccupationReqInput")(tags=tags)
-        owner = getattr(self._scheduler, "weight_updater", self._scheduler)  # in newer versions
         with keep_generators(self._device), torch.no_grad():
-            getattr(owner, f"{what}_memory_occupation")(request)
+            getattr(self._scheduler.weight_updater, f"{what}_memory_occupation")(request)
 
 
 def _choose_memory_saver() -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -80,9 +79,7 @@ class _Driven:
     def init_ipc_channels(self, port_args: Any) -> None:
         silence = _Silence()
         self.idle_sleeper = self.load_snapshot_writer = None
-        self.recv_from_tokenizer = self.recv_from_rpc = None
-        self.send_to_tokenizer = self.send_to_detokenizer = silence
-        self.ipc_channels = SimpleNamespace(  # used by newer versions
+        self.ipc_channels = SimpleNamespace(
             recv_from_tokenizer=None,
             recv_from_rpc=None,
             send_to_tokenizer=silence,
@@ -90,10 +87,10 @@ class _Driven:
             send_metrics_from_scheduler=None,
         )
 
-    def init_request_receiver(self) -> None:  # used by newer versions
+    def init_request_receiver(self) -> None:
         self.request_receiver = SimpleNamespace(recv_requests=self.recv_requests)
 
-    def init_output_streamer(self) -> None:  # used by newer versions
+    def init_output_streamer(self) -> None:
         ignore = self.stream_output
         self.output_streamer = SimpleNamespace(
             stream_output=ignore, _stream_output_generation=ignore
@@ -120,11 +117,6 @@ class _Driven:
     @result_queue.setter
     def result_queue(self, queue: Any) -> None:
         pass
-
-    @property
-    def takes_arrays(self) -> bool:
-        """Whether token ids are passed as arrays, as in newer versions."""
-        return hasattr(super(), "init_request_receiver")
 
     def prepare_turns(self) -> None:
         """Creates the streams that SGLang itself would create at the start of its loop."""
@@ -242,10 +234,7 @@ class _Driven:
                 raise RuntimeError(
                     "SGLang did not clear its cache, which has keys of older weights"
                 )
-        if hasattr(self, "new_token_ratio_tracker"):  # used by newer versions
-            self.new_token_ratio_tracker.reset()
-        else:
-            self.new_token_ratio = self.init_new_token_ratio
+        self.new_token_ratio_tracker.reset()
 
 
 @contextlib.contextmanager
@@ -273,7 +262,7 @@ def keep_tokens(
     positions of the requests that end. Ignores requests that ended or were retracted while the
     batch was in flight.
     """
-    ending, is_new = [], hasattr(requests[0], "logprob")  # as in `drawn_logps`
+    ending = []
     for place, request in enumerate(requests):
         if request.finished_reason is not None or request.is_retracted:
             continue
@@ -287,8 +276,7 @@ def keep_tokens(
             ending.append(place)
         else:
             kept.append(token)
-            holder = request.logprob if is_new else request
-            holder.output_token_logprobs_val.append(logps[place])
+            drawn_logps(request).append(logps[place])
     return ending
 
 
@@ -314,11 +302,5 @@ def end_soon(request: Any) -> None:
 
 def drawn_logps(request: Any) -> list[float]:
     """Returns the log-probabilities of the tokens drawn for a request so far."""
-    holder = getattr(request, "logprob", None)  # used by newer versions
-    logps: list[float] = (request if holder is None else holder).output_token_logprobs_val
+    logps: list[float] = request.logprob.output_token_logprobs_val
     return logps
-
-
-def token_ids(tokens: list[int], scheduler: Any) -> Any:
-    """Returns token ids in the form that this version of SGLang expects."""
-    return array("q", tokens) if scheduler.takes_arrays else tokens

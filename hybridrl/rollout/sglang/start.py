@@ -7,7 +7,6 @@ variables, its process groups, and fixes for the installed version, each with it
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import tempfile
@@ -63,11 +62,6 @@ OTHER_WEIGHTS = (
     "SGLANG_SHARED_EXPERT_TP1",  # whole shared experts on each rank
     "SGLANG_ENABLE_EMBED_REPLICATION",  # the whole embedding on each rank
 )
-# Arguments of SGLang 0.5.12 that newer versions renamed.
-RENAMED = {
-    "cuda_graph_max_bs": "cuda_graph_max_bs_decode",
-    "disable_piecewise_cuda_graph": "disable_prefill_cuda_graph",
-}
 # Engines of this process that were not stopped. All of them use the same process groups.
 _OPEN: list[Any] = []
 
@@ -188,7 +182,7 @@ def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
         config = json.dumps(settings.config_json())
         (Path(folder) / "config.json").write_text(config, encoding="utf-8")
         try:
-            server_args = ServerArgs(model_path=folder, **renamed(arguments, ServerArgs))
+            server_args = ServerArgs(model_path=folder, **arguments)
             set_global_server_args_for_scheduler(server_args)
             scheduler = make_scheduler(server_args, tp_rank, ep_rank, gpu_id)
         except (ValueError, NotImplementedError, AssertionError) as error:
@@ -204,21 +198,9 @@ def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
 
 def _forget_places_of_experts() -> None:
     """Resets SGLang's expert locations, because SGLang assumes a single engine per process."""
-    try:
-        from sglang.srt.runtime_context import get_resources  # in newer versions
-    except ImportError:
-        from sglang.srt.eplb import expert_location
+    from sglang.srt.runtime_context import get_resources
 
-        vars(expert_location)["_global_expert_location_metadata"] = None
-    else:
-        get_resources().expert_location_metadata = None
-
-
-def renamed(arguments: dict[str, Any], server_args: Any) -> dict[str, Any]:
-    """Returns the arguments under the names that the installed version uses."""
-    known = {field.name for field in dataclasses.fields(server_args)}
-    names = {name: name if name in known else RENAMED.get(name, name) for name in arguments}
-    return {names[name]: value for name, value in arguments.items()}
+    get_resources().expert_location_metadata = None
 
 
 def stop(engine: LiveEngine) -> None:
@@ -293,7 +275,7 @@ def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]
     for every replica, and reuse existing groups. SGLang itself would treat a replica as the whole
     world, with ranks numbered from 0. Collectives have the trainer's time limit.
     """
-    from sglang.srt.distributed import parallel_state
+    from sglang.srt.distributed import bootstrap, parallel_state
 
     build = over_layout(layout, parallel_state.init_model_parallel_group, knows_replicas=False)
     initialize = parallel_state.initialize_model_parallel
@@ -310,20 +292,9 @@ def _groups_of(layout: RolloutLayout, timeout_s: float | None) -> Iterator[None]
     with (
         engine_world(parallel_state, layout.tp, build, build_world),
         replaced(parallel_state, "_MODEL_PARALLEL_GROUP_TIMEOUT", bound),
-        replaced(_caller_of_groups(), "initialize_model_parallel", initialize_once),
+        replaced(bootstrap, "initialize_model_parallel", initialize_once),
     ):
         yield
-
-
-def _caller_of_groups() -> Any:
-    """Returns the module that creates SGLang's groups at the start of a model."""
-    try:
-        from sglang.srt.distributed import bootstrap  # in newer versions
-    except ImportError:
-        from sglang.srt.model_executor import model_runner
-
-        return model_runner
-    return bootstrap
 
 
 @contextlib.contextmanager

