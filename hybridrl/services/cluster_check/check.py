@@ -2,7 +2,7 @@
 
 Who waits for whom: this process queries all nodes at the same time. It runs one command per
 question (probe.py), and waits up to ANSWER_S for each reply. A node that does not reply is reported
-as a finding; the other nodes continue without it.
+as a finding; the check of the other nodes continues.
 """
 
 from __future__ import annotations

@@ -71,9 +71,9 @@ class NodeFacts:
         problems: (name, finding, remedy) for each problem that `hybridrl check` finds.
         num_gpus_on_bus: Number of NVIDIA GPUs on the PCI bus, including GPUs without a driver.
         max_files, max_locked_bytes: Soft limits; UNLIMITED if there is no limit.
-        free_bytes: By use, a folder and the free bytes in it.
-        address, interface: IPv4 address and network interface that reach other nodes; "" if not
-            found.
+        free_bytes: For each use, a folder and the free bytes in it.
+        address, interface: IPv4 address and network interface through which other nodes are
+            reached; "" if not found.
         own_address: Address to which the node resolves its own name.
         unknown_names: Nodes whose names cannot be resolved.
         unconnected: Errors in connecting to other nodes, by node.
@@ -313,7 +313,7 @@ def _measured(gpu: GpuFacts) -> GpuFacts:
         with torch.cuda.device(gpu.index):
             ones = torch.ones(size, size, device="cuda", dtype=torch.bfloat16)
             product = ones @ ones
-            if not bool((product == size).all()):  # 8192 is exact in bf16; syncs on purpose
+            if not bool((product == size).all()):  # 8192 is exact in bf16; this sync is intentional
                 rates["fault"] = "a matrix product gave wrong numbers"
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

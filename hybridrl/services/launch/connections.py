@@ -25,7 +25,7 @@ from hybridrl.services.launch.node import MARK, Order
 from hybridrl.services.launch.rank_ends import Outcome, conclude
 
 # Time that machines have to end their ranks and report. The kernel may take a minute to free
-# page-locked memory. If a machine is gone, its connection ends without help.
+# page-locked memory. If a machine is gone, its connection ends by itself.
 END_S = 180.0
 OUTPUT_S = 1.0  # time to read the remaining output of a process that has ended
 
@@ -90,7 +90,7 @@ class Connection(ABC):
 
     @abstractmethod
     def poll(self) -> int | None:
-        """Returns the exit code; None before the end."""
+        """Returns the exit code; None while node.py runs."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -142,7 +142,7 @@ class ProcessConnection(Connection):
             self._process.stdin.close()
 
     def poll(self) -> int | None:
-        """Returns the exit code; None before the end."""
+        """Returns the exit code; None while node.py runs."""
         if self.code is None and (code := self._process.poll()) is not None:
             self._reader.join(OUTPUT_S)
             self.code, self.outcome = code, self._output.outcome()
@@ -165,7 +165,7 @@ def wait_for_nodes(
 
     Args:
         received: Signals that this process has received. Signals may be appended during the call.
-        look: Function called every POLL_S.
+        look: Function that is called every POLL_S seconds.
     """
     deadline, num_sent = float("inf"), 0
     while None in [node.poll() for node in nodes]:

@@ -23,7 +23,7 @@ from hybridrl.services.launch.local_ranks import Share
 from hybridrl.services.launch.node import Order
 
 PROBE_S = 60.0  # maximum time that a host may take to reply
-CONNECT_S = 5  # timeout for a lost host; of several values, ssh uses the first
+CONNECT_S = 5  # timeout for a lost host; if an option is repeated, ssh uses the first value
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 # A host that does not respond for 30 s is considered lost, like a rank (heartbeat.py).
 KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6")
@@ -49,8 +49,8 @@ def read_hostfile(file: Path) -> list[Host]:
     added.
 
     Raises:
-        UserError: Either a ConfigError that contains all invalid lines, or an error because the
-            file is unreadable or names no host.
+        UserError: The file is unreadable or names no host. ConfigError: Lines are invalid; the
+            error contains all of them.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -156,7 +156,7 @@ def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
 
 
 def remote(ssh: Sequence[str], host: str, command: Sequence[str]) -> list[str]:
-    """Returns the ssh command that runs `command` on a host, in the same folder as here."""
+    """Returns the ssh command that runs `command` on a host, in this process's folder."""
     there = f"cd {shlex.quote(os.getcwd())} && exec {shlex.join(command)}"
     return [*ssh, *SSH_OPTIONS, *KEEP_ALIVE, host, there]
 
@@ -187,7 +187,7 @@ class SshCluster:
         return ProcessConnection(host, remote(self._ssh, host.name, program), order)
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns all hosts except those in `down` that still do not respond."""
+        """Returns all hosts except hosts in `down` that still do not respond."""
         asked = [host for host in self._hosts if host.name in down]
         ssh = [*self._ssh, "-o", f"ConnectTimeout={CONNECT_S}"]
         found = answers(asked, ssh, self._hosts[0].name)

@@ -65,7 +65,7 @@ class HostsJob:
     Args:
         hosts: Hosts in the cluster when the job starts.
         parts: Ranks of each host at the first start, in the order of `hosts`. Hosts beyond the end
-            of this list have none.
+            of this list have no ranks.
         port: Port for the job's store; None for any port.
         fits: Function that returns whether a given number of ranks can train the run. None if the
             job never restarts.
@@ -165,7 +165,7 @@ class HostsJob:
         return hosts
 
     def _is_wider(self) -> bool:
-        """Whether the hosts that are up now allow more ranks to train than the current number."""
+        """Whether more ranks than now could train on the hosts that are up."""
         return next(self._layouts(self._ask()), (0, []))[0] > self._parts[0].world_size
 
     def _choose(self, hosts: Sequence[Host]) -> bool:

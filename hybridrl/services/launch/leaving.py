@@ -53,7 +53,7 @@ class Leaving:
         self._processes += processes
 
     def wait(self) -> None:
-        """Waits until all processes are gone. Prints which processes take long."""
+        """Waits until all processes are gone. Prints which processes take a long time."""
         for name, process in list(self._processes):  # another thread may add processes
             try:
                 process.wait(SLOW_S)

@@ -157,8 +157,8 @@ def run_ranks(
         steer: Function called once with the list of signals to send to the ranks. It may append
             signals later, from a thread. A second signal ends the ranks immediately.
         leaving: Tracker for processes from earlier starts, for which these ranks wait. The
-            processes of this start are added to it. None if this is the only start; it then waits
-            for its own processes.
+            processes of this start are added to it. None if this is the only start; the launcher
+            then waits for this start's processes.
     """
     ranks: list[_Rank] = []
     copied, of_starts = CopiedStderr(), leaving or Leaving()
@@ -340,7 +340,7 @@ def _start(
     copied: CopiedStderr,
     environment: dict[str, str],
 ) -> _Rank:
-    """Starts a rank. It inherits `descriptors`, whose numbers its environment variables contain.
+    """Starts a rank. The rank inherits `descriptors` and finds their numbers in its environment.
 
     Rank 0 also writes to the console.
     """

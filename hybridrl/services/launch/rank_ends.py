@@ -106,10 +106,10 @@ def lost_ranks(outcome: Outcome) -> list[int]:
 
 
 def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
-    """Whether ranks on this node were lost. For jobs in which each node decides on its own.
+    """Whether ranks on this node were lost. Used if each node decides separately.
 
-    A rank on another node may have failed with its own error before. Its error file is in the
-    shared log folder. After a SIGKILL, such a file does not count, because it may only report a
+    A rank on another node may have failed with its own error before. That rank's error file is in
+    the shared log folder. After a SIGKILL, such a file does not count, because it may only report a
     broken connection.
     """
     if not lost_ranks(outcome):
@@ -182,7 +182,7 @@ def _log_of(index: int, ranks: Mapping[int, EndedRank], log_dir: Path) -> str:
 
 
 def _phase_began(log: str) -> float:
-    """Returns when a rank's last phase began. Earlier hang reports are about other hangs."""
+    """Returns when a rank's last phase began. Hang reports from before then are about other hangs."""
     file = Path(log).with_suffix(".phase")
     try:
         return file.stat().st_mtime

@@ -109,7 +109,7 @@ class RayConnection(Connection):
         self._actor.tell.remote(b"")
 
     def poll(self) -> int | None:
-        """Returns the exit code; None before the end."""
+        """Returns the exit code; None while node.py runs."""
         import ray
 
         if self.code is not None:
@@ -204,13 +204,13 @@ class RayCluster:
         return self._connections[-1]
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns the nodes with free slots, those with the most slots first.
+        """Returns the nodes with free slots, nodes with the most slots first.
 
         Nodes that are new or were lost are checked first.
         """
         try:
             for name, error in self._ask_new(down).items():
-                if name not in down:  # nodes that are down are checked again and again
+                if name not in down:  # nodes that are down are checked repeatedly
                     say(f"hybridrl: {error}")
             free = self._free()
         except (self._ray.exceptions.RayError, RuntimeError, ConnectionError) as error:

@@ -98,8 +98,8 @@ class ElasticLaunch:
                     return 128 + received[0]
                 if not is_settled:
                     return end.code
-            # After a restart, use the newest checkpoint, because it descends from the chosen
-            # previous one.
+            # After a restart, use the newest checkpoint, because it descends from the checkpoint
+            # that the user chose.
             given = ["newest" if one == "previous" else one for one in given]
             reason = f"restart {num_restarts} of {self._max_restarts} (run.max_restarts)"
             reason = reason if end.kind == "lost" else "hosts have come back"
@@ -129,7 +129,8 @@ class LocalJob:
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
         """Runs the ranks and waits for them.
 
-        The memory of killed ranks may not be free yet. The ranks of the next start wait for it.
+        The memory of killed ranks may not be free yet. The ranks of the next start wait until it is
+        free.
         """
         command, share = [*self._program, *arguments], Share.whole(self._size)
         outcome = run_ranks(command, share, log_dir, environment, leaving=self._leaving)

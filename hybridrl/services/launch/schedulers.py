@@ -2,9 +2,9 @@
 import torch.
 
 Each file runs `hybridrl launch --node K` once on every node, to start the ranks on this node. If
-the scheduler restarts a job, it continues from its newest checkpoint. Within a Slurm job, ranks are
-restarted up to `run.max_restarts` times after a loss, with the same number of ranks, as long as the
-job keeps its nodes.
+the scheduler restarts a job, the job continues from its newest checkpoint. Within a Slurm job,
+ranks are restarted up to `run.max_restarts` times after a loss, with the same number of ranks, as
+long as the job keeps its nodes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NodeJob:
 def slurm_script(
     job: NodeJob, program: Sequence[str], options: Sequence[str], output: Path | None
 ) -> str:
-    """Returns the text of an sbatch file. It also works as a script inside an allocation.
+    """Returns the text of an sbatch file. The file also works as a script inside an allocation.
 
     Args:
         program: Command that runs `hybridrl`.

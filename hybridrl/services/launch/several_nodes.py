@@ -199,7 +199,7 @@ def on_node(
     parts = [Share(each, n * each, num_nodes * each, address, port) for n in range(num_nodes)]
     _validate(run, parts)
     logs = run_folder(run.config) / "logs"
-    # After a restart, use the newest checkpoint, because it descends from the previous one that the
+    # After a restart, use the newest checkpoint, because it descends from the checkpoint that the
     # user chose.
     starts = sum(int(os.environ.get(name, "0")) for name in (RESTARTS, "SLURM_RESTART_COUNT"))
     given = ["newest" if starts and one == "previous" else one for one in run.arguments]

@@ -5,8 +5,8 @@ Pure logic: `HangWatch` examines the heartbeats of all ranks (watch.py) at inter
 if none of its counters has changed for some time: its phase, its collectives, and the rounds of its
 loops (progress.py). An idle rank alone is not a hang. There is a hang if other idle ranks wait for
 an idle rank, or if all waiting ranks are in different collectives. A slow rank is not a hang,
-because it makes progress. A send and its receive form one operation. Two ranks inside it wait for
-no other rank, so it is reported as slow.
+because it makes progress. A send and its receive form one operation. Two ranks that are both inside
+such an operation wait for no other rank, so the operation is reported as slow.
 
 Hangs are reported but do not end the run. `run.stall_timeout_s` limits such waits (watch.py).
 """
@@ -84,7 +84,7 @@ class HangWatch:
     def bound_s(self, beat: Beat) -> float:
         """Returns the seconds without progress after which this rank is idle.
 
-        The result is at least twice the longest pause in the same phase that has ended.
+        The result is at least twice the longest pause that has ended in the same phase.
         """
         least = self._idle_s if ", step " in beat.phase else self._start_s
         return max(least, 2 * self._longest.get(_name(beat), 0.0))

@@ -1,8 +1,8 @@
 """Reports hangs on the console, and writes the state of every rank to a file. Does not import
 torch.
 
-The rank that examines heartbeats (parallel/heartbeat.py) calls it with the heartbeats of all ranks.
-A hang does not end the run. On request, each rank writes its stacks to its own log.
+The rank that examines heartbeats (parallel/heartbeat.py) calls `HangReports` with the heartbeats of
+all ranks. A hang does not end the run. On request, each rank writes its stacks to its own log.
 """
 
 from __future__ import annotations

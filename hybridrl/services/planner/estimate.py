@@ -1,8 +1,8 @@
 """Estimates memory and step time of a configuration in which all models share all ranks. No torch.
 
-Layout search uses this for each candidate. Sizes are those on the fullest rank. Reshard traffic is
-estimated as a share of the whole model; only for the chosen layout does `hybridrl plan` compute it
-slice by slice.
+Layout search uses this for each candidate. Sizes refer to the fullest rank. Reshard traffic is
+estimated as a share of the whole model; `hybridrl plan` computes it slice by slice for the chosen
+layout only.
 """
 
 from __future__ import annotations
@@ -88,9 +88,8 @@ def estimate(
 
 
 def _own_elements(layout: TrainLayout, held: HeldModel, tp: int) -> int:
-    """Returns roughly how many elements of its own engine part a rank trains.
+    """Returns roughly how many elements of a rank's engine shard the same rank trains.
 
-    These are all elements that it holds, or fewer if the engine is split into more parts than the
-    trainer.
+    These are all elements of its training shard, or fewer if the engine's tp exceeds the trainer's.
     """
     return held.held.num * layout.tp // max(tp, layout.tp)

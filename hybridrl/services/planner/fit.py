@@ -192,7 +192,7 @@ class _Search:
 
     Args:
         config: Configuration of a run that does not fit.
-        models: Models of the run, the policy first; the changes never add or remove a model.
+        models: Models of the run, the policy first. No change adds or removes a model.
         hf_config: The policy's config.json.
         assumed: Assumed cluster; if ranks are added, nodes keep their size.
     """

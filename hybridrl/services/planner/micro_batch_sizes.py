@@ -115,8 +115,8 @@ def largest_micro_batch(config: Config, layout: TrainLayout) -> MicroBatchSize:
 
     Positions: the token budget, or less if a replica's share of an update has fewer tokens even
     when all its samples are as long as possible. Samples are distributed by length, so a replica
-    has at most one sample more than its equal share. Rows of keys: those of a replica's share of
-    samples, if responses are so short that all fit into one micro-batch.
+    has at most one sample more than its equal share. Rows of keys: the number for a replica's whole
+    share of samples, because short responses may all fit into one micro-batch.
     """
     budget = config.train.micro_batch_tokens
     if not _has_samples(config):

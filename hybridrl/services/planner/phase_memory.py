@@ -163,8 +163,8 @@ class HeldModel:
         model: The model.
         place: Ranks and parallel sizes of its role; models with equal places share process groups.
         layout: Training layout over these ranks.
-        held: Parameters on the rank that holds the most.
-        trained: Trained parameters on the rank that trains the most.
+        held: Number of parameters on the rank that holds the most.
+        trained: Number of trained parameters on the rank that trains the most.
     """
 
     model: RoleModel
@@ -305,8 +305,8 @@ def estimate_memory(
 def state_copy_bytes(config: Config, saved: int, copied: int, num_hosts: int) -> int:
     """Returns the host memory of a rank's state copies, used to resume after a failure.
 
-    Includes the copy in progress, GENERATIONS copies of the rank's own state, and as many of the
-    state of a rank on another host (checkpoint/memory_copies.py).
+    Includes the copy in progress, GENERATIONS copies of the rank's own state, and the same number
+    of copies of the state of a rank on another host (checkpoint/memory_copies.py).
 
     Args:
         config: Configuration of the run.

@@ -65,7 +65,7 @@ class Result:
         num_refused: Number of layouts that violate a rule.
         refusals: One error for each violated rule, by key.
         num_large: Number of layouts that do not fit even with all memory-saving settings.
-        nearest: Of the layouts that do not fit, the one that exceeds memory the least.
+        nearest: Layout that exceeds memory the least, among layouts that do not fit.
     """
 
     best: list[Candidate] = field(default_factory=list)
@@ -194,7 +194,7 @@ class Search:
     def _savings(self, changes: Changes) -> Iterator[tuple[Changes, Estimate]]:
         """Yields the cheapest memory-saving settings that fit, without and with offload.
 
-        If none fit, yields those that save the most memory.
+        If none fit, yields the settings that save the most memory.
         """
         pinned, train = pinned_keys(self.config), self.config.train
         offloads = (False, True)

@@ -5,8 +5,8 @@ The constants below correct these estimates. They were fitted to steps and passe
 (benchmarks/results/step_h200.json, step_h200_lag.json, layouts_h200.json, layouts_moe_h200.json,
 train_h200.json, train_moe_h200.json, rollout_h200.json, and the mixture of experts in
 step_4gpu_h200.json; tests/unit/test_plan_times.py lists the error of each prediction). Predictions
-for other GPUs differ only in the rates. They were compared with steps on H100; other GPUs and
-transfers between nodes were not measured.
+for other GPUs differ only in the rates. These predictions were compared with steps on H100; other
+GPUs and transfers between nodes were not measured.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ GRADIENT_TRAFFIC = 2 * 4
 # Bytes that an Adam step reads and writes per parameter: gradient, moments and master.
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
 # GIVING_BACK_S is the extra time of a step, in seconds, if training and engine do not fit on a GPU
-# together, so that each frees its memory for the other. On H200 it was 0.25 to 0.65 for 7B without
-# lent memory, and 0.2 for 1.5B with it. ROOM_SHARE is the share of GPU memory into which both must
-# fit (headroom.py). MEMORY_DOUBT is the error of the predicted share: 7B kept both phases' memory
-# at predicted shares of 0.87 and 0.89, 1.5B freed it at 0.90, and a mixture of experts kept it at
-# 0.92.
+# together, so that each frees its memory for the other. On H200 it was 0.25 to 0.65 for a 7B model
+# without lent memory, and 0.2 for a 1.5B model with lent memory. ROOM_SHARE is the share of GPU
+# memory into which both must fit (headroom.py). MEMORY_DOUBT is the error of the predicted share: a
+# 7B model kept both phases' memory at predicted shares of 0.87 and 0.89, a 1.5B model freed it at
+# 0.90, and a mixture of experts kept it at 0.92.
 GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025
 # Fixed times in an engine step, in seconds: launches and sampling on the GPU; a layer's kernels;
 # host work per request, which overlaps with the GPU; an all-reduce of few tokens.
@@ -136,7 +136,7 @@ def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Pa
 
 
 def _beside(gpu_s: float, host_s: float) -> float:
-    """Returns the time of GPU work and its host launches: slightly more than the longer one."""
+    """Returns the time of GPU work and its host launches: slightly more than the longer time."""
     return float((gpu_s**SMOOTH + host_s**SMOOTH) ** (1 / SMOOTH))
 
 
@@ -252,7 +252,7 @@ class PassTimes:
             copies, of_router = each * layout.etp / parts, 0
             if layout.gathers_tokens(each):
                 copies, of_router = 1.0, ROUTER_BYTES * shape.moe.num_experts
-            of_token = 2 * 2 * copies * shape.hidden_size + of_router  # there and back
+            of_token = 2 * 2 * copies * shape.hidden_size + of_router  # to host memory and back
             sent = tokens / layout.tp * of_token * (parts - 1)
             total += sent / self._collective_rate(parts)
         return total * shape.num_layers

@@ -1,10 +1,10 @@
 """Writes one HTML page about one or several runs, as a single file that needs no network.
 
-Reads only run folders; imports no torch. Omits data that a run did not record. Rollout texts are
-untrusted. Invariants: the page contains them as JSON without a "<", so that no HTML parser mistakes
-them for markup, and the page's script inserts them as text nodes; the Content-Security-Policy
-allows only the package's own scripts and styles, identified by their digests; the page cannot
-connect to anything, except to its own server if it is served.
+Reads only run folders. Does not import torch. Omits data that a run did not record. Rollout texts
+are untrusted. Invariants: the page contains them as JSON without a "<", so that no HTML parser
+mistakes them for markup, and the page's script inserts them as text nodes; the
+Content-Security-Policy allows only the package's own scripts and styles, identified by their
+digests; the page cannot connect to anything, except to its own server if it is served.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class _Config:
 
 
 def _rows(columns: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the summary table's nonempty rows: a label, and one value per run."""
+    """Yields the summary table's nonempty rows. A row is a label and one value per run."""
     for label in columns[0]:
         values = [column[label] for column in columns]
         if any(values):

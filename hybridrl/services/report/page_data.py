@@ -1,7 +1,7 @@
 """Reads the data that the report page shows about a run, as plain JSON values.
 
-Reads only run folders; imports no torch. Omits data that the run did not record. Includes at most
-MOST_SAMPLES samples, from evenly spaced dumps, to limit the size of the page.
+Reads only run folders. Does not import torch. Omits data that the run did not record. Includes at
+most MOST_SAMPLES samples, from evenly spaced dumps, to limit the size of the page.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def points(records: Sequence[Record], name: str) -> list[tuple[int, float]]:
 def column(records: Sequence[Record], name: str) -> dict[str, list[Any]]:
     """Returns a metric's values as `v`, rounded to DIGITS digits; None for non-finite values.
 
-    If some records lack the metric, `at` contains the indices of those that have it.
+    If some records lack the metric, `at` contains the indices of the records that have it.
     """
     at = [number for number, record in enumerate(records) if name in record]
     found: dict[str, list[Any]] = {"v": [_short(records[number][name]) for number in at]}
@@ -175,7 +175,7 @@ def _samples(directory: Path) -> tuple[list[dict[str, Any]], int]:
     """Returns the samples to show, and the total number of dumps.
 
     The samples come from at most MOST_DUMPS dumps, evenly spaced from the first to the newest. Each
-    dump contributes up to the same number.
+    dump contributes at most the same number of samples.
     """
     dumps = sorted(directory.glob("step_*.jsonl"))
     chosen = evenly(dumps, MOST_DUMPS)

@@ -186,7 +186,7 @@ def run_program(
     Args:
         program: Source code of the program.
         given: Text for standard input.
-        limits: `time_s`, `memory_mib`, `disk_mib`, `processes`.
+        limits: `time_s`, `memory_mib`, `disk_mib` and `processes`.
         tests: Assert statements that use names of the program. If set, `code` in the result is the
             verdict of the tests.
         readable: Further readable paths (see `Code`).

@@ -37,7 +37,7 @@ from hybridrl.services.sandbox.values import (
 )
 from hybridrl.services.sandbox.verdict import ENDED, FAILED, PASSED, UNJUDGED
 
-TYPE_CHECKING = False  # importing typing takes long
+TYPE_CHECKING = False  # importing `typing` is slow
 if TYPE_CHECKING:
     from typing import Any, ClassVar, NoReturn
 

@@ -67,7 +67,7 @@ class Peer:
         self._printed = ""  # output of the last call that ran in this process
 
     def encoded(self, value: Any, to: Encoder) -> list[Any]:
-        """Encodes a value that is not plain as JSON."""
+        """Encodes as JSON a value that is not plain."""
         raise NotImplementedError
 
     def decoded(self, kind: str, parts: list[Any], of: Decoder) -> Any:

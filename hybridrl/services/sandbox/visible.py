@@ -37,8 +37,8 @@ def visible_files(more: tuple[str, ...]) -> dict[str, Any]:
         more: Additional files and folders.
 
     Returns:
-        `real` lists paths without symbolic links, none inside another. `links` maps symbolic links
-        on these paths to their targets. `path` is the interpreter's sys.path.
+        `real` lists paths without symbolic links, none of which is inside another. `links` maps
+        symbolic links on these paths to their targets. `path` is the interpreter's sys.path.
     """
     command = [sys.executable, "-I", "-c", QUERY]
     answer = subprocess.run(command, stdout=subprocess.PIPE, env={}, cwd="/", check=True).stdout
