@@ -34,7 +34,7 @@ class Turn(NamedTuple):
         observation: Text, tokens or messages that the policy reads before its next turn. Ignored if
             `done` is true.
         reward: Reward for this turn. The reward for a response is the sum over its turns.
-        done: Whether the response ends here.
+        done: Whether the response ends after this turn.
         notes: Words to count. The metric `environment/WORD` reports the count of each word.
     """
 
@@ -45,7 +45,7 @@ class Turn(NamedTuple):
 
 
 class Environment(Protocol):
-    """Responds to the turns of one response. Every response has its own instance.
+    """Responds to the policy's turns in one response. Every response uses its own instance.
 
     The returned values must depend only on the prompt, the columns and the turns so far. A new
     instance receives the same turns again in three cases: the old instance's process was killed,
@@ -61,7 +61,7 @@ class Environment(Protocol):
         policy's turn.
 
         Args:
-            prompt: The prompt in the row: a text, or the messages of a chat.
+            prompt: Prompt from the data row: a text, or chat messages.
             columns: Other columns of the row, plus `rendered_prompt`, the text that the policy
                 read.
         """
@@ -143,12 +143,12 @@ def _is_message(message: object) -> bool:
 
 
 def encoded(answer: Answer) -> dict[str, Any]:
-    """Converts an answer to JSON for `decoded`, because processes exchange only JSON."""
+    """Converts an environment's answer to JSON, the only format that processes exchange."""
     if isinstance(answer, ScorerFailure):
         return answer.as_json()
     return answer._asdict()
 
 
 def decoded(entry: Mapping[str, Any]) -> Answer:
-    """Converts JSON from `encoded` back to an answer."""
+    """Converts JSON from `encoded` back to an environment's answer."""
     return failed(entry) if "got" in entry else checked(Turn(**entry))

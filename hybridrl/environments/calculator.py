@@ -1,7 +1,7 @@
-"""Calculator tool: evaluates arithmetic by walking the syntax tree, with bounded size and time.
+"""Calculator tool: evaluates arithmetic expressions of bounded size by walking their syntax tree.
 
-Supports numbers, + - * / // % **, signs and parentheses. Executes no other code. No number exceeds
-MAX_BITS, so every expression is evaluated quickly. Does not import torch.
+Supports numbers, + - * / // % **, signs and parentheses. Executes no other code. No integer has
+more than MAX_BITS bits, so every expression is evaluated quickly. Does not import torch.
 """
 
 from __future__ import annotations

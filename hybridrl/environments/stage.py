@@ -44,7 +44,7 @@ class Stage:
         """Executes calls and returns their answers.
 
         Raises:
-            UserError: An environment raised it; it is passed on unchanged.
+            UserError: An environment raised this error, which is passed on unchanged.
         """
         return [self._play(play) for play in job[0]]
 
@@ -66,7 +66,7 @@ class Stage:
                 answer = checked(awaited(environment.step(*play.actions[-1])))
         except UserError:
             raise
-        except BaseException as error:  # any error of the user's own code
+        except BaseException as error:  # user code may raise anything
             answer = raised(error, WHERE, EXPECTED)
         if isinstance(answer, ScorerFailure) or answer.done:
             _close(environment)
@@ -77,13 +77,13 @@ class Stage:
 
 
 def _close(environment: Any) -> None:
-    """Calls the environment's method `close`, if it has one, and ignores errors in it."""
+    """Calls the environment's `close` method, if there is one, and ignores its errors."""
     if hasattr(environment, "close"):
         try:
             environment.close()
         except KeyboardInterrupt:
             raise
-        except BaseException:  # any error in the user's own code, after its last answer
+        except BaseException:  # user code may raise anything; the last answer is already known
             return
 
 

@@ -46,8 +46,8 @@ def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
 
 
 def check_environment(config: EnvironmentConfig) -> list[UserError]:
-    """Returns the errors in the section `environment`. If the environment runs in the rank's
-    process, creates one to find errors.
+    """Returns the errors in the config section `environment`. An environment that runs in the
+    rank's process is created once to find errors.
     """
     if config.name is None:
         return []
@@ -62,8 +62,8 @@ def check_environment(config: EnvironmentConfig) -> list[UserError]:
 
 
 def _unused_knobs(config: EnvironmentConfig) -> Iterator[UserError]:
-    """Yields errors for knobs that only apply to separate processes, if the environment does not
-    run in one.
+    """Yields errors for knobs that were changed although they only apply to environments in
+    separate processes.
     """
     for knob in ("timeout_s", "workers"):
         value = getattr(config, knob)
@@ -78,13 +78,13 @@ def _unused_knobs(config: EnvironmentConfig) -> Iterator[UserError]:
 
 def observes_messages(config: EnvironmentConfig) -> bool:
     """Whether the configured environment returns messages as observations, which require a chat
-    template. False for users' classes, for which this is unknown.
+    template. False for a user's class, because its observations are not known in advance.
     """
     return config.name in ENVIRONMENTS and config.options.get("parser", "hermes") == "hermes"
 
 
 def where(config: EnvironmentConfig) -> str:
-    """Returns where environments run: "here" or "process"."""
+    """Returns where the configured environment runs: "here" or "process"."""
     if config.isolated is not None:
         return "process" if config.isolated else "here"
     return str(getattr(_class_of(config), "runs", "process"))  # optional in a user's class

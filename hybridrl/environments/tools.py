@@ -1,10 +1,11 @@
 """Environment that runs tools: Python functions that the policy calls in its turns. Does not import
 torch.
 
-A turn without a call is the final answer and ends the response. The section `reward` defines how it
-is scored. If the policy makes a mistake (a call that cannot be parsed, an unknown tool, or
-arguments that the tool rejects), it reads the error as a result. The metric
-`environment/tool_errors` counts such mistakes; they are not failures of the environment.
+A turn without a tool call is the final answer and ends the response. The config section `reward`
+defines how the response is scored. If the policy makes a mistake (a call that cannot be parsed, an
+unknown tool, or arguments that the tool rejects), the policy reads the error as the result of the
+call. The metric `environment/tool_errors` counts such mistakes; they are not failures of the
+environment.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ class ToolEnvironment:
         return Turn(self._parser.observation(results), notes=notes)
 
     def _run(self, call: ToolCall) -> tuple[str, bool]:
-        """Runs a call. Returns its result, and whether this is an error."""
+        """Runs a tool call. Returns the result, and whether the result is an error."""
         if call.error is not None:
             return f"error: {call.error}", True
         if call.name not in self._tools:
@@ -90,7 +91,8 @@ def find(path: str, key: str) -> Any:
     """Returns the object to which a dotted path `package.module:name` refers.
 
     Raises:
-        UserError: The object does not exist, or cannot be called. The error names the key.
+        UserError: The object does not exist, or cannot be called. The error names the configuration
+            key.
     """
     try:
         found = imported(path)

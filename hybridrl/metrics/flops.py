@@ -2,10 +2,10 @@
 not import torch.
 
 Model FLOPs count the operations that the mathematics requires; a multiplication followed by an
-addition counts as two. Recomputed activations, padding, the masked half of the attention scores,
-and the output head at positions without a prediction do not count. Rates are therefore comparable
-between implementations (Chowdhery et al. 2022, "PaLM", appendix B). A prompt that several samples
-share counts once if it is computed once.
+addition counts as two operations. Recomputed activations, padding, the masked half of the attention
+scores, and the output head at positions without a prediction do not count. Rates are therefore
+comparable between implementations (Chowdhery et al. 2022, "PaLM", appendix B). A prompt that
+several samples share counts once if it is computed once.
 
 The backward pass of a matrix product consists of two products of the same size: one computes the
 gradient of the input, if an earlier layer is trained, and one the gradient of the weight, if the
@@ -39,7 +39,7 @@ PEAK_FLOPS_PER_S = {
 
 def matmul_params(shape: ModelShape) -> int:
     """Returns the number of decoder weights that each token is multiplied with. In a mixture of
-    experts, these are the router and the experts that the token is routed to, but no other experts.
+    experts, this includes the router and only those experts to which the token is routed.
     """
     attention = _attention_params(shape)
     dense = 3 * shape.hidden_size * shape.ffn_size
@@ -127,8 +127,8 @@ def forward_flops(
 ) -> int:
     """Returns the FLOPs of one forward pass over sequences, summed over ranks.
 
-    A token costs two FLOPs per weight. Attention consists of two products. They cost 2 FLOPs for
-    each element of a key and of a value, per head and attended pair of positions.
+    A token costs two FLOPs per weight. Attention consists of two matrix products, which cost 2
+    FLOPs for each element of a key and of a value, per head and attended pair of positions.
 
     Args:
         lengths: Number of tokens in each sequence, prompt plus response.

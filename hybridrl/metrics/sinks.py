@@ -115,9 +115,9 @@ class TensorBoardSink:
     """Writes TensorBoard events: metrics as scalars, samples and knobs as tables.
 
     Knobs are not written as TensorBoard's hyper-parameters, because `add_hparams` writes a second
-    run folder, and a run that resumes with changed knobs would show only the first ones. Instead,
-    each start writes a text. TensorBoard cannot show the HTML report, so a text names the command
-    that writes it.
+    run folder, and a run that resumes with changed knobs would show only the first values. Instead,
+    each start writes the knobs as text. TensorBoard cannot show the HTML report, so a text names
+    the command that writes the report.
 
     Args:
         folder: Run folder, which must contain config.yaml. Events are written to its
@@ -126,7 +126,7 @@ class TensorBoardSink:
     """
 
     def __init__(self, folder: Path, last_step: int = 0) -> None:
-        # Imported here, because the import takes a second and only rank 0 needs it.
+        # Imported here, because importing TensorBoard takes a second and only rank 0 needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         # Set purge_step even on the first start, because TensorBoard 2.21 treats the first purge
@@ -185,8 +185,8 @@ class ConsoleSink:
         self._progress.update(self._task, completed=step)
 
     def message(self, text: str) -> None:
-        """Prints a line without wrapping and without interpreting markup, because phases are in
-        brackets.
+        """Prints a line without wrapping and without interpreting markup, because phase names are
+        printed in brackets.
         """
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
@@ -220,7 +220,7 @@ class LogSink:
 
     def message(self, text: str) -> None:
         self._file.write(text + "\n")
-        self._file.flush()  # flushed immediately, because a crash may write to the same file
+        self._file.flush()  # now, because crash messages may follow in this file
 
     def close(self) -> None:
         self._file.close()
@@ -231,8 +231,8 @@ class RolloutDump:
 
     Args:
         directory: Folder, usually `runs/NAME/rollouts`.
-        every: Number of steps from one file to the next; 0 for no files. Otherwise, the first step
-            always has a file.
+        every: Number of steps from one file to the next; 0 for no files. If files are written, the
+            first step is always written.
     """
 
     def __init__(self, directory: Path, every: int) -> None:
@@ -280,7 +280,7 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Returns the records in a metrics.jsonl, without damaged lines.
+    """Returns the records in a metrics.jsonl file, without damaged lines.
 
     Raises:
         UserError: The path is not a file.
@@ -289,8 +289,8 @@ def read_records(path: Path) -> list[Record]:
 
 
 def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
-    """Returns the records and the damaged lines in a metrics.jsonl. Neither list contains a last
-    line that a crash cut short.
+    """Returns the records and the damaged lines in a metrics.jsonl file. Neither list contains a
+    last line that a crash cut short.
 
     Raises:
         UserError: The path is not a file.

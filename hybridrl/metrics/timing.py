@@ -1,7 +1,8 @@
 """Measures the phases of a step, and records which phase a rank is in.
 
 Before a phase begins, the rank writes its name to a small file next to the rank's log. If the rank
-dies, the launcher reads from this file what the rank was doing. The file need not be closed.
+dies, the launcher reads from this file what the rank was doing, even if the rank never closed the
+file.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class PhaseTimer:
     """Collects the duration and the peak memory of each phase of a step, and records the current
     phase.
 
-    Time in a nested phase counts for both phases. Within a step, the times of phases with the same
-    name are summed.
+    The time of a nested phase also counts for the enclosing phase. Within a step, the times of
+    phases with the same name are summed.
 
     Args:
         phase_file: File for the current phase, such as `logs/rank_3.phase`. If None, no file is
@@ -43,8 +44,8 @@ class PhaseTimer:
             if the peak cannot be measured.
 
     Attributes:
-        around: Function that receives the name of each phase and returns a context manager to enter
-            around it.
+        around: Function that receives the name of each phase and returns a context manager that is
+            entered for the duration of the phase.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class PhaseTimer:
     @property
     def current(self) -> str:
         """Name of the innermost running phase, and the step if it is known."""
-        innermost = self._open[-1:]  # read only once, because another thread may call this
+        innermost = self._open[-1:]  # read only once, because another thread may change it
         phase = innermost[0] if innermost else IDLE
         return phase if self._step is None else f"{phase}, step {self._step}"
 
@@ -120,7 +121,7 @@ class PhaseTimer:
 
     def peak_bytes(self) -> dict[str, int]:
         """Returns the peak memory in bytes: of each phase since `start_step`, of the whole step as
-        "step", and over the lifetime of this timer as "run". Returns {} if it is unknown.
+        "step", and over the lifetime of this timer as "run". Returns {} if the peak is unknown.
         """
         if self._take_peak is None:
             return {}
@@ -137,7 +138,7 @@ class PhaseTimer:
             self._peaks[name] = max(most, self._peaks.get(name, 0))
 
     def close(self) -> None:
-        """Closes the phase file, which keeps its last line."""
+        """Closes the phase file, which still contains the last phase."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -1,10 +1,10 @@
 """Sends a run's metrics, samples, knobs and report to tracking services: Weights & Biases and
 MLflow.
 
-Only rank 0 has trackers. Each runs in its own thread with a bounded queue. The training loop waits
-for services only at the end of the run, for at most CLOSE_S seconds in total. Records that a
-service refuses or does not accept in time are dropped, counted and reported; the run folder still
-contains all records. No error of a service ends a run.
+Only rank 0 has trackers. Each tracker runs in its own thread with a bounded queue. The training
+loop waits for services only at the end of the run, for at most CLOSE_S seconds in total. Records
+that a service refuses or does not accept in time are dropped, counted and reported; the run folder
+still contains all records. No error of a service ends a run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Tracker(Protocol):
 
 
 class Wandb:
-    """Tracker for Weights & Biases. Its own environment variables (WANDB_ENTITY, WANDB_MODE ...)
+    """Tracker for Weights & Biases. wandb's environment variables (WANDB_ENTITY, WANDB_MODE ...)
     choose the account and the server.
 
     The step is a separate metric (`step`), because wandb's own counter cannot decrease, and a run
@@ -72,7 +72,7 @@ class Wandb:
             resume="allow",
             dir=str(self._folder),
             config=written_config(self._folder),
-            # Uploads neither rank 0's output nor its program.
+            # Do not upload rank 0's console output or source code.
             settings=wandb.Settings(console="off", save_code=False),
         )
         file.write_text(f"{self._run.id}\n", encoding="utf-8")
@@ -98,7 +98,7 @@ class Wandb:
 
 
 class Mlflow:
-    """Tracker for MLflow. Its own environment variables (MLFLOW_TRACKING_URI ...) choose the
+    """Tracker for MLflow. MLflow's environment variables (MLFLOW_TRACKING_URI ...) choose the
     account and the server.
 
     Args:
@@ -116,14 +116,14 @@ class Mlflow:
         import mlflow
 
         file = self._folder / MLFLOW_ID
-        if self._run is None:  # else an earlier attempt failed below, and the run is active
+        if self._run is None:  # else the run is active, and a later line failed
             known = file.read_text(encoding="utf-8").strip() if file.exists() else None
             mlflow.set_experiment(self._experiment)
             name = None if known else self._folder.name
             self._run = mlflow.start_run(run_id=known, run_name=name)
             self._is_new = known is None
         file.write_text(f"{self._run.info.run_id}\n", encoding="utf-8")
-        if self._is_new:  # MLflow's parameters cannot be changed
+        if self._is_new:  # MLflow rejects changes of parameters, so write them only once
             mlflow.log_params(flat(written_config(self._folder)))
         mlflow.log_artifact(str(self._folder / "config.yaml"))
 
@@ -151,8 +151,8 @@ class TrackerSink:
 
     Args:
         folder: Run folder. Its report page is uploaded at the end.
-        say: Function that prints a message for the user. It is called only in the thread that calls
-            the methods.
+        say: Function that prints a message for the user. Called only in the thread that calls the
+            sink's methods.
         close_s: Maximum number of seconds that `close` waits, counted from `begin_close`.
 
     Attributes:
@@ -227,7 +227,7 @@ class TrackerSink:
             self._say(self._errors.pop(0))
 
     def _work(self) -> None:
-        """Starts the run in the service, passes on records until `begin_close`, then ends it."""
+        """Starts the run in the service, forwards records until `begin_close`, and ends the run."""
         while not self._try("cannot begin", self._tracker.begin):
             if self._closing.wait(RETRY_S):
                 return

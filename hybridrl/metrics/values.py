@@ -1,7 +1,7 @@
 """Defines the names of metrics in metrics.jsonl, rules to combine them, and the metrics that each
 step records.
 
-Neither imports torch nor communicates: arguments are already equal on all ranks.
+Does not import torch or communicate; callers pass arguments that are already equal on all ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PHASES = {
     "update": "update",
     "reshard": "reshard",
 }
-# Metrics that every step with rollouts has. Algorithms and evaluations add more.
+# Metrics that every step with rollouts records. Algorithms and evaluations add more metrics.
 STEP_KEYS = (
     "reward/mean",
     "reward/std",
@@ -62,7 +62,8 @@ def is_maximum(name: str) -> bool:
 def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combines the metrics of a step's optimizer steps, or of several steps.
 
-    `train/skipped_steps` is summed. A metric that some parts lack is combined over the other parts.
+    `train/skipped_steps` is summed. A metric that some steps lack is combined over the steps that
+    have it.
     """
     found: dict[str, list[float]] = {}
     for part in parts:
@@ -76,7 +77,7 @@ def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the maximum of each value over ranks. All ranks have the same names."""
+    """Returns the maximum of each value over ranks. All ranks must have the same names."""
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 

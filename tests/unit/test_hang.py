@@ -361,7 +361,7 @@ def test_the_report_has_the_suspected_rank_first(tmp_path: Path) -> None:
         text.index("rank 0 on host a: no progress for 30 s")
     )
     assert "waits in: all_reduce of float [2], #5 of group g(0, 1, 2, 3) (ranks 0-3)" in text
-    assert "  rank 0: #5 all_reduce of float [2], not over\n  rank 1: #4 " in text
+    assert "  rank 0: #5 all_reduce of float [2], not finished\n  rank 1: #4 " in text
     assert reports.explained("rank 1 hangs", [1], those, [1], None) == "rank 1 hangs"
 
 

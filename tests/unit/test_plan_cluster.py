@@ -300,9 +300,9 @@ def test_plan_says_what_ascending_ranks_cost() -> None:
         ("nodes: 0", ["nodes: got 0", "greater than or equal to 1", "Number of nodes"]),
         ("nodess: 4", ["nodess: got 4", "nodes, gpus_per_node, gpu_memory_gib", "Remove it"]),
         ("gpu_memory_gib: much", ["gpu_memory_gib: got 'much'", "number", "2**30 bytes"]),
-        ("gpus: {", ["YAML or JSON of the keys gpu, nodes"]),
+        ("gpus: {", ["YAML or JSON with the keys gpu, nodes"]),
         ("- 8", ["got [8]", "the keys gpu, nodes"]),
-        (None, ["No such file", "YAML or JSON of the keys gpu, nodes"]),
+        (None, ["No such file", "YAML or JSON with the keys gpu, nodes"]),
     ],
 )
 def test_cluster_files_with_faults_are_refused(

@@ -160,7 +160,7 @@ def test_plan_says_how_experts_are_dealt_where_that_saves_bytes(config_file: Pat
     assert in_order == 2 * ALL_EXPERTS // 4
     said = plan_text(found)
     assert "ranks generate with experts that they train where possible" in said
-    assert "at most 0 B; if experts were in order, it would be 147 kB" in said
+    assert "at most 0 B; if experts were assigned in order, it would be 147 kB" in said
     same = report(config_file, *vllm[:-1], "train.ep=4", world=4)
     assert same["rollout"]["experts"] is None and "experts in order" not in plan_text(same)
     assert "experts_in_order" not in same["rollout"]["choices"]

@@ -160,7 +160,7 @@ def test_what_it_proposes_is_valid_and_fits(
 def test_that_nothing_fits_is_said() -> None:
     report = plan(config_of(MODELS / "qwen2.5-7b.json"), 1, gpu_memory_gib=2)
     assert report["verdict"]["remedies"] == []
-    assert first_line(report).endswith("; no larger layout tried fits")
+    assert first_line(report).endswith("; no larger layout that was tried fits")
 
 
 def test_the_kv_cache_holds_the_longest_requests_of_evaluations() -> None:
@@ -214,7 +214,7 @@ def test_a_small_kv_cache_fits_and_is_said() -> None:
     assert report["fits"] is True
     num_requests = report["verdict"]["kv_cache_requests"]
     assert 64 < num_requests < 4096
-    assert f"holds {num_requests} of the 4096 longest requests" in first_line(report)
+    assert f"has room for {num_requests} of 4096 concurrent requests" in first_line(report)
 
 
 def test_that_requests_under_way_with_a_lag_wait_is_said() -> None:
@@ -223,8 +223,8 @@ def test_that_requests_under_way_with_a_lag_wait_is_said() -> None:
     for batch, waits in ((383, True), (384, False)):
         small = MODELS / "qwen2.5-0.5b.json"
         line = first_line(plan(config_of(small, *lag, f"rollout.max_batch={batch}"), 2))
-        said = "of 384 requests that a replica has in flight with steps.max_policy_lag=1"
-        assert (f"{said} rollout.max_batch={batch} are decoded at once" in line) is waits
+        said = "with steps.max_policy_lag=1, a replica has 384 requests in flight, but decodes only"
+        assert (f"{said} rollout.max_batch={batch} of them at once" in line) is waits
 
 
 def test_the_cache_of_hf_grows_with_what_a_lag_keeps_under_way() -> None:

@@ -37,7 +37,7 @@ FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "NCCL_", "GLOO_", "HYBRIDR
 
 
 class NodeLost(Exception):
-    """A node does not reply. The message is the last line of its output."""
+    """A node does not reply. The message is the last line of the node's output."""
 
 
 # Function that asks a node a question and returns its reply. It may raise NodeLost.
@@ -45,8 +45,8 @@ Reach = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
 
 def ask(command: Sequence[str], question: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the probe through a command. Returns its reply, with `ahead_s` added: how far the node's
-    clock is ahead.
+    """Runs the probe through a command. Returns the reply, with `ahead_s` added: seconds by which
+    the node's clock is ahead.
 
     Raises:
         NodeLost: The node does not reply.

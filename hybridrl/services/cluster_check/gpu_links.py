@@ -114,7 +114,7 @@ def _failing_pairs(count: int, reduce: Reduce) -> dict[tuple[int, int], str]:
 
 
 def _rank(device: str, gpu: int, rank: int, size: int, store: str) -> float:
-    """Runs one rank of several all-reduces. Returns the GB/s of the fastest."""
+    """Runs one rank of several all-reduces. Returns the GB/s of the fastest all-reduce."""
     import datetime
 
     import torch

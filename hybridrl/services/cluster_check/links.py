@@ -92,8 +92,8 @@ def _all_reduce(group: ProcessGroup, backend: str, size: int) -> tuple[float, st
 
 
 def _rate(group: ProcessGroup, backend: str, rank: int, other: int, source: int, tag: int) -> float:
-    """Returns the GB/s of messages from `source` to its peer. The peer acknowledges each with one
-    byte.
+    """Returns the GB/s of messages from `source` to its peer. The peer acknowledges each message
+    with one byte.
     """
     import torch
     from torch import distributed as dist

@@ -304,7 +304,7 @@ def _num_torch_gpus() -> int:
 
 
 def _measured(gpu: GpuFacts) -> GpuFacts:
-    """Returns `gpu` after adding the rate of a bf16 matrix product, or an error."""
+    """Returns a copy of `gpu` with the measured rate of a bf16 matrix product, or with an error."""
     import torch
 
     size, repeats = 8192, 20

@@ -1,8 +1,8 @@
 """Manages connections to node.py on the machines of a job, and ends the job. Does not import torch.
 
-Who waits for whom: this process waits for node.py on every machine, which waits for its ranks. If
-ranks on one machine fail or the connection to it is lost, the other machines are ended within
-KILL_AFTER_S.
+Who waits for whom: this process waits for node.py on every machine, and node.py waits for the ranks
+on its machine. If ranks on one machine fail or the connection to it is lost, the other machines are
+ended within KILL_AFTER_S.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Copies rank 0's stderr to its log and to the console. No torch."""
+"""Copies rank 0's stderr to rank 0's log and to the console. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import IO
 from hybridrl import console
 
 END_S = 1.0  # time to finish copying after the rank is gone
-READ_S = 0.2  # time to copy the last output if the rank was killed but is not gone
+READ_S = 0.2  # time to copy the last output if the rank was killed but still exists
 
 
 class CopiedStderr:
@@ -33,14 +33,14 @@ class CopiedStderr:
         """Waits a limited time until everything has been copied.
 
         The time is limited because stderr may stay open: in child processes of the rank, or in the
-        rank itself if it was killed but is not gone.
+        rank itself if it was killed but still exists.
         """
         if self._thread is not None:
             self._thread.join(END_S if is_gone else READ_S)
 
     def _copy(self, source: IO[bytes], log: Path) -> None:
-        """Copies until the end, even after errors, because a rank whose pipe is full would block
-        forever.
+        """Copies until stderr ends, even after write errors, because a rank whose pipe is full
+        would block forever.
         """
         with log.open("ab", buffering=0) as file:
             while block := os.read(source.fileno(), 65536):
@@ -53,5 +53,5 @@ class CopiedStderr:
 
 
 def _write_all(descriptor: int, block: bytes) -> None:
-    while block:  # a nearly full disk accepts a part and fails at the next write
+    while block:  # a nearly full disk accepts part of a block, and fails at the next write
         block = block[os.write(descriptor, block) :]

@@ -102,7 +102,8 @@ def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
     """Checks that all hosts can be reached, and that their installation matches this host.
 
     Raises:
-        UserError: A ConfigError that contains every host that fails the check.
+        UserError: The first host has a loopback name. ConfigError: Hosts fail the check; the error
+            contains all of them.
     """
     if _LOOPBACK.fullmatch(address) and not all(_LOOPBACK.fullmatch(host.name) for host in hosts):
         raise UserError(
@@ -199,5 +200,7 @@ class SshCluster:
 
 
 def any_port() -> int:
-    """Returns a random port for the job's store. If it is in use, rank 0's host reports this."""
+    """Returns a random port for the job's store. If the port is in use, rank 0's host reports an
+    error.
+    """
     return random.SystemRandom().randrange(*PORTS)

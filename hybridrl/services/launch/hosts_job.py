@@ -2,8 +2,8 @@
 torch.
 
 Decides which hosts participate; the `Cluster` (hosts.py, ray_cluster.py) connects to them. A host
-is lost if the connection to it is lost. It is then checked once; if it does not respond, the job
-continues without it. If no layout fits the remaining hosts, the job waits up to BACK_S for lost
+is lost if the connection to it is lost. The job then checks the host once, and continues without it
+if it does not respond. If no layout fits the remaining hosts, the job waits up to BACK_S for lost
 hosts. While a job runs with fewer ranks than at first, the cluster is checked every ASK_EVERY_S. As
 soon as more ranks can train, the ranks save, end and restart on more hosts.
 
@@ -86,7 +86,7 @@ class HostsJob:
         self._max_size = parts[0].world_size
         self._named = hosts[0].name, parts[0].address
         self._lost: list[tuple[str, int]] = []  # ranks that each host lost in the last start
-        self._futile: dict[str, int] = {}  # starts that took no step and lost ranks, by host
+        self._futile: dict[str, int] = {}  # starts without a step that lost ranks, by host
 
     @property
     def where(self) -> str:
@@ -198,10 +198,10 @@ class NodesWatch:
     """Sends keep-alive messages to hosts, and asks ranks to save as soon as more ranks can run.
 
     Args:
-        nodes: Connections. More may be added later.
+        nodes: Connections to hosts. More may be added later.
         has_lease: Whether hosts end their ranks if they receive no keep-alive messages.
-        is_wider: Function that checks whether more ranks can run. It may take a while. None if all
-            hosts participate.
+        is_wider: Function that checks whether more ranks can run. This function may be slow. None
+            if all hosts participate.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class NodesWatch:
             threading.Thread(target=self._ask, name="lost hosts", daemon=True).start()
 
     def look(self) -> None:
-        """Sends messages that are due to the hosts; must be called frequently."""
+        """Sends the hosts all messages that are due; must be called frequently."""
         now = time.monotonic()
         if self._has_lease and now - self._beaten > BEAT_S:
             self._beaten = now

@@ -1,11 +1,11 @@
 """Tracks ended processes that still hold memory, and makes new ranks wait for them. Does not import
 torch.
 
-Who waits for whom: a rank waits in `wait_for_gate` for its launcher, which waits for the processes.
-The kernel takes seconds to free a rank's page-locked host memory and GPU memory. The exit code of a
-killed rank is known earlier, so ranks of the next start can already import modules during this
-time. Invariant: a rank neither allocates GPU memory nor reads a copy of the state until all
-processes from earlier starts are gone.
+Who waits for whom: a rank waits in `wait_for_gate` for its launcher, and the launcher waits for the
+processes of earlier starts. The kernel takes seconds to free a rank's page-locked host memory and
+GPU memory. The launcher knows the exit code of a killed rank before that, so ranks of the next
+start can already import modules in the meantime. Invariant: a rank neither allocates GPU memory nor
+reads a copy of the state until all processes from earlier starts are gone.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ SLOW_S = 30.0  # processes that take longer to free their memory are reported
 def is_killed(pid: int) -> bool:
     """Whether a process has received SIGKILL and executes no more code.
 
-    This is known before its memory is freed. Returns False on systems that do not report it (other
-    than Linux).
+    Linux reports this before it frees the process's memory. Returns False on other systems.
 
     Args:
         pid: Id of a child process that no one has waited for yet.

@@ -1,8 +1,8 @@
 """Starts and monitors the ranks on one machine. Does not import torch.
 
-Who waits for whom: the launcher waits for all ranks on its machine. If a rank fails, the others are
-ended after GRACE_S and killed after KILL_AFTER_S. If a rank was killed, the others are ended
-immediately, because their work is lost anyway. If the launcher dies, its ranks die too.
+Who waits for whom: the launcher waits for all ranks on its machine. If a rank fails, the other
+ranks are ended after GRACE_S and killed after KILL_AFTER_S. If a rank was killed, the other ranks
+are ended immediately, because their work is lost anyway. If the launcher dies, its ranks die too.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from hybridrl.services.launch.copied_stderr import CopiedStderr
 from hybridrl.services.launch.leaving import GATE_FD, Leaving, is_killed
 from hybridrl.services.launch.rank_ends import EndedRank, Outcome, conclude
 
-PROGRAM = ("-m", "hybridrl.cli.main")  # first arguments for Python in a rank
+PROGRAM = ("-m", "hybridrl.cli.main")  # arguments for Python that start hybridrl in a rank
 LOGS = "logs"  # folder in the run folder
 POLL_S = 0.1
 GRACE_S = 3.0  # time that other ranks have to report the same mistake after the first failure
 KILL_AFTER_S = 10.0
 LEAVE_S = CLOSE_S + KILL_AFTER_S  # time that other ranks have to stop; rank 0 closes its trackers
-NOTICE_S = 1.0  # ranks still running after a signal are saving, which is reported; then every
-NOTICE_EVERY_S = 15.0
+NOTICE_S = 1.0  # a message reports ranks that still run this long after a signal
+NOTICE_EVERY_S = 15.0  # interval at which that message is repeated
 SAME_SIGNAL_S = 1.0  # signals closer than this count as one
 STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of ranks that saved and ended
 PR_SET_PDEATHSIG = 1
@@ -88,7 +88,7 @@ class _Rank:
 
     @property
     def failed(self) -> bool:
-        """Whether the process ended with an error, by an unexpected signal, or too early."""
+        """Whether the process ended with an error, after an unexpected signal, or too early."""
         code = self.code
         is_done = code in (0, *STOP_CODES) and not self.log.with_suffix(RUNNING).exists()
         return code is not None and not is_done
@@ -131,7 +131,7 @@ def launch(
 
     Args:
         log_dir: Folder for `rank_N.log` (text is appended), `rank_N.phase` and `rank_N.error`.
-        program: Arguments for Python that replace hybridrl's, for tests.
+        program: Arguments for Python, for tests that run another program than hybridrl.
         environment: Additional environment variables for the ranks.
 
     Returns:
@@ -154,8 +154,9 @@ def run_ranks(
 
     Args:
         command: Arguments for Python.
-        steer: Function called once with the list of signals to send to the ranks. It may append
-            signals later, from a thread. A second signal ends the ranks immediately.
+        steer: Function that is called once with the list of signals to send to the ranks. The
+            function may start a thread that appends signals later. A second signal ends the ranks
+            immediately.
         leaving: Tracker for processes from earlier starts, for which these ranks wait. The
             processes of this start are added to it. None if this is the only start; the launcher
             then waits for this start's processes.
@@ -327,7 +328,7 @@ def _environment(
         LOG_DIR: str(log_dir.absolute()),
         **further,
     }
-    for name in (STORE_FD, GATE_FD):  # these are set if a rank launches other ranks
+    for name in (STORE_FD, GATE_FD):  # set if this launcher runs in a rank of another job
         environment.pop(name, None)
     return environment
 
@@ -368,7 +369,7 @@ def _start(
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Collects the signals that ask a run to stop in a list, as SIGINT or SIGTERM.
+    """Collects in a list the signals that ask a run to stop, each recorded as SIGINT or SIGTERM.
 
     Copies of the first signal are ignored, because a terminal sends a signal to both this process
     and its parent.
@@ -401,7 +402,7 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
         now = time.monotonic()
         if received and not is_told:
             is_told = True
-            notice = now + NOTICE_S if ranks[0].index == 0 else notice  # only one launcher reports
+            notice = now + NOTICE_S if ranks[0].index == 0 else notice  # one notice per job
             for rank in ranks:
                 rank.process.send_signal(received[0])
         failed = [] if received else [rank for rank in ranks if rank.failed]
@@ -423,14 +424,16 @@ def _wait(ranks: Sequence[_Rank], received: Sequence[int]) -> None:
 
 
 def _is_one_killed(failed: Sequence[_Rank]) -> bool:
-    """Whether a rank received SIGKILL. If so, other ranks wait, or report broken connections."""
+    """Whether a rank received SIGKILL. Other ranks then wait for that rank, or report broken
+    connections.
+    """
     return any(rank.code == -signal.SIGKILL for rank in failed)
 
 
 def _end(ranks: Sequence[_Rank], received: Sequence[int]) -> dict[int, int]:
     """Ends all ranks that still run, and their child processes. Returns exit codes by rank.
 
-    If a rank has failed, the others write their stacks first. Ranks receive SIGKILL instead of
+    If a rank has failed, the other ranks write their stacks first. Ranks receive SIGKILL instead of
     SIGTERM if they are suspended, if they were already asked to end, or if another rank was killed.
     """
     alive = [rank for rank in ranks if rank.code is None]

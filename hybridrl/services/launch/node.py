@@ -60,14 +60,14 @@ class Order:
 
 
 def main() -> int:
-    """Runs the ranks on this machine. Returns 0, or 2 if they cannot be started."""
+    """Runs the ranks on this machine. Returns 0, or 2 if the ranks cannot be started."""
     order = Order.from_line(_read_line())
     log_dir = Path(order.log_dir)
     try:
         if not log_dir.is_dir():
             raise UserError(
                 "run.dir",
-                f"{log_dir}, which {os.uname().nodename} does not have",
+                f"{log_dir}, which does not exist on {os.uname().nodename}",
                 "a folder that all hosts share",
                 "Put run.dir on a shared file system.",
             )

@@ -88,9 +88,9 @@ class Outcome:
 def lost_ranks(outcome: Outcome) -> list[int]:
     """Returns the ranks that were killed by a signal or stopped sending heartbeats.
 
-    Returns [] if a rank failed with its own error, because this would recur. After a SIGKILL, which
-    always comes from outside the job, errors of other ranks do not count, because they only report
-    broken connections.
+    Returns [] if a rank failed with its own error, because the error would recur. After a SIGKILL,
+    which always comes from outside the job, errors of other ranks do not count, because they only
+    report broken connections.
     """
     culprits = [rank for rank in outcome.ranks if rank.index in outcome.culprits]
     killed = [rank.index for rank in culprits if rank.code < 0]
@@ -106,9 +106,10 @@ def lost_ranks(outcome: Outcome) -> list[int]:
 
 
 def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
-    """Whether ranks on this node were lost. Used if each node decides separately.
+    """Whether ranks on this node were lost. Used if each node decides separately whether to
+    restart.
 
-    A rank on another node may have failed with its own error before. That rank's error file is in
+    A rank on another node may have failed earlier, with its own error. That rank's error file is in
     the shared log folder. After a SIGKILL, such a file does not count, because it may only report a
     broken connection.
     """
@@ -147,14 +148,14 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
         unknown = f"rank {mistaken[0].index} ended with a user's mistake; see {mistaken[0].log}"
         say(unknown if failure is None else failure.message)
         return 2
-    # If a rank was killed, it is the cause, because this breaks the other ranks' connections.
+    # A rank that was killed is the cause, because its death breaks the other ranks' connections.
     # Otherwise the first failure is the cause, unless it names another rank as the culprit.
     first = min(culprits, key=lambda rank: _order(rank.code, rank.failure))
     failure, code = first.failure, first.code
     if code > 0 and failure is not None and failure.culprit is not None:
         blamed, message = failure.culprit, failure.message
     else:
-        how = f"ended with code {code}" if code else "ended itself with code 0, as by os._exit(0),"
+        how = f"ended with code {code}" if code else "ended too early, for example by os._exit(0),"
         if code < 0:
             how = f"was killed by {signal.Signals(-code).name}"
         blamed = first.index
@@ -182,7 +183,7 @@ def _log_of(index: int, ranks: Mapping[int, EndedRank], log_dir: Path) -> str:
 
 
 def _phase_began(log: str) -> float:
-    """Returns when a rank's last phase began. Hang reports from before then are about other hangs."""
+    """Returns when a rank's last phase began. Earlier hang reports are about other hangs."""
     file = Path(log).with_suffix(".phase")
     try:
         return file.stat().st_mtime

@@ -18,7 +18,7 @@ REPORT = "report.json"
 def report_of_ranks(arguments: Sequence[str], world_size: int) -> dict[str, Any] | int:
     """Runs `hybridrl ARGUMENTS` as local ranks.
 
-    Returns the report that they wrote, or their exit code if they failed.
+    Returns the report that the ranks wrote, or their exit code if they failed.
     """
     log_dir = Path(tempfile.mkdtemp(prefix="hybridrl-report-"))
     code = launch(arguments, world_size, log_dir)

@@ -2,8 +2,8 @@
 imports Ray only when it is used.
 
 An actor on each node runs node.py, as ssh does for a hostfile; node.py runs the ranks. If an actor
-is lost, its node is considered lost until it responds again. Nodes must share the working folder,
-the Python environment and the run folder.
+is lost, its node is considered lost until the node responds again. Nodes must share the working
+folder, the Python environment and the run folder.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ class RayCluster:
 
     Args:
         address: HOST:PORT of the cluster, or "auto".
-        has_gpus: Whether each rank reserves a GPU, if the cluster has GPUs; otherwise it reserves a
-            CPU.
+        has_gpus: Whether each rank reserves a GPU if the cluster has GPUs. If false, each rank
+            reserves a CPU.
 
     Raises:
         UserError: Ray is not installed, the cluster does not respond, or the installation on a node
@@ -204,7 +204,7 @@ class RayCluster:
         return self._connections[-1]
 
     def hosts(self, down: Set[str]) -> list[Host]:
-        """Returns the nodes with free slots, nodes with the most slots first.
+        """Returns the nodes with free slots, sorted by the number of slots, largest first.
 
         Nodes that are new or were lost are checked first.
         """
@@ -275,7 +275,7 @@ class RayCluster:
 
         For a moment after an actor has ended, Ray still reports its slots as used.
         """
-        from ray._private.state import available_resources_per_node  # Ray has no public function
+        from ray._private.state import available_resources_per_node  # not public API
 
         deadline = time.monotonic() + FREE_S
         while True:

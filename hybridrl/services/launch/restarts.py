@@ -1,6 +1,6 @@
 """Restarts the ranks of a run after ranks or hosts are lost. Does not import torch.
 
-As at any start, the ranks continue from the newest state with the same batches. A rank is lost if
+After a restart, the ranks continue from the newest state with the same batches. A rank is lost if
 an unexpected signal ends it, if it stops sending heartbeats, or if its host fails. A rank's own
 error does not cause a restart, because the error would recur. If a start loses a rank before its
 first step, the next start leaves that rank out; after another loss, all ranks are tried again. An
@@ -60,7 +60,7 @@ class ElasticJob(Protocol):
 
 
 class ElasticLaunch:
-    """Starts and restarts the ranks of a run. It is called like `launch`.
+    """Starts and restarts the ranks of a run. Called with the same arguments as `launch`.
 
     Args:
         max_restarts: Maximum number of restarts.
@@ -112,7 +112,7 @@ class LocalJob:
     Args:
         size: Number of ranks at the first start.
         fits: Function that returns whether a given number of ranks can train the run.
-        program: Arguments for Python that replace hybridrl's, for tests.
+        program: Arguments for Python, for tests that run another program than hybridrl.
     """
 
     def __init__(

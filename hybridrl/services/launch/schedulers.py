@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 JobKind = Literal["jobset", "pytorchjob"]
-PORT = "29500"  # always free in Kubernetes, because each pod has its own address
-MAX_RESTARTS = 3  # for a Kubernetes job if the run sets no number
+PORT = "29500"  # port of the job's store; always free, because each pod has its own address
+MAX_RESTARTS = 3  # maximum number of restarts of a Kubernetes job if run.max_restarts is 0
 # Exit code of a node whose ranks were lost and may restart. It is larger than all other exit codes,
 # because srun returns the largest, and it does not denote a signal.
 LOST = 200
@@ -104,7 +104,7 @@ def manifest(
         first = f"{job.name}-node-0-0.{job.name}"  # the first pod, in JobSet's headless service
         script = "exec " + job.node_command(program, '"$JOB_COMPLETION_INDEX"', first, PORT)
     else:
-        # The operator numbers pods with variables that torch reads as ranks, but a pod is not a
+        # The operator writes pod numbers to variables that torch reads as ranks, but a pod is not a
         # rank.
         node = job.node_command(program, '"$node"', '"$MASTER_ADDR"', '"$MASTER_PORT"')
         script = f'node="$RANK"; unset RANK WORLD_SIZE; exec {node}'

@@ -47,7 +47,7 @@ class HangWatch:
 
     def __init__(self, idle_s: float, start_s: float) -> None:
         self._idle_s, self._start_s = idle_s, start_s
-        self._longest: dict[str, float] = {}  # longest ended pause of each phase, in seconds
+        self._longest: dict[str, float] = {}  # longest pause that has ended, in seconds, by phase
         self._before: dict[int, Beat] = {}
         self._reported: Hang | None = None
         self._paused_s = 0.0
@@ -107,7 +107,7 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
         ]
         return Hang(elsewhere, _elsewhere_text(elsewhere, beats, waiting))
     in_transfers = {rank for ranks in transfers.values() for rank in ranks}
-    behind = set(in_transfers)  # and the ranks that wait for them
+    behind = set(in_transfers)  # later also includes the ranks that wait for these ranks
     while grown := {rank for rank in still - behind if awaited[rank] & behind}:
         behind |= grown
     places: dict[str, list[int]] = {}
@@ -117,7 +117,8 @@ def find_hang(beats: Sequence[Beat], still: set[int]) -> Hang | None:
     for rank, beat in enumerate(beats):  # add ranks that have not waited long
         if rank not in still and _is_waiting(beat) and (where := waits_in(beat)) in places:
             places[where] = sorted([*places[where], rank])
-    # All are in the same collective: a network fault, which has its own timeout.
+    # If all ranks wait in the same collective, the network is at fault, and the collective has its
+    # own timeout.
     if len(places) < 2:
         return _slow_transfers(transfers, beats, sorted(behind - in_transfers))
     fewest = min(len(ranks) for ranks in places.values())
@@ -188,7 +189,7 @@ def _awaited(rank: int, beats: Sequence[Beat], still: set[int], calls: _Calls) -
 
 
 def _transfers(beats: Sequence[Beat], still: set[int]) -> dict[str, list[int]]:
-    """Returns, by name, the sends and receives in which both peers are idle, with these ranks.
+    """Returns the sends and receives in which both peers are idle: a name for each, with its ranks.
 
     Sends and receives over gloo are not recorded. If several ranks are in unrecorded calls, they
     may be peers of each other, so none of them is suspected to be in the wrong place.
@@ -274,7 +275,7 @@ def _slow_transfers(
 ) -> Hang | None:
     """Returns a hang that reports slow sends and receives, or None if there are none.
 
-    `waiting` lists the ranks that wait for them.
+    `waiting` lists the ranks that wait for these transfers.
     """
     if not transfers:
         return None

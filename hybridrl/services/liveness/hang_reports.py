@@ -123,4 +123,4 @@ def _unlike_groups(beats: Sequence[Beat]) -> dict[str, dict[str, list[int]]]:
 
 
 def _at(call: Call) -> str:
-    return f"#{call.number} {call.what}, {'over' if call.is_over else 'not over'}"
+    return f"#{call.number} {call.what}, {'finished' if call.is_over else 'not finished'}"

@@ -37,7 +37,7 @@ class HeldAlike:
         models: Each model's part on the rank; the policy comes first.
         layout: Training layout that all models use.
         engine: Number of elements in the engine's parameters.
-        shared: Number of those elements that are stored in the trainer's memory.
+        shared: Number of engine elements that are stored in the trainer's memory.
     """
 
     models: Sequence[HeldModel]
@@ -71,7 +71,7 @@ def held_alike(config: Config, models: Sequence[RoleModel], world_size: int) -> 
         world_size: Number of ranks.
 
     Raises:
-        ModelError: A tensor cannot be sharded this way.
+        ModelError: A tensor cannot be sharded in the configured layout.
     """
     family, shape = models[0].family, models[0].shape
     layout, train, rollout = layout_of(config, world_size), config.train, config.rollout
@@ -99,7 +99,7 @@ def held_alike(config: Config, models: Sequence[RoleModel], world_size: int) -> 
 
 
 def memory_alike(config: Config, held: HeldAlike, world_size: int, assumed: Assumptions) -> Memory:
-    """Returns the estimated memory peaks of the fullest rank if ranks have GPUs."""
+    """Returns the estimated memory peaks of the fullest rank. Assumes that ranks have GPUs."""
     itemsize = itemsize_of(config, on_gpu=True)
     ranks = Held(held.models, HeldEngine(itemsize * (held.engine - held.shared), world_size))
     shape, transport = held.models[0].model.shape, transport_of(config, assumed)

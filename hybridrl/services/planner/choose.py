@@ -106,7 +106,7 @@ def search(
         raise ConfigError(errors)
     placement, misplaced = placed(config, Machines(world_size, assumed.cluster.gpus_per_node))
     if misplaced or not placement.is_shared:
-        allowed = "config if the section placement gives some roles their own ranks or sizes"
+        allowed = "config, because the section placement gives some roles their own ranks or sizes"
         remedy = "Set the sizes in train and rollout, or remove the section placement."
         raise ConfigError(misplaced or [UserError("layout.choose", "auto", allowed, remedy)])
     models, unknown = planned_models(config)

@@ -46,13 +46,13 @@ class Estimate:
 def estimate(
     config: Config, models: Sequence[RoleModel], world_size: int, assumed: Assumptions
 ) -> Estimate:
-    """Estimates a configuration that violates no rule.
+    """Estimates memory and step time of a configuration that violates no rule.
 
     Args:
         models: Models of the run, the policy first.
 
     Raises:
-        ModelError: A tensor cannot be sharded this way.
+        ModelError: A tensor cannot be sharded in the configured layout.
     """
     train, rollout = config.train, config.rollout
     itemsize = itemsize_of(config, on_gpu=True)

@@ -45,7 +45,7 @@ Changes = dict[str, Any]
 
 
 def with_margin(estimate_bytes: int) -> int:
-    """Returns the memory that a GPU must have to be safe, given an estimate."""
+    """Returns an estimate plus the safety margin, in bytes."""
     return int(estimate_bytes * (1 + MARGIN_SHARE)) + MARGIN_BYTES
 
 
@@ -60,7 +60,8 @@ def gpu_verdict(
     """Decides whether the GPU that needs the most memory has enough.
 
     Args:
-        config, hf_config, assumed: The run, the policy's config.json and the cluster.
+        config, hf_config, assumed: Configuration of the run, the policy's config.json, and the
+            assumed cluster.
         models: Models of the run, the policy first.
         found: Memory estimates for all ranks.
         may_change: Whether to search for changes that make the run fit.
@@ -96,7 +97,11 @@ def gpu_verdict(
     if spare < 0 and may_change:
         search = _Search(config, models, hf_config, assumed)
         remedies = search.remedies(sum(len(one.ranks) for one in found))
-        summary += f"; it fits with {remedies[0]}" if remedies else "; no larger layout tried fits"
+        summary += (
+            f"; it fits with {remedies[0]}"
+            if remedies
+            else "; no larger layout that was tried fits"
+        )
     elif spare >= 0:
         num_ranks = sum(len(one.ranks) for one in found if one.memory.has_engine)
         summary += _waiting(config, cache, room, num_ranks)
@@ -116,7 +121,9 @@ def gpu_verdict(
 
 
 def _on_ranks(ranks: tuple[int, ...], found: Sequence[RankMemory]) -> str:
-    """Returns the ranks as text, shortened if there are many; empty if all ranks are meant."""
+    """Returns the ranks as text, shortened if there are many; empty if these are all ranks of the
+    run.
+    """
     if len(ranks) == sum(len(one.ranks) for one in found):
         return ""
     others = " and others" if len(ranks) > MOST_NAMED else ""
@@ -138,14 +145,14 @@ def _waiting(config: Config, cache: Memory, room: int, num_ranks: int) -> str:
     said, lag, most = "", config.steps.max_policy_lag, config.rollout.max_batch
     if room < cache.num_requests:
         said = (
-            f"; the KV cache holds {room} of the {cache.num_requests} longest requests of "
-            "rollout.max_batch; the others wait"
+            f"; the KV cache has room for {room} of {cache.num_requests} concurrent requests of "
+            "maximum length (rollout.max_batch); the others wait"
         )
     requests = requests_under_way(config, num_ranks // config.rollout.tp)
     if lag and requests > most:
         said += (
-            f"; of {requests} requests that a replica has in flight with "
-            f"steps.max_policy_lag={lag} rollout.max_batch={most} are decoded at once; others wait"
+            f"; with steps.max_policy_lag={lag}, a replica has {requests} requests in flight, but "
+            f"decodes only rollout.max_batch={most} of them at once; the others wait"
         )
     return said
 
@@ -225,7 +232,7 @@ class _Search:
             try:
                 held = held_alike(config, self.models, world)
                 memory = memory_alike(config, held, world, self.assumed)
-            except ModelError:  # a tensor cannot be sharded this way, which no rule checks
+            except ModelError:  # no rule checks whether tensors can be sharded
                 continue
             most = max(memory.train, memory.rollout_with(memory.least_requests))
             if with_margin(most) <= self.assumed.gpu_memory_bytes:

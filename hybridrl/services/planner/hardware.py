@@ -83,7 +83,7 @@ def load_cluster(path: Path) -> ClusterFile:
         return ClusterFile(nodes=int(nodes or 1), gpus_per_node=int(gpus), gpu=gpu)
     fields = ClusterFile.model_fields
     keys = "the keys " + ", ".join(fields)
-    allowed = f"YAML or JSON of {keys}"
+    allowed = f"YAML or JSON with {keys}"
     try:
         content = OmegaConf.to_container(read_yaml(path, allowed), resolve=True)
         return ClusterFile.model_validate(content)
@@ -161,7 +161,9 @@ def _rates_of(kind: KnownGpu) -> dict[str, tuple[float, str]]:
 
 
 def merged(section: ClusterConfig, given: ClusterConfig | None) -> ClusterConfig | None:
-    """Returns the section's keys, overridden by a cluster file; None if neither sets anything."""
+    """Returns the keys of the section `cluster`, overridden by a cluster file; None if neither sets
+    a key.
+    """
     keys = section.model_dump(exclude_none=True)
     if given is not None:
         keys |= given.model_dump(exclude_none=True)

@@ -65,7 +65,7 @@ class MicroBatchSize:
 def shares_prompts(config: Config, cp: int) -> bool:
     """Whether samples of one prompt store its tokens only once.
 
-    The decision is the one that training makes with transformer-engine's layers.
+    Training makes the same decision if it uses transformer-engine's layers.
     """
     share = config.train.share_prompts
     return cp == 1 and config.train.layers != "torch" if share is None else share

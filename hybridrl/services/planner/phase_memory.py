@@ -56,7 +56,7 @@ class Memory:
         rollout: Peak of generation, including the KV cache.
         kv_cache: Size of the KV cache for all concurrently decoded requests, including their
             recorded experts.
-        num_requests: Number of these requests, each of maximum length.
+        num_requests: Number of concurrently decoded requests, each of maximum length.
         least_requests: Minimum number of requests that the cache must hold; others can wait.
         staging: Size of the reshard's staging buffers, which are used if weights are sent as
             messages.
@@ -185,7 +185,7 @@ class HeldEngine:
     """The part of an engine on one rank.
 
     Args:
-        num_bytes: Size of its weights, excluding those that share the trainer's memory.
+        num_bytes: Size of the engine's weights, excluding weights that share the trainer's memory.
         num_ranks: Number of ranks that have an engine.
     """
 
@@ -199,7 +199,7 @@ class Held:
 
     Args:
         models: Models that are sharded over these ranks.
-        engine: The ranks' part of an engine; None if they have none.
+        engine: Part of an engine on these ranks; None if the ranks have no engine.
         peer_bytes: Peer memory for the policy's weights, beyond the rank's own share.
         fullest: Ranks that hold the most parameters.
     """
@@ -390,10 +390,10 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
     hidden sizes); queries, keys and values, the latents from which they are computed, and the
     output of attention; and the feed-forward layer's two halves and their product. If samples share
     prompts, attention also stores copies of keys and values. Tensor and sequence parallelism shard
-    all of these. A mixture of experts stores the same for each of a token's experts, plus the
-    experts' inputs and outputs, which ranks exchange. Tokens are assumed to be distributed evenly
-    over the experts, and all layers to be mixtures of experts. A frozen model stores nothing for
-    later: only one layer is in memory at a time.
+    all of these. A mixture of experts stores the two halves and their product for each of a token's
+    experts, plus the experts' inputs and outputs, which ranks exchange. Tokens are assumed to be
+    distributed evenly over the experts, and all layers to be mixtures of experts. A frozen model
+    stores nothing for a backward pass: only one layer's values are in memory at a time.
     """
     model, layout = held.model, held.layout
     shape, parts = model.shape, layout.cp * layout.tp
@@ -416,7 +416,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
         config.train.recompute == "full"
     ):  # each layer stores its input, and one layer stores everything
         kept = micro.positions * shape.hidden_size * layers + whole
-    elif config.train.recompute == "selective":  # products are recomputed
+    elif config.train.recompute == "selective":  # feed-forward products are recomputed
         kept = (whole - micro.positions * product) * layers
     else:
         kept = whole * layers

@@ -199,7 +199,7 @@ def held_by_ranks(
 
 
 class _Sizes:
-    """Counts a model's elements on each rank, once for all equal layouts."""
+    """Counts a model's elements on each rank. Equal layouts are counted only once."""
 
     def __init__(self, policy: RoleModel, placed: Placed) -> None:
         self._placed = placed
@@ -207,7 +207,7 @@ class _Sizes:
         self._found = {key: [placed.whole[rank] for rank in placed.placement.policy.ranks]}
 
     def of(self, model: RoleModel) -> dict[int, HeldModel]:
-        """Returns each rank's part of a model; ranks without one are omitted."""
+        """Returns each rank's part of a model; ranks without a part are omitted."""
         place, layout = self._placed.placement.of(model.role), self._placed.layout
         if place != self._placed.placement.policy:
             sizes = place.tp, place.pp, place.cp, place.ep, place.vpp

@@ -72,7 +72,8 @@ def plan_report(
     given: ClusterFile | None = None,
     host: Host | None = None,
 ) -> tuple[dict[str, Any], list[UserError]]:
-    """Returns the report and the violations; if there are violations, all other values are None.
+    """Returns the report and the violations. If there are violations, all other values in the
+    report are None.
 
     Args:
         config: Configuration of the run.

@@ -39,12 +39,12 @@ def order_reason(
     if has_experts:
         return f"{own}; hybridrl optimizes the order only for models without experts"
     if choice is None:
-        return f"{own}; with rollout.tp=1 ranks receive the same bytes in any order"
+        return f"{own}; with rollout.tp=1 ranks receive the same number of bytes in any order"
     best, default = (traffic(itemsize * n) for n in (choice.receive, choice.default_receive))
     if configured != AUTO_ORDER:
         if used == choice.order:
-            return f"{own}; train.order=auto would choose the same"
-        return f"{own}; auto would choose {choice.order}, where a rank receives at most {best}"
+            return f"{own}; train.order=auto would choose the same order"
+        return f"{own}; auto would choose {choice.order}, with which a rank receives at most {best}"
     if used == DEFAULT_ORDER:
         return f"{own}; a rank receives at most {best}, the minimum if groups stay within nodes"
     return f"a rank receives at most {best}; in Megatron's own order it would be {default}"
@@ -83,7 +83,7 @@ def _lines(report: dict[str, Any], is_full: bool) -> Iterator[str]:
         )
         yield (
             "         ranks generate with experts that they train where possible: a rank receives "
-            f"at most {used}; if experts were in order, it would be {in_order}"
+            f"at most {used}; if experts were assigned in order, it would be {in_order}"
         )
     yield from _memory_lines(report)
     yield from _rank_lines(report["ranks"])

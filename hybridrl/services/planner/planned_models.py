@@ -1,4 +1,6 @@
-"""Finds the models that a configuration needs, also for a user's own algorithm. No torch."""
+"""Finds the models that a configuration needs, including models for a user's own algorithm. No
+torch.
+"""
 
 from __future__ import annotations
 

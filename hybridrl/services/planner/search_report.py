@@ -68,7 +68,7 @@ def _as_json(one: Candidate, best: Candidate) -> dict[str, Any]:
 
 
 def _reason(one: Candidate, best: Candidate) -> str | None:
-    """Returns the reason why a layout is worse than the best one; None for the best."""
+    """Returns the reason why a layout is worse than the best layout; None for the best."""
     if one is best:
         return None
     more = one.step_s - best.step_s
@@ -92,7 +92,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         else:
             yield f"fits: {step}, {memory} of a GPU's {memory_size(gpu)}"
     else:
-        yield f"does not fit: none of {judged} layouts"
+        yield f"none of {judged} layouts fits"
     yield (
         f"judged {judged} layouts in {report['seconds']:.1f} s: {report['fitting']} fit, "
         f"{report['too_large']} are too large, {report['refused']} violate a rule"
@@ -130,7 +130,7 @@ def _row(one: dict[str, Any]) -> str:
 
 
 def _said(one: dict[str, Any]) -> str:
-    """Returns a layout's keys as text, without those whose values are 1, none or false."""
+    """Returns a layout's keys and values as text. Omits the values 1, none and false."""
     keys = one["keys"]
     sizes = [f"{key}={keys[key]}" for key in LAYOUT_KEYS if keys[key] != 1]
     others = [f"train.micro_batch_tokens={keys['train.micro_batch_tokens']}"]

@@ -1,12 +1,12 @@
 """Predicts how long a step's phases take, from the model, layout, cluster and sample lengths.
 
-No torch. Estimates what a rank computes, copies and sends, and divides it by the cluster's rates.
-The constants below correct these estimates. They were fitted to steps and passes on H200
-(benchmarks/results/step_h200.json, step_h200_lag.json, layouts_h200.json, layouts_moe_h200.json,
-train_h200.json, train_moe_h200.json, rollout_h200.json, and the mixture of experts in
-step_4gpu_h200.json; tests/unit/test_plan_times.py lists the error of each prediction). Predictions
-for other GPUs differ only in the rates. These predictions were compared with steps on H100; other
-GPUs and transfers between nodes were not measured.
+No torch. Estimates what a rank computes, copies and sends, and divides these amounts by the
+cluster's rates. The constants below correct these estimates. They were fitted to steps and passes
+on H200 (benchmarks/results/step_h200.json, step_h200_lag.json, layouts_h200.json,
+layouts_moe_h200.json, train_h200.json, train_moe_h200.json, rollout_h200.json, and the mixture of
+experts in step_4gpu_h200.json; tests/unit/test_plan_times.py lists the error of each prediction).
+Predictions for other GPUs differ only in the rates. These predictions were compared with steps on
+H100; other GPUs and transfers between nodes were not measured.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from hybridrl.services.planner.phase_memory import ADAM_BYTES, MASTER_BYTES, Rol
 
 # Number of elements (2 bytes each) that a forward pass reads and writes outside matrix products,
 # per token and layer: as multiples of the hidden size, and of the size of the feed-forward product.
-# The third, per expert of a token, is for copies to the expert and back, as a multiple of the
+# EXPERT_COPIES counts copies to an expert and back, per token and expert, as a multiple of the
 # hidden size.
 HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
 LOGIT_BYTES = 8  # per logit: fp32 logits are written and read in chunks
@@ -45,11 +45,11 @@ BACKWARD, BACKWARD_EXPERTS = 2.1, 2.2
 # Rate of collectives in tensor-parallel layers and in experts, as a share of the link's rate: for
 # two ranks, for more ranks in one node, and between nodes (not measured).
 PAIR_SHARE, COLLECTIVE_SHARE, FAR_SHARE = 0.68, 0.95, 0.72
-# Extra host time to recompute a layer, in addition to that of a forward pass, because activation
-# checkpoints save and restore the random state.
+# Extra host time to recompute a layer, in addition to the host time of a forward pass, because
+# activation checkpoints save and restore the random state.
 HOST_AGAIN_S = 3.5e-3
-# Host time to launch a layer's kernels, in seconds: forward and backward, then the same for a layer
-# with experts.
+# Host time to launch a layer's kernels in a forward and in a backward pass, in seconds, for layers
+# without and with experts.
 HOST_FORWARD_S, HOST_BACKWARD_S = 2.2e-3, 3.4e-3
 HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S = 4.9e-3, 10.8e-3
 SMOOTH = 4  # exponent of the norm that combines host time and GPU time
@@ -60,18 +60,18 @@ GRADIENT_TRAFFIC = 2 * 4
 # Bytes that an Adam step reads and writes per parameter: gradient, moments and master.
 ADAM_TRAFFIC = 4 + 2 * (ADAM_BYTES + MASTER_BYTES) + 2
 # GIVING_BACK_S is the extra time of a step, in seconds, if training and engine do not fit on a GPU
-# together, so that each frees its memory for the other. On H200 it was 0.25 to 0.65 for a 7B model
-# without lent memory, and 0.2 for a 1.5B model with lent memory. ROOM_SHARE is the share of GPU
-# memory into which both must fit (headroom.py). MEMORY_DOUBT is the error of the predicted share: a
-# 7B model kept both phases' memory at predicted shares of 0.87 and 0.89, a 1.5B model freed it at
-# 0.90, and a mixture of experts kept it at 0.92.
+# together, so that each must free its memory for the other. On H200, this time was 0.25 to 0.65 s
+# for a 7B model without lent memory, and 0.2 s for a 1.5B model with lent memory. ROOM_SHARE is the
+# share of GPU memory into which both must fit (headroom.py). MEMORY_DOUBT is the error of the
+# predicted share: a 7B model kept both phases' memory at predicted shares of 0.87 and 0.89, a 1.5B
+# model freed it at 0.90, and a mixture of experts kept it at 0.92.
 GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025
 # Fixed times in an engine step, in seconds: launches and sampling on the GPU; a layer's kernels;
 # host work per request, which overlaps with the GPU; an all-reduce of few tokens.
 ENGINE_STEP_S, LAYER_STEP_S = 1.2e-3, 25e-6
 REQUEST_S, ALL_REDUCE_S = 17e-6, 15e-6
 PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # shares of the matrix rate
-STEP_S = 0.06  # rewards and advantages
+STEP_S = 0.06  # time for rewards and advantages, in seconds
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,8 @@ class Times:
     """Durations of a step's phases, in seconds.
 
     Args:
-        scoring: Forward passes of frozen models, and for old log-probabilities and values.
+        scoring: Forward passes of frozen models, and forward passes for old log-probabilities and
+            values.
         update: Forward and backward passes of trained models, and optimizer steps.
         reshard: Transferring weights to the engines.
         offload: Moving the optimizer state to host memory and back.
@@ -203,7 +204,7 @@ class PassTimes:
         layers, head = self._layers_s(found), self._head_s(found)
         largest = (
             ceil(self.shape.num_layers / stages) / self.shape.num_layers
-        )  # share of the layers in the largest stage
+        )  # fraction of all layers that the largest stage contains
         per_micro = (layers * largest + head) * factor / found.num_micro
         host = host_s * self.shape.num_layers * largest
         each = _beside(per_micro, host)
@@ -216,7 +217,7 @@ class PassTimes:
         return each * (found.num_micro + (stages - 1) / layout.vpp)
 
     def _layers_s(self, found: Packs) -> float:
-        """Returns the GPU time that all layers take in a forward pass."""
+        """Returns the GPU time of all layers in a forward pass."""
         shape, layout = self.shape, self.layout
         cut, tokens = layout.tp * layout.cp, found.tokens
         flops = 2.0 * matmul_params(shape) * tokens
@@ -242,7 +243,8 @@ class PassTimes:
         if layout.tp > 1:  # all tokens are gathered twice and scattered twice
             sent = 4 * 2.0 * tokens * shape.hidden_size * (layout.tp - 1) / layout.tp
             total += sent / self._collective_rate(layout.tp)
-        # Keys and values are passed around a ring; attention hides half of the time.
+        # Keys and values are passed around a ring; half of the transfer time overlaps with
+        # attention.
         if layout.cp > 1:
             size = shape.num_kv_heads * (shape.head_dim + shape.value_dim) / layout.tp
             sent = 2.0 * tokens * size * (layout.cp - 1)
@@ -340,8 +342,8 @@ def generation_s(
         step_s += 2 * shape.num_layers * least_s
     prompts = ceil(steps.prompts_per_step / replicas) * lengths.prompt
     prefill_s = 2.0 * matmul_params(shape) * prompts / tp / (PREFILL_SHARE * matrix)
-    # A step reads only the embedding rows of its tokens, unless the embedding is also the output
-    # layer.
+    # A decoding step reads only the embedding rows of its tokens, unless the embedding is also the
+    # output layer.
     itemsize = itemsize_of(config, on_gpu=True)
     unread = 0 if shape.tied_embeddings else itemsize * shape.vocab_size * shape.hidden_size // tp
     weights_s = num_steps * (engine_bytes - unread) / memory
@@ -365,10 +367,10 @@ def step_times(
 
     Args:
         models: Models of the run, the policy first.
-        held: Number of policy parameters that the fullest rank trains, and number whose optimizer
-            state it holds.
+        held: Number of policy parameters that the fullest rank trains, and number of parameters
+            whose optimizer state that rank holds.
         engine_bytes: Size of the engine weights on a rank.
-        crossing_bytes: Number of these bytes that the rank receives from others.
+        crossing_bytes: Number of bytes of engine weights that the rank receives from other ranks.
         max_requests: Number of requests that a replica decodes concurrently.
     """
     lengths, train, steps = Lengths.of(config), config.train, config.steps

@@ -1,10 +1,10 @@
 """Writes one HTML page about one or several runs, as a single file that needs no network.
 
-Reads only run folders. Does not import torch. Omits data that a run did not record. Rollout texts
-are untrusted. Invariants: the page contains them as JSON without a "<", so that no HTML parser
-mistakes them for markup, and the page's script inserts them as text nodes; the
-Content-Security-Policy allows only the package's own scripts and styles, identified by their
-digests; the page cannot connect to anything, except to its own server if it is served.
+Reads only run folders. Does not import torch. Omits what a run did not record. Rollout texts are
+untrusted. Invariants: the page contains them as JSON without a "<", so that no HTML parser mistakes
+them for markup, and the page's script inserts them as text nodes; the Content-Security-Policy
+allows only the package's own scripts and styles, identified by their digests; the page cannot
+connect to anything, except to its own server if it is served.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def write_report(
         planned_gib: For each run, the memory that `plan` predicts for each phase.
 
     Raises:
-        DataError: A folder holds no metrics.
+        DataError: A folder contains no metrics.
     """
     folders = [Path(run_dir), *map(Path, other_dirs)]
     text = page(page_data(folders, planned_gib))
@@ -82,7 +82,7 @@ def page_data(
     """Returns all data that the page shows about these run folders.
 
     Raises:
-        DataError: A folder holds no metrics.
+        DataError: A folder contains no metrics.
     """
     names = [folder.resolve().name for folder in folders]
     letters = [chr(ord("A") + number) for number in range(26)]
@@ -288,7 +288,7 @@ def _differences(runs: Sequence[RunData]) -> Iterator[tuple[str, list[str]]]:
 
 
 def _flat(config: str) -> dict[str, Any]:
-    """Returns configuration values by dotted key; empty if the file is invalid."""
+    """Returns configuration values by dotted key; an empty mapping if the file is invalid."""
 
     def leaves(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         if isinstance(value, dict):

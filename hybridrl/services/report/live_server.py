@@ -2,7 +2,7 @@
 
 A request rereads the run folders if any of their files has changed. Invariants: the server listens
 only on loopback; it answers only requests whose Host is a loopback name, so that another site
-cannot read the page through a domain name that resolves to this machine; it takes no input except
+cannot read the page through a domain name that resolves to this machine; it accepts no input except
 the path.
 """
 
@@ -33,7 +33,7 @@ class LiveReport:
         planned_gib: See `write_report`.
 
     Raises:
-        DataError: A folder holds no metrics.
+        DataError: A folder contains no metrics.
     """
 
     def __init__(

@@ -79,7 +79,7 @@ def read_run(folder: Path, label: str, planned_gib: Mapping[str, float] | None =
         planned_gib: See `RunData`; None if unknown.
 
     Raises:
-        DataError: The folder holds no metrics.
+        DataError: The folder contains no metrics.
     """
     metrics = folder / "metrics.jsonl"
     records = read_records(metrics) if os.path.exists(metrics) else []
@@ -154,7 +154,7 @@ def _short(value: float | int | None) -> float | int | None:
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Returns the JSON object in a file, or an empty one if the file is missing or damaged."""
+    """Returns the JSON object in a file, or an empty object if the file is missing or damaged."""
     try:
         found = parse_json(path.read_bytes())
     except (ValueError, OSError):

@@ -1,8 +1,8 @@
 """Defines the figures on the report page: their metrics, titles and order.
 
 A table lists the fixed figures; others depend on which metrics the runs recorded (layers, loss
-terms, reward parts, environments). The page itself draws the figures (page/page.js). Imports no
-torch.
+terms, reward parts, environments). The page itself draws the figures (page/page.js). Does not
+import torch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Plot:
         title: Title of the figure.
         metrics: Metrics to show, by their labels in the legend.
         unit: Unit of the vertical axis.
-        is_log: Whether that axis is initially logarithmic; the reader can switch it.
-        starts_at_zero: Whether that axis starts at 0.
+        is_log: Whether the vertical axis is initially logarithmic; the reader can change this.
+        starts_at_zero: Whether the vertical axis starts at 0.
         needs_others_than_zero: Whether the figure is omitted if all values are 0.
         kind: "lines", or "stack" for stacked areas, with one figure for each run.
         errors: For some metrics, the metric that contains their standard errors.
@@ -283,7 +283,9 @@ def _environment(names: Collection[str]) -> list[Plot]:
 
 
 def _evaluations(names: Collection[str]) -> list[Plot]:
-    """Returns a figure per evaluation metric, over all sets, without the run's own accuracy."""
+    """Returns one figure per evaluation metric with all evaluation sets, without the run's own
+    accuracy.
+    """
     found: dict[str, dict[str, str]] = {}
     for name in sorted(names):
         parts = name.split("/")

@@ -2,7 +2,7 @@
 import torch.
 
 Owns the inputs to a program and the conversion of its result to a score. contain.py isolates the
-program: it runs in a separate process without network access, with limits on time, memory, files
+program, which runs in a separate process without network access, with limits on time, memory, files
 and processes. A program that fails, hangs or reaches a limit scores 0; a reached limit is counted
 as `limits`. A failure of the sandbox itself counts as a failure of the scorer.
 """
@@ -135,8 +135,8 @@ class Code:
         _check_host()
 
     def __call__(self, prompt: str, response: str, columns: Mapping[str, object]) -> float:
-        """Returns a score from 0 to 1. It carries the note `limits` if a run reached a limit, or
-        `unjudged` if failed tests use something that the judge does not support.
+        """Returns a score from 0 to 1. The score carries the note `limits` if a run reached a
+        limit, or `unjudged` if failed tests use something that the judge does not support.
 
         Raises:
             DataError: The row has no tests.
@@ -342,5 +342,6 @@ def _check_host() -> None:
             "reward.function",
             "code",
             "code, on a host where this user may create namespaces (user, mount, network)",
-            f"Allow them (docker: --cap-add SYS_ADMIN), or score on another host: remote. {error}.",
+            "Allow them (docker: --cap-add SYS_ADMIN), or score on another host with the function "
+            f"`remote`. {error}.",
         ) from None

@@ -3,9 +3,9 @@
 The outer process enters new namespaces (mounts, network, IPC, host name; without root also a user
 namespace). It builds a new root directory with the interpreter, the system's libraries and a few
 devices (all read-only), and FOLDER, a small file system in memory. One or two roles run in this
-root. Each has its own process namespace, resource limits, no privileges, and only the system calls
-listed in syscalls.py. The roles are the program, and its tests if it has any (judge.py); the tests
-call the program through two pipes (program.py).
+root. Each role has its own process namespace and resource limits, no privileges, and access only to
+the system calls listed in syscalls.py. The roles are the program, and its tests if it has any
+(judge.py); the tests call the program through two pipes (program.py).
 
 When process 1 of a namespace ends, the kernel kills all its processes. Process 1 dies with the
 outer process, and the outer process dies with its parent. Therefore neither daemons nor fork bombs

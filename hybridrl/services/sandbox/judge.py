@@ -1,4 +1,5 @@
-"""Runs the assert statements of a row in their own process; no code of the program runs here.
+"""Runs the assert statements of a data row in their own process; no code of the scored program runs
+here.
 
 Names that the tests do not define refer to the program. Their values arrive as plain copies
 (values.py), or as stand-ins whose calls, attributes and special methods run in the program's
@@ -323,8 +324,8 @@ class Judge(Peer):
             self.ask(Name("builtins", "setattr"), of, name, value)
 
     def target(self, json_value: Any, decoder: Decoder) -> Any:
-        """Returns the function that the program calls. Only here may the program refer to a
-        function by name.
+        """Returns the function that the program calls. The program may name a function only in
+        order to call it.
         """
         if json_value[0] == "name":
             return Name(*json_value[1:])
@@ -360,7 +361,9 @@ def _check_public(of: Any, name: str, *value: Any) -> None:
 
 
 def _bound(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a callable so that it binds as a method but ignores binding."""
+    """Wraps a callable so that, as a class attribute, it receives the instance as its first
+    argument.
+    """
 
     def method(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

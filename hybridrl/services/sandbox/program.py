@@ -1,5 +1,5 @@
 """Runs main.py in the program's process, then serves calls from the tests; contain.py starts this
-process. Of hybridrl, it imports only rpc.py and values.py, which are copied next to it.
+process. From hybridrl, it imports only rpc.py and values.py, which are copied next to it.
 """
 
 from __future__ import annotations

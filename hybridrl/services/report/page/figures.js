@@ -1,14 +1,14 @@
 "use strict";
-// Figures over uPlot: zoom and cursor shared by all, smoothing, logarithmic heights, stacked areas,
-// bands of standard errors. Values come from the data of page.js; texts become text nodes.
+// Draws figures with uPlot: shared zoom and cursor, smoothing, logarithmic axes, stacked areas and
+// bands for standard errors. Values come from page.js; texts are inserted as text nodes.
 const Figures = (() => {
   const COLORS = 8;
   const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
-  const FAINT = "55"; // of a line that stands beside its smoothed one: alpha, hexadecimal
+  const FAINT = "55"; // hexadecimal alpha of the raw line if a smoothed line is shown too
   const HEIGHT = 230;
   const view = { smoothing: 0, isLog: false, x: "step", hidden: new Set(), range: null };
   let runs = [];
-  let grid = null; // all places on the horizontal axis, and where the records of each run are
+  let grid = null; // all values on the horizontal axis, and the indices of each run's records
   let cards = [];
   let isApplying = false;
 
@@ -30,7 +30,7 @@ const Figures = (() => {
     return { xs, at: places.map((of) => of.map((x) => index.get(x))) };
   }
 
-  // undefined: not recorded there, the line goes on; null: not finite, the line has a gap.
+  // undefined: the step has no record, and the line continues; null: not finite, and the line has a gap.
   function valuesOf(number, metric) {
     const column = runs[number].metrics[metric];
     if (!column) return null;
@@ -40,7 +40,7 @@ const Figures = (() => {
     return found;
   }
 
-  // The mean that forgets, without a bias towards its start (Kingma and Ba 2014, sec. 3).
+  // Exponential moving average with bias correction (Kingma and Ba 2014, sec. 3).
   function smooth(values, rate) {
     let mean = 0, weight = 0;
     return values.map((value) => {
@@ -69,7 +69,7 @@ const Figures = (() => {
     return String(Number(value.toPrecision(6)));
   }
 
-  // Lines of a figure: what uPlot calls series, their values, and bands between them.
+  // Returns a figure's lines: uPlot series, their values, and bands between lines.
   function linesOf(plot, isLog) {
     const found = { series: [], data: [grid.xs], bands: [], stacked: null };
     const add = (values, options) => {
@@ -95,7 +95,7 @@ const Figures = (() => {
           const pair = [add(moved(1), helper), add(moved(-1), helper)];
           found.bands.push({ series: pair, fill: stroke + "33" });
         }
-        if (view.smoothing > 0 && !errors) { // what has an error is no noise of steps
+        if (view.smoothing > 0 && !errors) { // values with standard errors are not smoothed
           add(raw, { class: "helper", stroke: stroke + FAINT, dash, width: 1, label });
           add(smooth(raw, view.smoothing), { stroke, dash, label });
         } else {
@@ -113,14 +113,14 @@ const Figures = (() => {
     return found;
   }
 
-  // Areas on each other, the first at the bottom; the highest is drawn first.
+  // Returns stacked areas, the first at the bottom; the highest is drawn first.
   function stackOf(plot, run) {
     const layers = [];
     plot.series.forEach((one, metric) => {
       const raw = valuesOf(run, one.metric);
       if (raw) layers.push({ label: one.label, values: raw, fill: color(metric) });
     });
-    // A part that a step has not recorded, as an age that no token has, is 0 where others are there.
+    // If a step recorded only some parts (no token had a certain age), the missing parts are 0.
     for (const layer of layers) {
       layer.values = layer.values.map((v, i) => (v === undefined && layers.some((other) => other.values[i] !== undefined) ? 0 : v));
     }
@@ -171,7 +171,7 @@ const Figures = (() => {
     isApplying = false;
   }
 
-  // Width of a vertical axis, so that its longest number fits.
+  // Returns the width of a vertical axis on which the longest number fits.
   function room(_, texts) {
     return Math.max(48, 16 + 7.5 * Math.max(0, ...(texts ?? []).map((text) => text.length)));
   }
@@ -206,7 +206,7 @@ const Figures = (() => {
   class Card {
     constructor(plot, run) {
       this.plot = plot;
-      this.run = run; // of a stack
+      this.run = run; // the run that a stack shows
       this.chart = null;
       this.ownLog = plot.log;
       this.place = document.createElement("div");
@@ -272,7 +272,7 @@ const Figures = (() => {
 
   return {
     view, number, color,
-    // Takes the data of runs; what was drawn before is forgotten.
+    // Replaces the data of all runs, and discards all figures.
     begin(found) {
       cards.forEach((card) => card.chart?.destroy());
       isNear.disconnect();
@@ -281,8 +281,8 @@ const Figures = (() => {
       runs = found;
       grid = makeGrid();
     },
-    // Returns the elements of a figure: none where there is nothing to show; one a run of stacks,
-    // and of several runs one a metric, so that colours tell runs apart.
+    // Returns the elements of a figure: none without data, one per run for stacks, and one per
+    // metric if there are several runs, because colours then distinguish runs.
     make(plot) {
       const series = plot.series.filter((one) => runs.some((run) => isWorthIt(run.metrics[one.metric], plot)));
       if (!series.length) return [];
@@ -299,7 +299,7 @@ const Figures = (() => {
       }
       return made.map((card) => card.node);
     },
-    // Draws anew after a change of the view.
+    // Redraws the figures after a change of the view.
     change(values) {
       const wasX = view.x;
       Object.assign(view, values);

@@ -1,9 +1,9 @@
 "use strict";
-// The page: header, tools, figures by group, evaluations, one step as lanes, samples, configuration.
+// Builds the page: header, tools, figures, evaluations, timelines of steps, samples, configuration.
 const Page = (() => {
   const EVERY_MS = 3000;
   let data = JSON.parse(document.getElementById("data").textContent);
-  let tag = data.tag, live; // of a served page: which state of the run folders it shows
+  let tag = data.tag, live; // state of the run folders that a served page shows
 
   const table = (rows, head) => el("div", { class: "scroll" }, el("table", {},
     ...(head ? [el("thead", {}, el("tr", {}, ...head.map((cell) => el("th", {}, cell))))] : []),
@@ -55,7 +55,7 @@ const Page = (() => {
     });
   }
 
-  // Phases of all ranks on one clock: a row a rank, widths in proportion to seconds.
+  // Shows the phases of all ranks on one time axis, with one row per rank.
   function lanes(timeline) {
     const ranks = Object.entries(timeline.ranks ?? {}).sort((a, b) => a[0] - b[0]);
     const spans = ranks.flatMap(([, of]) => of);
@@ -85,7 +85,7 @@ const Page = (() => {
     const zoom = el("select", { "aria-label": "zoom of the lanes", onchange: (event) => { grid.style.width = `${event.target.value}00%`; } },
       ...[1, 2, 4, 8, 16].map((times) => el("option", { value: times }, `${times} ×`)));
     return [
-      el("p", { class: "note" }, `Step ${timeline.step}, ${(last - first).toFixed(3)} s. The trace beside it, traces/step_${timeline.step}.json.gz, opens in Perfetto. `, el("label", {}, "zoom ", zoom)),
+      el("p", { class: "note" }, `Step ${timeline.step}, ${(last - first).toFixed(3)} s. Perfetto can open the trace, traces/step_${timeline.step}.json.gz in the run folder. `, el("label", {}, "zoom ", zoom)),
       el("div", { class: "scroll" }, grid), table(longest, ["phase", "fastest rank, s", "slowest rank, s", "slowest"])];
   }
 
@@ -102,7 +102,7 @@ const Page = (() => {
     const found = [el("header", { class: "top" }, el("h1", {}, data.title), ...(live ? [live] : [])),
       el("div", { class: "summary" }, ...data.summary.map((rows) => table(rows.map(([name, values]) => [name, ...values]), many ? ["", ...labels()] : null)))];
     if (data.differences) found.push(section("differences", "Differences of configuration", data.differences.length ? table(data.differences.map(([key, values]) => [key, ...values]), ["key", ...labels()]) : el("p", {}, "None.")));
-    found.push(section("curves", "Curves", el("p", { class: "note" }, "Drag across a figure to look closer, in all figures; double-click for the whole run. A click on a name hides its line."), tools(), ...groups()));
+    found.push(section("curves", "Curves", el("p", { class: "note" }, "Drag across a figure to zoom in all figures; double-click to show the whole run. Click on a name to hide its line."), tools(), ...groups()));
     if (data.evaluations.length) found.push(section("evaluations", "Evaluations", el("p", { class: "note" }, "± is the standard error over prompts."), ...data.evaluations.flatMap((one) => [...(many ? [el("h3", {}, one.label)] : []), table(one.rows, one.columns)])));
     const steps = timelines();
     if (steps.length) found.push(section("timeline", "One step, rank by rank", ...steps));
@@ -132,7 +132,7 @@ const Page = (() => {
       live.textContent = answer.ok || answer.status === 304 ? "live" : `live: ${answer.status}`;
       live.classList.toggle("lost", !(answer.ok || answer.status === 304));
     } catch {
-      live.textContent = "the server is gone";
+      live.textContent = "the server has stopped";
       live.classList.add("lost");
     }
     setTimeout(follow, EVERY_MS);

@@ -1,6 +1,6 @@
 "use strict";
-// The browser of samples: by run and step, searched, sorted; tokens by colour. Every text of a
-// sample becomes a text node.
+// Shows samples: filtered by run and step, searched, sorted, with coloured tokens. Texts of samples
+// are inserted as text nodes.
 function el(tag, properties = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
@@ -17,7 +17,7 @@ const Samples = (() => {
   const AT_ONCE = 50;
   const KNOWN = new Set(["sample", "prompt", "response", "reward", "finished", "step", "group", "answer",
     "parts", "versions", "turns", "chars", "logp_mnat", "diff_mnat", "run", "runLabel", "haystack"]);
-  // Upper ends, nats: 0.02 is where a run in bfloat16 is warned, 0.2 the usual range of clipping.
+  // Bounds of the colours, in nats: bfloat16 runs warn above 0.02, and 0.2 is a usual clip range.
   const DIFFERENCES = [0.002, 0.02, 0.2, 1];
   const SURPRISES = [0.1, 0.7, 2, 5];
   const choice = { run: "", step: "", text: "", order: "step", paint: "difference" };
@@ -28,7 +28,7 @@ const Samples = (() => {
   const level = (size, ends) => ends.filter((end) => size >= end).length;
   const isList = (value) => Array.isArray(value) && value.length > 0;
 
-  // Turns runs of [value, number of tokens] into a value a token.
+  // Expands pairs of [value, number of tokens] to one value per token.
   function unrolled(pairs, count) {
     const values = [];
     for (const [value, number] of isList(pairs) ? pairs : []) {
@@ -38,7 +38,7 @@ const Samples = (() => {
   }
 
   function tokensOf(sample) {
-    const letters = Array.from(text(sample.response)); // by character, as Python counts them
+    const letters = Array.from(text(sample.response)); // by code point, as in Python
     if (!isList(sample.chars)) return null;
     const count = sample.chars.length;
     const versions = unrolled(sample.versions, count), observed = unrolled(sample.turns, count);
@@ -182,7 +182,7 @@ const Samples = (() => {
   }
 
   return {
-    // Returns the elements of the browser over all runs' samples.
+    // Returns the elements that show the samples of all runs.
     make(runs) {
       all = runs.flatMap((run, number) => run.samples.map((one) => ({ ...one, run: number, runLabel: runs.length > 1 ? run.label : "" })));
       steps = [...new Set(all.map((one) => one.step))].sort((a, b) => a - b);
@@ -193,7 +193,7 @@ const Samples = (() => {
       const paint = el("label", {}, "colour ", el("select", { onchange: (event) => { choice.paint = event.target.value; key.replaceChildren(...keys()); show(); } },
         ...["difference", "surprise", "version", "none"].map((name) => el("option", { value: name, selected: name === choice.paint }, name))));
       const dumps = runs.reduce((sum, run) => sum + run.dumps, 0);
-      const note = dumps > steps.length || all.length >= 2000 ? el("p", { class: "note" }, "A page shows at most 2,000 samples a run, evenly spread over its dumps; rollouts/ in the run's folder has all.") : "";
+      const note = dumps > steps.length || all.length >= 2000 ? el("p", { class: "note" }, "The page shows at most 2,000 samples per run, evenly spread over its dumps; rollouts/ in the run folder contains all dumped samples.") : "";
       const tools = el("div", { class: "tools" },
         el("input", { type: "search", placeholder: "search texts and answers", value: choice.text, oninput: wordSearch, "aria-label": "search samples" }),
         select("step", [["", "all"], ...steps.map((step) => [String(step), String(step)])], "step"),
