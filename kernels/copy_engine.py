@@ -77,7 +77,7 @@ class BlockCopies:
 
         Args:
             stream: Stream on the current device.
-            first, then: Waits to enqueue before and after the copies.
+            first, then: Stream waits to enqueue before and after the copies.
 
         Raises:
             RuntimeError: The driver rejects the copies.

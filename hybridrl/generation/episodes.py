@@ -41,7 +41,7 @@ from hybridrl.rollout.engine import (
 )
 
 LONGEST_WAIT_S = 1.0  # maximum wait for an environment between checks for a stop request
-NO_VERSION = -1  # temporary version of observations that precede the policy's first turn
+NO_VERSION = -1  # temporary version of observations before the policy's first turn
 End = Literal["done", "turns", "tokens", "failure"]
 
 
@@ -349,7 +349,9 @@ class Episodes:
         return self._broadcast(answers)
 
     def _results(self, ready: Sequence[int]) -> list[tuple[int, Answer]] | UserError:
-        """Returns the finished answers for these responses, or an error for all ranks."""
+        """Returns the environments' answers for these responses, or the error that all ranks must
+        raise.
+        """
         try:
             answers = [(number, self._plays.pop(number).result()[0]) for number in ready]
         except UserError as error:
@@ -407,8 +409,8 @@ class Episodes:
             episode.failure = (answer.got, answer.expected)
             if episode.actions:
                 return episode.response("failure")
-            # A response needs at least one token from the policy, so the policy takes one turn,
-            # which is the last.
+            # A response needs at least one token from the policy, so the policy takes one last
+            # turn.
         return self._request(episode)
 
     def _request(self, episode: _Episode) -> Request:
@@ -423,7 +425,9 @@ class Episodes:
 
 
 def episode_counts(responses: Iterable[Completion]) -> dict[str, int]:
-    """Returns counts. `episode_metrics` reads the sums of these counts over all ranks."""
+    """Returns this rank's counts of events in responses; `episode_metrics` receives the sums of
+    these counts over all ranks.
+    """
     found: Counter[str] = Counter()
     for response in responses:
         assert isinstance(response, Response)

@@ -4,8 +4,8 @@ generates.
 Collective: all ranks make the same calls and know all groups. Each rank stores the finished and
 unfinished samples of its replica. At the beginning of a step, groups are assigned to replicas, and
 the tokens of each group are sent to the replica that continues it. An interrupted step restarts
-from its beginning, and discards the samples that it had generated. Otherwise the samples would
-differ from the samples in an uninterrupted run.
+from its beginning, and discards the samples that it had generated. Otherwise a resumed run would
+train on other samples than an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -66,9 +66,7 @@ class Pool:
         return replace(self, groups=tuple(groups))
 
     def rollouts(self, numbers: Sequence[int]) -> dict[str, Any]:
-        """Returns those of this rank's samples whose numbers are given, as JSON values for a
-        checkpoint.
-        """
+        """Returns this rank's samples with the given numbers, as JSON values for a checkpoint."""
         own = [self.samples[number] for number in numbers if number in self.samples]
         whole = [sample for sample in own if isinstance(sample, Completion)]
         requests = [sample for sample in own if isinstance(sample, Request)]
@@ -118,8 +116,8 @@ class InFlight:
         self._left: dict[int, int] = {}  # number of unfinished samples on this replica, by group
         # Number of groups that the current round and the next round complete.
         self._room = self._next_room = schedule.per_step
-        self._taken, self._num_dropped = list[Group](), 0  # in the current step
-        self._num_prompts = 0  # prompts that the current step has begun to generate
+        self._taken, self._num_dropped = list[Group](), 0  # of the current step
+        self._num_prompts = 0  # prompts whose generation began in the current step
         self._lag: dict[str, float] = {}
 
     def take(self, source: PromptSource, per_step: int) -> list[Prompt]:
@@ -146,7 +144,7 @@ class InFlight:
         is_first = self._began is None or step != self._step
         if is_first:
             self._taken, self._num_dropped = [], 0
-            self.drop_late(step - 1)  # the previous step may not have been ended
+            self.drop_late(step - 1)  # the previous step may have failed before `end_step`
             self.pool = replace(self.pool, response_lengths=self._lengths.state())
             self._began = self.pool
         born = [group.born for group in self.pool.groups] + [step] * num_new
@@ -164,8 +162,9 @@ class InFlight:
     def assign(
         self, prompts: Sequence[Prompt], greedy: bool
     ) -> list[tuple[Group, dict[int, Sample | None]]]:
-        """Assigns all groups and new prompts to replicas and sends their samples there. Returns
-        this replica's groups, oldest first, with their samples by number. Collective.
+        """Assigns all groups and new prompts to replicas, and sends each group's samples to its
+        replica. Returns this replica's groups, oldest first, with their samples by number.
+        Collective.
         """
         pool, num = self.pool, self._samples_per_prompt + greedy
         # The prompts of one step are consecutive in the data, so one position is enough.

@@ -1,4 +1,4 @@
-"""Decides after how many engine steps all replicas stop together."""
+"""Decides after which engine step all replicas stop together."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Replaces uninformative groups by groups for further prompts (dynamic sampling, DAPO, Yu et al.
+"""Replaces uninformative groups with groups for further prompts (dynamic sampling, DAPO, Yu et al.
 2025, arXiv 2503.14476, sec. 3.2). A group is uninformative if all its rewards are equal: its
 advantages are then 0, and the policy learns nothing from it.
 
-Collective: all ranks see the same rewards, so all ranks replace the same groups and take the same
-prompts. The number of groups in a step does not change, because groups that are still uninformative
-after the last round are kept. Metrics count them.
+Collective: all ranks see the same rewards, so all ranks replace the same groups and choose the same
+new prompts. The number of groups in a step does not change, because groups that are still
+uninformative after the last round are kept. Metrics count the uninformative groups.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from hybridrl.generation.sample_tables import with_token_versions
 
 UNIFORM = "reward/uniform_groups"
 TRUNCATED = "response_tokens/truncated"
-UNIFORM_STEPS = 10  # number of consecutive uninformative steps before the warning is repeated
+UNIFORM_STEPS = 10  # consecutive uninformative steps before the warning is repeated
 WARN_EVERY_STEPS = 50
 
 Take = Callable[[int], Sequence[Prompt]]
-"""Returns the prompts to generate next, to complete a number of further groups."""
+"""Returns the new prompts needed to complete the given number of further groups."""
 Respond = Callable[[Sequence[Prompt], int], ScoredBatch | None]
-"""Returns the scored samples of prompts, given the first prompt's group number; None if no response
-has a score."""
+"""Generates and scores the samples for prompts, given the first prompt's group number. Returns None
+if no response has a score.
+"""
 
 
 def replace_uniform_groups(
@@ -36,7 +37,7 @@ def replace_uniform_groups(
     respond: Respond,
     next_group: int,
 ) -> tuple[ScoredBatch, dict[str, float]]:
-    """Replaces uninformative groups by informative groups for the next prompts, in at most
+    """Replaces uninformative groups with informative groups for the next prompts, in at most
     `algorithm.max_resampling` rounds. If this maximum is 0, uninformative groups are only counted.
     A round in which no response has a score adds no groups.
 
@@ -77,9 +78,10 @@ def _merge(parts: Sequence[ScoredBatch]) -> ScoredBatch:
 
 
 class UniformGroupsWarning:
-    """Warns if no group of a step is informative. Warns at the first uninformative step, and every
-    50 steps after ten consecutive uninformative steps. If most responses were truncated, the
-    warning begins with this fact, because it is the most likely reason.
+    """Warns if no group of a step is informative. Warns at the first uninformative step, then at
+    the tenth consecutive uninformative step and every 50 steps after it. If most responses were
+    truncated, the warning begins with the share of truncated responses, because truncation is the
+    most likely reason.
     """
 
     def __init__(self) -> None:

@@ -188,8 +188,8 @@ class Sampler:
             prompts: New prompts, identical on all ranks; with a lag, the prompts that `take`
                 returned.
             samples_per_prompt: Number of responses per prompt. Default: the sampler's value.
-            step: Step, which is part of the seeds; negative for an evaluation. Default: the last
-                step plus one.
+            step: Number of the step, which determines the seeds; negative for an evaluation.
+                Default: the last step plus one.
             first_group: Group number of the first prompt. A further call in the same step (dynamic
                 sampling) must pass the number of earlier groups. With a lag, group numbers are
                 unique in the run.
@@ -402,7 +402,7 @@ class Sampler:
         """Runs one engine step, and stores and scores the responses that finished."""
         if self.engine.has_unfinished:
             began = time.perf_counter()
-            self.engine.step()  # returns tokens, so the device has finished
+            self.engine.step()  # a sync point, because it returns tokens
             self._busy_s += time.perf_counter() - began
             progress.advance()
         self._keep(self._take_turns(self.engine.collect()))
@@ -428,7 +428,9 @@ class Sampler:
         return self.schedule.carries_over and not self._is_evaluation
 
     def _take_turns(self, completions: Sequence[Completion]) -> Sequence[Completion]:
-        """Returns the responses that ended. Submits the next turns of the others to the engine."""
+        """Returns the responses that ended. Submits the next turns of the other responses to the
+        engine.
+        """
         if self.episodes is None:
             return completions
         if self._carries_over:
@@ -478,11 +480,12 @@ class Sampler:
     def ahead(
         self, source: PromptSource, waits: AbstractContextManager[None] | None = None
     ) -> Iterator[None]:
-        """Generates groups in flight and new prompts with the current weights while the block runs,
-        if the schedule says so. Collective.
+        """While the `with` block runs, generates samples for groups in flight and new prompts with
+        the current weights, if the schedule allows it. Collective.
 
         Args:
-            waits: Context manager entered while waiting for generation after the block.
+            waits: Context manager that is active while this rank waits for generation to pause,
+                after the block.
         """
         if not self.schedule.generates_ahead:
             yield
@@ -506,8 +509,8 @@ class Sampler:
             self._thread.start(self._generate_ahead, "generate ahead")
 
     def _generate_ahead(self) -> None:
-        """Generates until only few samples on all replicas are unfinished. Runs on a thread on each
-        rank with an engine. If one rank fails, the others stop too.
+        """Generates until only a few samples, over all replicas, are unfinished. Runs on a thread
+        on each rank with an engine. If one rank fails, the others stop too.
         """
         failure: Exception | None = None
         pause_at = self.schedule.ahead_until
@@ -532,7 +535,7 @@ class Sampler:
             raise failure
 
     def _must_end_ahead(self) -> bool:
-        """Whether to end generation during training immediately. This is true if its samples will
+        """Whether to end generation during training immediately. This is true if the samples will
         not be used, or if a signal requested a stop and training is done. Before training is done,
         generation continues despite a signal, so that the resumed run has the same samples as an
         uninterrupted run.

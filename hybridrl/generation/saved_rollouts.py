@@ -2,8 +2,8 @@
 loaded checkpoint.
 
 A response is continued only with the prompt and sampling parameters with which it started;
-otherwise it is generated again. The prompts of a step can differ from the saved step in a user's
-script, or if a resumed step failed.
+otherwise it is generated again. A user's script, or a new attempt at a failed step, may pass
+prompts that differ from the saved step's prompts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from hybridrl.contracts.blobs import blobs_to_json
 from hybridrl.generation.episodes import completion_from_json
 from hybridrl.rollout.engine import Completion, Request, SamplingParams
 
-# Keys in a state under which samples are stored. Only rank 0 has the samples of all replicas.
+# Keys of the saved state under which samples are stored. Only rank 0 has the samples of all
+# replicas.
 SAMPLES = ("completions", "requests", "episodes", "prompts")
 
 
 class SavedSample(NamedTuple):
-    """Saved data for one response: either the finished response, or the request and the turns from
-    which to continue.
+    """Saved data for one response: either the finished response, or the request and the turns that
+    are needed to continue it.
     """
 
     whole: Completion | None = None
@@ -68,7 +69,7 @@ class SavedRollouts:
         return SavedSample(turns=turns) if turns_fit(began, sampling) else SavedSample()
 
     def select(self, sample_ids: Collection[int]) -> dict[str, Any]:
-        """Returns the part of the state for these samples."""
+        """Returns the part of the saved state that concerns these samples."""
         wanted = set(sample_ids)
         prompts = {n: self._digests[n] for n in map(str, wanted) if n in self._digests}
         return {
@@ -81,7 +82,7 @@ class SavedRollouts:
 
 
 def without_sample_data(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the part of a state that all ranks receive."""
+    """Returns the saved state without the samples; all ranks receive this part."""
     return {name: type(value)() if name in SAMPLES else value for name, value in state.items()}
 
 
@@ -100,9 +101,9 @@ def sampling_of(sampling: SamplingParams, sample_id: int) -> SamplingParams:
 
 
 def done_fits(done: Completion, began: SamplingParams | None, sampling: SamplingParams) -> bool:
-    """Whether `sampling` could have produced a finished response. This is true if its parameters
-    `began` are equal to `sampling`, or if they differ only in the length limit and the response is
-    shorter than both limits. `began` is None if the parameters are unknown.
+    """Whether `sampling` could have produced a finished response. This is true if the response's
+    own parameters, `began` (None if unknown), equal `sampling`. It is also true if they differ only
+    in the length limit and the response stopped within both limits.
     """
     if began is None or not _same_but_for_length(began, sampling):
         return False
@@ -112,14 +113,16 @@ def done_fits(done: Completion, began: SamplingParams | None, sampling: Sampling
 
 
 def request_fits(request: Request, sampling: SamplingParams, is_turn: bool) -> bool:
-    """Whether an unfinished response may continue. A single turn may have a lower length limit."""
+    """Whether an unfinished response may continue with `sampling`. The request for a single turn
+    may have a lower length limit.
+    """
     limit, most = request.sampling.max_new_tokens, sampling.max_new_tokens
     fits = limit <= most if is_turn else limit == most
     return fits and _same_but_for_length(request.sampling, sampling)
 
 
 def turns_fit(began: SamplingParams | None, sampling: SamplingParams) -> bool:
-    """Whether a response that waits for its environment may continue."""
+    """Whether a response that waits for its environment may continue with `sampling`."""
     if began is None or not _same_but_for_length(began, sampling):
         return False
     return began.max_new_tokens <= sampling.max_new_tokens

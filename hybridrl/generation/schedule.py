@@ -1,5 +1,5 @@
-"""Decides when prompts begin, when the generation of a step may end, and which groups the step
-takes.
+"""Decides when generation for a prompt begins, when a step's generation may end, and on which
+groups the step trains.
 
 The number of a step is the version of the weights at its beginning. The step first generates its
 samples with these weights. Then the policy trains, while the engines pause or generate ahead:
@@ -40,10 +40,11 @@ class Group:
 
     Args:
         number: Number of the group in the run.
-        born: Step that began the group.
+        born: Step in which generation of the group began.
         place: Index of the prompt among the prompts that step `born` took from the data.
         prompt: Prompt that all samples share.
-        replica: Replica that has the samples; None if rank 0 has them or there are none yet.
+        replica: Replica that stores the samples; None if rank 0 stores them or no sample exists
+            yet.
         runs: For each sample, in ascending order of sample numbers, the runs of tokens from the
             same weights.
         is_done: Whether each sample is finished.
@@ -79,7 +80,7 @@ class Schedule:
     Args:
         max_lag: Maximum number of steps between the weights that sampled a token and the weights
             that are trained on it. If 0, each step generates all samples that it trains on.
-        per_step: Number of groups that a step takes.
+        per_step: Number of groups that a step trains on.
         in_flight: Number of groups in flight while a step generates.
         at_bound: What a step does with groups that have reached the maximum age: wait for them
             ("finish"), or drop them.
@@ -109,12 +110,12 @@ class Schedule:
         return self.ahead_until is not None
 
     def num_new(self, num_held: int, is_ahead: bool = False, room: int | None = None) -> int:
-        """Returns the number of new groups to begin.
+        """Returns the number of groups for which generation should begin now.
 
         Args:
             num_held: Number of groups in flight.
             is_ahead: Whether the current step already has its samples. If so, only later steps can
-                train on new groups, so fewer groups can be begun.
+                train on new groups, so fewer new groups are allowed.
             room: Number of groups that the step still takes. Default: `per_step`.
         """
         now = 0 if is_ahead else self._room(room)
@@ -122,8 +123,8 @@ class Schedule:
         return max(0, min(self.in_flight, most) - num_held)
 
     def by_deadline(self, born: Sequence[int], step: int) -> list[int]:
-        """Returns the number of groups that must be taken by this step, by the next step, and so
-        on.
+        """Returns how many groups have their deadline at this step, at the next step, and so on. A
+        group's deadline is the last step that may train on it.
 
         Args:
             born: Step that began each group.
@@ -137,12 +138,12 @@ class Schedule:
     def may_end(
         self, complete: Sequence[int], held: Sequence[int], room: int | None = None
     ) -> bool:
-        """Whether generation may end, because the groups for the step are complete and later steps
-        can take all other groups in time.
+        """Whether generation may end, because the step's groups are complete and later steps can
+        train on all other groups in time.
 
         The step takes complete groups, oldest first. After that, for every j, at most j *
-        `per_step` of the remaining groups may have a deadline that is at most j steps away. Then
-        all remaining groups are taken in time if steps take the groups with the earliest deadline
+        `per_step` of the remaining groups may have a deadline that is at most j steps away. Then no
+        remaining group misses its deadline if steps take the groups with the earliest deadline
         first (Liu and Layland 1973, J. ACM 20(1), 46-61, sec. 7).
 
         Args:
@@ -188,11 +189,11 @@ class Schedule:
 
 
 SYNCHRONOUS = Schedule(max_lag=0, per_step=1, in_flight=1)
-"""Each step generates all samples of its prompts to their end."""
+"""Schedule without a lag: each step completes all samples for its prompts."""
 
 
 def remaining_tokens(have: int, expected: float, longest: int) -> float:
-    """Returns how many more tokens a response is expected to have. If the response is already
+    """Returns the expected number of tokens that a response still needs. If the response is already
     longer than expected, returns half the number of tokens up to the limit.
     """
     return expected - have if expected > have else max(longest - have, 0) / 2

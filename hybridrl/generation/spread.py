@@ -15,14 +15,15 @@ from collections.abc import Mapping, Sequence
 from hybridrl.contracts.prompts import Prompt
 
 PROMPT_TOKEN_WORK = 0.1
-"""Work of a prompt token, in response tokens; counted once per group, whose samples share it.
+"""Cost of a prompt token relative to a response token. A group's prompt is counted once, because
+all samples share it.
 
 Engines compute thousands of prompt tokens together, but need a pass over all weights for each
 response token: they process about ten times as many prompt tokens per second. The exact value
 matters little, because prompts of one source differ less in length than responses do.
 """
 SHARE_OF_NEWEST = 0.5
-"""Weight of the newest mean length of a prompt's responses in its average."""
+"""Weight of a prompt's latest mean response length in the prompt's exponential average."""
 
 
 class ResponseLengths:
@@ -43,8 +44,8 @@ class ResponseLengths:
 
     def expected(self, prompts: Sequence[Prompt], unknown: float) -> list[float]:
         """Returns the expected number of tokens in one response to each prompt. For a prompt
-        without earlier responses, returns the mean over the other prompts, or `unknown` if none has
-        responses.
+        without earlier responses, returns the mean over the other prompts, or `unknown` if no
+        prompt has responses.
         """
         if self._means:
             unknown = math.fsum(self._means.values()) / len(self._means)

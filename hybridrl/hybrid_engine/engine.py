@@ -1,7 +1,7 @@
 """The 3D-HybridEngine: writes a training layout's weights into an inference engine's parameters.
 
-A plan (plan.py) lists each rank's copies: each copies a rectangle of a training tensor to a
-rectangle of an engine parameter. A transport (packed.py, peer.py) executes the plan.
+A plan (plan.py) lists each rank's copies, each from a rectangle of a training tensor to a rectangle
+of an engine parameter. A transport (packed.py, peer.py) executes the plan.
 
 Who waits for whom: the constructor and `to_rollout` are collective. If one rank finds an error
 while planning, all ranks learn of it before any of them raises. Invariant: a plan is executed only
@@ -234,7 +234,7 @@ class HybridEngine:
 
         Raises:
             VerifyError: A parameter differs from its source.
-            TransportError: The weights did not all arrive, so the engine must not generate.
+            TransportError: Some weights did not arrive, so the engine must not generate.
             PeerError: A rank has failed.
         """
         if self.phases.phase is Phase.ROLLOUT:
@@ -267,8 +267,8 @@ class HybridEngine:
         seconds = time.perf_counter() - start - verify_seconds
         moved = (traffic.sent_bytes, traffic.received_bytes, traffic.node_received_bytes)
         own = (*moved, traffic.messages, seconds, self._headroom.spare_bytes())
-        # A sync point: the ranks exchange their metrics, and none generates before all are
-        # complete.
+        # A sync point: the ranks exchange their metrics, and no rank generates before all have
+        # received the weights.
         ranks = self._peers.gather_objects(own)
         self._headroom.decide([rank[5] for rank in ranks])
         slowest = max(ranks, key=lambda rank: rank[4])
@@ -321,7 +321,7 @@ class HybridEngine:
                         raise RuntimeError("the device did not finish copying the weights")
                     time.sleep(POLL_S)
         except torch.OutOfMemoryError:
-            raise  # affects only this rank, and its message explains the cause
+            raise  # its message explains the cause
         except PeerError as error:
             if error.is_lost:  # the error names the rank and the reason
                 raise
@@ -364,7 +364,7 @@ class HybridEngine:
             self._has_frozen = False
 
     def close(self) -> None:
-        """Stops using the process group; call it before the group is destroyed."""
+        """Stops using the process group; must be called before the group is destroyed."""
         self.transport.close()
 
     def verify(self) -> None:
@@ -405,8 +405,8 @@ class HybridEngine:
         return time.perf_counter() - start
 
     def to_train(self, frees_memory: bool = False) -> None:
-        """Enters the training phase. The engine keeps its unfinished requests. It goes to sleep
-        unless it has separate ranks and keeps generating.
+        """Enters the training phase. The engine keeps its unfinished requests, and goes to sleep
+        unless it runs on separate ranks and keeps generating.
 
         The engine's memory is freed unless both phases fit on the device (headroom.py).
 

@@ -1,7 +1,7 @@
 """Writes weights that are sharded over ranks as one HF directory.
 
-Every rank that can access the directory writes some of the tensors. It holds only one whole tensor
-at a time.
+Every rank that can access the directory writes some of the tensors, and stores only one whole
+tensor at a time.
 
 Who waits for whom: `export_hf` is collective. In each round every writing rank receives one whole
 HF tensor from the ranks that own its shards, writes the tensor and frees it. If writing fails on a
@@ -30,7 +30,7 @@ from hybridrl.models.sources import WeightSource
 from hybridrl.models.weights import NOTHING, RankLayout, Region, hf_layout
 
 STAGING_BYTES = 64 << 20
-ROUNDS_PER_AGREEMENT = 64  # rounds whose messages the ranks agree on in one collective
+ROUNDS_PER_AGREEMENT = 64  # rounds that the ranks prepare in one collective
 
 
 def export_hf(
@@ -47,8 +47,8 @@ def export_hf(
     """Writes an HF directory from the ranks' shards; collective.
 
     Args:
-        directory: Directory to write; it must be empty or not exist. Rank 0 creates it; every rank
-            that can then access it writes some of the tensors.
+        directory: Directory to write; it must not exist yet, or be empty. Rank 0 creates it; every
+            rank that can then access it writes some of the tensors.
         source: Weights to write.
         shapes: Shape of every HF tensor of the model, as `hf_shapes` returns them.
         dtype: Type of the written tensors, except for tensors that are kept in fp32.
@@ -100,7 +100,7 @@ def gather_tensors(
     peers: Peers,
     writers: Sequence[int] = (0,),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields every whole HF tensor on one of the `writers`, in turn; collective.
+    """Yields each whole HF tensor on one of the `writers`, which take turns; collective.
 
     All ranks must exhaust the iterator, although it yields nothing on ranks outside `writers`.
     """

@@ -69,8 +69,8 @@ def stale_copy_of(target: WeightTarget) -> str | None:
 
 
 def forgets(target: WeightTarget) -> tuple[bool, bool]:
-    """Returns whether a target loses its weights when it sleeps, first if it frees its memory, then
-    if it keeps its memory.
+    """Returns whether a target loses its weights when it sleeps: one value for a sleep that frees
+    memory, and one for a sleep that keeps it.
     """
     if not isinstance(target, ForgettingTarget):
         return False, False

@@ -91,7 +91,7 @@ def _compare(plan: Plan, sums: list[tuple[dict[Key, int], dict[Key, int]]]) -> N
 def checksum(part: Tensor) -> Tensor:
     """Returns a checksum, an int64 scalar on the part's device.
 
-    It changes if any bit changes or if two elements swap places.
+    The checksum changes if any bit changes or if two elements swap places.
     """
     words = part.contiguous().view(BYTES_OF[part.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=part.device)

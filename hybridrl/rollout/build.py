@@ -67,10 +67,10 @@ class ComputingEngine(EngineAdapter, Protocol):
 
 @runtime_checkable
 class SharingEngine(EngineAdapter, Protocol):
-    """An engine with the trait `shares_memory`: its parameters may be the trainer's."""
+    """An engine with the trait `shares_memory`: its parameters may be the trainer's own tensors."""
 
     shared: frozenset[str]
-    """Names of the engine's tensors that are the trainer's memory."""
+    """Names of the engine's tensors that use the trainer's memory."""
 
 
 def build(inputs: EngineInputs) -> EngineAdapter:

@@ -35,13 +35,15 @@ class SamplingParams:
 
     Args:
         temperature: Divisor of the logits; 0 takes the most probable token.
-        top_p: Probability that the kept tokens must reach, most probable ones first; 1 keeps all.
+        top_p: Cumulative probability that the kept tokens, most probable first, must reach; 1 keeps
+            all.
         top_k: Number of most probable tokens that are kept, before `top_p`; 0 keeps all.
         max_new_tokens: Maximum length of the response, including the stop token.
         stop_token_ids: Tokens that end a response; the stop token is kept as its last token.
-        stop_strings: Strings that end a response; its last token is the one that completes a
-            string.
-        min_new_tokens: Number of tokens before which none of `stop_token_ids` can be drawn.
+        stop_strings: Strings that end a response; the token that completes a string is the
+            response's last token.
+        min_new_tokens: Number of response tokens before which none of `stop_token_ids` can be
+            drawn.
         repetition_penalty: For tokens that occur in prompt or response, positive logits are divided
             by this number and negative logits are multiplied by it (Keskar et al. 2019, arXiv
             1909.05858, section 4.1); 1 disables it.
@@ -184,7 +186,7 @@ class Holding(NamedTuple):
     """Memory that an engine occupies on this rank's device.
 
     Args:
-        stays: Whether it stays allocated while the policy trains.
+        stays: Whether the memory stays allocated while the policy trains.
         is_shared: Whether the memory belongs to the trainer.
     """
 
@@ -254,7 +256,7 @@ def check_versions(name: str, num: int, first: int | None, versions: Versions) -
 
 
 def versions_from_json(fields: Mapping[str, Any]) -> Versions:
-    """Returns the `versions` from saved fields; older checkpoints do not have any."""
+    """Returns the `versions` from saved fields; empty for older checkpoints, which lack them."""
     return tuple((version, count) for version, count in fields.get("versions", ()))
 
 
@@ -344,7 +346,7 @@ class RunningRequest:
         for name, parts in self._recorded.items():
             if len(parts) > 1:
                 parts[:] = [np.concatenate(parts)]
-            # These rows stay valid under new weights: they came with the request, or precede a
+            # These rows stay valid when weights change: they came with the request, or precede a
             # drawn token.
             given = len(self.request.blobs.get(name, ()))
             if num := max(given, drawn):

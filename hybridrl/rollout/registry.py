@@ -24,7 +24,7 @@ class EngineTraits:
 
     Args:
         builder: `module:function` that builds the engine from rollout/build.py's EngineInputs.
-        package: `module:name` of its EnginePackage; None if it needs only hybridrl's own
+        package: `module:name` of its EnginePackage; None if the engine needs only hybridrl's own
             dependencies.
         computes: Whether tokens and log-probabilities come from the received weights. Such an
             engine has a `model` with HF's module names.
@@ -84,11 +84,11 @@ class EnginePackage:
     """A package that an engine needs in addition to hybridrl's dependencies.
 
     Args:
-        is_installed: Returns whether any build of the package is installed.
-        installed_version: Takes whether the host has no GPUs; returns build and version. Raises
-            UserError if the package is missing or does not suit the host.
-        model_rules: Takes a `ModelShape` and whether the host has no GPUs; returns the reasons why
-            the package cannot run the model.
+        is_installed: Function that returns whether any build of the package is installed.
+        installed_version: Function that returns build and version, given whether the host has no
+            GPUs. Raises UserError if the package is missing or does not suit the host.
+        model_rules: Function that returns the reasons why the package cannot run a model, given a
+            `ModelShape` and whether the host has no GPUs.
         tested: For each tested build and version, as `installed_version` returns them, the devices
             on which tests ran.
     """

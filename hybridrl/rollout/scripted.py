@@ -1,6 +1,6 @@
 """A rollout engine that replays scripted responses, for tests and runs without real sampling.
 
-It behaves like a real engine (queue, one token per step, weight updates) but has no model: it
+The engine behaves like a real one (queue, one token per step, weight updates) but has no model: it
 stores received weights and never reads them.
 """
 
@@ -53,7 +53,7 @@ class ScriptedEngine(QueuedEngine):
     ) -> None:
         super().__init__()
         self._script = script
-        self._responses: dict[int, Response] = {}  # by id, for unfinished requests
+        self._responses: dict[int, Response] = {}  # of unfinished requests, by id
         self._tensors = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
         self._max_batch = max_batch
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:  # `hybridrl plan` needs only `shared_names`, and importing to
 # (rollout/common/latent_copies.py).
 COPIED = (".kv_b_proj.weight",)
 Content = frozenset[tuple[str, Box, Box]]
-"""Regions of a local tensor: (HF name, rectangle in the HF tensor, rectangle in the local one)."""
+"""Regions of a local tensor: (HF name, rectangle in the HF tensor, rectangle in the local tensor).
+"""
 
 
 def shared_names(
@@ -105,7 +106,9 @@ def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dic
 
 
 def is_view(name: str, tensor: Tensor, views: Mapping[str, Tensor]) -> bool:
-    """Whether an engine's tensor, named as in its layout, has its shared view's address."""
+    """Whether the engine's tensor `name`, as the layout names it, has the same address as its
+    shared view.
+    """
     parameter, _, index = name.partition("/")
     if parameter not in views:
         return False

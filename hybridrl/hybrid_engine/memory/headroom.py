@@ -55,11 +55,11 @@ class Headroom:
         self.is_enough = False
         self._unused: int | None = None  # bytes that training never used
         self._before_engine = 0
-        self._was_disturbed = False  # whether anything but an update used the device
+        self._was_disturbed = False  # whether something other than an update used the device
         self._num_flushes = 0
 
     def measure_training(self, may_stay: bool, growth_bytes: int = 0) -> None:
-        """Measures the memory that training never used. Call it before anything is freed.
+        """Measures the memory that training never used. Must be called before any memory is freed.
 
         Args:
             may_stay: Whether the configuration allows training memory to stay allocated, and a full
@@ -85,8 +85,8 @@ class Headroom:
     def spare_bytes(self) -> int:
         """Returns how many bytes more than required would be free with both phases allocated.
 
-        Negative if memory is insufficient, or if its use is unknown. Call it while all of the
-        engine's memory is allocated.
+        Negative if memory is insufficient, or if memory use is unknown. Must be called while all of
+        the engine's memory is allocated.
         """
         found = self._measure()
         if found is None or self._unused is None:

@@ -57,7 +57,8 @@ class MemoryLender(Protocol):
         """Returns pieces with a total size of at least `num_bytes`, or all pieces if there are not
         enough.
 
-        From then on the pieces stay allocated in both phases. Call it while the engine sleeps.
+        From then on the pieces stay allocated in both phases. Must be called while the engine
+        sleeps.
         """
         ...
 
@@ -88,11 +89,11 @@ def choose(sizes: Sequence[int], wanted: int) -> list[int]:
 
 
 class LentMemory:
-    """A contiguous address range for training, backed by lent pieces and, for the rest, by its own
-    memory.
+    """A contiguous address range for training, backed by lent pieces and, for the rest, by memory
+    that this object allocates.
 
-    `restore` allocates its own memory and `release` frees it; calls must alternate and begin with
-    `restore`.
+    `restore` allocates this object's own memory and `release` frees it; calls must alternate and
+    begin with `restore`.
 
     Args:
         mapping: Device on which memory is mapped.
@@ -119,11 +120,13 @@ class LentMemory:
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of its own memory that are mapped now; torch's allocator does not count them."""
+        """Bytes that this object has allocated and mapped now; torch's allocator does not count
+        them.
+        """
         return self._own_size if self._own_handle else 0
 
     def restore(self) -> None:
-        """Allocates and maps its own memory, if any is needed.
+        """Allocates and maps the memory that the lender did not provide, if any.
 
         Raises:
             torch.OutOfMemoryError: The device has too little memory.
@@ -135,7 +138,7 @@ class LentMemory:
             self._mapping.allow(place, self._own_size)
 
     def release(self) -> None:
-        """Frees its own memory; lent pieces stay mapped."""
+        """Frees the memory that `restore` allocated; lent pieces stay mapped."""
         if self._own_handle:
             self._mapping.wait()  # a sync point: an update may still be running
             self._mapping.unmap(self.address + self._lent_size, self._own_size)
@@ -143,8 +146,8 @@ class LentMemory:
             self._own_handle = 0
 
     def close(self) -> None:
-        """Frees its own memory and the address range. The lender may release its pieces before or
-        after.
+        """Frees the address range and the memory that `restore` allocated. The lender may release
+        the lent pieces before or after this call.
         """
         if not self.address:
             return

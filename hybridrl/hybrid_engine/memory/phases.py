@@ -26,11 +26,11 @@ class Restorable(Protocol):
     """Device memory that only training needs; `release` and `restore` are called alternately."""
 
     def release(self) -> None:
-        """Frees the memory, after copying content that must survive to another place."""
+        """Frees the memory, after backing up content that must survive."""
         ...
 
     def restore(self) -> None:
-        """Allocates the memory again. Content may be copied back asynchronously."""
+        """Allocates the memory again. Backed-up content may be copied back asynchronously."""
         ...
 
 

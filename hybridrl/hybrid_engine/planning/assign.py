@@ -9,8 +9,8 @@ larger jobs each node of up to 8 ranks is searched separately, and HybridFlow's 
 intervals (Sheng et al. 2025, "HybridFlow", section 5.3) are additional candidates.
 
 The ranks of an engine's process group must ascend, because torch sorts a group's ranks but vLLM
-uses them in the given order. `is_ascending=False` drops this rule, to show what it costs. Another
-order of the training axes (`choose_order`) often avoids the cost.
+uses them in the given order. `is_ascending=False` drops this rule, to show how many bytes it costs.
+Another order of the training axes (`choose_order`) often avoids the cost.
 """
 
 from __future__ import annotations
@@ -174,9 +174,9 @@ def choose_order(
     nodes: tensor- and context-parallel groups may span no more nodes than in Megatron's default
     order, and data-parallel groups on a single node must stay on a single node. Data-parallel
     groups that span several nodes may span more nodes only if that saves a tenth of the bytes
-    (WORTH_SPREADING), because gradients then have fewer network cards. Between equal orders,
-    Megatron's default order is preferred, then the order whose busiest sender sends least, then the
-    first order in a fixed list.
+    (WORTH_SPREADING), because gradients are then sent over fewer network cards. Between equal
+    orders, Megatron's default order is preferred, then the order whose busiest sender sends least,
+    then the first order in a fixed list.
 
     Args:
         train: Layout in Megatron's default order.
@@ -187,9 +187,7 @@ def choose_order(
     costs = Costs.of(sources, parts)
     own = _assign(costs, domain_size)
     choice, least = train.order, own.cost
-    bound = int(
-        costs.missing.min(axis=1).max()
-    )  # if each rank had the part of which it lacks the fewest elements
+    bound = int(costs.missing.min(axis=1).max())  # received even if each rank had its cheapest part
     if own.receive == bound:
         return OrderChoice(choice, own.receive, own.receive)
     node = domain_size or train.world_size

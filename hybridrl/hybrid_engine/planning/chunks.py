@@ -19,9 +19,9 @@ import numpy as np
 from hybridrl.hybrid_engine.planning.plan import CopyOp, Plan, PlanError, Stream
 from hybridrl.models.boxes import moved, sizes, span_boxes, volume, whole
 
-# Streams are split at multiples of a power of two, at most MAX_GRAIN elements, so that parts stay
-# aligned; smaller streams are not split. Rounding up increases the elements that a rank sends or
-# receives by at most the capacity divided by SLACK.
+# Streams are split at multiples of a power of two, of at most MAX_GRAIN elements, so that parts
+# stay aligned; smaller streams are not split. Rounding up increases the elements that a rank sends
+# or receives by at most the capacity divided by SLACK.
 MAX_GRAIN = 1 << 16
 SLACK = 8
 
@@ -100,8 +100,8 @@ def schedule_exchanges(
 
 
 def _division(streams: Mapping[Stream, int], itemsize: int, capacity_bytes: int) -> tuple[int, int]:
-    """Returns the number of chunks, and the number of elements at whose multiples streams are
-    split.
+    """Returns the number of chunks, and the grain: streams are split at multiples of this number of
+    elements.
     """
     if not streams:
         return 0, 1

@@ -1,9 +1,9 @@
 """Routes pieces that must be sent between nodes.
 
-A piece is sent to a node, once, if some of the node's ranks need it and none of them holds it. It
-lands on one of the ranks that need it, and that rank forwards it to the others. The landing ranks
-are chosen so that they receive equal amounts. Pure, no torch. Invariant: all ranks of a node
-compute the same way for a piece, in whatever order they query them.
+A piece is sent to a node once if some ranks of the node need it and no rank of the node holds it.
+It lands on one of the ranks that need it, and that rank forwards it to the others. The landing
+ranks are chosen so that they receive equal amounts. Pure, no torch. Invariant: all ranks of a node
+compute the same `Way` for a piece, regardless of the order in which they request ways.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 from hybridrl.hybrid_engine.planning.pieces import Join, ReceiverGroup, Wanted
 from hybridrl.hybrid_engine.planning.senders import Demand, balance_senders
 
-# Maximum number of receiver groups, summed over all nodes, whose ways are cached.
+# Maximum number of receiver groups, over all nodes, whose ways are cached.
 KEPT_GROUPS = 4096
 
 Landings = dict[ReceiverGroup, Demand]
@@ -82,7 +82,7 @@ class Crossings:
         self._landings: dict[tuple[int, tuple[ReceiverGroup, ...]], Landings] = {}
         self._landing_of: dict[
             int, Landings
-        ] = {}  # by node, a shorter key than the key of `_landings`
+        ] = {}  # by node, because the keys of `_landings` are long
         self._ways_of = lru_cache(KEPT_GROUPS)(self._find_ways)
         if len(starts) < 2:
             return
@@ -110,7 +110,7 @@ class Crossings:
                 self._sent[node][group] = (demand, position)
 
     def way(self, rank: int, wanted: Wanted) -> Way:
-        """Returns the way on which a piece that a rank needs reaches the rank's node."""
+        """Returns the `Way` by which a piece reaches the node of a rank that needs it."""
         node = rank // self._domain_size
         group, index = self._patterns[node].places[wanted]
         sources, routes = self._ways_of(node, group)
@@ -160,8 +160,7 @@ class Crossings:
         """Returns the ranks on which a node's pieces land; nodes with the same needs share one
         result.
 
-        Landings are balanced in the same way as sends, by demands in which the landing ranks are
-        the senders.
+        Landings are balanced like sends, by demands whose senders are the landing ranks.
         """
         if node in self._landing_of:
             return self._landing_of[node]

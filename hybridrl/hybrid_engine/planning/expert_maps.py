@@ -248,7 +248,7 @@ def balanced_map(held: np.ndarray, lacking: np.ndarray) -> list[list[int]]:
         The experts of each rank, ascending; the linear map if no map is better.
     """
     columns, kind_of = np.unique(held, axis=1, return_inverse=True)
-    dealt = _Dealt(columns, kind_of.reshape(-1))  # its shape depends on numpy's version
+    dealt = _Dealt(columns, kind_of.reshape(-1))  # `kind_of`'s shape depends on numpy's version
     while (circle := _gaining_circle(dealt.costs())) is not None:
         dealt.give_on(circle)
     while dealt.relieve(lacking):
@@ -269,7 +269,7 @@ class _Dealt:
         self._columns, self._kind_of = columns, kind_of
         num_ranks, each = len(columns), len(kind_of) // len(columns)
         self.experts = [list(range(rank * each, (rank + 1) * each)) for rank in range(num_ranks)]
-        self._loss = columns[:, None, :] - columns[None, :, :]  # by giver, taker and kind
+        self._loss = columns[:, None, :] - columns[None, :, :]  # by giver, receiver and kind
 
     def _kinds(self, rank: int) -> np.ndarray:
         return np.unique(self._kind_of[self.experts[rank]])
@@ -286,7 +286,7 @@ class _Dealt:
         """Moves experts around a cycle of ranks: each rank gives experts of its cheapest kind to
         the next rank.
 
-        All ranks give the same number of experts, the largest number that all of them have.
+        Each rank gives as many experts as every rank of the cycle can give.
         """
         pairs = list(zip(circle, (*circle[1:], circle[0]), strict=True))
         moved = []
@@ -318,7 +318,7 @@ class _Dealt:
         kept = [
             columns[rank, self._kind_of[experts]].sum() for rank, experts in enumerate(self.experts)
         ]
-        lacks = lacking - np.array(kept)  # without a constant that is equal for all ranks
+        lacks = lacking - np.array(kept)  # up to a constant that all ranks share
         worst = int(lacks.argmax())
         found: list[tuple[tuple[int, int], tuple[tuple[int, int, int], ...]]] = []
         for other in range(len(columns)):

@@ -33,7 +33,7 @@ def frozen_tensors(
 def without(layouts: Sequence[RankLayout], frozen: Collection[str]) -> list[RankLayout]:
     """Returns the layouts without these HF tensors; their elements become padding.
 
-    Entries that are the same object remain the same object.
+    Layouts that are one object in the argument are one object in the result.
     """
     found: dict[int, RankLayout] = {}
     for layout in layouts:

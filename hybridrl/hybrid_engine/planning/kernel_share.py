@@ -3,10 +3,10 @@
 In the first phase a rank runs a kernel that reads small and strided rectangles from all peers. In
 the second phase its copy engines copy whole blocks from one peer after another (peer.py). A few
 ranks may hold most blocks, for example the ranks with the embedding and the output layer, if the
-sources are the optimizer's shards. All ranks then compete for the links of these few in the second
-phase, while the links are idle in the first. Blocks are therefore moved from the second phase to
-the first, until the busiest sender of the second phase is no busier than its busiest reader, or
-until a rank's first phase would become longer than the busiest rank's.
+sources are the optimizer's shards. In the second phase, all ranks then compete for the links of
+these few ranks, although the same links are idle in the first phase. Blocks are therefore moved
+from the second phase to the first, until the busiest sender of the second phase is no busier than
+its busiest reader, or until a rank's first phase would become longer than the busiest rank's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def kernel_shares(cut_up: np.ndarray, blocks: np.ndarray) -> np.ndarray:
         sent, read = kernel.sum(axis=1), kernel.sum(axis=0)
         room = np.minimum(most - sent[:, None], most - read[None, :])
         can_move = np.minimum(np.minimum(room, left), step)
-        # Move blocks of the busiest sender, choosing the reader with the most left to read from it.
+        # Move blocks of the busiest sender, for the reader that has most bytes left to read from
+        # this sender.
         source = int(left.sum(axis=1).argmax())
         reader = int(np.where(can_move[source] > 0, left[source], -1).argmax())
         moved = can_move[source, reader]

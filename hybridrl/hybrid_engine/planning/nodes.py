@@ -235,7 +235,9 @@ def _wants(joined: Join, nodes: Sequence[_Node]) -> dict[tuple[int, ...], Wants]
 def _between(
     joined: Join, nodes: Sequence[_Node], wants: Mapping[tuple[int, ...], Wants]
 ) -> list[tuple[int, Demand]]:
-    """Returns the demands of nodes for pieces that none of their GPUs holds, each with its kind."""
+    """Returns the demands of each node for pieces that no GPU of the node holds, each with the
+    pieces' kind.
+    """
     demands = []
     kinds = range(len(joined.kinds))
     owning = [[i for i, node in enumerate(nodes) if node.holders(kind)] for kind in kinds]

@@ -1,16 +1,16 @@
 """Computes the layouts of the elements that each rank's optimizer updates.
 
 Megatron's distributed optimizer splits each flat parameter buffer into contiguous shards, one per
-data-parallel rank. A rank thus owns a range of a tensor's elements, counted row by row, or none of
-them. After an optimizer step only owned ranges contain new values. With `train.fuse_param_gather`,
-a plan therefore reads only owned ranges.
+data-parallel rank. A rank thus owns a range of a tensor's elements, counted row by row, or no
+element. After an optimizer step only owned ranges contain new values. With
+`train.fuse_param_gather`, a plan therefore reads only owned ranges.
 
-No range is read while it is written, even if the engine's parameter shares its memory with the
-training tensor (alias.py): the plan then copies nothing within the rank, and writes only the ranges
-that other ranks own.
+An engine parameter may share its memory with the training tensor (alias.py). The plan then copies
+nothing within the rank and writes only the ranges that other ranks own, so no range is read while
+it is written.
 
-Router biases are not parameters. No optimizer updates them, and every rank that has one owns all of
-it. If several ranks own the same bias, a plan reads it from any of them.
+Router biases are not parameters. No optimizer updates them, and every rank that has a router bias
+owns all of it. If several ranks own the same bias, a plan reads it from any of them.
 
 Pure, no torch. Invariant: the regions and padding of an owned layout cover its tensors completely,
 without overlap.
@@ -62,9 +62,9 @@ def equal_shares(layout: TrainLayout, whole: Sequence[RankLayout]) -> list[RankL
     """Returns each rank's owned layout, assuming that every tensor is split into equal shards.
 
     Tensors are split across the data- and context-parallel ranks, and experts' tensors across the
-    expert-data-parallel ranks. Every rank owns its whole router biases. Megatron instead splits
-    buckets of several tensors, which are unknown until the model is built. The total bytes over all
-    ranks are nevertheless equal, and each rank's bytes are nearly equal.
+    expert-data-parallel ranks. Every rank owns all elements of its router biases. Megatron instead
+    splits buckets of several tensors, which are unknown until the model is built. The total bytes
+    over all ranks are the same in both cases, and each rank's bytes nearly so.
     """
     owners = layout.dp * layout.cp
     if owners == layout.edp == 1:

@@ -1,10 +1,10 @@
 """Chooses a sender for each item so that the busiest sender sends as little as possible.
 
-Pure, no torch. A demand consists of items of one size. Each of its receivers needs all of the
-items, and each of its senders can send any of them. A single demand is spread over its senders by
-water-filling on top of the loads from the other demands. Repeating this for each demand until
-nothing improves minimises the sum of the squared loads (block coordinate descent on a convex
-function). This also minimises the largest load, to within the size of one item.
+Pure, no torch. A demand consists of items of one size, all of which every receiver needs and every
+sender can send. A single demand is spread over its senders by water-filling on top of the loads
+from the other demands. Repeating this for each demand until nothing improves minimises the sum of
+the squared loads (block coordinate descent on a convex function). This also minimises the largest
+load, to within the size of one item.
 """
 
 from __future__ import annotations
@@ -56,8 +56,7 @@ class Demand:
         return self.senders[np.searchsorted(stops, items, side="right")].tolist()
 
     def edges_to(self, position: int) -> np.ndarray:
-        """Returns the boundaries of the runs of items with one sender: starts with 0, ends with
-        `count`.
+        """Returns 0, the indices of the items at which the sender changes, and `count`.
 
         Args:
             position: Index of the receiver in `receivers`.
@@ -106,8 +105,8 @@ def balance_senders(demands: Sequence[Demand], num_senders: int) -> np.ndarray:
 
 
 def _water_filled(loads: np.ndarray, num_items: int, size: int) -> np.ndarray:
-    """Returns how many of `num_items` each sender should send; senders with the lowest loads come
-    first.
+    """Returns how many of `num_items` each sender should send, filling the senders with the lowest
+    loads first.
     """
     order = np.argsort(loads, kind="stable")
     low = loads[order]

@@ -33,11 +33,12 @@ def kept_tensors(layout: RankLayout) -> frozenset[str]:
 
 
 def wire_layouts(layouts: Sequence[RankLayout], itemsize: int) -> list[RankLayout]:
-    """Returns the layouts in units of elements of `itemsize` bytes; unchanged layouts remain the
-    same objects.
+    """Returns the layouts in units of elements of `itemsize` bytes; unchanged layouts are returned
+    as they are.
 
     Args:
-        layouts: Layouts of all ranks. Entries that are the same object remain the same object.
+        layouts: Layouts of all ranks. Layouts that are one object here are one object in the
+            result.
         itemsize: Size in bytes of an element as it is sent.
     """
     found: dict[int, RankLayout] = {}

@@ -1,11 +1,11 @@
 """Executes a plan with staging buffers of bounded size and grouped messages (gloo or NCCL).
 
-Who waits for whom: `run` is collective. In every exchange a rank packs its messages, exchanges them
-with its peers in that exchange only, and unpacks the received ones. All ranks run the same
-exchanges in the same order (chunks.py). In an exchange, a rank sends at most one message to each
-peer, and sender and receiver know the message's content. If several ranks of a node need the same
-data from another node, one of them receives it and forwards it in the next exchange, before its
-receive buffer is overwritten.
+Who waits for whom: `run` is collective. In every exchange a rank packs its messages, exchanges
+messages with its peers in that exchange only, and unpacks the received messages. All ranks run the
+same exchanges in the same order (chunks.py). In an exchange, a rank sends at most one message to
+each peer, and sender and receiver know the message's content. If several ranks of a node need the
+same data from another node, one of them receives it and forwards it in the next exchange, before
+its receive buffer is overwritten.
 
 Blocks of at least 32 MiB that are contiguous in both source and destination are sent without
 staging, as one group of messages that overlaps the exchanges (direct.py).
@@ -119,7 +119,7 @@ class PackedTransport:
         self._domain_size = plan.domain_size
         self._programs = PROGRAMS if plan.streams else None
         self._local_ops = [op for op in plan.ops[self._rank] if op.source_rank == self._rank]
-        if direct is None:  # None on all ranks or on none, since agreeing is collective
+        if direct is None:  # the same on all ranks: agreeing is collective
             (direct,) = agree_on_all([plan], peers, sources, [dests], wire_dtype)
         self._direct = direct
         capacity = staging_bytes // (2 * SLOTS)
@@ -183,7 +183,7 @@ class PackedTransport:
         self._local = self._copies(self._local_pairs())
         self._steps = []
         self._blocks = list(self._block_transfers())
-        sent: Counter[bool] = Counter()  # bytes; True: to another node
+        sent: Counter[bool] = Counter()  # bytes, by whether they go to another node
         received: Counter[bool] = Counter()
         send, receive = self._staging()
         held: Mapping[Stream, Tensor] = {}
@@ -241,7 +241,7 @@ class PackedTransport:
                 torch.cuda.current_stream().wait_stream(stream)
 
     def _wait(self, works: Sequence[dist.Work]) -> None:
-        """Makes operations that are enqueued later wait for messages; on CPU, waits itself."""
+        """Makes operations that are enqueued later wait for messages; on CPU, waits immediately."""
         for work in works:
             work.wait()
 

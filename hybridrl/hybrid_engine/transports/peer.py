@@ -6,8 +6,8 @@ that all parameters are final. A barrier after them ensures that no rank changes
 others still read them. In between, a rank only reads other ranks' memory and writes its own.
 
 First, one kernel reads small and strided rectangles from all peers, interleaved. Meanwhile the host
-enqueues the copies for the copy engines. They start when the kernel ends, because the two slow each
-other down if they run together (docs/adr/0003). Copy engines copy blocks that are large and
+enqueues the copies for the copy engines. These copies start when the kernel ends, because kernel
+and copy engines slow each other down (docs/adr/0003). Copy engines copy blocks that are large and
 contiguous in their source. If a block is strided in its destination, they copy it to a staging
 area, which is another destination that is not written until later (staging.py). From there a kernel
 copies the block while the engines continue. Other kernels copy data that stays on the rank. If a
@@ -44,7 +44,7 @@ from hybridrl.models.sources import SourceTensor
 from hybridrl.parallel.peer_memory import PeerMemory
 
 # From this size on, a copy engine is faster than the kernel: 370 GB/s instead of 330. Below 1 MiB
-# its fixed time per copy matters. Measured on H200.
+# the fixed time per copy matters. Measured on H200.
 BLOCK_BYTES = 2 << 20
 
 # Number of programs of the kernels that run alongside the copy engines. More programs would take
@@ -155,7 +155,7 @@ class PeerTransport:
             else:
                 remote.append((op.source_rank, (source, dest)))
         # Read from one peer after another, and start with a different peer on each rank: if two
-        # ranks read from the same peer, each gets half of its link's rate. More streams are not
+        # ranks read from the same peer, each reads at half of the link's rate. More streams are not
         # faster.
         large: list[tuple[int, Pair]] = []
         for peer in sorted(of_peer, key=lambda peer: (peer - self._rank) % size):

@@ -22,8 +22,8 @@ class Repeated:
 
     Args:
         queue: Method that enqueues the operations on the device's current stream. It allocates no
-            memory, and its tensors keep their addresses. It is referenced weakly, because its
-            object may own this one.
+            memory, and its tensors keep their addresses. The method is referenced weakly, because
+            its object may own this `Repeated`.
         device: Device that executes the operations.
     """
 
@@ -57,7 +57,7 @@ class Repeated:
 
     def _queue(self) -> None:
         queue = self._method()
-        assert queue is not None  # whoever calls `run` or `capture` keeps the object alive
+        assert queue is not None  # the caller of `run` or `capture` keeps the object alive
         queue()
 
     def close(self) -> None:

@@ -46,12 +46,13 @@ class StagedCopies(NamedTuple):
 def stage_copies(pairs: Sequence[Pair]) -> StagedCopies:
     """Finds staging memory for the pairs whose destination is not contiguous.
 
-    At most as many bytes are staged as are copied directly, so that the kernel finishes before the
-    copy engines.
+    No more bytes are staged than are copied directly, so that the kernel finishes before the copy
+    engines.
 
     Args:
-        pairs: Pairs in the order of their transfer, which each list of the result keeps. Sources
-            are contiguous and have the dtype of their destinations; destinations do not overlap.
+        pairs: Pairs in the order of their transfer; the lists in the result keep this order.
+            Sources are contiguous and have the dtype of their destinations; destinations do not
+            overlap.
     """
     blocks = [pair for pair in pairs if pair[1].is_contiguous()]
     direct_bytes = sum(dest.nbytes for _, dest in blocks)

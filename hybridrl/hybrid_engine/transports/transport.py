@@ -57,7 +57,7 @@ class Transport(Protocol):
 
     def prepare(self) -> None:
         """Allocates what a run needs, so that `launches` and `extra_bytes` are known. `run` calls
-        it.
+        this method.
         """
         ...
 
@@ -66,7 +66,7 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Stops using the process group; call it before the group is destroyed."""
+        """Stops using the process group; must be called before the group is destroyed."""
         ...
 
 
@@ -87,7 +87,7 @@ class Peers(Ranks, Protocol):
 
 
 class TransportError(PeerError):
-    """The weights did not all arrive, so the engine must not use them."""
+    """Some weights did not arrive, so the engine must not generate."""
 
 
 class ComputedCopies:
@@ -153,7 +153,7 @@ class AddressWatch:
         self._known: list[int] | None = None
 
     def look_again(self) -> bool:
-        """Returns whether a tensor has moved since the last call; True in the first call."""
+        """Returns whether a tensor has moved since the last call; True on the first call."""
         if self._places() == self._known:
             return False
         asked: dict[int, tuple[Mapping[str, Tensor], str]] = {}

@@ -6,8 +6,8 @@ continues with tokens that its peers did not draw. With `steps_ahead=1`, ranks m
 started different steps when they detect a difference, but no rank waits for its device.
 
 On one host the ranks exchange checksums through shared memory, which takes microseconds. Messages
-added 0.3 ms to a step and arrived up to 1 ms later. They are used only between hosts, or if memory
-cannot be shared.
+are used only between hosts, or if memory cannot be shared, because they added 0.3 ms to a step and
+arrived up to 1 ms later.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TokenAgreement:
         return cls(ranks, _SharedSums(members, ranks, limit_s), steps_ahead)
 
     def report(self, names: Sequence[str], tokens: Sequence[int]) -> None:
-        """Publishes the tokens that this rank drew: the requests' names, and one token for each
+        """Publishes the tokens that this rank drew: the names of the requests, and one token per
         name.
         """
         if self._sums is None or self._difference is not None:
@@ -207,7 +207,7 @@ class _SharedSums:
 
 
 def _has_ended(process: int) -> bool:
-    poll = select.poll()  # unlike select, it supports descriptors above 1,023
+    poll = select.poll()  # select does not support descriptors above 1,023
     poll.register(process, select.POLLIN)
     return bool(poll.poll(0))
 
@@ -222,5 +222,5 @@ def _process(pid: int) -> int | None:
     """Returns a descriptor that becomes readable when a process ends; None if unsupported."""
     try:
         return os.pidfd_open(pid)
-    except (OSError, AttributeError):  # some builds of Python do not have it
+    except (OSError, AttributeError):  # some builds of Python lack pidfd_open
         return None

@@ -1,7 +1,7 @@
 """Stores the experts that an engine's routers chose, indexed by slot in the KV cache.
 
-A token's experts are stored at the slot of its keys. They are therefore valid as long as the keys
-are, even for prompts that are computed in chunks or found in the prefix cache, and for preempted
+A token's experts are stored at the slot of its keys. The experts are therefore valid as long as the
+keys, even for prompts that are computed in chunks or found in the prefix cache, and for preempted
 requests. They are read before a request loses its slots and before the weights change. The buffer
 has one row per slot, and one byte per expert (two bytes for 256 experts or more).
 """

@@ -45,7 +45,7 @@ def ranks_by_place(layout: RolloutLayout) -> list[int]:
 def over_layout(
     layout: RolloutLayout, build: Callable[..., Any], knows_replicas: bool
 ) -> Callable[..., Any]:
-    """Returns a function that builds an engine's process groups over a layout's ranks. It
+    """Returns a function that builds an engine's process groups over a layout's ranks. The function
     translates positions to global ranks and calls `build`. Positions cover all replicas if
     `knows_replicas`, otherwise one replica.
     """
@@ -93,7 +93,7 @@ def check_groups(
         return
     try:
         dist.get_process_group_ranks(world.cpu_group)
-    except KeyError:  # it was destroyed together with the default group
+    except KeyError:  # these groups were destroyed with the default group
         for name, value in vars(parallel_state).items():
             if isinstance(value, parallel_state.GroupCoordinator):
                 setattr(parallel_state, name, None)

@@ -67,8 +67,8 @@ def refused_start(key: str, package: str, message: str, version: str) -> UserErr
 
 
 def too_small_cache(longest: int, capacity: int | None) -> UserError:
-    """Returns the error for a KV cache that is too small for the longest request; `capacity` is its
-    number of tokens (None if unknown).
+    """Returns the error for a KV cache that is too small for the longest request; `capacity` is the
+    cache's size in tokens (None if unknown).
     """
     at_most = "less" if capacity is None or capacity <= 0 else f"at most {capacity}"
     return UserError(

@@ -1,9 +1,10 @@
-"""Repairs latent attention in vLLM and SGLang: updates copies of weights, and sets epsilons of
-norms.
+"""Repairs latent attention in vLLM and SGLang: updates the engines' copies of weights, and sets the
+epsilons of norms.
 
 For decoding, an engine multiplies queries and outputs by the up-projection of keys and values.
-After loading, it splits and transposes this weight into two more tensors. This module updates both
-in place after every write to `kv_b_proj`, because CUDA graphs contain their addresses.
+After loading, it splits and transposes this weight, `kv_b_proj`, into two copies. This module
+updates the copies in place whenever the weight changes, because CUDA graphs contain their
+addresses.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class LatentCopies:
 
     @torch.no_grad()
     def absorb(self, model: torch.nn.Module) -> None:
-        """Updates every layer's copies; does nothing in a model without copies."""
+        """Updates every layer's copies of the up-projection; does nothing in a model without
+        copies.
+        """
         for _, copy, source in self._copies(model):
             copy.copy_(source)
 
@@ -91,8 +94,8 @@ class LatentCopies:
 
 
 def set_epsilon(model: torch.nn.Module) -> None:
-    """Sets the epsilon of latent norms to the models' value, because vLLM and SGLang use the
-    epsilon of the other norms, which differs in Moonlight. Must run before graphs are captured.
+    """Sets the epsilon of latent norms to LATENT_EPS, because vLLM and SGLang use the epsilon of
+    the model's other norms, which differs in Moonlight. Must run before graphs are captured.
     """
     for norm in _norms(model):
         norm.variance_epsilon = LATENT_EPS

@@ -101,8 +101,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     """Implements `RolloutEngine` and `WeightTarget` with one rank's part of a package's engine.
 
     Construction and `close` are collective over the ranks that have an engine. `shard` contains the
-    trainer's parameters on this rank. An engine parameter with the same content as one of them uses
-    its memory; `shared` contains the names of such parameters.
+    trainer's parameters on this rank. An engine parameter with the same content as a trainer
+    parameter uses that parameter's memory; `shared` contains the names of these engine parameters.
 
     Raises:
         UserError: If the package is missing, does not suit the host, or cannot run this model on
@@ -165,8 +165,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         self._experts: Recorder | None = None
         self._keeps_memory = False
         self._memory: SleepingMemory | None = None
-        # Raised only after the package has started on all ranks, because it cannot be stopped
-        # earlier.
+        # Raised only after the package has started on all ranks, because a starting package cannot
+        # be stopped.
         self._refusals: list[ModelError] = []
         self._views: dict[str, Tensor] = {}
         before = free_bytes(self._device)
@@ -195,8 +195,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     @staticmethod
     @abstractmethod
     def _layout_name(name: str) -> str | None:
-        """Returns the name that a package's parameter has in the layout; None if it is a copy of
-        others.
+        """Returns the name that a package's parameter has in the layout; None if the parameter is a
+        copy of others.
         """
 
     @abstractmethod
@@ -232,8 +232,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     @abstractmethod
     def _record_running(self) -> None:
-        """Records the experts chosen so far, because other weights may compute the remaining
-        tokens.
+        """Records the experts chosen so far, because the remaining tokens may be computed with
+        other weights.
         """
 
     @abstractmethod
@@ -337,8 +337,8 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         return [] if self._memory is None else self._memory.lend(num_bytes)
 
     def forgets_weights(self, keeps_memory: bool) -> bool:
-        """Returns whether such a sleep loses the weights' content (see `ForgettingTarget`).
-        Training overwrites lent memory even if the engine keeps its memory.
+        """Returns whether `sleep(keeps_memory)` loses the weights' content (see
+        `ForgettingTarget`). Training overwrites lent memory even if the engine keeps its memory.
         """
         memory = self._memory
         return memory is not None and (not keeps_memory or memory.lent_bytes > 0)
@@ -356,7 +356,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         """Maps the KV cache, and allows generation with weights `version`."""
         if self._memory is not None:
             self._memory.wake_up(KV_CACHE)
-            self._memory.clear_lent()  # training used it even if the engine kept its memory
+            self._memory.clear_lent()  # training uses lent memory in any case
         self._forget_cache()
         if self._experts is not None:
             self._experts.forget()

@@ -52,8 +52,8 @@ def ranks_in_environment() -> Iterator[None]:
     """Sets the environment variables from which vLLM's worker reads its rank, unless torchrun set
     them.
 
-    They are removed afterwards. Otherwise a command that this process starts would believe that it
-    is a rank, and vLLM on CPU would assume that every rank on a node has an engine.
+    The variables are removed afterwards. Otherwise a command that this process starts would believe
+    that it is a rank, and vLLM on CPU would assume that every rank on a node has an engine.
     """
     with kept_variables(("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")):
         for name in ("RANK", "LOCAL_RANK"):
@@ -88,7 +88,7 @@ def replaced(owner: Any, name: str, value: Any, if_there: bool = False) -> Itera
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Suppresses packages' warnings, which concern other uses; keeps error messages."""
+    """Suppresses packages' warnings, which do not apply to their use here; keeps error messages."""
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:

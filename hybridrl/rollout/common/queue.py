@@ -15,7 +15,7 @@ from hybridrl.rollout.engine import Completion, Holding, Request, RunningRequest
 
 class QueuedEngine:
     """Implements all of `RolloutEngine` except `step`, and the methods of `WeightTarget` that need
-    no tensors. These protocols document the methods.
+    no tensors. Both protocols document their methods.
     """
 
     name: ClassVar[str]
@@ -73,7 +73,7 @@ class QueuedEngine:
         self._version, self._is_updating = version, False
 
     def _check_weights(self) -> None:
-        """Raises RuntimeError if an update of the weights has begun and not finished, or none has
+        """Raises RuntimeError if a weight update is in progress, or if no weight update has
         finished yet.
         """
         if self._is_updating:

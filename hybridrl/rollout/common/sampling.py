@@ -46,8 +46,8 @@ class RowSampling:
 
     Args:
         top_k_B: Number of tokens to keep; the vocabulary size or more keeps all tokens.
-        top_p_B: Probability that the kept tokens must reach, float64; a value above 1 keeps all
-            tokens.
+        top_p_B: Cumulative probability that the kept tokens must reach, float64; a value above 1
+            keeps all tokens.
         is_greedy_B: Whether a row takes the most probable token; such rows have temperature 1 and
             no filter.
         has_filter: Whether any row excludes tokens.
@@ -142,7 +142,7 @@ def _log_distribution(logits_BV: Tensor, rows: RowSampling) -> Tensor:
 
 
 def _filter(scaled_BV: Tensor, rows: RowSampling) -> Tensor:
-    """Sets tokens to -inf that top-k excludes, or that top-p then excludes; leaves greedy rows
+    """Sets the logits of tokens that top-k or, after it, top-p excludes to -inf; leaves greedy rows
     unchanged.
     """
     vocab, device = scaled_BV.shape[-1], scaled_BV.device
@@ -174,8 +174,8 @@ def no_logprob(
     engine: str, logp: float, request_id: int, version: int, tensors: Mapping[str, Tensor]
 ) -> Exception:
     """Returns the error for an invalid log-probability, usually NaN. If the engine's weights are
-    not finite or are too large, it is a UserError that tells whether training or the initial
-    weights are the cause.
+    not finite or are too large, the error is a UserError that names training or the initial weights
+    as the cause.
     """
     text = f"the {engine} engine computed log-probability {logp} for request {request_id} "
     text += f"(weights version {version})"

@@ -1,9 +1,9 @@
 """Tests an engine's weight layout before the first weights arrive.
 
 Compares names, shapes and dtypes with the layout. Then passes HF tensors whose elements encode
-their own position to the engine's loader, and checks that it copies them to where the layout
-expects them. The test detects a weight table that swaps gate and up, or that orders q, k and v
-differently from the installed engine. Error messages name the parameter.
+their own position to the engine's loader, and checks that the loader copies the elements to the
+positions in the layout. The test detects a weight table that swaps gate and up, or that orders q, k
+and v differently from the installed engine. Error messages name the parameter.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def check_placement(
     load: Loader,
     engine: str,
 ) -> None:
-    """Loads HF tensors filled with marker values, and checks that each region has the expected
+    """Loads HF tensors filled with marker values, and checks that each region contains the expected
     slice.
 
     Uses the engine's own loader and overwrites the parameters. Checks the first and the last layer,

@@ -103,8 +103,8 @@ def token_bytes(shape: ModelShape, tp: int, itemsize: int) -> int:
 def kv_cache_blocks(
     settings: EngineSettings, block_bytes: int, block_size: int, most: int | None = None
 ) -> int:
-    """Returns the number of blocks for `max_batch` requests of maximum length. It is limited to
-    `most` bytes, but always suffices for one such request.
+    """Returns the number of blocks for `max_batch` requests of maximum length. The cache is limited
+    to `most` bytes, but always suffices for one such request.
     """
     per_request = -(-settings.max_tokens // block_size)
     wanted = settings.max_batch * per_request

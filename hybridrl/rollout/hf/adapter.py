@@ -1,8 +1,8 @@
 """The `hf` engine: decodes batches with a transformers model, on one device without tensor
 parallelism.
 
-It needs no GPU and no additional package. Owns the model's parameters (to which the hybrid engine
-writes), the KV cache and the running rows. Invariant: running row i uses cache slot i, with
+The engine needs no GPU and no additional package. Owns the model's parameters (to which the hybrid
+engine writes), the KV cache and the running rows. Invariant: running row i uses cache slot i, with
 positions that begin at 0, and its result does not depend on other rows.
 """
 
@@ -31,8 +31,8 @@ from hybridrl.rollout.engine import Holding, Request, RunningRequest
 from hybridrl.rollout.hf.experts import ChosenExperts
 
 # Maximum number of tokens, including padding, in a prefill pass, and of (prompt, position) pairs
-# for which the pass computes logits. Both limit its memory and are large enough to hide its
-# overhead.
+# for which the pass computes logits. Both numbers limit the pass's memory and are large enough to
+# hide its overhead.
 PREFILL_TOKENS = 8192
 PREFILL_LOGITS = 1024
 # Number of positions by which the cache grows.
@@ -81,7 +81,7 @@ class HfEngine(QueuedEngine):
         self._model = transformers_model(model_config, dtype, self._device, "sdpa")
         _refuse_undecodable(self._model.config)
         if getattr(self._model.config, "attn_logit_softcapping", None) is not None:
-            self._model.set_attn_implementation("eager")  # transformers 5.19: sdpa ignores the cap
+            self._model.set_attn_implementation("eager")  # sdpa ignores the cap (transformers 5.19)
         self._masks = _Masks(self._model.config)
         self._max_batch = max_batch
         self._chosen = ChosenExperts(self._model) if records_experts else None
@@ -328,8 +328,8 @@ class _SlotCache(Cache):  # type: ignore[misc, unused-ignore]
 def _prefill_chunks(
     contexts: Sequence[tuple[int, ...]],
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Splits contexts, which are sorted by length, into chunks of one or more for one forward pass
-    each.
+    """Splits contexts sorted by length into chunks of at least one context. Each chunk takes one
+    forward pass.
     """
     chunk: list[tuple[int, ...]] = []
     lengths: set[int] = set()

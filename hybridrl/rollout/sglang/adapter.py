@@ -93,7 +93,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     def finish_update(self, version: int) -> None:
         super().finish_update(version)
-        if self._device.type != "cpu":  # SGLang uses another stream than the update
+        if self._device.type != "cpu":  # SGLang's stream differs from the update's
             torch.cuda.synchronize(self._device)
 
     def _forget_cache(self) -> None:
@@ -126,7 +126,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     def clear(self) -> None:
         super().clear()
-        if self._leaving:  # ended by their text, and not yet dropped by SGLang
+        if self._leaving:  # requests that SGLang has not dropped yet
             self._drop_running()
         self._shared_prompts.forget()
 
@@ -148,7 +148,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             self._end(request)
         self._end_by_text()
         if scheduler.has_wrong_logp:
-            self._take_drawn()  # raises an error unless the affected request was dropped
+            self._take_drawn()  # raises unless the affected request was dropped
             scheduler.has_wrong_logp = False
         is_empty = not ended and not scheduler.last_batch
         self._num_empty_turns = self._num_empty_turns + 1 if is_empty else 0

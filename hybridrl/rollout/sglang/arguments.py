@@ -122,7 +122,7 @@ def _tokens(settings: EngineSettings, per_token: int, most: int | None = None) -
 
 
 def _static_share(settings: EngineSettings, weight_bytes: int, free: int, total: int) -> float:
-    """Returns which share of the currently free memory weights and KV cache may occupy.
+    """Returns the share of the currently free memory that weights and KV cache may occupy.
 
     SGLang measures free memory after loading the weights, and sizes the cache so that the rest
     stays free. `max_total_tokens` limits the cache as well.

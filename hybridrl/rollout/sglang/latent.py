@@ -16,10 +16,10 @@ def latents_on_cpu() -> Iterator[None]:
 
     Works around SGLang 0.5.16. SGLang's table of attention backends uses Triton's entry
     for torch's attention. Torch's attention then expects the cache of latents to contain keys and
-    values of all heads. The entry added here stays until the process ends; it may be removed once
-    SGLang has such an entry. SGLang's rotary embedding for latents supports only YaRN on CPUs.
-    Models without scaling therefore use the rotary embedding of other models, until SGLang supports
-    them.
+    values of all heads. The entry that this function adds stays until the process ends, and is
+    needed only until SGLang has its own entry. SGLang's rotary embedding for latents supports only
+    YaRN on CPUs. Models without scaling therefore use the rotary embedding of other models, until
+    SGLang supports them.
     """
     from sglang.srt.layers.rotary_embedding import get_rope
     from sglang.srt.models import deepseek_v2

@@ -204,7 +204,7 @@ class SaverMemory:
 
     def __init__(self, scheduler: Any, device: torch.device) -> None:
         self._scheduler, self._device = scheduler, device
-        self.pieces: Sequence[EnginePiece] = ()  # SGLang does not expose them
+        self.pieces: Sequence[EnginePiece] = ()  # SGLang does not expose its pieces
         self.is_asleep = False
         self.released_bytes = self.lent_bytes = 0
 
@@ -228,7 +228,7 @@ class SaverMemory:
             self.is_asleep, self.released_bytes = False, 0
 
     def clear_lent(self) -> None:
-        """Does nothing: no memory is lent."""
+        """Does nothing, because no memory is lent."""
 
     def lend(self, num_bytes: int) -> list[Piece]:
         return []

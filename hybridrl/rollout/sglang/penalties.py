@@ -2,8 +2,8 @@
 device.
 
 SGLang's own penalizers are not used. Their repetition penalty ignores the prompt, they forget the
-response when a request is retracted or continued, and they apply penalties in another order to a
-running batch than to a single request.
+response when a request is retracted or continued, and they apply penalties to a running batch in a
+different order than to a single request.
 
 Each request with penalties has a row in a table. Every pass over its prompt rewrites the row from
 the tokens on the host. Each draw adds the drawn token to the row on the device, even before the
@@ -32,7 +32,7 @@ from hybridrl.rollout.engine import Request, SamplingParams
 
 class _Penalized(NamedTuple):
     """A request with penalties. The first `num_prompt` tokens of SGLang's prompt are the request's
-    own prompt; the others are response tokens from before.
+    own prompt; the others are response tokens that were drawn earlier.
     """
 
     sampling: SamplingParams
@@ -105,7 +105,7 @@ class TokenTable:
         return logits_BV.float().index_copy(0, rows, part_KV)
 
     def note(self, token_B: Tensor) -> None:
-        """Adds the tokens drawn from those logits, (B,) int64."""
+        """Adds the tokens drawn from the pass's logits, (B,) int64."""
         if self._next is None or self._batch is None or self._table is None:
             return
         token_K = token_B if self._batch.row_K is None else token_B[self._batch.row_K]

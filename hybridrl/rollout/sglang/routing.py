@@ -44,7 +44,7 @@ class RecordedExperts:
     ) -> None:
         self._by_slot = by_slot = ExpertsBySlot("sglang", shape, num_slots, device, _routed(model))
         self._index = {layer: index for index, layer in enumerate(by_slot.layers)}
-        assert shape.moe is not None  # ExpertsBySlot has checked it
+        assert shape.moe is not None  # ExpertsBySlot has checked this
         size = max_tokens, len(by_slot.layers), shape.moe.experts_per_token
         self._of_pass = torch.zeros(size, dtype=by_slot.dtype, device=device)
 
@@ -72,8 +72,8 @@ class RecordedExperts:
         """Records new experts of unfinished requests, before their slots are freed. This is a sync
         point if any experts are new.
 
-        A retracted request that is computed again has slots only for its recomputed tokens.
-        Everything else was recorded when it was retracted.
+        A retracted request that is computed again has slots only for its recomputed tokens. The
+        experts of its other tokens were recorded when it was retracted.
 
         Args:
             rows: SGLang's request, its row, and its number of prompt and response tokens, the last
@@ -114,8 +114,8 @@ def make_current(recorder: RecordedExperts | None) -> None:
 
 
 def _routed(model: torch.nn.Module) -> list[int]:
-    """Returns the layers whose routers report their choices. Sets the layer of routers that do not
-    know it, such as Mixtral's.
+    """Returns the layers whose routers report their choices. Also sets each router's layer number,
+    which some models, such as Mixtral, leave unset.
     """
     from sglang.srt.layers.moe.topk import TopK
 

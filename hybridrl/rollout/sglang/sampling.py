@@ -1,9 +1,9 @@
 """Samples SGLang's rows with this package's function and each request's own random numbers.
 
-SGLang's own sampler is not used, for three reasons. Its log-probabilities ignore top-k and top-p,
-so they belong to another distribution than the one that was drawn from. Its per-request seeds work
-only in its deterministic mode, which also changes attention kernels and disables graphs. And it
-applies top-p to the whole distribution instead of only to the tokens that top-k keeps.
+SGLang's own sampler is not used, for three reasons. The sampler's log-probabilities ignore top-k
+and top-p, so they do not match the distribution from which tokens are drawn. Its per-request seeds
+work only in its deterministic mode, which also changes attention kernels and disables graphs. And
+it applies top-p to the whole distribution instead of only to the tokens that top-k keeps.
 
 SGLang's batch tensors store each request's seed (`sampling_seed`) and whether the request is greedy
 (`min_p` = 1; this package does not use `min_p` otherwise). SGLang filters and merges these tensors
@@ -43,8 +43,8 @@ def request_sampling(sampling: SamplingParams, seed: int, num_tokens: int) -> An
         top_k=1 if is_greedy else sampling.top_k or -1,
         top_p=1.0 if is_greedy else sampling.top_p,
         min_p=IS_GREEDY if is_greedy else 0.0,
-        ignore_eos=False,  # True would also ignore `stop_token_ids`
-        sampling_seed=int(draw_seeds([seed], [0])[0] >> 1),  # int64
+        ignore_eos=False,  # with True, SGLang also ignores `stop_token_ids`
+        sampling_seed=int(draw_seeds([seed], [0])[0] >> 1),  # fits into int64
     )
     params.normalize(None)
     return params

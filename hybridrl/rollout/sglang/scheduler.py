@@ -216,7 +216,7 @@ class _Driven:
 
     def forget_requests(self) -> None:
         """Drops all requests and clears the KV cache, including cached prefixes."""
-        make_current(None)  # the owner has already recorded the experts that it needs
+        make_current(None)  # the caller has already recorded the experts that it needs
         with self._streams():
             while self.result_queue:
                 batch, result = self.result_queue.popleft()
@@ -244,7 +244,7 @@ def _without_insert(batch: Any, result: Any) -> Iterator[None]:
 
     Inserting such a prompt would take a dozen device operations per request.
     """
-    lengths = result.extend_input_len_per_req or ()  # None without log-probabilities
+    lengths = result.extend_input_len_per_req or ()  # None if no log-probabilities are computed
     found = [request for request, num in zip(batch.reqs, lengths, strict=False) if num == 1]
     for request in found:
         request.skip_radix_cache_insert = True
@@ -252,7 +252,7 @@ def _without_insert(batch: Any, result: Any) -> Iterator[None]:
         yield
     finally:
         for request in found:
-            request.skip_radix_cache_insert = False  # to insert their responses later
+            request.skip_radix_cache_insert = False  # so that their responses are inserted later
 
 
 def keep_tokens(

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 from hybridrl.rollout.engine import Request
 
-# Minimum number of saved prompt tokens for which one more pass is worthwhile. A GPU can compute a
-# few hundred tokens in the time in which it reads the weights, and for a small model a few hundred
-# more while the host prepares the pass.
+# Minimum number of prompt tokens that an additional pass must save. A GPU can compute a few hundred
+# tokens in the time in which it reads the weights, and for a small model a few hundred more while
+# the host prepares the pass.
 WORTH_TOKENS = 1024
 # Enough for two passes: the GPU computes one while the host processes the previous one.
 AHEAD_TOKENS = 16384
@@ -59,7 +59,7 @@ class SharedPrompts:
         ]
         if len(due) == len(queued):
             self.forget()
-        for request in due:  # its id may be reused with another prompt
+        for request in due:  # a later request with another prompt may reuse the id
             prompt_of.pop(request.request_id, None)
         return due
 

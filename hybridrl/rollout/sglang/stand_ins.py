@@ -44,7 +44,7 @@ class _Module(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if name == "InterpolationMode":  # SGLang reads its members at import
+        if name == "InterpolationMode":  # SGLang reads the enum's members at import
             modes = "NEAREST NEAREST_EXACT BILINEAR BICUBIC BOX HAMMING LANCZOS"
             return enum.Enum(name, modes)
         return _Missing(f"{self.__name__}.{name}")
@@ -104,8 +104,8 @@ def stand_in() -> None:
     if not missing:
         return
     sys.meta_path.append(_Finder(missing))
-    # SGLang registers image processors with a class that transformers only has if torchvision is
-    # available. Clears what transformers may have cached before.
+    # SGLang registers image processors with a class that exists in transformers only if torchvision
+    # is available. Clears what transformers may have cached before.
     import_utils.is_torchvision_available.cache_clear()
     for module in (transformers, transformers.models.auto):
         vars(module).get("_object_missing_backend", {}).pop(IMAGES, None)

@@ -50,17 +50,18 @@ from hybridrl.rollout.sglang.version import NAME
 ENVIRONMENT = {
     # SGLang's context length exceeds the longest request, see sglang/arguments.py.
     "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-    # SGLang would not start, because the trainer uses different amounts of memory on its ranks.
+    # Disables SGLang's check for equal free memory, because the trainer uses more memory on some
+    # ranks than on others.
     "SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0",
 }
 # On GPUs this variable would make layers behave as on a CPU, where some pack their weights.
 CPU_VARIABLE = "SGLANG_USE_CPU_ENGINE"
-# Variables that would make SGLang store weights in another layout than training writes.
+# Variables that would make SGLang store weights in a layout that training does not write.
 OTHER_WEIGHTS = (
-    "SGLANG_CPU_QUANTIZATION",  # another loader, which builds the model on the host
-    "SGLANG_CUTLASS_MOE",  # another kernel for experts
-    "SGLANG_SHARED_EXPERT_TP1",  # whole shared experts on each rank
-    "SGLANG_ENABLE_EMBED_REPLICATION",  # the whole embedding on each rank
+    "SGLANG_CPU_QUANTIZATION",  # uses a loader that builds the model on the host
+    "SGLANG_CUTLASS_MOE",  # changes the kernel for experts
+    "SGLANG_SHARED_EXPERT_TP1",  # puts whole shared experts on each rank
+    "SGLANG_ENABLE_EMBED_REPLICATION",  # puts the whole embedding on each rank
 )
 # Engines of this process that were not stopped. All of them use the same process groups.
 _OPEN: list[Any] = []
@@ -187,7 +188,7 @@ def _make_scheduler(inputs: StartInputs, arguments: dict[str, Any]) -> Any:
             scheduler = make_scheduler(server_args, tp_rank, ep_rank, gpu_id)
         except (ValueError, NotImplementedError, AssertionError) as error:
             if not str(error):
-                raise  # without a message, the traceback helps more
+                raise  # an empty message helps less than the traceback
             raise refused_start(NAME, "SGLang", str(error), inputs.version) from error
     keep_seeds()
     scheduler.model_config.hf_eos_token_id = None  # requests have their own stop tokens
@@ -230,7 +231,7 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
         if is_cpu:
             stand_in()
         with quiet(), known_models_kept(), without_variables(_other_weights(is_cpu)):
-            import sglang.srt.managers.scheduler  # noqa: F401  # imports everything for a start
+            import sglang.srt.managers.scheduler  # noqa: F401  # imports all that a start needs
             import sglang.srt.utils.common as common
     except (ImportError, OSError) as error:  # OSError if a library does not load
         reason = str(error).splitlines()[0]

@@ -113,7 +113,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             # Read the core's outputs directly: vLLM would create a dictionary and several objects
             # for every token, a quarter of a step's time with small models.
             outputs = self._live.llm.engine_core.get_output().outputs
-        if outputs:  # append earlier tokens before a request's last token
+        if outputs:  # earlier tokens precede a request's last token
             self._take_drawn()
         names: list[str] = []
         tokens: list[int] = []
@@ -168,7 +168,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         if row is None:  # aborted since
             return
         completion: Completion | None = None
-        for token in output.new_token_ids:  # at most one
+        for token in output.new_token_ids:  # at most one token
             logp = self._decoding.logp(name)
             self._check_logps([logp], lambda _: row.request.request_id)
             completion = row.append(token, logp, self._version)
@@ -202,7 +202,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
             raise RuntimeError(f"vLLM did not end request {name} after its last token")
         self._live.llm.engine_core.abort_requests([name])
         del self._running[name]
-        self._finish(replace(completion, blobs=row.blobs))  # the abort recorded its last blobs
+        self._finish(replace(completion, blobs=row.blobs))  # the abort recorded the last blobs
 
 
 build = VllmEngine.build

@@ -180,7 +180,7 @@ class DecodingSteps:
             if under_way:
                 last = min(request.num_prompt_tokens + request.max_tokens, most)
                 if computed + 2 - under_way >= last:
-                    continue  # its last token is in flight
+                    continue  # the request's last token is in flight
             if len(request._all_token_ids) + under_way != computed + 1 or request.is_prefill_chunk:
                 return []
             # A block's first token may need a new block; its last token completes the block.
@@ -202,8 +202,8 @@ class DecodingSteps:
         return rows
 
     def _hand_out_steady(self, steady: SteadyRows) -> Any:
-        """Schedules the next step of steady rows. Returns None if they are no longer steady, or the
-        cache may be too small.
+        """Schedules the next step of steady rows. Returns None if the rows are no longer steady, or
+        the cache may be too small.
         """
         scheduler, size, blocks_of = self._scheduler, self._block_size, self._blocks_of
         num_running, num_waiting = scheduler.get_request_counts()
@@ -320,7 +320,7 @@ class DecodingSteps:
         drawn = StepTokens([], [], [])
         for name, count in counts.items():
             row = index[name]
-            tokens, request = sampled[row], requests.get(name)  # a prompt chunk has no tokens
+            tokens, request = sampled[row], requests.get(name)  # a prompt chunk yields no token
             if request is None or count != 1 or len(tokens) != 1:
                 others[name] = count
                 continue
@@ -332,8 +332,8 @@ class DecodingSteps:
                 or len(own) + 1 >= request.max_tokens
                 or len(whole) + 1 >= most
                 or request.status is not running
-                or request.num_preemptions  # versions treat its tokens differently
-                or request.prefill_stats is not None  # vLLM reports them with the first token
+                or request.num_preemptions  # vLLM's versions differ for preempted requests
+                or request.prefill_stats is not None  # vLLM's own code reports these stats
             ):
                 others[name] = count
                 continue

@@ -2,8 +2,8 @@
 
 vLLM 0.32 on CPU packs `w13_weight` and `w2_weight` after loading, and would silently misread
 weights that are written later. Its kernel also ignores `expert_map`. This module leaves the
-parameters unpacked and computes experts with torch. It may be removed once vLLM has a CPU kernel
-for unpacked experts.
+parameters unpacked and computes experts with torch. This workaround may be removed once vLLM has a
+CPU kernel for unpacked experts.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def _lost_presence(request: Request, num_tokens: int) -> ValueError | None:
     tokens as part of the prompt, to which the penalty does not apply.
 
     Configurations cannot cause this, because training rejects penalties and evaluations are not
-    interrupted. Only a script that passes SamplingParams to the sampler can.
+    interrupted. Only a script that passes SamplingParams to the sampler can cause it.
     """
     if not request.sampling.presence_penalty or not num_tokens:
         return None

@@ -1,7 +1,7 @@
 """Records the experts that vLLM's routers choose, indexed by slot in the KV cache.
 
-Only newer vLLM versions can record experts, and their CPU runner cannot. In this module each router
-writes to the slot of the token's keys (common/experts_by_slot.py). The slots are read before a
+Only newer vLLM versions can record experts, and their CPU runner cannot. Here each router writes
+its choices to the slot of the token's keys (common/experts_by_slot.py). The slots are read before a
 request loses them and before weights change.
 """
 

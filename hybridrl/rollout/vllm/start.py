@@ -94,7 +94,7 @@ def start(
     _OPEN.append(llm)
     finalizer = getattr(llm.engine_core, "_finalizer", None)  # since 0.32
     if finalizer is not None:
-        finalizer.detach()  # it would run vLLM's shutdown, see `stop`
+        finalizer.detach()  # otherwise it runs vLLM's shutdown, see `stop`
     check_groups("vLLM", parallel_state, _OPEN, inputs.rank, inputs.members)
     group = parallel_state.get_tp_group().cpu_group
     runner = runner_of(llm)
@@ -139,10 +139,10 @@ def _make_engine(
         warnings.simplefilter("ignore")
         try:
             return LLMEngine.from_engine_args(EngineArgs(model=str(folder), **arguments))
-        except ValueError as error:  # also pydantic's error: vLLM rejects the model or a size
+        except ValueError as error:  # vLLM or pydantic rejects the model or a size
             raise refusal(str(error), settings.max_tokens, version) from error
         finally:
-            torch.set_num_threads = set_num_threads  # vLLM on CPU disables it
+            torch.set_num_threads = set_num_threads  # vLLM on CPU disables the function
 
 
 def stop(engine: LiveEngine) -> None:
@@ -234,11 +234,11 @@ def _collectives_over_gloo(is_cpu: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _after_loading(prepare: Callable[[torch.nn.Module], None]) -> Iterator[None]:
-    """Calls `prepare` with vLLM's new module, inside the memory pool of weights.
+    """Calls `prepare` with vLLM's new module while the memory pool for weights is in use.
 
     The pool can then free the parameters that `prepare` replaces.
     """
-    from vllm.v1.worker.gpu_worker import Worker  # CPU workers too
+    from vllm.v1.worker.gpu_worker import Worker  # base class of CPU workers too
 
     load_worker = Worker.load_model
 

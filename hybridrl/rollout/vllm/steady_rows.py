@@ -1,4 +1,4 @@
-"""Counters of vLLM requests that all decode one token per step, until a request begins, ends or is
+"""Counters of vLLM requests that all decode one token per step, while no request begins, ends or is
 removed.
 
 Between such events, each step changes the same few counters of every request by one. This module
@@ -33,7 +33,7 @@ class SteadyRows:
         self._requests, self._is_async = list(requests), is_async
         self.names: list[str] = [request.request_id for request in requests]
         self._computed = np.array([request.num_computed_tokens for request in requests])
-        # Steps in flight when the steady run begins.
+        # Number of steps in flight when the series of steady steps begins.
         self._under_way: int = requests[0].num_in_flight_tokens
         self._drawn = np.array([len(one._output_token_ids) for one in requests]) + self._under_way
         self._stops: set[int | None] = {None}
@@ -46,7 +46,8 @@ class SteadyRows:
             for one in requests
         )
         places = self._computed % size
-        # By step number modulo the block size: rows at a block's first token, and at either end.
+        # By step number modulo the block size: rows at a block's first token, and rows at its first
+        # or last token.
         steps = [(places + step) % size for step in range(size)]
         self._firsts = [np.flatnonzero(place == 0) for place in steps]
         self._edges = [np.flatnonzero((place == 0) | (place == size - 1)) for place in steps]
