@@ -152,9 +152,9 @@ class InFlight:
         if not self._schedule.may_end(held, held, self._room):
             raise ValueError(
                 f"step {step} got {num_new} prompts in addition to {len(born) - num_new} in "
-                f"flight, but completes {self._room} groups, and each later step "
-                f"{self._schedule.per_step}, within {self._schedule.max_lag} steps. "
-                "Pass the prompts of `take` to `generate`."
+                f"flight, but trains on {self._room} groups, and each of the next "
+                f"{self._schedule.max_lag} steps on {self._schedule.per_step}. "
+                "Pass exactly the prompts that `take` returned to `generate`."
             )
         self._step = step
         return is_first

@@ -102,10 +102,10 @@ class UniformGroupsWarning:
                 f"warning: step {step}: {cut_off}all advantages have been 0 for "
                 f"{self._in_a_row} steps in a row ({UNIFORM} is 1), and the policy learns nothing "
                 f"from rewards. reward/mean is {metrics['reward/mean']:.3g}. Read responses and "
-                "rewards in the run's rollouts/. If all fail, use easier data.prompts, or fix the "
-                "reward or the answer's format; if all pass, use harder prompts. Raise "
-                "rollout.temperature or steps.samples_per_prompt to get more different responses, "
-                "or set algorithm.max_resampling to replace such groups."
+                "rewards in the run's rollouts/ folder. If all responses fail, use easier "
+                "data.prompts, or fix the reward or the answer's format; if all succeed, use "
+                "harder prompts. Raise rollout.temperature or steps.samples_per_prompt to get more "
+                "varied responses, or set algorithm.max_resampling to replace such groups."
             )
         if not is_first:
             return None

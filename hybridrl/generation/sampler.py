@@ -247,7 +247,8 @@ class Sampler:
         began = time.perf_counter()
         if self.engine.version != step:
             raise RuntimeError(
-                f"step {step} has an engine with weights of version {self.engine.version}"
+                f"step {step} needs weights of version {step}, but the engine has version "
+                f"{self.engine.version}"
             )
         if self.in_flight.begin_round(step, len(prompts)):
             self._forget_counts(step)

@@ -329,10 +329,10 @@ class HybridEngine:
         except RuntimeError as error:
             dead = self._peers.dead_ranks()
             why = (
-                f"since ranks {dead} have ended"
+                f"because ranks {dead} have ended"
                 if dead
                 else "on time. If another rank took longer than run.collective_timeout_s="
-                f"{self._timeout_s:g}, or died, its log says why"
+                f"{self._timeout_s:g}, or failed, the log of that rank says why"
             )
             culprit = dead[0] if len(dead) == 1 else None
             raise TransportError(f"{summary} {why} ({error})", culprit) from error
@@ -504,6 +504,6 @@ def _agree(error: str, plan_hash: str, traits: _Traits, peers: Peers) -> _Traits
     differing = [rank for rank, (_, other, _) in enumerate(outcomes) if other != outcomes[0][1]]
     if differing:
         raise PlanError(
-            f"ranks {differing} made a different plan than rank 0: their layouts differ"
+            f"ranks {differing} made a different plan than rank 0, because their layouts differ"
         )
     return _Traits(*map(any, zip(*(own for _, _, own in outcomes), strict=True)))

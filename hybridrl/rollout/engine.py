@@ -328,8 +328,8 @@ class RunningRequest:
         num = self.num_recorded(name)
         if start > num:
             raise ValueError(
-                f"request {self.request.request_id} has {name} of {num} positions; the next rows "
-                f"begin at position {start}"
+                f"request {self.request.request_id} has {name} for {num} positions, but the "
+                f"next rows begin at position {start}"
             )
         if len(kept := rows[num - start :]):
             self._recorded.setdefault(name, []).append(kept.copy())

@@ -295,7 +295,7 @@ def test_engine_refuses_an_id_held_already(name: str) -> None:
     engine = make_engine(name)
     requests = make_requests(2, SamplingParams())
     engine.submit(requests[:1])
-    with pytest.raises(ValueError, match="100 is held already"):
+    with pytest.raises(ValueError, match="100 is already in use"):
         engine.submit(requests)
     assert [r.request_id for r in engine.pending()] == [100]
 

@@ -119,8 +119,8 @@ def test_proof_refuses_boxes_of_different_sizes_and_wrong_ranks() -> None:
         return [op._replace(source_box=((a, b - 1), *source))]
 
     _refused(_changed(QKV, narrow), "which has another shape")
-    _refused(_changed(QKV, lambda op: [op._replace(source_rank=9)]), "names wrong ranks")
-    _refused(_changed(QKV, lambda op: [op._replace(dest_rank=2)]), "names wrong ranks")
+    _refused(_changed(QKV, lambda op: [op._replace(source_rank=9)]), "has a wrong source")
+    _refused(_changed(QKV, lambda op: [op._replace(dest_rank=2)]), "has a wrong source")
 
 
 def test_proof_refuses_names_that_do_not_exist() -> None:

@@ -83,10 +83,12 @@ class PhaseSwitch:
             PhaseError: `phase` is already the current phase.
         """
         if phase is self._phase:
-            raise PhaseError(f"cannot enter phase {phase.value}: it is {self._phase.value} already")
+            raise PhaseError(f"cannot enter phase {phase.value}, because it is the current phase")
         self._phase = phase
 
     def require(self, phase: Phase, action: str) -> None:
         """Raises PhaseError unless `phase` is the current phase."""
         if self._phase is not phase:
-            raise PhaseError(f"{action} needs phase {phase.value}, but it is {self._phase.value}")
+            raise PhaseError(
+                f"{action} needs phase {phase.value}, but the current phase is {self._phase.value}"
+            )

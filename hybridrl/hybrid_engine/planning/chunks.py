@@ -169,5 +169,5 @@ def _lines(
         ops.sort(key=lambda op: (op.source, op.source_box))
         lines[stream] = _Line(ops, list(accumulate(volume(op.dest_box) for op in ops)))
         if lines[stream].stops[-1:] != [streams[stream]]:
-            raise PlanError(f"rank {rank}: {stream} has other operations than elements")
+            raise PlanError(f"rank {rank}: {stream} differs in size from its operations")
     return lines

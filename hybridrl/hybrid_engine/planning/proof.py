@@ -49,7 +49,10 @@ def prove(
         PlanError: The plan is wrong. Names the rank, the tensor and the first wrong elements.
     """
     if not len(plan.ops) == len(sources) == len(targets):
-        raise PlanError(f"plan of {len(plan.ops)} ranks for {len(sources)} and {len(targets)}")
+        raise PlanError(
+            f"a plan for {len(plan.ops)} ranks, but {len(sources)} source layouts and "
+            f"{len(targets)} target layouts"
+        )
     sources, targets = (wire_layouts(one, plan.itemsize) for one in (sources, targets))
     different = {id(layout): layout for layout in sources}  # equal layouts may be one object
     by_tensor = {key: _by_tensor(layout) for key, layout in different.items()}
@@ -60,7 +63,7 @@ def prove(
         written: dict[str, list[Box]] = {name: [] for name in target.shapes}
         for op in ops:
             if op.dest_rank != rank or not 0 <= op.source_rank < len(sources):
-                raise PlanError(f"rank {rank}: {op} names wrong ranks")
+                raise PlanError(f"rank {rank}: {op} has a wrong source or destination rank")
             _prove_op(op, held[op.source_rank].get(op.source, []), wanted.get(op.dest, []))
             written[op.dest].append(op.dest_box)
         for name, box in target.padding:

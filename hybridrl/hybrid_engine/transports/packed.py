@@ -113,7 +113,9 @@ class PackedTransport:
         direct: Direct | None = None,
     ) -> None:
         if plan.itemsize != wire_dtype.itemsize:
-            raise ValueError(f"plan of {plan.itemsize}-byte elements, but {wire_dtype} on the wire")
+            raise ValueError(
+                f"the plan's elements have {plan.itemsize} bytes, but they are sent as {wire_dtype}"
+            )
         self._rank, self._dtype = peers.rank, wire_dtype
         self._sources, self._dests = sources, dests
         self._domain_size = plan.domain_size
@@ -345,7 +347,7 @@ def _one_device(sources: Mapping[str, SourceTensor], dests: Mapping[str, Tensor]
             found = found or tensor.device
             if tensor.device != found:
                 raise ValueError(
-                    f"{name} of {side} is on {tensor.device}, the other tensors on {found}"
+                    f"{name} of {side} is on {tensor.device}, but other tensors are on {found}"
                 )
     return found or torch.device("cpu")
 

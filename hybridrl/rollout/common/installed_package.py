@@ -62,7 +62,7 @@ def refused_start(key: str, package: str, message: str, version: str) -> UserErr
         key,
         first_lines,
         f"a model and sizes that {package} accepts",
-        f"Change the model or its sizes, or install another version than {version}.",
+        f"Change the model or its sizes, or install a version other than {version}.",
     )
 
 
@@ -74,7 +74,7 @@ def too_small_cache(longest: int, capacity: int | None) -> UserError:
     return UserError(
         "data.max_prompt_tokens + rollout.max_new_tokens",
         f"{longest} tokens",
-        f"{at_most}: the KV cache must hold the longest request, in the memory that is left",
+        f"{at_most}: the longest request must fit into the KV cache",
         "Lower one of the two, raise rollout.tp, or leave the engine more memory: more ranks (a "
         "smaller part of model and optimizer on each) or train.offload_optimizer=true.",
     )

@@ -52,8 +52,8 @@ class LatentCopies:
             if found != expected:
                 raise ModelError(
                     "rollout.engine",
-                    f"{found} tensors of {version}",
-                    f"{expected}, over {num_layers} layers: {what}",
+                    f"{found} tensors in {version}",
+                    f"{expected} in {num_layers} layers: {what}",
                     "Install a version that `hybridrl check` calls tested, or set "
                     "rollout.engine=hf.",
                 )

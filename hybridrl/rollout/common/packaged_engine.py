@@ -150,7 +150,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         self._layout = self._weight_layout()
         version, members = package.installed_version(is_cpu), replica_members(layout, rank)
         if not dist.is_initialized():
-            raise RuntimeError("start a process group first, before the engine")
+            raise RuntimeError("create a process group first, then the engine")
         itemsize: int = getattr(torch, settings.dtype).itemsize
         self._inputs = StartInputs(
             settings=settings,
@@ -258,7 +258,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
         if experts is None:
             return layout
         if not ENGINES[self.name].takes_expert_maps:
-            raise ValueError(f"the {self.name} engine takes experts in order, without a map")
+            raise ValueError(f"the {self.name} engine assigns experts in order, not by a map")
         return with_experts(layout, ExpertTensors(self._family, self._shape), experts)
 
     def _prepare(self, model: torch.nn.Module) -> None:

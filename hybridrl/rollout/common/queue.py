@@ -39,7 +39,7 @@ class QueuedEngine:
         for request in requests:
             number = request.request_id
             if number in self._rows or number in rows:
-                raise ValueError(f"request id {number} is held already")
+                raise ValueError(f"request id {number} is already in use")
             rows[number] = RunningRequest(request, self.token_texts)
         self._rows |= rows
 

@@ -232,7 +232,7 @@ class _Driven:
             self.running_batch = type(self.running_batch)(reqs=[], batch_is_full=False)
             if not self.flush_cache(empty_cache=False):
                 raise RuntimeError(
-                    "SGLang did not clear its cache, which has keys of older weights"
+                    "SGLang did not clear its cache, whose keys older weights computed"
                 )
         self.new_token_ratio_tracker.reset()
 

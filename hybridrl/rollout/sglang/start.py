@@ -142,7 +142,7 @@ def _inside_the_trainer(inputs: StartInputs) -> Iterator[None]:
     is_cpu = inputs.is_cpu
     has_latents = is_cpu and inputs.shape.latent is not None
     if hidden := sorted(os.environ.keys() & set(_other_weights(is_cpu))):
-        why = "SGLang would store weights in another layout than training writes"
+        why = "SGLang would store weights in a layout that training does not write"
         say(f"hybridrl: ignoring environment variables {', '.join(hidden)}: {why}")
     with (
         keep_generators(inputs.device, everywhere=True),
@@ -235,12 +235,12 @@ def _import_sglang(version: str, is_cpu: bool, tp: int) -> None:
             import sglang.srt.utils.common as common
     except (ImportError, OSError) as error:  # OSError if a library does not load
         reason = str(error).splitlines()[0]
-        raise UserError(NAME, reason, "an SGLang that imports", f"Reinstall {version}.") from error
+        raise UserError(NAME, reason, "an importable SGLang", f"Reinstall {version}.") from error
     if is_cpu and common.cpu_has_amx_support():
         raise UserError(
             NAME,
             "an SGLang with kernels for AMX, which pack the weights",
-            "a build without these kernels, which would ignore the weights that training writes",
+            "a build without these kernels, because they would ignore weights that training writes",
             "Run: pip uninstall -y sgl-kernel-cpu",
         )
     if is_cpu:

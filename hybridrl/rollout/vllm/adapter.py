@@ -81,7 +81,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
     def _forget_cache(self) -> None:
         if not self._live.llm.reset_prefix_cache():
             raise RuntimeError(
-                "vLLM did not clear its prefix cache, which has keys of older weights"
+                "vLLM did not clear its prefix cache, whose keys older weights computed"
             )
 
     def _record_running(self) -> None:

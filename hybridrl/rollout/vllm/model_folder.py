@@ -80,7 +80,7 @@ def _locked(place: Path, text: bytes, stack: contextlib.ExitStack) -> Path:
         # Closing the file is not enough: a forked process may also have it open.
         stack.callback(fcntl.flock, lock, fcntl.LOCK_UN)
         return folder
-    raise BlockingIOError(f"{MAX_STARTS} processes start from {place}")
+    raise BlockingIOError(f"{MAX_STARTS} other processes are starting from {place}")
 
 
 def _has(folder: Path, text: bytes) -> bool:

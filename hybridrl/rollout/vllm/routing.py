@@ -55,8 +55,8 @@ class RecordedExperts:
             raise _no_fixed_slots()
         block_size = self._manager.coordinator.single_type_managers[0].block_size
         if block_size != self._block_size:
-            sizes = f"blocks of {block_size} and {self._block_size}"
-            raise unfit("vllm", sizes, "one size of blocks")
+            sizes = f"block sizes {block_size} and {self._block_size}"
+            raise unfit("vllm", sizes, "a single block size")
         self._requests = scheduler.requests
         # vLLM calls this method for requests that end, are aborted, or are preempted.
         self._free = scheduler._free_request_blocks

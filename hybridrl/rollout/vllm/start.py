@@ -170,7 +170,7 @@ def _import_vllm(version: str, is_cpu: bool) -> None:
         import vllm.platforms
     except (ImportError, OSError) as error:  # OSError if a library does not load
         reason = str(error).splitlines()[0]
-        raise UserError(NAME, reason, "a vLLM that imports", f"Reinstall {version}.") from error
+        raise UserError(NAME, reason, "an importable vLLM", f"Reinstall {version}.") from error
     if is_cpu:
         _compute_with_live_parameters()
         # Inductor would compile two trivial helpers of the sampler with g++, for 3 to 17 s at the
