@@ -22,7 +22,7 @@ Four things are different:
 - Batch sizes count prompts. `steps.prompts_per_step` prompts get `steps.samples_per_prompt` responses each, on all GPUs together.
 - Micro-batches are counted in tokens (`train.micro_batch_tokens`). Samples are always packed; there is no padding to switch off.
 - Training and generation share all GPUs of one torchrun world. There is no placement to configure unless you want one.
-- A YAML file holds everything, and any key can be set on the command line: `hybridrl train grpo.yaml train.tp=2`.
+- One YAML file contains all settings, and any key can also be set on the command line: `hybridrl train grpo.yaml train.tp=2`.
 """
 
 
