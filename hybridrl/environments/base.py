@@ -62,7 +62,7 @@ class Environment(Protocol):
 
         Args:
             prompt: Prompt from the data row: a text, or chat messages.
-            columns: Other columns of the row, plus `rendered_prompt`, the text that the policy
+            columns: Other columns of the data row, plus `rendered_prompt`, the text that the policy
                 read.
         """
 

@@ -14,7 +14,7 @@ from typing import Any
 from hybridrl.environments.parsers import ToolParser
 from hybridrl.environments.tools import ToolEnvironment
 
-MAX_CHARACTERS = 200  # also bounds the depth of the syntax tree
+MAX_CHARACTERS = 200  # this also bounds the depth of the syntax tree
 MAX_BITS = 512
 
 Number = int | float
@@ -38,7 +38,7 @@ class Calculator(ToolEnvironment):
     ToolEnvironment.
     """
 
-    runs = "here"  # in the rank's process, because a calculation cannot hang
+    runs = "here"  # runs in the rank's process, because a calculation cannot hang
 
     def __init__(
         self,

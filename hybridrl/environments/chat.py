@@ -90,7 +90,7 @@ class ObservationEncoder:
                 add_generation_prompt=True,
                 **self._template_arguments,
             )
-        except Exception as error:  # a template may raise anything, or be missing
+        except Exception as error:  # a chat template may raise any error, or be missing
             raise _no_template(str(error).splitlines()[0][:160]) from error
         _, found, rest = text.partition(TURN)
         if not found:

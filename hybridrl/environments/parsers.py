@@ -16,7 +16,7 @@ from hybridrl.errors import said
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call in a turn. `error` explains why the call cannot be parsed; None if it can."""
+    """A tool call in a turn. `error` explains why the call is malformed; None if the call is valid."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -102,7 +102,7 @@ def _json_call(body: str | None) -> ToolCall:
     try:
         call = parse_json(body)
         arguments = call.get("arguments", {})
-        if isinstance(arguments, str):  # some models write a string of JSON
+        if isinstance(arguments, str):  # some models write the arguments as a JSON string
             arguments = parse_json(arguments)
     except (ValueError, AttributeError) as error:
         return ToolCall("", error=f"not a JSON object with name and arguments: {said(error)}")

@@ -28,7 +28,7 @@ def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
     """Returns a function that creates the configured environment.
 
     Raises:
-        UserError: The class does not exist, or does not accept these options.
+        UserError: The class does not exist, or does not accept the configured options.
     """
     factory, options = _class_of(config), dict(config.options)
     try:
@@ -40,7 +40,7 @@ def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
             f"{inspect.signature(factory)} with environment {config.name}",
             f"Change the options: {error}.",
         ) from error
-    except ValueError:  # a class without a signature
+    except ValueError:  # Python cannot determine the class's signature
         pass
     return partial(factory, **options)
 

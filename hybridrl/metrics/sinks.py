@@ -93,7 +93,7 @@ class JsonlSink:
         """Appends `{"step": step, ...}`; NaN and infinity, which JSON lacks, become null.
 
         If the last line of the file is for the same step, that line is extended, because a run that
-        was stopped before an evaluation evaluates when it resumes.
+        was stopped before an evaluation runs the evaluation when it resumes.
         """
         is_same = self._last.get("step") == step
         record: Record = dict(self._last) if is_same else {"step": step}
@@ -220,7 +220,7 @@ class LogSink:
 
     def message(self, text: str) -> None:
         self._file.write(text + "\n")
-        self._file.flush()  # now, because crash messages may follow in this file
+        self._file.flush()  # flush now, because crash messages may follow in this file
 
     def close(self) -> None:
         self._file.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-MAX_SAMPLES = 100  # samples per step
+MAX_SAMPLES = 100  # Maximum number of samples per step.
 # TensorBoard renders the tables of all steps at once, at about 10 ms per thousand characters.
 MAX_MARKDOWN_SAMPLES = 20
 MAX_CELL_LETTERS = 500

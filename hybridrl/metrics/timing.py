@@ -1,8 +1,8 @@
 """Measures the phases of a step, and records which phase a rank is in.
 
-Before a phase begins, the rank writes its name to a small file next to the rank's log. If the rank
-dies, the launcher reads from this file what the rank was doing, even if the rank never closed the
-file.
+Before a phase begins, the rank writes the phase's name to a small file next to the rank's log. If
+the rank dies, the launcher reads from this file what the rank was doing, even if the rank never
+closed the file.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PhaseTimer:
     @property
     def current(self) -> str:
         """Name of the innermost running phase, and the step if it is known."""
-        innermost = self._open[-1:]  # read only once, because another thread may change it
+        innermost = self._open[-1:]  # read `_open` only once, because another thread may change it
         phase = innermost[0] if innermost else IDLE
         return phase if self._step is None else f"{phase}, step {self._step}"
 

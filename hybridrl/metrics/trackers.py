@@ -19,14 +19,14 @@ from typing import Any, Protocol
 
 from hybridrl.metrics.tables import Row, column_names, first_samples, flat, written_config
 
-MAX_WAITING = 1000  # records that may wait in a service's queue
-RETRY_S = 30.0  # seconds between attempts to start the run in the service
-CLOSE_S = 30.0  # seconds to send queued records at the end of the run
-WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # files with the run's identity in the service
+MAX_WAITING = 1000  # Maximum number of records in a service's queue.
+RETRY_S = 30.0  # Seconds between attempts to start the run in the service.
+CLOSE_S = 30.0  # Seconds to send queued records at the end of the run.
+WANDB_ID, MLFLOW_ID = "wandb_id", "mlflow_id"  # Files with the run's id in the service.
 
 
 class Tracker(Protocol):
-    """A tracking service. Its methods may block, and may raise any error of its package."""
+    """A tracking service. Methods may block, and may raise any error of the service's package."""
 
     name: str
 
@@ -116,7 +116,7 @@ class Mlflow:
         import mlflow
 
         file = self._folder / MLFLOW_ID
-        if self._run is None:  # else the run is active, and a later line failed
+        if self._run is None:  # else an earlier attempt started the run, but failed later
             known = file.read_text(encoding="utf-8").strip() if file.exists() else None
             mlflow.set_experiment(self._experiment)
             name = None if known else self._folder.name
@@ -150,7 +150,7 @@ class TrackerSink:
     """Passes a run's records to a tracker that runs in its own thread.
 
     Args:
-        folder: Run folder. Its report page is uploaded at the end.
+        folder: Run folder. The report page in this folder is uploaded at the end.
         say: Function that prints a message for the user. Called only in the thread that calls the
             sink's methods.
         close_s: Maximum number of seconds that `close` waits, counted from `begin_close`.
@@ -171,8 +171,8 @@ class TrackerSink:
         self._tracker, self._folder, self._say = tracker, folder, say
         self._close_s = close_s
         self.is_done, self.num_dropped = False, 0
-        self._errors: list[str] = []  # not reported yet
-        self._known: set[str] = set()  # kinds of errors that were reported
+        self._errors: list[str] = []  # Errors that were not reported yet.
+        self._known: set[str] = set()  # Kinds of errors that were reported.
         self._num_taken = self._num_given = 0
         self._waiting: queue.Queue[Callable[[], None]] = queue.Queue(max_waiting)
         self._closing, self._closes_at, self._is_closed = threading.Event(), 0.0, False
@@ -187,8 +187,8 @@ class TrackerSink:
         self._put(lambda: self._tracker.samples(step, first_samples(file)))
 
     def begin_close(self) -> None:
-        """Tells the service to end the run. Call it for all trackers before `close`, so that they
-        finish in parallel.
+        """Tells the service to end the run. Call `begin_close` for all trackers before `close`, so
+        that the trackers finish in parallel.
         """
         if not self._closing.is_set():
             self._closes_at = time.monotonic() + self._close_s
@@ -250,7 +250,7 @@ class TrackerSink:
         """
         try:
             act()
-        # The package may raise anything; without an API key it calls sys.exit.
+        # A tracker's package may raise anything, or call sys.exit if the API key is missing.
         except (Exception, SystemExit) as error:
             lines = str(error).strip().splitlines()
             text = f"{self._tracker.name}: {what}: {type(error).__name__}"

@@ -45,8 +45,8 @@ STEP_KEYS = (
     "memory/peak_gib",
 )
 ACCURACY = "eval/accuracy"
-VALIDATION = "validation/"  # prefix of a run's results on held-out rows with responses
-STDERR = "_stderr"  # suffix of the name of a metric's standard error
+VALIDATION = "validation/"  # Prefix of metrics on held-out rows with responses.
+STDERR = "_stderr"  # Suffix of a metric's standard error.
 # Number of tokens in prompts, responses and observations, including samples that are not trained
 # on.
 GENERATED_TOKENS = "generate/tokens"
@@ -77,7 +77,7 @@ def average(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def largest(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the maximum of each value over ranks. All ranks must have the same names."""
+    """Returns the maximum of each value over ranks. The names must be the same on all ranks."""
     return {name: max(rank[name] for rank in ranks) for name in ranks[0]}
 
 

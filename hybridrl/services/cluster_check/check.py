@@ -40,7 +40,7 @@ class NodeLost(Exception):
     """A node does not reply. The message is the last line of the node's output."""
 
 
-# Function that asks a node a question and returns its reply. It may raise NodeLost.
+# Function that asks a node a question, and returns the node's reply or raises NodeLost.
 Reach = Callable[[str, Mapping[str, Any]], dict[str, Any]]
 
 

@@ -99,8 +99,8 @@ def _engines() -> Iterator[Item]:
 
 
 def _with_tests(found: str, tested: Mapping[str, str]) -> str:
-    """Returns the version with the hardware on which it was tested, or with a list of tested
-    versions.
+    """Returns a package's version with the hardware on which that version was tested, or with a
+    list of tested versions.
     """
     known = found.partition("+")[0]  # without the local version label
     if known in tested:
@@ -143,7 +143,9 @@ def _torch_probes() -> Iterator[Item]:
 
 
 def _gpu_sum(num_gpus: int) -> Item:
-    """Runs a short all-reduce over the GPUs. If it fails, finds the pair of GPUs that fails."""
+    """Runs a short all-reduce over the GPUs. If the all-reduce fails, finds the pair of GPUs that
+    fails.
+    """
     works, found = gpu_links.judge(num_gpus)
     if works:
         return Item("all-reduce", "ok", found)

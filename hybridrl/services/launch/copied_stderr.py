@@ -9,8 +9,8 @@ from typing import IO
 
 from hybridrl import console
 
-END_S = 1.0  # time to finish copying after the rank is gone
-READ_S = 0.2  # time to copy the last output if the rank was killed but still exists
+END_S = 1.0  # Time to finish copying after the rank is gone.
+READ_S = 0.2  # Time to copy the last output if the rank was killed but still exists.
 
 
 class CopiedStderr:

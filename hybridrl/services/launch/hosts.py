@@ -22,12 +22,12 @@ from hybridrl.services.launch.connections import Connection, Host, ProcessConnec
 from hybridrl.services.launch.local_ranks import Share
 from hybridrl.services.launch.node import Order
 
-PROBE_S = 60.0  # maximum time that a host may take to reply
-CONNECT_S = 5  # timeout for a lost host; if an option is repeated, ssh uses the first value
+PROBE_S = 60.0  # Maximum time until a host replies.
+CONNECT_S = 5  # Timeout for a lost host; if an option is repeated, ssh uses the first.
 SSH_OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15")
 # A host that does not respond for 30 s is considered lost, like a rank (heartbeat.py).
 KEEP_ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6")
-PORTS = (10_000, 32_000)  # below the ephemeral port range of all systems
+PORTS = (10_000, 32_000)  # Below the ephemeral port range of all systems.
 # Environment variables of the user that are passed to ranks on other hosts.
 FORWARDED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "OMP_NUM_THREADS")
 FORWARDED_PREFIXES = (
@@ -49,8 +49,8 @@ def read_hostfile(file: Path) -> list[Host]:
     added.
 
     Raises:
-        UserError: The file is unreadable or names no host. ConfigError: Lines are invalid; the
-            error contains all of them.
+        UserError: The file cannot be read.
+        ConfigError: Some lines are invalid, or no line names a host; the error lists all problems.
     """
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
@@ -86,7 +86,7 @@ def shares(hosts: Sequence[Host], world_size: int, address: str, port: int) -> l
     """Assigns consecutive ranks to each host. Hosts without ranks are left out.
 
     Args:
-        hosts: Hosts in rank order. Together, they must have enough slots.
+        hosts: Hosts in rank order. Their slots must suffice for all ranks.
         world_size: Number of ranks.
         address, port: Address and port of the job's store, which is on the first host.
     """
@@ -102,8 +102,8 @@ def ask_hosts(hosts: Sequence[Host], ssh: Sequence[str], address: str) -> None:
     """Checks that all hosts can be reached, and that their installation matches this host.
 
     Raises:
-        UserError: The first host has a loopback name. ConfigError: Hosts fail the check; the error
-            contains all of them.
+        UserError: The first of several hosts has a loopback name.
+        ConfigError: Some hosts fail the check; the error lists these hosts.
     """
     if _LOOPBACK.fullmatch(address) and not all(_LOOPBACK.fullmatch(host.name) for host in hosts):
         raise UserError(
@@ -145,7 +145,7 @@ def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
     if answer == f"hybridrl {__version__}":
         return None
     name, last = f"host {host.name}", lines[-1] if lines else f"exit code {code}"
-    if code == 255:  # an error of ssh itself
+    if code == 255:  # ssh itself failed
         remedy = f"Make `{shlex.join([*ssh, host.name])}` work without a password, or remove it."
         return UserError(name, last, "a host that ssh can reach", remedy)
     return UserError(

@@ -81,12 +81,12 @@ class HostsJob:
     ) -> None:
         self._cluster, self._port, self._fits = cluster, port, fits
         self._down = set[str]()
-        self._left_out = dict[str, int]()  # number of unused slots, by host
+        self._left_out = dict[str, int]()  # Number of unused slots, by host.
         self._used, self._parts = list(hosts[: len(parts)]), list(parts)
         self._max_size = parts[0].world_size
         self._named = hosts[0].name, parts[0].address
-        self._lost: list[tuple[str, int]] = []  # ranks that each host lost in the last start
-        self._futile: dict[str, int] = {}  # starts without a step that lost ranks, by host
+        self._lost: list[tuple[str, int]] = []  # Ranks that each host lost in the last start.
+        self._futile: dict[str, int] = {}  # Starts that lost ranks and made no step, by host.
 
     @property
     def where(self) -> str:

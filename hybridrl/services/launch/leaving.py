@@ -3,9 +3,9 @@ torch.
 
 Who waits for whom: a rank waits in `wait_for_gate` for its launcher, and the launcher waits for the
 processes of earlier starts. The kernel takes seconds to free a rank's page-locked host memory and
-GPU memory. The launcher knows the exit code of a killed rank before that, so ranks of the next
-start can already import modules in the meantime. Invariant: a rank neither allocates GPU memory nor
-reads a copy of the state until all processes from earlier starts are gone.
+GPU memory. The launcher knows the exit code of a killed rank before the rank's memory is free, so
+ranks of the next start can already import modules in the meantime. Invariant: a rank neither
+allocates GPU memory nor reads a copy of the state until all processes from earlier starts are gone.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from hybridrl.console import say
 GATE_FD = (
     "HYBRIDRL_GATE_FD"  # descriptor of a pipe that closes when the ranks of earlier starts are gone
 )
-EXIT_CODE = 49  # field of /proc/PID/stat, counted from the state (proc(5), field 52)
-SLOW_S = 30.0  # processes that take longer to free their memory are reported
+EXIT_CODE = 49  # Index in /proc/PID/stat, where 0 is the state (proc(5), field 52).
+SLOW_S = 30.0  # A message names processes that need longer to free their memory.
 
 
 def is_killed(pid: int) -> bool:
     """Whether a process has received SIGKILL and executes no more code.
 
-    Linux reports this before it frees the process's memory. Returns False on other systems.
+    Linux reports the SIGKILL before it frees the process's memory. Returns False on systems other
+    than Linux.
 
     Args:
         pid: Id of a child process that no one has waited for yet.

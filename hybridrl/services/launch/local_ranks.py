@@ -35,16 +35,16 @@ from hybridrl.services.launch.copied_stderr import CopiedStderr
 from hybridrl.services.launch.leaving import GATE_FD, Leaving, is_killed
 from hybridrl.services.launch.rank_ends import EndedRank, Outcome, conclude
 
-PROGRAM = ("-m", "hybridrl.cli.main")  # arguments for Python that start hybridrl in a rank
-LOGS = "logs"  # folder in the run folder
+PROGRAM = ("-m", "hybridrl.cli.main")  # Arguments for Python that start hybridrl in a rank.
+LOGS = "logs"  # Folder in the run folder.
 POLL_S = 0.1
-GRACE_S = 3.0  # time that other ranks have to report the same mistake after the first failure
+GRACE_S = 3.0  # Time in which other ranks may report the same mistake.
 KILL_AFTER_S = 10.0
-LEAVE_S = CLOSE_S + KILL_AFTER_S  # time that other ranks have to stop; rank 0 closes its trackers
-NOTICE_S = 1.0  # a message reports ranks that still run this long after a signal
-NOTICE_EVERY_S = 15.0  # interval at which that message is repeated
-SAME_SIGNAL_S = 1.0  # signals closer than this count as one
-STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # exit codes of ranks that saved and ended
+LEAVE_S = CLOSE_S + KILL_AFTER_S  # Time that other ranks have to stop; rank 0 closes its trackers.
+NOTICE_S = 1.0  # Time after a signal until a message reports ranks that still run.
+NOTICE_EVERY_S = 15.0  # Interval at which that message is repeated.
+SAME_SIGNAL_S = 1.0  # Signals that are closer together count as one signal.
+STOP_CODES = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # Exit codes of ranks that saved.
 PR_SET_PDEATHSIG = 1
 LOCAL = "127.0.0.1"
 STACKS_S = 0.5  # time that ranks have to write their stacks
@@ -103,7 +103,7 @@ class _Rank:
 
     @property
     def failure(self) -> Failure | None:
-        """Failure that the rank reported; None if it reported none."""
+        """Failure that the rank reported; None if there is no report."""
         return Failure.read(self.log.with_suffix(".error"))
 
 
@@ -157,9 +157,9 @@ def run_ranks(
         steer: Function that is called once with the list of signals to send to the ranks. The
             function may start a thread that appends signals later. A second signal ends the ranks
             immediately.
-        leaving: Tracker for processes from earlier starts, for which these ranks wait. The
-            processes of this start are added to it. None if this is the only start; the launcher
-            then waits for this start's processes.
+        leaving: Tracker for processes from earlier starts, for which the new ranks wait. The
+            processes of this start are added to the tracker. None if this is the only start; the
+            launcher then waits for this start's processes.
     """
     ranks: list[_Rank] = []
     copied, of_starts = CopiedStderr(), leaving or Leaving()
@@ -203,8 +203,8 @@ def _start_all(
 ) -> None:
     """Starts the ranks, appends each to `ranks` once it runs, and closes `gate`."""
     try:
-        # Rank 0 serves the job's store on this socket. It is bound here, because another process
-        # could take the port while the rank imports torch.
+        # Rank 0 serves the job's store on this socket. The socket is bound here, because another
+        # process could take the port while the rank imports torch.
         with socket.socket() as server:
             if share.first == 0:
                 _bind(server, share)
@@ -235,8 +235,8 @@ def _bind(server: socket.socket, share: Share) -> None:
 
 
 def _make_log_dir(log_dir: Path, share: Share) -> None:
-    """Creates the folder, and removes files that these ranks left at an earlier start. If this
-    launcher starts all ranks, removes the files of all ranks.
+    """Creates the folder, and removes files that this launcher's ranks left at an earlier start. If
+    this launcher starts all ranks, removes the files of all ranks.
     """
     try:
         log_dir.mkdir(parents=True, exist_ok=True)

@@ -26,8 +26,8 @@ from hybridrl.console import say
 from hybridrl.errors import UserError
 from hybridrl.services.launch.local_ranks import Share, run_ranks
 
-BEAT, BEAT_S = b"0\n", 5.0  # line that keeps the connection alive, and how often it is sent
-LEASE_S = 25.0  # must be shorter than the timeout of ssh (hosts.py)
+BEAT, BEAT_S = b"0\n", 5.0  # Line that keeps the connection alive, and its interval.
+LEASE_S = 25.0  # Must be shorter than the timeout of ssh (hosts.py).
 MARK = b"\0"
 
 
@@ -39,8 +39,8 @@ class Order:
         share: Ranks that the machine starts.
         command: Arguments for Python in each rank.
         log_dir: Folder for the run's logs, shared by all machines.
-        environment: Environment variables for the ranks. They are sent over stdin because they may
-            contain API keys, and other users could read a command line.
+        environment: Environment variables for the ranks. The variables are sent over stdin because
+            they may contain API keys, and other users could read a command line.
     """
 
     share: Share

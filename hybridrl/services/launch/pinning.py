@@ -39,9 +39,7 @@ def laid_out(config: Config, world_size: int) -> tuple[Config, list[str]]:
 
 
 def fits_on(config: Config, world_size: int) -> bool:
-    """Whether `world_size` ranks can train the run, with the configured layout or an automatic
-    one.
-    """
+    """Whether `world_size` ranks can train the run, with the configured or an automatic layout."""
     try:
         found = with_layout(config, world_size, local_host())
     except ConfigError:
@@ -53,7 +51,7 @@ def with_commits(config: Config) -> Config:
     """Returns the config with every hub name pinned to a commit.
 
     The launcher resolves the commits and passes them to its ranks. Under torchrun, rank 0 resolves
-    them.
+    the commits.
     """
     if is_launched():
         return with_names(config, names_from_json(os.environ[HUB_NAMES]))

@@ -56,7 +56,7 @@ class Outcome:
     """Describes how the ranks of a launcher ended.
 
     Args:
-        culprits: The ranks that failed first. The launcher ended all others.
+        culprits: The ranks that failed first. The launcher ended all other ranks.
         stopped_by: Number of the signal that asked the ranks to stop; 0 if none.
         fault: Reason why the log of rank 0 is incomplete; None if it is complete.
     """
@@ -110,8 +110,8 @@ def has_lost_ranks(outcome: Outcome, log_dir: Path) -> bool:
     restart.
 
     A rank on another node may have failed earlier, with its own error. That rank's error file is in
-    the shared log folder. After a SIGKILL, such a file does not count, because it may only report a
-    broken connection.
+    the shared log folder. After a SIGKILL, an error file does not count, because it may only report
+    a broken connection.
     """
     if not lost_ranks(outcome):
         return False
@@ -178,7 +178,7 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
 
 
 def _log_of(index: int, ranks: Mapping[int, EndedRank], log_dir: Path) -> str:
-    """Returns the path of a rank's log. The launcher on another machine may have written it."""
+    """Returns the path of a rank's log. The launcher on another machine may have written the log."""
     return ranks[index].log if index in ranks else str(log_dir / f"rank_{index}.log")
 
 
@@ -194,13 +194,15 @@ def _phase_began(log: str) -> float:
 def _order(code: int, failure: Failure | None) -> tuple[bool, bool, float]:
     """Returns a key that sorts failures so that the most likely cause comes first."""
     is_of_peer = failure is not None and failure.kind in ("peer", "lost")
-    # A rank that ends without a report breaks connections. Other ranks then report this as their
-    # own error.
+    # A rank that ends without a report breaks connections. Other ranks then report the broken
+    # connection as their own error.
     return code >= 0, is_of_peer, 0.0 if failure is None else failure.time
 
 
 def _append(rank: EndedRank, message: str) -> str | None:
-    """Appends a message to a rank's log. Returns an error text if this fails, else None."""
+    """Appends a message to a rank's log. Returns an error text if the log cannot be written, else
+    None.
+    """
     try:
         with Path(rank.log).open("a") as file:
             print(message, file=file)

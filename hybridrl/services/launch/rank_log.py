@@ -2,7 +2,7 @@
 torch.
 
 hybridrl's launcher redirects the output of its ranks to their logs. Under torchrun, a rank opens
-its own log in the run folder. A separate process (tee) copies the rank's output there, so that
+its own log in the run folder. A separate process (tee) copies the rank's output to the log, so that
 messages from a crash are not lost.
 """
 
@@ -21,14 +21,14 @@ from hybridrl.console import say
 from hybridrl.parallel.failure import LOG_DIR, rank_file
 from hybridrl.parallel.stacks import STACKS_SIGNAL
 
-_COPIERS: list[subprocess.Popen[bytes]] = []  # no one waits for these processes
-# This process outlives the rank, ignores signals that both receive, and ends when its input ends.
-# It ignores SIGPIPE, so that it keeps writing the log after the console is gone.
+_COPIERS: list[subprocess.Popen[bytes]] = []  # Nothing waits for these processes.
+# `tee` outlives the rank, ignores signals that the rank also receives, and ends when its input
+# ends. It ignores SIGPIPE, so that it keeps writing the log after the console is gone.
 TEE = 'trap "" HUP INT TERM USR1 PIPE; exec tee -a "$0"'
 
 
 def log_to(folder: Path) -> None:
-    """Copies this rank's stderr to `folder/rank_N.log`, and also its stdout unless it is rank 0.
+    """Copies stderr, and on all ranks but rank 0 also stdout, to `folder/rank_N.log`.
 
     The run itself logs rank 0's steps. If the log cannot be opened, output is written only to the
     console.

@@ -31,7 +31,9 @@ def report_of_ranks(arguments: Sequence[str], world_size: int) -> dict[str, Any]
 
 
 def leave_for_parent(report: dict[str, Any]) -> bool:
-    """Writes the report for the parent process. Returns False if no parent process expects one."""
+    """Writes the report for the parent process. Returns False if no parent process expects a
+    report.
+    """
     file = rank_file(".log")
     if file is None or not is_launched():
         return False

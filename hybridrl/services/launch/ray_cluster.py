@@ -24,11 +24,11 @@ from hybridrl.errors import ConfigError, UserError, said
 from hybridrl.services.launch.connections import Connection, Host
 from hybridrl.services.launch.node import Order
 
-ANSWER_S = 60.0  # maximum time that an actor may take to reply
-ASK_S = 20.0  # maximum time that a node may take to report its version and folder
-CONNECT_S = 10.0  # timeout for connecting to the cluster
-FREE_S = 10.0  # maximum time until the slots of an ended actor are free
-POLL_S = 0.2  # time that an actor waits for output before it replies
+ANSWER_S = 60.0  # Maximum time until an actor replies.
+ASK_S = 20.0  # Maximum time until a node reports its version and folder.
+CONNECT_S = 10.0  # Timeout for connecting to the cluster.
+FREE_S = 10.0  # Maximum time until the slots of an ended actor are free.
+POLL_S = 0.2  # Time that an actor waits for output before it replies.
 # Ray's codes for nodes that were stopped, or that the autoscaler removed because they were idle.
 STOPPED = (1, 4)
 INSTALL = "pip install 'hybridrl[ray]'"
@@ -166,9 +166,9 @@ class RayCluster:
     def __init__(self, address: str, has_gpus: bool) -> None:
         self._ray = connect(address)
         self.unit = "GPU" if has_gpus and self._ray.cluster_resources().get("GPU") else "CPU"
-        self._ids: dict[str, str] = {}  # ids of nodes that match this host, by address
-        self._refused: dict[str, str] = {}  # ids of nodes whose installation does not match
-        self._taken: dict[str, int] = {}  # slots that the current or last start uses
+        self._ids: dict[str, str] = {}  # Ids of nodes that match this host, by address.
+        self._refused: dict[str, str] = {}  # Ids of nodes whose installation does not match.
+        self._taken: dict[str, int] = {}  # Slots that the current or last start uses.
         self._connections: list[RayConnection] = []
         if wrong := self._ask_new(set()):
             self.close()
@@ -270,7 +270,7 @@ class RayCluster:
         return wrong
 
     def _free(self) -> dict[str, int]:
-        """Returns how many slots on each node this job may use: free slots, and slots that it
+        """Returns how many slots on each node this job may use: free slots, and slots that the job
         already uses.
 
         For a moment after an actor has ended, Ray still reports its slots as used.
@@ -325,7 +325,7 @@ def connect(address: str) -> Any:
     if "://" in address or address in ("", "local"):
         allowed = 'HOST:PORT of a running cluster, or "auto"'
         raise UserError("--ray", address, allowed, "Start `ray start --head`.")
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # do not send usage statistics
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Do not send usage statistics.
     # Allow tasks that reserve no GPU to see the GPUs on their node.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:

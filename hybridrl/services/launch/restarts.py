@@ -129,8 +129,8 @@ class LocalJob:
     def run(self, arguments: Sequence[str], log_dir: Path, environment: Mapping[str, str]) -> End:
         """Runs the ranks and waits for them.
 
-        The memory of killed ranks may not be free yet. The ranks of the next start wait until it is
-        free.
+        The memory of killed ranks may not be free yet. The ranks of the next start wait until the
+        memory is free.
         """
         command, share = [*self._program, *arguments], Share.whole(self._size)
         outcome = run_ranks(command, share, log_dir, environment, leaving=self._leaving)
@@ -159,7 +159,7 @@ def _has_stepped(folder: Path, num_starts: int) -> bool:
 
 
 def _last_step(folder: Path) -> int:
-    """Returns the last step that a run recorded; 0 if there is none or its line is incomplete."""
+    """Returns the last step that a run recorded; 0 if the last line is missing or incomplete."""
     with suppress(OSError, ValueError, LookupError, TypeError):
         line = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1]
         return int(json.loads(line)["step"])

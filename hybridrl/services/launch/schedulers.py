@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 JobKind = Literal["jobset", "pytorchjob"]
-PORT = "29500"  # port of the job's store; always free, because each pod has its own address
-MAX_RESTARTS = 3  # maximum number of restarts of a Kubernetes job if run.max_restarts is 0
-# Exit code of a node whose ranks were lost and may restart. It is larger than all other exit codes,
-# because srun returns the largest, and it does not denote a signal.
+PORT = "29500"  # Port of the job's store; always free, because each pod has an address.
+MAX_RESTARTS = 3  # Maximum number of restarts of a Kubernetes job if run.max_restarts is 0.
+# Exit code of a node whose ranks were lost and may restart. LOST is larger than all other exit
+# codes, because srun returns the largest code, and LOST does not denote a signal.
 LOST = 200
 RESTARTS = "HYBRIDRL_RESTARTS"  # number of times that the job has restarted
 
@@ -62,7 +62,8 @@ def slurm_script(
 
     Args:
         program: Command that runs `hybridrl`.
-        options: Additional sbatch options, as --name=value. They override options in the template.
+        options: Additional sbatch options, as --name=value. These options override options in the
+            template.
         output: File for the job's output; may contain Slurm's patterns. None for Slurm's default.
     """
     gpus = {"gpus-per-node": job.slots} if job.has_gpus else {}

@@ -154,7 +154,7 @@ def on_ray(run: Run, address: str, world: int | None, has_gpus: bool) -> int:
             raise UserError(
                 "--ray",
                 f"{slots} free {cluster.unit} slots in the cluster" + cluster.lost_nodes(),
-                f"{max(world_size, 1)} free slots" + ", with a CPU each" * cluster.has_gpus,
+                f"{max(world_size, 1)} free slots" + ", each with a CPU" * cluster.has_gpus,
                 "Run `ray status`; add nodes, end other jobs, or give --world.",
             )
         parts = shares(hosts, world_size, hosts[0].name, any_port())

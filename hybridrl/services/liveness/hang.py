@@ -8,7 +8,8 @@ an idle rank, or if all waiting ranks are in different collectives. A slow rank 
 because it makes progress. A send and its receive form one operation. Two ranks that are both inside
 such an operation wait for no other rank, so the operation is reported as slow.
 
-Hangs are reported but do not end the run. `run.stall_timeout_s` limits such waits (watch.py).
+Hangs are reported but do not end the run. `run.stall_timeout_s` limits how long ranks wait for each
+other (watch.py).
 """
 
 from __future__ import annotations
@@ -157,7 +158,7 @@ class _Calls:
     def behind(self, call: Call) -> set[int]:
         """Returns the idle ranks that prevent a call from ending.
 
-        They have not reached the call yet, or are in another operation with the same number.
+        These ranks have not reached the call yet, or are in another operation with the same number.
         """
         if call.is_p2p:
             return set() if call.peer is None else {call.peer}

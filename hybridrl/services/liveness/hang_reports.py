@@ -15,7 +15,7 @@ from pathlib import Path
 from hybridrl.parallel.watch import Beat, Call, ranks_text
 from hybridrl.services.liveness.hang import HangWatch, waits_in
 
-HANGS = "hangs"  # folder for reports in the run folder
+HANGS = "hangs"  # Folder for reports in the run folder.
 # Seconds without progress after which a rank is idle. Including the intervals between heartbeats, a
 # hang is reported within 40 s. Before the first step, ranks may load models and start engines for
 # minutes.

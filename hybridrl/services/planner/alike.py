@@ -1,7 +1,7 @@
 """Estimates memory if all models share all ranks, without listing their tensors. No torch.
 
 Layout search and suggested remedies need these sizes for many layouts. Invariant: the peaks equal
-those that `hybridrl plan` computes for the same layout.
+the peaks that `hybridrl plan` computes for the same layout.
 """
 
 from __future__ import annotations

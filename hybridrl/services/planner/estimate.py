@@ -1,8 +1,8 @@
 """Estimates memory and step time of a configuration in which all models share all ranks. No torch.
 
-Layout search uses this for each candidate. Sizes refer to the fullest rank. Reshard traffic is
-estimated as a share of the whole model; `hybridrl plan` computes it slice by slice for the chosen
-layout only.
+Layout search uses this estimate for each candidate layout. Sizes refer to the fullest rank. Reshard
+traffic is estimated as a share of the whole model; `hybridrl plan` computes it slice by slice for
+the chosen layout only.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ from hybridrl.services.planner.text import memory_size
 
 MARGIN_SHARE, MARGIN_BYTES = 0.05, 2 * GIB
 MAX_REMEDIES = 3
-MOST_NAMED = 16  # number of ranks that the verdict lists
-SIZES = (1, 2, 4, 8, 16)  # parallel sizes that are tried
-MULTIPLES = (*SIZES, 32, 64, 128)  # factors by which the number of ranks is multiplied
+MOST_NAMED = 16  # Maximum number of ranks that the verdict lists.
+SIZES = (1, 2, 4, 8, 16)  # Parallel sizes that are tried.
+MULTIPLES = (*SIZES, 32, 64, 128)  # Factors by which the number of ranks is multiplied.
 Changes = dict[str, Any]
 
 
@@ -139,7 +139,7 @@ def _waiting(config: Config, cache: Memory, room: int, num_ranks: int) -> str:
     Args:
         config: Configuration of the run.
         cache: Memory of a rank that has an engine.
-        room: Number of requests that fit into its KV cache.
+        room: Number of requests that fit into that rank's KV cache.
         num_ranks: Number of ranks that have an engine.
     """
     said, lag, most = "", config.steps.max_policy_lag, config.rollout.max_batch

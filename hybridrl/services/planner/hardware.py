@@ -183,13 +183,13 @@ def _sizes(given: ClusterFile, world_size: int, host: Host) -> dict[str, Assumed
     divisor = f"a divisor of the world size {world_size}"
     if nodes is not None:
         if world_size % nodes:
-            return UserError("nodes", nodes, divisor, "Change it or --world.")
+            return UserError("nodes", nodes, divisor, "Change nodes or --world.")
         per_node = Assumed(world_size // nodes, derived)
         return {"nodes": Assumed(nodes, source), "gpus_per_node": per_node}
     if gpus is not None:
         gpus = min(gpus, world_size)
         if world_size % gpus:
-            return UserError("gpus_per_node", gpus, divisor, "Change it or --world.")
+            return UserError("gpus_per_node", gpus, divisor, "Change gpus_per_node or --world.")
         return {
             "nodes": Assumed(world_size // gpus, derived),
             "gpus_per_node": Assumed(gpus, source),

@@ -39,8 +39,8 @@ MOST_HEAD_BYTES = 1 << 30
 # and that vLLM uses for CUDA graphs and workspace. Measured on H200.
 GROUP_BYTES = 768 * MIB
 GRAPH_BYTES = 448 * MIB
-ADAM_BYTES = 8  # two fp32 moments
-MASTER_BYTES = 4  # fp32 copy of 16-bit parameters
+ADAM_BYTES = 8  # Two fp32 moments.
+MASTER_BYTES = 4  # An fp32 copy of 16-bit parameters.
 MAIN_GRAD_BYTES = 4
 FP32_BYTES = 4
 
@@ -51,8 +51,8 @@ class Memory:
 
     Args:
         train: Largest peak of training for any sample lengths.
-        count_usual_train: Function that computes `usual_train`. It is called only on demand,
-            because packing samples is slow, and a search evaluates thousands of layouts without it.
+        count_usual_train: Function that computes `usual_train`. Called only on demand, because
+            packing samples is slow, and a search evaluates thousands of layouts without it.
         rollout: Peak of generation, including the KV cache.
         kv_cache: Size of the KV cache for all concurrently decoded requests, including their
             recorded experts.

@@ -49,7 +49,7 @@ class Placed:
         layout: The policy's training layout on its ranks, with the chosen order of axes.
         choice: Chosen order of the training axes, with its cost.
         whole: Training layout of each rank.
-        sources: For each rank, the layout of the elements that it sends to engines.
+        sources: For each rank, the layout of the elements that the rank sends to engines.
         parts: Layout of each tensor-parallel rank of an engine.
         engines: Assignment of ranks to parts of engines.
         shared: For each rank, the number of engine elements that share the trainer's memory.

@@ -22,9 +22,9 @@ from hybridrl.models.family import read_model
 def planned_models(config: Config) -> tuple[RunModels | None, list[UserError]]:
     """Returns the models of the run, or the errors that prevent finding them.
 
-    A user's own algorithm is imported and instantiated here, as in a run, because only its class
-    knows whether it needs a critic. Any failure in its code, even sys.exit, is returned as an
-    error.
+    A user's own algorithm is imported and instantiated here, as in a run, because only the class
+    knows whether the algorithm needs a critic. Any failure in the user's code, even sys.exit, is
+    returned as an error.
     """
     needs: dict[str, Needs] = {}
     found: list[UserError] = []

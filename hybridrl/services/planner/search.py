@@ -115,7 +115,7 @@ class Search:
                 continue
             try:
                 self._judge(layout, result)
-            except ModelError as error:  # a tensor cannot be sharded this way
+            except ModelError as error:  # a tensor cannot be sharded in this layout
                 result.num_refused += 1
                 result.refusals.setdefault(error.name, error)
         result.best.sort(key=lambda one: (round(one.step_s, 4), one.found.most_bytes))

@@ -1,8 +1,8 @@
 """Predicts how long a step's phases take, from the model, layout, cluster and sample lengths.
 
 No torch. Estimates what a rank computes, copies and sends, and divides these amounts by the
-cluster's rates. The constants below correct these estimates. They were fitted to steps and passes
-on H200 (benchmarks/results/step_h200.json, step_h200_lag.json, layouts_h200.json,
+cluster's rates. The constants below correct these estimates. The constants were fitted to steps and
+passes on H200 (benchmarks/results/step_h200.json, step_h200_lag.json, layouts_h200.json,
 layouts_moe_h200.json, train_h200.json, train_moe_h200.json, rollout_h200.json, and the mixture of
 experts in step_4gpu_h200.json; tests/unit/test_plan_times.py lists the error of each prediction).
 Predictions for other GPUs differ only in the rates. These predictions were compared with steps on
@@ -31,7 +31,7 @@ from hybridrl.services.planner.phase_memory import ADAM_BYTES, MASTER_BYTES, Rol
 # EXPERT_COPIES counts copies to an expert and back, per token and expert, as a multiple of the
 # hidden size.
 HIDDEN_COPIES, PRODUCT_COPIES, EXPERT_COPIES = 20, 6, 6
-LOGIT_BYTES = 8  # per logit: fp32 logits are written and read in chunks
+LOGIT_BYTES = 8  # Per logit: fp32 logits are written and read in chunks.
 # Bytes per gathered token and expert: an fp32 weight, and a flag whether the expert is selected
 # (dispatch.py).
 ROUTER_BYTES = 4 + 1
@@ -52,7 +52,7 @@ HOST_AGAIN_S = 3.5e-3
 # without and with experts.
 HOST_FORWARD_S, HOST_BACKWARD_S = 2.2e-3, 3.4e-3
 HOST_FORWARD_EXPERTS_S, HOST_BACKWARD_EXPERTS_S = 4.9e-3, 10.8e-3
-SMOOTH = 4  # exponent of the norm that combines host time and GPU time
+SMOOTH = 4  # Exponent of the norm that combines host time and GPU time.
 # Fixed time per update and per pass, in seconds, to prepare batches and losses.
 UPDATE_S, PASS_S = 0.03, 0.015
 # Bytes read and written per parameter to add a micro-batch's gradient to the fp32 sum.
@@ -70,8 +70,8 @@ GIVING_BACK_S, ROOM_SHARE, MEMORY_DOUBT = 0.3, 0.9, 0.025
 # host work per request, which overlaps with the GPU; an all-reduce of few tokens.
 ENGINE_STEP_S, LAYER_STEP_S = 1.2e-3, 25e-6
 REQUEST_S, ALL_REDUCE_S = 17e-6, 15e-6
-PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # shares of the matrix rate
-STEP_S = 0.06  # time for rewards and advantages, in seconds
+PREFILL_SHARE, DECODE_SHARE = 0.5, 0.9  # Shares of the rate of matrix products.
+STEP_S = 0.06  # Time for rewards and advantages, in seconds.
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Pa
 
 
 def _beside(gpu_s: float, host_s: float) -> float:
-    """Returns the time of GPU work and its host launches: slightly more than the longer time."""
+    """Returns the time of GPU work and its host launches: slightly more than the longer of the two."""
     return float((gpu_s**SMOOTH + host_s**SMOOTH) ** (1 / SMOOTH))
 
 

@@ -1,10 +1,10 @@
 """Writes one HTML page about one or several runs, as a single file that needs no network.
 
 Reads only run folders. Does not import torch. Omits what a run did not record. Rollout texts are
-untrusted. Invariants: the page contains them as JSON without a "<", so that no HTML parser mistakes
-them for markup, and the page's script inserts them as text nodes; the Content-Security-Policy
-allows only the package's own scripts and styles, identified by their digests; the page cannot
-connect to anything, except to its own server if it is served.
+untrusted. Invariants: the page contains these texts as JSON without a "<", so that no HTML parser
+mistakes the texts for markup, and the page's script inserts them as text nodes; the
+Content-Security-Policy allows only the package's own scripts and styles, identified by their
+digests; the page cannot connect to anything, except to its own server if it is served.
 """
 
 from __future__ import annotations

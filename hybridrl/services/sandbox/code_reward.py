@@ -194,8 +194,8 @@ def run_program(
     Raises:
         SandboxError: The program could not be isolated, and did not run.
     """
-    with _SETUP_LOCK:  # all threads share the folder
-        if not os.path.isdir(_code_folder().name):  # the host may remove old temporary folders
+    with _SETUP_LOCK:  # All threads share the folder.
+        if not os.path.isdir(_code_folder().name):  # The host may remove old temporary folders.
             _code_folder.cache_clear()
         folder = os.path.realpath(_code_folder().name)
         visible = visible_files(tuple(readable))
@@ -247,9 +247,9 @@ def _is_limited(code: int, error: str) -> bool:
 
 @functools.cache
 def _code_folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns a temporary folder with compiled copies of the modules that run in the sandbox. They
-    are compiled because the sandbox cannot write compiled files, and copied because the package may
-    not be readable inside.
+    """Returns a temporary folder with compiled copies of the modules that run in the sandbox. The
+    modules are compiled because the sandbox cannot write compiled files, and copied because the
+    package may not be readable inside.
     """
     folder = tempfile.TemporaryDirectory(prefix="hybridrl-")
     os.chmod(folder.name, 0o755)  # if the trainer is root, the program runs as another user

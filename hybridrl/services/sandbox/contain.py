@@ -53,13 +53,13 @@ SYS_MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, ATTR_RDONLY, ATTR_NOSUID = 442, -100,
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
 SECCOMP_MODE_FILTER = 2
 CAPABILITIES = 0x20080522  # _LINUX_CAPABILITY_VERSION_3
-RLIMIT_MSGQUEUE = 12  # limit on POSIX message queues; missing in the module `resource`
-FIRST_UID = 0x20000000  # first of the unused user ids for programs if the trainer is root
-USER = 1000  # user id inside the sandbox, if the trainer is not root
-OWN_PROCESSES = 5  # processes of the sandbox itself that count towards the user's limit
+RLIMIT_MSGQUEUE = 12  # Limit on POSIX message queues; missing in the module `resource`.
+FIRST_UID = 0x20000000  # First user id for programs if the trainer is root.
+USER = 1000  # User id inside the sandbox if the trainer is not root.
+OWN_PROCESSES = 5  # Processes of the sandbox itself count towards the user's limit.
 
-FOLDER = "/program"  # the program may write here
-CODE = "/hybridrl"  # folder with the code of the two roles
+FOLDER = "/program"  # The program may write to this folder.
+CODE = "/hybridrl"  # Folder with the code of the two roles.
 START_PROGRAM = (
     f"import sys; sys.path.insert(0, {CODE!r})\n"
     "from hybridrl.services.sandbox.program import main\n"
@@ -165,7 +165,9 @@ def _enter_namespaces() -> bool:
 
 
 def _has_users() -> bool:
-    """Whether this root may switch to any user id. Root in a container often may not."""
+    """Whether this process, which runs as root, may switch to any user id. Root in a container
+    often may not.
+    """
     lines = _text("/proc/self/uid_map").splitlines()
     ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
     return any(first <= FIRST_UID and first + count >= FIRST_UID << 2 for first, count in ranges)

@@ -1,16 +1,16 @@
 """Runs the assert statements of a data row in their own process; no code of the scored program runs
 here.
 
-Names that the tests do not define refer to the program. Their values arrive as plain copies
-(values.py), or as stand-ins whose calls, attributes and special methods run in the program's
+Names that the tests do not define refer to the program. The values of such names arrive as plain
+copies (values.py), or as stand-ins whose calls, attributes and special methods run in the program's
 process (rpc.py). This process evaluates asserts, compares plain values and decides the verdict.
 
-If the program ran an operator on a plain operand, it would see the expected value and could claim
-equality. Therefore the operator runs here: on the plain value of the program's object if its class
-derives from a plain class (list, int ...); otherwise it fails, and `==` returns False. Exception:
-for objects that the tests construct through a capitalized name (`Stack()`), operators run in the
-program, because the tests check these operators. Imports only the standard library, rpc.py,
-values.py and verdict.py.
+If the program ran an operator on a plain operand, the program would see the expected value and
+could claim equality. Therefore the operator runs in this process: on the plain value of the
+program's object if its class derives from a plain class (list, int ...); otherwise it fails, and
+`==` returns False. Exception: for objects that the tests construct through a capitalized name
+(`Stack()`), operators run in the program, because the tests check these operators. Imports only the
+standard library, rpc.py, values.py and verdict.py.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ TYPE_CHECKING = False  # importing `typing` is slow
 if TYPE_CHECKING:
     from typing import Any, ClassVar, NoReturn
 
-TESTS = "__main__"  # module name of functions and classes that the tests define
-PROGRAM = Yours(0)  # the program's module
+TESTS = "__main__"  # Module name of functions and classes that the tests define.
+PROGRAM = Yours(0)  # The program's module.
 MODULES = {**{name: name for name in sys.stdlib_module_names}, "np": "numpy", "pd": "pandas"}
 # Maps mutable classes to the function that makes a plain copy.
 MUTABLE: dict[type, Name] = {
@@ -105,14 +105,14 @@ class Judge(Peer):
     def __init__(self, source: int, target: int) -> None:
         super().__init__(source, target)
         self.is_unjudged = False
-        self._stand_ins: dict[int, Any] = {}  # by the number that the program assigned
-        self._numbers: dict[int, int] = {}  # numbers of stand-ins, by id
-        self._mutable: dict[int, Name] = {}  # values of MUTABLE, by id of the derived class
+        self._stand_ins: dict[int, Any] = {}  # Stand-ins by the number that the program assigned.
+        self._numbers: dict[int, int] = {}  # Numbers of stand-ins, by id.
+        self._mutable: dict[int, Name] = {}  # Values of MUTABLE, by id of the derived class.
         self._direct: set[int] = (
             set()
         )  # numbers of objects that the tests constructed and the program never sent itself
-        self._constructors: dict[int, bool] = {}  # by class: only capitalized names so far
-        self._lent: dict[int, str] = {}  # kinds of objects lent to the program, by id
+        self._constructors: dict[int, bool] = {}  # Whether all of a class's names are capitalized.
+        self._lent: dict[int, str] = {}  # Kinds of objects lent to the program, by id.
         Mirror.side = self
 
     def fail(self, error: Exception) -> NoReturn:

@@ -2,7 +2,7 @@
 (program.py). Neither process runs code from the other.
 
 Messages are JSON (values.py). If a call changes a list, dict or other container that it received as
-an argument, the caller's container changes too. It imports only values.py from hybridrl.
+an argument, the caller's container changes too. Imports only values.py from hybridrl.
 """
 
 from __future__ import annotations

@@ -109,11 +109,11 @@ RULES = (
 NAMESPACES = 0x7E020000
 AF_UNIX, NOT_STREAM = 1, 0xE  # SOCK_STREAM is 1; higher bits are flags
 
-AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # linux/audit.h
-X32_CALLS = 0x40000000  # on x86-64, a second table of system calls starts here
-LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # linux/bpf_common.h
-ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000  # linux/seccomp.h; FAIL_WITH is combined with an errno
-Line = tuple[int, int, int, int]  # code, jump if true, jump if false, operand: linux/filter.h
+AUDIT = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}  # See linux/audit.h.
+X32_CALLS = 0x40000000  # On x86-64, a second table of system calls starts here.
+LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06  # See linux/bpf_common.h.
+ALLOW, FAIL_WITH = 0x7FFF0000, 0x00050000  # See linux/seccomp.h; FAIL_WITH is added to an errno.
+Line = tuple[int, int, int, int]  # Code, jump if true, jump if false, operand: see linux/filter.h.
 
 
 def numbers(text: str, machine: str) -> dict[str, int]:
@@ -170,8 +170,8 @@ def _by_argument(rule: Rule) -> list[Line]:
     for argument, values in rule.values.items():
         lines.append(_load(argument))
         for value in rule.no_op:
-            lines += [(EQUAL, 0, 1, value), (RETURN, 0, 0, FAIL_WITH)]  # error 0 means success
-        for number, value in enumerate(values):  # jump past the line that refuses
+            lines += [(EQUAL, 0, 1, value), (RETURN, 0, 0, FAIL_WITH)]  # Error 0 means success.
+        for number, value in enumerate(values):  # Jump past the line that refuses.
             lines.append((EQUAL, len(values) - number, 0, value))
         lines.append((RETURN, 0, 0, FAIL_WITH | rule.otherwise))
     return [*lines, (RETURN, 0, 0, ALLOW)]

@@ -47,8 +47,8 @@ def visible_files(more: tuple[str, ...]) -> dict[str, Any]:
     for prefix in prefixes:
         parts = ("lib", "lib64", "pyvenv.cfg", "share/zoneinfo")
         found += [os.path.join(prefix, part) for part in parts]
-    # Other folders in sys.path come from editable installs. They are whole projects and remain
-    # hidden.
+    # Other folders in sys.path come from editable installs. Such folders are whole projects and
+    # remain hidden.
     found += [p for p in path if p.endswith(("site-packages", "dist-packages"))]
     found += [os.path.dirname(file) for file in mapped if ".so" in os.path.basename(file)]
     links: dict[str, str] = {}
