@@ -16,7 +16,7 @@ from hybridrl.errors import said
 
 @dataclass(frozen=True)
 class ToolCall:
-    """A tool call in a turn. `error` explains why the call is malformed; None if the call is valid."""
+    """A tool call in a turn. `error` explains why the call is malformed; None if it is valid."""
 
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
@@ -41,8 +41,8 @@ class Hermes:
     """
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Returns the calls. `error` is set for a call that is not a JSON object or lacks a closing
-        tag.
+        """Returns the tool calls. `error` is set for a call that is not a JSON object or lacks a
+        closing tag.
         """
         return [_json_call(body) for body in _between(text, "<tool_call>", "</tool_call>")]
 
@@ -74,7 +74,7 @@ class Tag:
         self._open, self._close, self._before, self._after = open, close, before, after
 
     def calls(self, text: str) -> list[ToolCall]:
-        """Returns the calls. `error` is set for a call without a closing tag."""
+        """Returns the tool calls. `error` is set for a call without a closing tag."""
         return [
             ToolCall(self._tool, {self._argument: body})
             if body is not None

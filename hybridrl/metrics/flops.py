@@ -68,8 +68,8 @@ def attention_length(shape: ModelShape) -> int:
     products with weights, including the output head.
 
     A sequence of L positions has L / 2 query-key pairs per token. Each pair costs 2 FLOPs per head
-    for each element of a key and a value. The total is L * (key + value) * heads per token and
-    layer. Matrix products cost 2 FLOPs per weight and token.
+    for each element of a key and a value. Attention thus costs L * (key + value) * heads FLOPs per
+    token and layer. Matrix products cost 2 FLOPs per weight and token.
     """
     weights = matmul_params(shape) + shape.hidden_size * shape.vocab_size
     return 2 * weights // (shape.num_layers * shape.num_heads * (shape.head_dim + shape.value_dim))

@@ -122,7 +122,8 @@ class TensorBoardSink:
     Args:
         folder: Run folder, which must contain config.yaml. Events are written to its
             `tensorboard/`.
-        last_step: Step after which the run resumes. TensorBoard hides later steps.
+        last_step: Step after which the run resumes. TensorBoard hides later steps of earlier
+            starts.
     """
 
     def __init__(self, folder: Path, last_step: int = 0) -> None:
@@ -231,8 +232,8 @@ class RolloutDump:
 
     Args:
         directory: Folder, usually `runs/NAME/rollouts`.
-        every: Number of steps from one file to the next; 0 for no files. If files are written, the
-            first step is always written.
+        every: Number of steps from one file to the next; 0 for no files. Unless `every` is 0, the
+            first step has a file.
     """
 
     def __init__(self, directory: Path, every: int) -> None:

@@ -116,8 +116,8 @@ def step_metrics(
 
     Args:
         values: Metrics by name, as in STEP_KEYS.
-        seconds: Seconds in each phase and, as "step", in the whole step. A missing phase took 0
-            seconds.
+        seconds: Seconds in each phase and, as "step", in the whole step. A phase without an entry
+            counts as 0 seconds.
         num_tokens: Number of prompt and response tokens that the step read or generated, on all
             ranks.
         world_size: Number of ranks, each a GPU (or a process on CPU).

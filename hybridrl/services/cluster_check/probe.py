@@ -4,7 +4,8 @@ The question is one line of JSON on stdin: the name of a function in QUESTIONS, 
 PREFIX marks the answer, because libraries also print to stdout.
 
 Who waits for whom: in `facts`, a node waits up to CONNECT_S for all other nodes to connect. In
-`meet`, nodes wait for each other's files and in collectives. Functions that measure import torch.
+`meet`, nodes wait for each other's files and in collectives. Only functions that take measurements
+import torch.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ class NodeFacts:
         unknown_names: Nodes whose names cannot be resolved.
         unconnected: Errors in connecting to other nodes, by node.
         folder_fault: Error when writing to the run folder; "" if there is none.
-        clock_ahead_s: Seconds by which the node's clock is ahead of the launching host's.
+        clock_ahead_s: Seconds by which the node's clock is ahead of the launching host's clock.
     """
 
     node: str

@@ -1,4 +1,4 @@
-"""Reaches hosts over ssh, for `hybridrl launch --hostfile`. Does not import torch.
+"""Connects to hosts over ssh, for `hybridrl launch --hostfile`. Does not import torch.
 
 Reads the hostfile, and checks all hosts before any rank starts. Hosts must share the working
 folder, the Python environment and the run folder.

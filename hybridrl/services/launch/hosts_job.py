@@ -165,7 +165,7 @@ class HostsJob:
         return hosts
 
     def _is_wider(self) -> bool:
-        """Whether more ranks than now could train on the hosts that are up."""
+        """Whether more ranks could train on the hosts that are up than in the current start."""
         return next(self._layouts(self._ask()), (0, []))[0] > self._parts[0].world_size
 
     def _choose(self, hosts: Sequence[Host]) -> bool:

@@ -131,7 +131,7 @@ def launch(
 
     Args:
         log_dir: Folder for `rank_N.log` (text is appended), `rank_N.phase` and `rank_N.error`.
-        program: Arguments for Python, for tests that run another program than hybridrl.
+        program: Arguments for Python, for tests that run a program other than hybridrl.
         environment: Additional environment variables for the ranks.
 
     Returns:

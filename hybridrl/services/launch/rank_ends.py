@@ -178,7 +178,7 @@ def _report(outcome: Outcome, log_dir: Path) -> int:
 
 
 def _log_of(index: int, ranks: Mapping[int, EndedRank], log_dir: Path) -> str:
-    """Returns the path of a rank's log. The launcher on another machine may have written the log."""
+    """Returns the path of a rank's log, which a launcher on another machine may have written."""
     return ranks[index].log if index in ranks else str(log_dir / f"rank_{index}.log")
 
 

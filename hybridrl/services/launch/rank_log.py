@@ -1,5 +1,5 @@
-"""Opens a rank's log: for all output under torchrun, and for stacks on request. Does not import
-torch.
+"""Opens a rank's log, for all output under torchrun and for stacks that a signal requests. Does not
+import torch.
 
 hybridrl's launcher redirects the output of its ranks to their logs. Under torchrun, a rank opens
 its own log in the run folder. A separate process (tee) copies the rank's output to the log, so that

@@ -87,7 +87,7 @@ class NodeActor:
 
 
 class RayConnection(Connection):
-    """A connection to node.py that runs in an actor.
+    """A connection to a node.py process that an actor runs.
 
     Args:
         actor: Handle of the actor.

@@ -112,7 +112,7 @@ class LocalJob:
     Args:
         size: Number of ranks at the first start.
         fits: Function that returns whether a given number of ranks can train the run.
-        program: Arguments for Python, for tests that run another program than hybridrl.
+        program: Arguments for Python, for tests that run a program other than hybridrl.
     """
 
     def __init__(

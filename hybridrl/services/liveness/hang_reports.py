@@ -54,7 +54,7 @@ class HangReports:
     ) -> str:
         """Writes a report about the state of every rank to the run folder.
 
-        Returns the message with the path of the report added.
+        Returns the message, extended by the path of the report.
         """
         if run is None:
             return message

@@ -50,7 +50,7 @@ def with_layout(
         given: Contents of a cluster file.
 
     Raises:
-        ConfigError: Every layout violates a configuration rule, or none fits into memory.
+        ConfigError: Every layout violates a configuration rule, or no layout fits into memory.
     """
     if not config.layout.is_open(world_size):
         return config

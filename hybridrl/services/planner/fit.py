@@ -57,7 +57,7 @@ def gpu_verdict(
     assumed: Assumptions,
     may_change: bool = True,
 ) -> dict[str, Any]:
-    """Decides whether the GPU that needs the most memory has enough.
+    """Decides whether the GPU that needs the most memory has enough memory.
 
     Args:
         config, hf_config, assumed: Configuration of the run, the policy's config.json, and the
@@ -210,7 +210,7 @@ class _Search:
     assumed: Assumptions
 
     def remedies(self, world_size: int) -> list[str]:
-        """Returns changes that fit on as few ranks as possible, smallest first; may be empty."""
+        """Returns changes that make the run fit on as few ranks as possible, smallest first."""
         for factor in MULTIPLES:
             if found := list(islice(self._fitting(world_size, factor), MAX_REMEDIES)):
                 return found

@@ -51,7 +51,7 @@ class Assumed(NamedTuple):
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Cluster for which a plan is made.
+    """Cluster that a plan assumes.
 
     Args:
         cluster: Sizes and rates.

@@ -434,7 +434,7 @@ def _pass_bytes(config: Config, held: HeldModel, itemsize: int, micro: MicroBatc
 
 
 def fullest(layouts: Sequence[RankLayout]) -> Elements:
-    """Returns the number of elements on the rank that holds the most."""
+    """Returns the number of elements on the rank that holds the most elements."""
     different = {id(layout): layout for layout in layouts}.values()
     found = []
     for layout in different:
@@ -445,7 +445,7 @@ def fullest(layouts: Sequence[RankLayout]) -> Elements:
 
 
 def most_elements(layouts: Sequence[RankLayout]) -> int:
-    """Returns the number of elements on the rank that holds the most."""
+    """Returns the number of elements on the rank that holds the most elements."""
     return fullest(layouts).num
 
 

@@ -94,7 +94,7 @@ class Search:
         models: Models of the run, the policy first.
         hf_config: The policy's config.json.
         world_size: Number of ranks.
-        assumed: Cluster.
+        assumed: Assumed cluster.
     """
 
     config: Config

@@ -30,7 +30,7 @@ def search_report(
 
     Args:
         result: Result of the search.
-        assumed: Cluster.
+        assumed: Assumed cluster.
         seconds: Duration of the search in seconds.
         kept: Keys that the search does not change because the configuration sets them.
         note: Note about the predicted times, if any.

@@ -43,7 +43,7 @@ class _Thin:
 def fullest_stage(
     family: Family, shape: ModelShape, layout: TrainLayout, head: Head = "lm"
 ) -> Elements:
-    """Returns the number of elements on the rank that holds the most.
+    """Returns the number of elements on the rank that holds the most elements.
 
     Args:
         family, shape: Family and sizes of the model.
@@ -89,7 +89,8 @@ def shared_elements(
     ep: int,
     has_buckets: bool = True,
 ) -> int:
-    """Returns how many engine elements share the trainer's memory, on the rank with the fewest.
+    """Returns how many engine elements share the trainer's memory, on the rank that shares the
+    fewest.
 
     A rank trains only the layers of its pipeline stage, and sharded tensors are shared only if
     engine and trainer shard them identically.

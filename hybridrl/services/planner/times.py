@@ -118,7 +118,7 @@ class Packs:
 
 
 def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Packs:
-    """Returns how an update's samples are packed if all have the usual length."""
+    """Returns how an update's samples are packed if all samples have the usual length."""
     steps, per_prompt = config.steps, config.steps.samples_per_prompt
     updates = steps.updates_per_step
     samples = max(1, ceil(steps.prompts_per_step * per_prompt / updates / dp))
@@ -137,7 +137,7 @@ def packs(config: Config, lengths: Lengths, dp: int, cp: int, budget: int) -> Pa
 
 
 def _beside(gpu_s: float, host_s: float) -> float:
-    """Returns the time of GPU work and its host launches: slightly more than the longer of the two."""
+    """Returns the time of GPU work and its host launches, slightly more than the longer time."""
     return float((gpu_s**SMOOTH + host_s**SMOOTH) ** (1 / SMOOTH))
 
 

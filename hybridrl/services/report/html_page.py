@@ -132,7 +132,8 @@ def embedded(data: object) -> str:
 
 
 def content_security_policy(is_live: bool) -> str:
-    """Returns the page's Content-Security-Policy, which allows only the package's code.
+    """Returns the page's Content-Security-Policy, which allows only the package's own scripts and
+    styles.
 
     A served page may also connect to its own server.
     """

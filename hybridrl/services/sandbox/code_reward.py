@@ -187,8 +187,8 @@ def run_program(
         program: Source code of the program.
         given: Text for standard input.
         limits: `time_s`, `memory_mib`, `disk_mib` and `processes`.
-        tests: Assert statements that use names of the program. If set, `code` in the result is the
-            verdict of the tests.
+        tests: Assert statements that use names of the program. If tests are given, `code` in the
+            result is their verdict.
         readable: Further readable paths (see `Code`).
 
     Raises:

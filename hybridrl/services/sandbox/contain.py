@@ -166,7 +166,7 @@ def _enter_namespaces() -> bool:
 
 def _has_users() -> bool:
     """Whether this process, which runs as root, may switch to any user id. Root in a container
-    often may not.
+    often lacks this right.
     """
     lines = _text("/proc/self/uid_map").splitlines()
     ranges = [(int(first), int(count)) for first, _, count in map(str.split, lines)]
