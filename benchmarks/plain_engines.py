@@ -6,6 +6,7 @@ with as little around it as the package allows, in the same process with the sam
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, NamedTuple
@@ -73,7 +74,6 @@ def plain_sglang(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-    from hybridrl.rollout.sglang.scheduler import token_ids
 
     sampling, scheduler = trainer.sampler.sampling, trainer.engine._scheduler
     runner = scheduler.tp_worker.model_runner
@@ -93,7 +93,7 @@ def plain_sglang(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
             asked = TokenizedGenerateReqInput(
                 rid=f"plain-{number}",
                 input_text=None,
-                input_ids=token_ids(tokens, scheduler),
+                input_ids=array("q", tokens),
                 input_embeds=None,
                 token_type_ids=None,
                 mm_inputs=None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
+from array import array
 from collections.abc import Callable, Sequence
 from types import MethodType
 from typing import Any
@@ -45,7 +46,6 @@ from hybridrl.rollout.sglang import start as sglang_start
 from hybridrl.rollout.sglang.arguments import SPARE_TOKENS, server_arguments
 from hybridrl.rollout.sglang.memory import EnginePools, SaverMemory, allocated_in
 from hybridrl.rollout.sglang.sampling import request_sampling
-from hybridrl.rollout.sglang.scheduler import token_ids
 from hybridrl.rollout.sglang.shared_prompts import SharedPrompts
 
 pytestmark = [*needs("sglang"), pytest.mark.usefixtures("process_group", "closed_engines")]
@@ -144,7 +144,7 @@ def test_sglang_engine_forgets_what_others_have_under_way(
     asked = TokenizedGenerateReqInput(
         rid="another",
         input_text=None,
-        input_ids=token_ids([3, 4, 5], scheduler),
+        input_ids=array("q", [3, 4, 5]),
         input_embeds=None,
         token_type_ids=None,
         mm_inputs=None,
@@ -556,8 +556,11 @@ def test_sglang_engine_turns_longrope_the_same_whatever_else_is_in_a_batch(
         start_packaged("sglang-phi3", hf_config=config)
 
 
-def test_sglang_engine_gives_memory_back_by_sglangs_own_calls() -> None:
+def test_sglang_engine_gives_memory_back_by_sglangs_own_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On CPUs nothing is unmapped; that the calls are there, in order, and leave all as it was."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
     requests = make_requests(6, MIXED)
     engine = make_engine(QWEN3)
     expected = generate(engine, requests)
