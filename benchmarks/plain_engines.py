@@ -74,7 +74,6 @@ def plain_sglang(trainer: Any, prompts: Any, with_logprobs: bool) -> None:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.sampling.sampling_params import SamplingParams
 
-
     sampling, scheduler = trainer.sampler.sampling, trainer.engine._scheduler
     runner = scheduler.tp_worker.model_runner
     ours, made = runner.sampler, SamplingBatchInfo.from_schedule_batch
