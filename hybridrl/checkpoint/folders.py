@@ -96,9 +96,9 @@ class SavedState(BaseModel):
     @model_validator(mode="after")
     def _check_run(self) -> Self:
         if self.step is not None and not self.prompts.get("fingerprint"):
-            raise ValueError("prompts: nothing, where a run has a cursor with a fingerprint")
+            raise ValueError("prompts: must contain the run's position with a fingerprint")
         if any(count < 0 for count in self.num_updates.values()):
-            raise ValueError("num_updates: counts from 0")
+            raise ValueError("num_updates: counts must not be negative")
         return self
 
 
@@ -285,11 +285,11 @@ def with_remedy(
     whole = newest_whole(folder.parent, folder, notify) if STEP_FOLDER.match(folder.name) else None
     if whole is not None:
         remedy = (
-            f"The newest whole checkpoint beside it is {whole}: train with --resume previous to go "
-            "on from there."
+            f"The newest undamaged checkpoint in the same folder is {whole}: train with "
+            "--resume previous to continue from it."
         )
     else:
-        remedy = "No other checkpoint beside it is whole. Restore the file from a copy."
+        remedy = "The same folder contains no undamaged checkpoint. Restore the file from a backup."
     return CheckpointError(error.name, error.value, error.allowed, remedy)
 
 

@@ -52,7 +52,7 @@ class Segments:
         self._free.append((segment, 0))
 
     def empty(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized tensor whose storage has exactly its size."""
+        """Returns an uninitialized tensor whose storage is exactly as large as the tensor."""
         size = math.prod(shape) * dtype.itemsize
         index = next((i for i, (one, at) in enumerate(self._free) if at + size <= len(one)), None)
         if index is None:
@@ -72,7 +72,7 @@ class HostCopies:
     def __init__(self) -> None:
         self._kept: dict[Hashable, torch.Tensor] = {}
         self._allocated: dict[int, torch.Tensor] = {}  # allocated through `allocators`, by address
-        self._begins: list[int] = []  # ascending
+        self._begins: list[int] = []  # start addresses of `_allocated`, ascending
         self._locked = Segments(locked_memory)
         self._reserved: ReservedMemory | None = None
         self._has_reserved = False  # whether the reserved memory is in the segments
@@ -93,15 +93,15 @@ class HostCopies:
         runtime, device = torch.cuda.cudart(), torch.cuda.current_device()
         locks = partial(_lock, device), runtime.cudaHostUnregister
         with suppress(OSError):
-            more = num_bytes + FIRST_BYTES  # additional space for aligning tensors
+            more = num_bytes + FIRST_BYTES  # additional space to align tensors
             self._reserved = ReservedMemory(more, threads_beside_training(num_ranks), *locks)
 
     def take(self, name: Hashable, tensor: torch.Tensor) -> torch.Tensor:
         """Starts to copy a tensor from any device to the host. Call `finish` before reading the
         copy.
 
-        The storage of the copy has exactly its size. `name` must be unique among this rank's
-        tensors.
+        The storage of the copy is exactly as large as the tensor. `name` must be unique among this
+        rank's tensors.
         """
         if not tensor.is_cuda and self._is_allocated(tensor):
             return tensor
@@ -111,8 +111,8 @@ class HostCopies:
 
     def allocators(self, model: str) -> Callable[[int], Allocator]:
         """Returns a function that maps the number of an optimizer to an Allocator for its saved
-        states. Memory for states from a GPU is page-locked. `take` does not copy tensors in this
-        memory again.
+        states. Memory for states from a GPU is page-locked. `take` does not copy tensors that are
+        already in this memory.
 
         Args:
             model: Name of the model that the optimizers train.
@@ -167,7 +167,7 @@ class HostCopies:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of host memory that `reserve` has taken so far."""
+        """Bytes of host memory that `reserve` has allocated so far."""
         return 0 if self._reserved is None else self._reserved.num_taken
 
     def finish(self) -> None:

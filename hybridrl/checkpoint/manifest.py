@@ -128,7 +128,9 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
         return _of_format_1(file, content), digest
     wanted = _read(folder / MANIFEST_DIGEST).decode("ascii", "replace").strip()
     if wanted != digest:
-        raise damaged(file, f"digest {digest}", f"{wanted}, which {MANIFEST_DIGEST} says")
+        raise damaged(
+            file, f"digest {digest}", f"digest {wanted}, which is stored in {MANIFEST_DIGEST}"
+        )
     try:
         return Manifest.model_validate_json(content), digest
     except ValidationError as error:
@@ -310,10 +312,10 @@ def read_piece(
         raise _unreadable(file, error) from None
     where = f"bytes {offset} to {offset + length - 1}"
     if place < length:
-        raise damaged(file, f"a file that is cut short in {where}", f"{offset + length} bytes")
+        raise damaged(file, f"a truncated file, which ends in {where}", f"{offset + length} bytes")
     if piece is not None and digest.hexdigest() != piece.xxh3:
-        what = f"a file that holds something else than was written at {where}"
-        raise damaged(file, what, f"content of digest {piece.xxh3}")
+        what = f"a file whose content was changed at {where}"
+        raise damaged(file, what, f"content with digest {piece.xxh3}")
 
 
 _BUFFERS = threading.local()
@@ -333,7 +335,9 @@ def read_listed(folder: Path, name: str, manifest: Manifest) -> bytes:
     """Reads and verifies a file. Raises CheckpointError if it is unlisted, missing or damaged."""
     file, entry = folder / name, manifest.files.get(name)
     if entry is None:
-        raise damaged(file, "no file of the checkpoint", f"a file that {MANIFEST} lists")
+        raise damaged(
+            file, "a file that does not belong to the checkpoint", f"a file that {MANIFEST} lists"
+        )
     _check_size(file, entry)
     if not entry.pieces:  # format 1 has no digests
         return _read(file)

@@ -2,10 +2,10 @@
 rank has failed.
 
 A copy consists of the files of a checkpoint (store.py), stored in memory. Hosts form a ring. Each
-host stores the files from its own ranks and the files from the previous host, so that no file is
-lost if one host fails. A run that is restarted on a single host loads the newest copy like any
-other checkpoint, in any layout. If it is restarted on several hosts, each of which has part of the
-copy, the hosts first write the copy to the checkpoints folder together.
+host stores the files from its own ranks and the files from the previous host, so that the failure
+of one host loses no file. A run that is restarted on a single host loads the newest copy like any
+other checkpoint, in any layout. If the run is restarted on several hosts, each of which has part of
+the copy, the hosts first write the copy to the checkpoints folder together.
 
 Who waits for whom: `take` is collective and copies all tensors to the host. Then training
 continues, while a thread on every rank writes, sends and receives files. These threads wait for
@@ -74,7 +74,7 @@ from hybridrl.parallel.heartbeat import POLL_S
 from hybridrl.parallel.ring import HostRing, close_connections
 
 Notify = Callable[[str], None]
-MAX_FAILED = 3  # copies are turned off after this many failures in a row
+MAX_FAILED = 3  # after this many failures in a row, copies are turned off
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -207,8 +207,8 @@ class MemoryCopies:
         if newest != self._kept:
             names = ", ".join(str(rank) for rank, of in enumerate(whole) if not of[0])
             self._notify(
-                f"files of the copy of step {newest[0].step} in host memory are gone on the hosts "
-                f"of ranks {names}; {self._what_stays}"
+                f"files of the copy of step {newest[0].step} in host memory no longer exist on "
+                f"the hosts of ranks {names}; {self._what_stays}"
             )
         failure: Exception | None = None
         if self._leads:
@@ -286,15 +286,16 @@ class MemoryCopies:
 
     @property
     def _what_stays(self) -> str:
-        return f"that of step {self._kept[0].step} stays" if self._kept else "there is no other"
+        kept = self._kept
+        return f"the copy of step {kept[0].step} is kept" if kept else "there is no other copy"
 
     def _has_room(self, reserved: int) -> bool:
         """Whether all hosts have enough memory for copies of the current size. Collective."""
         found = self._world.gather_objects((self.num_bytes, reserved))
         needed = self._needed_bytes([num_bytes for num_bytes, _ in found])
         free = free_bytes(sum(found[rank][1] for rank in self._world.mates))
-        said = f"host {os.uname().nodename} has {free / 1e9:.3g} GB for them in memory and "
-        said += f"/dev/shm, and {needed / 1e9:.3g} GB are needed"
+        said = f"host {os.uname().nodename} has {free / 1e9:.3g} GB available in memory and "
+        said += f"/dev/shm, but copies need {needed / 1e9:.3g} GB"
         self._turn_off_if(said if self._leads and free < needed else "")
         self._has_found_room = not self.is_off
         return self._has_found_room
@@ -363,7 +364,7 @@ class MemoryCopies:
             if len(self._hosts) == 1:
                 folder = host_folder(self._number) / f"step_{step}"
                 if (damage := self._damage(folder, manifest, writers)) is None:
-                    self._notify(f"step {step} was in host memory: the run goes on from there")
+                    self._notify(f"step {step} was found in host memory; the run continues from it")
                     self._restored, self.lineage = step, manifest.lineage
                     return folder
                 self._tell_damage(step, damage)
@@ -371,13 +372,13 @@ class MemoryCopies:
             folder = root / f"step_{step}"
             numbered = manifest.model_copy(update={"order": order + 1})
             if (damage := self._write_out(folder, numbered, writers)) is None:
-                self._notify(f"step {step} was in host memory, and is in {folder} now")
+                self._notify(f"step {step} was found in host memory and written to {folder}")
                 return folder
             self._tell_damage(step, damage)
         return None
 
     def _tell_damage(self, step: int, damage: str) -> None:
-        self._notify(f"step {step} was in host memory and is passed over: {damage}")
+        self._notify(f"step {step} was found in host memory but is not used: {damage}")
 
     def _damage(self, folder: Path, manifest: Manifest, readers: Mapping[str, int]) -> str | None:
         """Verifies a copy on this host. Each rank verifies a part of the copy. Returns a
@@ -571,7 +572,8 @@ class _BegunCopy:
     def _gone(self) -> Exception | None:
         """Returns an error if a file of the copy no longer exists, otherwise None."""
         gone = [file for file, size in self.sizes.items() if not _has_size(file, size)]
-        return FileNotFoundError(errno.ENOENT, "it is gone", str(gone[0])) if gone else None
+        what = "the file no longer exists"
+        return FileNotFoundError(errno.ENOENT, what, str(gone[0])) if gone else None
 
     def _write_own(self) -> tuple[dict[str, FileEntry], dict[str, Any], Exception | None]:
         """Writes this rank's files. Returns the manifest entries of the files, the index data of

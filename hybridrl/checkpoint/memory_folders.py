@@ -94,7 +94,9 @@ def make_host_folder(run_folder: Path, number: str) -> None:
     found = folder.parent.lstat()
     is_own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     if not is_own or found.st_mode & 0o077:
-        raise PermissionError(None, f"{folder.parent} is not a folder of this user alone")
+        raise PermissionError(
+            None, f"{folder.parent} is not a folder that only this user can access"
+        )
     _remove_orphans(folder.parent)
     folder.mkdir(exist_ok=True)
     (folder / OF_RUN).write_text(f"{number}\n{run_folder.absolute()}\n", encoding="utf-8")
@@ -122,7 +124,7 @@ def _is_orphan(file: Path) -> bool:
         run_dir, name = os.path.split(run_folder)
         with suppress(FileNotFoundError):  # earlier versions did not write this file
             if int(file.with_name(DEVICE).read_text("ascii")) != os.stat(run_dir).st_dev:
-                return False  # an empty mount point, for example
+                return False  # the folder may be an empty mount point
         try:
             found = Path(run_folder, RUN_ID).read_text(encoding="ascii").strip()
         except FileNotFoundError:

@@ -145,8 +145,8 @@ def _other_model(part: Path, error: BaseException) -> CheckpointError:
     return CheckpointError(
         str(part),
         str(error).splitlines()[0][:300] if str(error) else type(error).__name__,
-        "a checkpoint of this model's shapes",
-        "Load it with the model configuration that wrote it.",
+        "a checkpoint with this model's shapes",
+        "Load the checkpoint with the model configuration that wrote it.",
     )
 
 
@@ -172,7 +172,7 @@ def sharded_state(
     if model.optimizer is None:
         return parts
     described = parts
-    if model.frozen_parts:  # otherwise all layers form one tensor, and it lacks the frozen layers
+    if model.frozen_parts:  # one tensor of all layers would lack the frozen layers
         described = _sharded_weights(model, {**metadata, "non_homogeneous_layers": True})
     weights = described["model0"] if len(model.chunks) == 1 else dict(described)
     for optimizer in model.optimizer.chained_optimizers:
@@ -183,7 +183,7 @@ def sharded_state(
         )
     whole = parts["optimizer"]
     for one in [whole] if len(model.optimizer.chained_optimizers) == 1 else whole.values():
-        if not one["param_state"]:  # Megatron would compare it with the values of other ranks
+        if not one["param_state"]:  # Megatron would compare this empty entry between ranks
             del one["param_state"]
     if not is_loading:
         _separate_storages(whole)
@@ -258,7 +258,7 @@ def _load_weights(chunk: torch.nn.Module, state: Mapping[str, Any]) -> None:
     found = chunk.load_state_dict(state, strict=False)
     names = (*found.missing_keys, *found.unexpected_keys)
     if lost := [name for name in names if not EXTRA_STATE.search(name)]:
-        raise RuntimeError(f"not a parameter of checkpoint and model alike: {lost}")
+        raise RuntimeError(f"parameters that only the checkpoint or only the model has: {lost}")
 
 
 def _make_states(optimizer: Any) -> None:

@@ -46,7 +46,10 @@ def open_on_all_ranks(
     if differing:
         named = ", ".join(f"rank {rank}: {agreement.values[rank][0]}" for rank in differing[:8])
         raise CheckpointError(
-            "the checkpoint to load", f"{path} on rank {world.rank}; {named}", "one path on all", ""
+            "the checkpoint to load",
+            f"{path} on rank {world.rank}; {named}",
+            "the same path on all ranks",
+            "",
         )
     folder: Path = agreement.values[0][1]
     rollouts: dict[str, Any] = {}
@@ -60,7 +63,7 @@ def open_on_all_ranks(
     with world.all_agree("reading the manifest"):
         checkpoint = _wait_for(folder, digest, world)
     if world.rank == 0 and not checkpoint.manifest.has_digests:
-        notify(f"{folder} has no digests, which older versions did not write: it is not verified")
+        notify(f"{folder} has no digests, because an older version wrote it: it is not verified")
     return checkpoint, SavedState.model_validate({**saved, "rollouts": rollouts})
 
 
@@ -72,7 +75,7 @@ def _wait_for(folder: Path, digest: str, world: World) -> Checkpoint:
             manifest, found = read_manifest(folder)
             if found == digest:
                 return Checkpoint(folder, manifest, digest)
-            seen = f"a manifest of digest {found}"
+            seen = f"a manifest with digest {found}"
         except CheckpointError as error:
             seen = f"{error.name}: {error.value}"
         if time.monotonic() > deadline:
@@ -80,7 +83,7 @@ def _wait_for(folder: Path, digest: str, world: World) -> Checkpoint:
                 str(folder / MANIFEST),
                 f"{seen}, on rank {world.rank}, host {socket.gethostname()}, after "
                 f"{STALE_LISTING_S:g} s",
-                f"what rank 0 sees, a manifest of digest {digest}",
+                f"a manifest with digest {digest}, which rank 0 sees",
                 "All ranks must see the same files: check that the file system is shared.",
             )
         time.sleep(POLL_S)

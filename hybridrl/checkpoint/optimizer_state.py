@@ -44,8 +44,9 @@ MOST_BYTES_UNDER_WAY = 256 << 20
 ROUND_BYTES = 64 << 20  # maximum that a rank sends or receives per round; size of the GPU buffer
 
 Allocator = Callable[[tuple[int, str], int, torch.device], Tensor]
-"""Gives memory on the host for one state of a whole parameter: its number in the optimizer and the
-state's name, the number of fp32 elements, and the device that they come from."""
+"""Returns host memory for one state of a whole parameter, given the parameter's number in the
+optimizer and the state's name, the number of fp32 elements, and the device that contains them.
+"""
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def own_shares(
 
 
 def hand_out(optimizers: Sequence[Any], states: Any) -> None:
-    """Adds to loaded states the pieces that other ranks have read. Collective over the
+    """Completes loaded states with the pieces that other ranks have read. Collective over the
     data-parallel ranks.
 
     Args:

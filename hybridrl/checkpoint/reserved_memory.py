@@ -24,7 +24,7 @@ import torch
 
 CHUNK_BYTES = 64 << 20  # bytes that a thread touches at a time
 MOST_THREADS, LEAST_THREADS = 8, 2
-_TURN = threading.Lock()  # held by the range whose pages are being touched
+_TURN = threading.Lock()  # lock held while a range's pages are being touched
 
 
 def threads_beside_training(num_ranks: int) -> int:
@@ -65,7 +65,7 @@ class ReservedMemory:
         self._memory: np.ndarray[Any, np.dtype[np.uint8]] = np.frombuffer(pages, np.uint8)
         self._num_threads, self._lock, self._unlock = num_threads, lock, unlock
         self._is_locked = False
-        self._taken: list[int] = []  # sizes of the chunks that were touched
+        self._taken: list[int] = []  # sizes of the chunks touched so far
         self._thread = threading.Thread(target=self._work, name="locked memory", daemon=True)
         self._thread.start()
 

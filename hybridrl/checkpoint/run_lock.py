@@ -246,8 +246,8 @@ def _read(file: Path) -> Holder | None:
             time.sleep(0.02)
     raise UserError(
         str(file),
-        "a file that is no lock of a run",
-        "a lock that hybridrl wrote",
+        "a file that is not a run's lock",
+        "a lock file that hybridrl wrote",
         f"If no run is in {file.parent}, delete the file.",
     )
 

@@ -373,7 +373,7 @@ class _FileReader(FileSystemReader):
             place: _StorageInfo = self.storage_data[item.storage_index]
             asked.setdefault((place.relative_path, place.offset), []).append(item)
         reads = [partial(self._read, asked[key], planner) for key in sorted(asked)]
-        _wait_for_device()  # for earlier work of this thread on its stream
+        _wait_for_device()  # waits for this thread's earlier work on its own stream
         in_threads(reads, self._num_threads)
         _wait_for_device()
         found: Future[None] = Future()
@@ -386,13 +386,13 @@ class _FileReader(FileSystemReader):
         file = self._folder / self._part / place.relative_path
         entry = self._manifest.files.get(f"{self._part}/{place.relative_path}")
         if entry is None:
-            raise damaged(file, f"a file that only {INDEX} names", "a file of the manifest")
+            raise damaged(file, f"a file that {INDEX} names", "a file that the manifest lists")
         piece = next((piece for piece in entry.pieces if piece.offset == place.offset), None)
         if self._manifest.has_digests and (piece is None or piece.length != place.length):
             what = f"a tensor of {place.length} bytes at byte {place.offset}, as {INDEX} says"
-            raise damaged(file, what, "a place of the manifest")
+            raise damaged(file, what, "a byte range that the manifest lists")
         if any(item.type != LoadItemType.TENSOR for item in items):
-            raise damaged(file, "an object that is no tensor", "tensors")
+            raise damaged(file, "an object that is not a tensor", "tensors")
         targets = [planner.resolve_tensor(item).detach() for item in items]
         with open_for_reading(file) as handle, _current(targets[0].device):
             part = self._slice_file(handle, place)
@@ -482,7 +482,7 @@ def load_index(folder: Path, part: str, manifest: Manifest) -> Metadata:
     if any(
         os.path.basename(p.relative_path) != p.relative_path for p in found.storage_data.values()
     ):
-        raise damaged(file, "a path that leaves the folder", "names of files beside it")
+        raise damaged(file, "a path outside the folder", "names of files in the same folder")
     return found
 
 
@@ -495,8 +495,8 @@ class _IndexUnpickler(pickle.Unpickler):
             raise CheckpointError(
                 INDEX,
                 f"a pickle that names {module}.{name}",
-                "the classes of an index of sharded tensors",
-                "Unpickling it could run any program. Use checkpoints that hybridrl or Megatron "
+                "only classes that an index of sharded tensors needs",
+                "Unpickling it could run arbitrary code. Use checkpoints that hybridrl or Megatron "
                 "wrote.",
             )
         return super().find_class(module, name)

@@ -160,9 +160,9 @@ class CheckpointStore:
             if whole is None:
                 raise CheckpointError(
                     str(self.root),
-                    "no whole checkpoint" + (f" beside {newest.name}" if newest else ""),
-                    "a checkpoint before the newest one, for --resume previous",
-                    "Leave out --resume, or restore a checkpoint from a copy.",
+                    "no undamaged checkpoint" + (f" other than {newest.name}" if newest else ""),
+                    "an undamaged checkpoint before the newest one, for --resume previous",
+                    "Leave out --resume, or restore a checkpoint from a backup.",
                 )
             return whole
 
@@ -227,7 +227,7 @@ class CheckpointStore:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of host memory that `reserve` has taken so far."""
+        """Bytes of host memory that `reserve` has allocated so far."""
         return self._copies.reserved_bytes
 
     @property
@@ -305,7 +305,7 @@ class CheckpointStore:
         why = {
             BarrierOutcome.UNREADY: "not all ranks had written their files within "
             f"run.grace_s={grace_s:g}",
-            BarrierOutcome.LATE: "not all ranks came to complete it within "
+            BarrierOutcome.LATE: "not all ranks were ready to complete it within "
             + (f"{come_s:g} s of an error" if is_after_error else f"run.grace_s={grace_s:g}"),
             BarrierOutcome.LOST: "a rank is lost",
         }.get(outcome, "")
@@ -364,7 +364,7 @@ class CheckpointStore:
         if state.step is None:
             raise CheckpointError(
                 str(checkpoint.folder),
-                "weights alone",
+                "a checkpoint that contains only weights",
                 "a checkpoint of a run",
                 "To start from these weights, convert them to an HF directory and set model.path.",
             )
@@ -373,16 +373,18 @@ class CheckpointStore:
                 str(checkpoint.folder),
                 f"no {missing[0]} among the models ({', '.join(state.num_updates) or 'none'})",
                 f"a checkpoint of {', '.join(models)}",
-                "Was it saved by this algorithm?",
+                "Check that the same algorithm saved it.",
             )
         for name, model in models.items():
             if set(model.frozen_parts) != set(state.freeze):
                 raise CheckpointError(
                     f"train.freeze of {checkpoint.folder}",
                     ", ".join(state.freeze) or "nothing frozen",
-                    f"{', '.join(model.frozen_parts) or 'nothing frozen'}, as this run has it",
-                    "Optimizer states are of what was trained. Set train.freeze as it was; or "
-                    "convert the checkpoint to an HF directory and start from it with model.path.",
+                    f"{', '.join(model.frozen_parts) or 'nothing frozen'}, as in this run's "
+                    f"configuration",
+                    "Optimizer states exist only for parameters that were trained. Restore the "
+                    "old value of train.freeze, or convert the checkpoint to an HF directory and "
+                    "start from it with model.path.",
                 )
             load_model(checkpoint, name, model, self.world, self._notify)
         if state.layout == self.layout:
@@ -407,7 +409,7 @@ class CheckpointStore:
         if self.copy_in_memory is not None and checkpoint.folder == self.copy_in_memory[0]:
             return list(self.copy_in_memory[1])
         if checkpoint.folder.resolve().parent != self.root.resolve():
-            return []  # of another run: its checkpoints must not be removed
+            return []  # of another run, whose checkpoints must not be removed
         own = checkpoint.ancestor
         lineage = [own] if own is not None else []
         if checkpoint.manifest.has_digests:

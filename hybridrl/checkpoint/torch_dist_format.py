@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.validation import (
 FORMAT_FILE, COMMON_FILE = (
     "metadata.json",
     "common.pt",
-)  # in each part; read by every rank
+)  # files in each sharded part; every rank reads them
 FORMAT = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

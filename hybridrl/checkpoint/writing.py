@@ -288,12 +288,12 @@ def write_errors_are_told(
 
 def _cannot_write(folder: Path, error: OSError) -> CheckpointError:
     try:
-        free = f"{shutil.disk_usage(folder.parent).free / 1e9:.3g} GB are free there"
+        free = f"{shutil.disk_usage(folder.parent).free / 1e9:.3g} GB are free on its file system"
     except OSError:
-        free = "how much is free there is not known"
+        free = "The free disk space is unknown"
     return CheckpointError(
         str(folder),
         f"{error.strerror or error} (rank {os.environ.get('RANK', '0')})",
-        "a folder that can be written, with room for the checkpoint",
-        f"{free}. Make room or change run.dir; checkpoints that were complete are untouched.",
+        "a writable folder with enough space for the checkpoint",
+        f"{free}. Free some space, or change run.dir. Complete checkpoints are unchanged.",
     )

@@ -56,9 +56,9 @@ class Run:
             with contained(), self.ledger.explained():
                 self._build(config, given, trains)
         except BaseException as error:
-            # Leaving the process group lets the user fix a mistake and try again. After other
-            # errors, leaving might hang, because NCCL waits for failed ranks, and gloo for
-            # unresponsive ranks.
+            # After a user's mistake, leaving the process group lets the user fix it and try again.
+            # After other errors, leaving might hang, because NCCL waits for failed ranks, and gloo
+            # for unresponsive ranks.
             is_lost = isinstance(error, PeerError) and error.is_lost
             if isinstance(error, UserError) or (self.platform.is_cpu and not is_lost):
                 stop_process_group()

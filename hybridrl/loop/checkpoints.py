@@ -140,7 +140,7 @@ class Checkpoints(Observer):
             self.store.finish()
             if rollouts or step != self._saved_step:
                 saved = f"saved to {self.save()}"
-                self._position.has_begun = False  # so that the next `fit` loads this checkpoint
+                self._position.has_begun = False  # makes the next `fit` load this checkpoint
             self.copies.close()
         finally:
             self._sampler.drop()
@@ -183,10 +183,10 @@ class Checkpoints(Observer):
 
     def load(self, path: Path) -> None:
         """Restores a checkpoint; see `Trainer.load_checkpoint`."""
-        self._phases.enter_training(frees_memory=True)  # as in `save`
+        self._phases.enter_training(frees_memory=True)  # frees the engine's memory
         position, trained = self._position, self._roles.trained
         state = self.store.load(path, trained)
-        self._phases.send_frozen_again()  # because the checkpoint changed them
+        self._phases.send_frozen_again()  # loading changed frozen weights
         assert state.step is not None  # the store refuses a checkpoint that contains only weights
         position.has_begun = True
         position.step, position.seconds = state.step, state.seconds

@@ -149,7 +149,7 @@ class Copies:
         is_cpu = self._store.world.platform.is_cpu
         cost_s = now - start + (self._copies.busy_s if is_cpu else 0.0)
         every = every_steps(cost_s, step_s, COST if is_cpu else WAITING_COST)
-        if self._is_first:  # it may have waited for memory, so time the next copy
+        if self._is_first:  # The first copy may have waited for memory, so time the next copy.
             self._is_first, every = False, 1
         self._next, self._step, self._since = step + every, step, now
         if self._every == "auto" and not self._is_reported and self._copies.busy_s:

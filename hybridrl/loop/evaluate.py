@@ -1,7 +1,7 @@
 """Evaluation: generates responses to held-out prompts (greedily by default) and scores them.
 
 The reward is the same weighted sum of scores as in training. The accuracy is the score of a single
-scorer, from 0 to 1. Public sets (`eval.sets`) have their own scorers.
+scorer, from 0 to 1. Public evaluation sets (`eval.sets`) have their own scorers.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from hybridrl.metrics.values import STDERR, VALIDATION
 from hybridrl.rewards.base import Scorer
 from hybridrl.rewards.traits import traits_of
 
-# This number replaces the step in request seeds, so that every evaluation uses the same seeds.
+# Request seeds in evaluations use this number instead of the step, so that every evaluation uses
+# the same seeds.
 EVALUATION_STEP = -2
 Answers = Mapping[int, str | None]
-"""Answer of each response by its sample number; None if it has no answer."""
+"""Answer in each response, by sample number; None if a response contains no answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Evaluation:
 
     Args:
         reward: Mean reward over responses; None if only `sets` were evaluated.
-        accuracy: Mean score from the scorer that defines accuracy; None if no scorer does, or if a
-            score is outside 0 to 1.
+        accuracy: Mean score from the scorer that defines accuracy; None if no scorer defines
+            accuracy, or if a score is outside 0 to 1.
         num_scored: Number of responses with a score. It can be smaller than the number of generated
             responses, because `reward.on_error` may drop some.
         note: Reason why there is no accuracy.
@@ -344,7 +345,7 @@ def summarized(
 
 
 Group = tuple[list[float], list[str | None]]
-"""Scores and answers of the samples of one prompt."""
+"""Scores and answers for the samples of one prompt."""
 
 
 def _by_prompt(

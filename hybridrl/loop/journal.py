@@ -100,7 +100,7 @@ class Journal(Observer):
         self.dump = RolloutDump(self.folder / "rollouts", config.log.rollouts_every)
 
     def note_start(self, seconds: Mapping[str, float]) -> None:
-        """Records how many seconds each part of this start took, until the first step had ended."""
+        """Records how many seconds each part of this start took, including the first step."""
         if self.is_writer:
             self._starts.took(seconds)
 
@@ -304,7 +304,7 @@ class Journal(Observer):
         self._starts.end(exit_of(sys.exception()))
         for tracker in self.trackers:
             tracker.begin_close()
-        for tracker in self.trackers:  # before the sinks, which record the trackers' messages
+        for tracker in self.trackers:  # closed first, because sinks record the trackers' messages
             tracker.close()
         for sink in self.sinks:
             sink.close()
@@ -313,7 +313,7 @@ class Journal(Observer):
         self.timer.close()
 
     def note_peak(self) -> None:
-        """Records the peak memory before a switch of phases changes it."""
+        """Records the peak memory before a switch of phases resets it."""
         self.timer.note_peak()
 
     def _peak_in_use(self) -> int:

@@ -98,7 +98,7 @@ def entries(
                 found.append(Entry(f"{role} frozen weights", kept))
             state, _ = memory.state_bytes()
             lent = memory.lent_bytes
-            if lent:  # listed with the engine if the engine keeps its memory in training
+            if lent:  # if phases free no memory, the engine's entry includes this memory
                 name = f"{role} gradients, lent by engine"
                 found.append(Entry(name, lent, not keeps_memory, in_rollout=False))
             if held := memory.gradient_bytes() - lent:

@@ -84,13 +84,13 @@ def last_step(num_steps: int | None, until: int | None, done: int, default: int)
     """
     for name, value in (("num_steps", num_steps), ("until", until)):
         if value is not None and value < 0:
-            raise UserError(f"fit({name}=...)", value, "0 or more", f"Change {name}.")
+            raise UserError(f"fit({name}=...)", value, "at least 0", f"Change {name}.")
     if num_steps is not None and until is not None:
         both = f"num_steps={num_steps} and until={until}"
         remedy = (
             "Remove num_steps, which counts from the current step, or until, which counts from 0."
         )
-        raise UserError("fit", both, "one of them", remedy)
+        raise UserError("fit", both, "num_steps or until, not both", remedy)
     if num_steps is not None:
         return done + num_steps
     return default if until is None else until

@@ -18,7 +18,7 @@ from hybridrl.roles.mix import Mix
 
 
 class Position:
-    """Counts a run's steps and seconds, and stores how far its data has been consumed.
+    """Counts a run's steps and seconds, and records how much of the run's data has been consumed.
 
     Attributes:
         step: Number of finished steps.

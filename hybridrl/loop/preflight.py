@@ -94,7 +94,7 @@ def model_violations(
             if ENGINES[rollout.engine].has_fused_parameters and not check(
                 config, world_size, hf_config, machines=machines
             ):
-                # The rules do not check the vocabulary size.
+                # No configuration rule checks the vocabulary size.
                 fused_layout(family, shape, rollout.tp, 0, rollout.ep)
             found += bias_rule(config.train.moe.bias_update_rate, family, shape)
             head: Head = "lm" if trains_policy(config) else "value"
@@ -311,7 +311,7 @@ def _teacher(config: Config, policy: dict[str, Any]) -> Iterator[UserError]:
         if not found and (hf_config := read_teacher(config)) is not None:
             read_model(None, hf_config)
             at_length(hf_config, config.longest_sequence())
-    except UserError as error:  # prefixed, because the policy also has a config.json
+    except UserError as error:  # add a prefix to the key, because the policy also has a config.json
         yield UserError(
             f"algorithm.teacher: {error.name}", error.value, error.allowed, error.remedy
         )
@@ -477,7 +477,7 @@ def _engine(config: Config, hf_config: dict[str, Any]) -> Iterator[UserError]:
     except UserError as error:
         yield error
         return
-    if hf_config:  # otherwise its errors are already reported
+    if hf_config:  # if config.json is unusable, its errors are already reported
         family, shape = read_model(config.model.family, hf_config)
         name = config.rollout.engine
         if ENGINES[name].has_fused_parameters and not family.is_served_fused:

@@ -165,16 +165,17 @@ def build_engine(
 def report_copies(
     config: Config, model: ParallelModel, engine: EngineAdapter, notify: Callable[[str], None]
 ) -> None:
-    """Reports matrices that trainer and engine split in the same way, but of which each stores its
-    own copy; collective.
+    """Reports matrices that trainer and engine split in the same way but store separately;
+    collective.
     """
     missed = 0
     if isinstance(engine, SharingEngine) and not config.train.release_weights_in_rollout:
         missed = len(shared_names(model.layout(), engine.layout()).keys() - engine.shared)
     if most := max(model.world.gather_objects(missed)):
         notify(
-            f"engine memory: up to {most} matrices per rank are stored twice, although training "
-            "and engine split them alike; padding between Megatron's experts can cause this"
+            f"engine memory: up to {most} matrices per rank are stored twice, although trainer "
+            f"and engine split them in the same way; padding between Megatron's experts can "
+            f"cause this"
         )
 
 
@@ -290,6 +291,6 @@ def make_episodes(
     with world.all_agree("finding the environment"):
         if found := check_environment(config.environment):
             raise ConfigError(found)
-        if observes_messages(config.environment):  # to fail here instead of at the first tool call
+        if observes_messages(config.environment):  # fail here, not at the first tool call
             encoder([{"role": "tool", "content": "-"}])
         return Episodes(config.environment, replica, tokenizer, encoder, config.run.seed)

@@ -27,7 +27,7 @@ def train_rank(config: Config, resume: Literal["newest", "previous"] = "newest")
     else:
         trainer.close()
         return 0
-    heartbeat.leave()  # rank 0 may still close trackers and must not report this rank as failed
+    heartbeat.leave()  # while rank 0 still closes trackers, it must not report this rank as failed
     return code
 
 

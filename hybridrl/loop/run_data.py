@@ -83,7 +83,7 @@ def make_data(
             has_rows = world.rank == builder and given.prompts is not None
             if has_rows and given.reward is None and is_scored(config):
                 check_answers(config.reward, (*loaded.prompts, *evaluated))
-        else:  # an evaluation without training data
+        else:  # the run only evaluates and needs no training data
             evaluated = load_held_out(config.data, store, notify)
             loaded = None
         validation = load_validation(config, store, needs, evaluated, notify)

@@ -90,7 +90,7 @@ class StartTimes(Observer):
         self.report: Callable[[Mapping[str, float]], None] | None = None
         self.seconds: dict[str, float] = {}
         self._is_over, self._since = False, time.monotonic()
-        if is_launched():  # otherwise the process, such as a notebook, did other things before
+        if is_launched():  # otherwise the process, such as a notebook, did other work before
             self._since -= time.time() - psutil.Process().create_time()
 
     def over(self, part: str, is_last: bool = False) -> bool:

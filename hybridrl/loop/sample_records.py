@@ -112,8 +112,8 @@ def character_counts(text: str, pieces: Sequence[str]) -> list[int]:
     """Returns the number of characters of each token. The numbers add up to the length of the text.
 
     A token may contain only some bytes of a character, or its text may depend on neighbouring
-    tokens. The number for such a token is 0, or includes the characters of its neighbours. Later
-    tokens are matched with the text again.
+    tokens. The number for such a token is 0, or includes the characters of its neighbours. Counting
+    becomes exact again at the next token that is found in the text.
 
     Args:
         pieces: Text of each token when decoded alone; "" for a token that the text omits.

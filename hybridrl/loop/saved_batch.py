@@ -31,7 +31,7 @@ from hybridrl.errors import DataError
 
 FILE_NAME = re.compile(r"step_\d{6,}_update_\d{3,}\.safetensors")
 _FORMAT = {"hybridrl": "replay 4"}  # metadata in the safetensors header
-_OLD_FORMAT = {"hybridrl": "replay 3"}  # no contents; routed experts in a column, not a blob
+_OLD_FORMAT = {"hybridrl": "replay 3"}  # without images; routed experts are a column, not a blob
 _TOKENS = ("tokens", "response_tokens", "rejected_tokens")
 _PART, _RNG, _COLUMN, _PROMPTS, _TOLD = "reward_parts.", "rng.", "column.", "prompts.", "told"
 _TERM, _BLOB, _CONTENTS, _OLD_EXPERTS = "term.", "blob.", "contents", "routed_experts_TK"
@@ -66,8 +66,8 @@ class SavedBatch:
 
     Args:
         batch: Samples from all ranks, with all columns that the losses read.
-        step: Number of the step, from 1.
-        update: Number of the optimizer step within it, from 0.
+        step: Number of the training step, from 1.
+        update: Number of the optimizer step within the training step, from 0.
         config: Configuration of the run as YAML.
         rng: Random states of each rank before the forward and backward passes.
         terms: Mini-batches for the additional terms of the policy's loss, by name.
@@ -124,7 +124,7 @@ class SavedBatch:
             OSError,
             SafetensorError,
             KeyError,
-            ValueError,  # also from pydantic and JSON
+            ValueError,  # pydantic and json raise subclasses
             TypeError,  # too many or too few columns
             BatchError,
             YAMLError,

@@ -51,8 +51,8 @@ class SkippedSteps:
         """Counts, reports and saves a skipped optimizer step; collective.
 
         Args:
-            step: Number of the step, from 1.
-            update: Number of the optimizer step within it, from 0.
+            step: Number of the training step, from 1.
+            update: Number of the optimizer step within the training step, from 0.
             terms: Mini-batches of the additional terms of the policy's loss, by name.
             random_states: Random states before the forward and backward passes.
 

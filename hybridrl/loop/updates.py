@@ -36,7 +36,7 @@ class Updates:
         found, end = [], 0
         for index, (size, terms) in enumerate(zip(sizes, mixed, strict=True)):
             part, end = batch.select(range(end, end + size)), end + size
-            random_states = rng_state()  # saved before the forward pass changes them
+            random_states = rng_state()  # copied before the forward pass changes them
             gradients = roles.gradients(part, step, terms)
             found.append(optimizer_step(gradients))
             if found[-1][SKIPPED]:

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from hybridrl.parallel.groups import World
 
-PINGS = 16  # only the fastest ping is used: it waited neither for its turn nor for a CPU core
+PINGS = 16  # Only the fastest ping is used: it waited neither for its turn nor for a core.
 
 
 def clock_offset(world: World, now: Callable[[], float]) -> tuple[float, float]:
     """Returns how many seconds rank 0's clock is ahead of this rank's clock, and the largest
-    possible error of this number.
+    possible error of this offset.
 
     The method assumes that rank 0 reads its clock halfway through the round trip (Cristian 1989,
     "Probabilistic clock synchronization", eq. 1). The error is therefore at most half of the round

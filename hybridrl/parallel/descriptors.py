@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from hybridrl.errors import UserError
 from hybridrl.parallel.layout import TrainLayout
 
-OTHERS = 64  # for libraries, logs, and pipes to reward processes
+OTHERS = 64  # files of libraries, logs, and pipes to reward processes
 
 
 def raise_limit() -> None:
@@ -49,10 +49,10 @@ def _groups(layout: TrainLayout, is_cpu: bool) -> list[int]:
     """Returns the size of each gloo group that megatron-core 0.16 creates for a layout."""
     tp, cp, dp, pp = layout.tp, layout.cp, layout.dp, layout.pp
     ep, etp, expert_dp = layout.ep, layout.etp, layout.edp
-    in_addition = [dp, dp * cp, expert_dp]  # to the NCCL groups
+    in_addition = [dp, dp * cp, expert_dp]  # gloo groups in addition to the NCCL groups
     others = [layout.world_size, dp, dp * cp, expert_dp]
     others += [tp * dp, tp * dp * cp, tp * cp, tp, cp, pp, tp * pp]
-    others += [min(pp, 2), 1, ep, etp, etp * ep, etp * ep * pp]  # embeddings; experts
+    others += [min(pp, 2), 1, ep, etp, etp * ep, etp * ep * pp]  # groups for embeddings and experts
     return in_addition + (others if is_cpu else [])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GRANULARITY = 2 << 20  # bytes; sizes of memory and of mapped ranges must be multiples of it
+GRANULARITY = 2 << 20  # bytes; sizes of allocations and mapped ranges must be multiples of this
 OUT_OF_MEMORY = 2  # CUDA_ERROR_OUT_OF_MEMORY
 PINNED, DEVICE, READ_WRITE = 1, 1, 3  # CU_MEM_ALLOCATION_TYPE_, CU_MEM_LOCATION_TYPE_, _ACCESS_
 

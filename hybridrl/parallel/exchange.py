@@ -1,10 +1,10 @@
 """Moves token columns and blobs from the ranks that produced samples to the ranks that need them.
 
 Every rank has the tables that list which ranks hold which samples, so every rank can compute all
-senders and receivers without communication. Each rank that lacks a row receives it once. If several
-ranks have the row, they share the work of sending it. Columns stay on the host and are sent over
-gloo, because NCCL would need device memory for each pair of ranks, and an engine on the same GPU
-leaves none (docs/adr/0007-sample-exchange.md).
+senders and receivers without communication. Each rank that lacks a sample receives it once. If
+several ranks have a sample, they share the work of sending it. Columns stay on the host and are
+sent over gloo, because NCCL would need device memory for each pair of ranks, and an engine on the
+same GPU leaves no memory free (docs/adr/0007-sample-exchange.md).
 
 Who waits for whom: all ranks of the world call these functions in the same order, with the same
 tables.
@@ -33,13 +33,13 @@ class Route:
     them.
 
     Args:
-        lengths_B: Number of tokens of each sample.
+        lengths_B: Number of tokens in each sample.
         have_BW: Whether each rank has each sample's values, (B, W) bool. At least one rank must
             have each wanted sample.
         want_BW: Whether each rank wants each sample's values, (B, W) bool.
         rows_H: Samples in the columns that this rank passes to the route, ascending. They may
-            include more samples than `have_BW` lists for this rank. If None, exactly the samples
-            that `have_BW` lists.
+            include more samples than `have_BW` lists for this rank. If None, they are exactly the
+            samples that `have_BW` lists.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 The files are next to the rank's log: `rank_N.error` contains the failure as JSON, and
 `rank_N.running` exists until the rank has finished its command. The environment variable LOG_DIR
-names the folder. The launcher sets it or, under torchrun, the command. Without LOG_DIR, no files
-are written and all reports are printed to stderr. Does not import torch.
+names the folder. The launcher sets LOG_DIR; under torchrun, the command sets it. Without LOG_DIR,
+no files are written and all reports are printed to stderr. Does not import torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ LOG_DIR = "HYBRIDRL_LOG_DIR"
 STORE_FD = "HYBRIDRL_STORE_FD"  # descriptor of the socket on which rank 0 serves the job's store
 RUNNING = ".running"
 
-# The kinds in this order: a user's mistake, an error in this rank, an error in another rank, and a
-# rank that the job has declared lost.
+# Kinds of failure, in this order: a user's mistake, an error in this rank, an error in another
+# rank, and a rank that the job has declared lost.
 Kind = Literal["mistake", "error", "peer", "lost"]
 
 

@@ -1,9 +1,9 @@
 """Process groups that span all ranks of a job, and the collectives by which ranks agree.
 
-Who waits for whom: all ranks of the world call each function at the same point. They meet over
-gloo, in a group without a timeout, and wait for the slowest rank as long as it is alive
-(heartbeat.py). Collectives on tensors time out after `run.collective_timeout_s`. Before such a
-collective, ranks therefore call `World.arrive` if one rank may have worked much longer than the
+Who waits for whom: all ranks of the world call each function at the same point. They synchronize
+over gloo, in a group without a timeout, and wait for the slowest rank as long as it is alive
+(heartbeat.py). Collectives on tensors time out after `run.collective_timeout_s`. Ranks therefore
+call `World.arrive` before a collective on tensors if one rank may have worked much longer than the
 others (generation, scoring, files).
 
 If one rank fails, `all_agree` informs all ranks before any of them raises an error. If some rank
@@ -93,7 +93,7 @@ class World:
         """Sets torch's counter of process groups to the same value on all ranks.
 
         The counters differ after only some ranks have created a group. Torch derives group names
-        from this counter, and ranks find each other by the name.
+        from this counter, and ranks find each other by group name.
         """
         counted = dist.distributed_c10d._world
         counted.group_count = max(self.gather_objects(counted.group_count))
@@ -293,14 +293,14 @@ class World:
             try:
                 with contained():
                     yield agreement
-            except Exception as caught:  # sent to all ranks below, then raised again
-                if isinstance(caught, PeerError) and caught.is_lost:  # all ranks know it already
+            except Exception as caught:  # The error is sent to all ranks below, then raised again.
+                if isinstance(caught, PeerError) and caught.is_lost:  # all ranks know about it
                     raise
                 error = caught
         room = WaitingRoom(self.rank, self.size)
         outcome = None if error is None else error if isinstance(error, UserError) else _line(error)
         if error is not None and not room.wait_in_failure(f"failed in {what}: {_line(error)}"):
-            first = room.first_failure()  # may be why a connection was closed
+            first = room.first_failure()  # another rank's failure may have closed a connection
             raise error if first is None else first from error
         is_silent = error is None and agreement.value is None
         mine = None if is_silent else (outcome, None if error else agreement.value)
@@ -346,7 +346,10 @@ class World:
             known = None if room is None else room.first_failure()
             dead = self.dead_ranks()
             who = f"ranks {dead} on its host have ended" if dead else "some rank has ended"
-            message = f"rank {self.rank} did not reach all ranks after {what}: {who} ({lost})"
+            message = (
+                f"rank {self.rank} could not communicate with all ranks after {what}: {who} "
+                f"({lost})"
+            )
             culprit = dead[0] if len(dead) == 1 else None
             raise known or PeerError(message, culprit) from lost
 

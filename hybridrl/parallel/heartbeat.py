@@ -6,10 +6,10 @@ must end.
 
 Each rank has two threads, unless it is the only rank. The first thread writes the rank's `Beat` to
 the store every BEAT_S and reads the verdict. On rank 0, it also reads all heartbeats (3 ms for
-1,000 ranks) and publishes the verdict that watch.py reaches; rank 1 does both while rank 0 is
-silent. A `HangObserver` examines the same heartbeats and reports hangs, which do not end the job.
-The second thread writes stacks to the log and ends the process after a verdict, or if the store no
-longer responds. Rank 0 ends last, because it may serve the store.
+1,000 ranks) and publishes the verdict that watch.py reaches; rank 1 takes over both tasks while
+rank 0 is silent. A `HangObserver` examines the same heartbeats and reports hangs, which do not end
+the job. The second thread writes stacks to the log and ends the process after a verdict, or if the
+store no longer responds. Rank 0 ends last, because it may serve the store.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ LEAVE_S = 10.0
 GRACE_S = 1.0  # time that the main thread has to raise the verdict itself
 NOTE_CALLS_S = 12.5  # after this time without progress, heartbeats include the rank's calls
 DEPUTY = 1  # rank that decides on verdicts while rank 0 is silent
-_NUMBERS = itertools.count()  # numbers of heartbeats, equal on all ranks
+_NUMBERS = itertools.count()  # numbers of `Heartbeat` objects, equal on all ranks
 _CURRENT: list[Heartbeat] = []
 
 
@@ -85,7 +85,7 @@ class Heartbeat:
         self._main, self._pid = threading.get_ident(), os.getpid()
         self._parts: list[str] = []
         self._entered: dict[str, int] = {}
-        # By group, because a rank's threads wait in different groups.
+        # Waits by group, because a rank's threads wait in different groups.
         self._waits: dict[str, tuple[str, int, Sequence[int] | None, str, float]] = {}
         self._within_since: float | None = None
         self._count, self._num_answers = 0, 0
@@ -120,7 +120,7 @@ class Heartbeat:
         self._ending.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
-                thread.join(LEAVE_S)  # a thread keeps running if the store does not respond
+                thread.join(LEAVE_S)  # a thread cannot end if the store does not respond
         if self._store is None or any(thread.is_alive() for thread in self._threads):
             return
         with contextlib.suppress(dist.DistError):  # the store ended with rank 0

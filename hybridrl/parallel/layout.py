@@ -125,7 +125,10 @@ class TrainLayout:
             ExpertCoordinates(**dict(zip(reversed(axes), place, strict=True))) for place in grid
         )
         if any(at.pp != where.pp for at, where in zip(found, self._coordinates, strict=True)):
-            raise ValueError(f"order={self.order!r} puts experts on other stages; put pp last")
+            raise ValueError(
+                f"order={self.order!r} assigns a rank's experts to another pipeline "
+                f"stage; put pp last"
+            )
         return found
 
     def expert_coordinates(self, rank: int) -> ExpertCoordinates:

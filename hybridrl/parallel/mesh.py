@@ -80,7 +80,7 @@ class Mesh:
                 self._connect()
             self._groups = _globals()
         if not others or (is_member and not any(mesh.is_member for mesh in others)):
-            _set(self._groups)  # the groups that Megatron uses outside of `active`
+            _set(self._groups)  # Megatron uses these groups outside of `active`
 
     @property
     def platform(self) -> Platform:
@@ -159,7 +159,7 @@ class Mesh:
 
         Collective over the world, including ranks outside the mesh.
         """
-        self.meet("what other ranks compute")
+        self.meet("computation on other ranks")
         return self.world.sum_over_world(values)
 
     def sum_over_context(self, values: torch.Tensor) -> torch.Tensor:
@@ -181,8 +181,8 @@ class Mesh:
     def meet(self, what: str) -> None:
         """Waits for all ranks of the world, unless all are in the mesh.
 
-        Without this, ranks outside the mesh, which have nothing to compute, might exceed the
-        timeout of the next collective.
+        Otherwise, ranks outside the mesh, which have nothing to compute, might exceed the timeout
+        of the next collective.
         """
         if not self.is_whole_world:
             self.world.arrive(what)
@@ -263,7 +263,7 @@ class Mesh:
         )
         if megatron != self.where:
             raise RuntimeError(
-                f"rank {self.world.rank} has {megatron} in Megatron, but {self.where} in the layout"
+                f"rank {self.world.rank} is {megatron} in Megatron, but {self.where} in the layout"
             )
         if self.layout.ep * self.layout.etp == 1 or self._place is None:
             return
@@ -275,7 +275,7 @@ class Mesh:
         )
         if of_experts != (wanted := self.layout.expert_coordinates(self._place)):
             raise RuntimeError(
-                f"rank {self.world.rank} has {of_experts} in Megatron, but {wanted} in the layout"
+                f"rank {self.world.rank} is {of_experts} in Megatron, but {wanted} in the layout"
             )
 
 
@@ -289,7 +289,7 @@ class Meshes:
     def __init__(self, world: World, placement: Placement, layout: TrainLayout) -> None:
         self.world, self.placement, self._layout = world, placement, layout
         self._made: dict[Place, Mesh] = {}
-        self.of("policy")  # created first, so that Megatron uses its groups if no mesh is active
+        self.of("policy")  # first, so that Megatron uses the policy's groups if no mesh is active
 
     def of(self, role: str) -> Mesh:
         """Returns the mesh for a role's models. Collective over the world if the mesh must be
@@ -314,8 +314,8 @@ class Meshes:
 
     @property
     def name(self) -> str:
-        """Name that identifies the layouts. Random states in a checkpoint are restored only if the
-        layouts are the same.
+        """Text that identifies the layouts of all meshes. Random states in a checkpoint are
+        restored only if the layouts are the same.
         """
         return ", ".join(
             layout_name(mesh.layout)

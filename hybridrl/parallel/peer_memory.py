@@ -106,7 +106,7 @@ def why_unusable(device: torch.device, timeout_s: float, ranks: Members) -> str:
     found = [int(memory.of(other).view(torch.int64)[0]) for other in range(ranks.size)]
     memory.barrier()
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # the barrier still uses the memory, which is freed now
+        torch.cuda.synchronize(device)  # the memory is freed now, but the barrier still uses it
     return (
         ""
         if found == list(range(ranks.size))
@@ -181,7 +181,7 @@ class _HostMemory:
         return self._pieces[rank]
 
     def barrier(self) -> None:
-        self._ranks.gather_objects(None)  # sends 8 bytes per rank
+        self._ranks.gather_objects(None)  # transfers 8 bytes per rank
 
 
 def _has_atomics(one: int, other: int) -> bool:

@@ -1,8 +1,8 @@
 """Counts rounds of work in this process, so that the heartbeat can tell whether the process makes
 progress.
 
-Loops whose rounds are short count each round: engine steps, micro-batches, reward results, tensors
-in a file. Phases and collectives are counted elsewhere (heartbeat.py). Does not import torch.
+Loops with short rounds count each round: engine steps, micro-batches, reward results, tensors in a
+file. Phases and collectives are counted elsewhere (heartbeat.py). Does not import torch.
 """
 
 from __future__ import annotations

@@ -19,9 +19,10 @@ from typing import IO
 
 from hybridrl.parallel import failure
 
-NUM_FRAMES = 3  # innermost frames that one line shows
+NUM_FRAMES = 3  # number of innermost frames that one line shows
 COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
-# A compilation is running if one of these files is on the stack. It may take long, but it ends.
+# A compilation is running if one of these files is on the stack. A compilation may take long, but
+# it ends.
 COMPILERS = tuple(
     os.path.join(*parts)
     for parts in (

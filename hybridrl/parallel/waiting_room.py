@@ -62,15 +62,15 @@ class WaitingRoom:
                     self._store.set("left", "")
                     time.sleep(
                         MAX_POLL_S + POLL_S
-                    )  # let waiting ranks read it before the store ends
+                    )  # let waiting ranks read the failure before the store ends
                 time.sleep(POLL_S)
         except dist.DistError:  # the store was in a rank that has ended
             pass
         return False
 
     def look(self) -> None:
-        """Raises an error if a failed rank has left. Ranks that did not fail call it while they
-        wait.
+        """Raises an error if a failed rank has left. Ranks that did not fail call this method while
+        they wait.
         """
         now = time.monotonic()
         if now < self._next_look:
@@ -122,7 +122,7 @@ def timed_barrier(
     immediately.
 
     Args:
-        name: Name of the barrier; must be the same on all ranks, and unique to this use.
+        name: Name of the barrier; must be the same on all ranks, and different for each barrier.
         size: Number of ranks.
         within_s: Maximum time that this rank waits if all ranks have arrived.
         come_within_s: Maximum time that this rank waits for ranks that have not arrived; at most

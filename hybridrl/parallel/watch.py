@@ -6,11 +6,12 @@ Pure logic: rank 0 collects a `Beat` from every rank, passes them to `Watch` at 
 silent after rank 0 itself was stopped or its host was suspended.
 
 A rank that stops sending heartbeats is lost, unless another rank on its host reports that its
-process runs. In that case, native code blocks the interpreter, for example while a library loads
-from a slow disk. If a rank is alone on its host, no other rank can report on it, so it is lost only
-after ALONE_FACTOR times as long; its launcher notices immediately if the process ends. A rank that
-sends heartbeats is not lost, however long its work takes. While other ranks wait for it, messages
-name this rank once a minute. The job ends after `run.stall_timeout_s`, if this is set.
+process runs. A process that runs without sending heartbeats is blocked in native code, for example
+while a library loads from a slow disk. If a rank is alone on its host, no other rank can report on
+it, so it is lost only after ALONE_FACTOR times as long; its launcher notices immediately if the
+process ends. A rank that sends heartbeats is not lost, however long its work takes. While other
+ranks wait for a rank, a message names that rank once a minute. The job ends after
+`run.stall_timeout_s`, if this is set.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ class Watch:
         self._noticed_s = longest
         waiting = max(beats, key=lambda beat: beat.wait.seconds if beat.wait else -1.0).wait
         if waiting is not None and (missing := missing_ranks(waiting, beats)):
-            said = f"for {waiting.seconds:.0f} s ranks wait after {waiting.what!r} for "
+            said = f"ranks have waited for {waiting.seconds:.0f} s after {waiting.what!r} for "
             return said + self.described(missing, beats)
         if withins:
             part = next(beat.part for beat in beats if beat.within == max(withins))

@@ -175,7 +175,7 @@ def copies_of_three_hosts(root: Path) -> None:
         assert usable_steps()[-1] == before, (moment, usable_steps())
         assert copy(), moment
         assert usable_steps() == [step, before], (moment, usable_steps(), said)
-        assert len(said) == 1 and f"that of step {before} stays" in said[0], (moment, said)
+        assert len(said) == 1 and f"the copy of step {before} is kept" in said[0], (moment, said)
         assert f"rank{'s' * ('later' in moment)} {culprit % 3}" in said[0], (moment, said)
         said.clear()
         copies._num_failed = 0

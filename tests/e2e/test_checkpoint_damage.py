@@ -268,7 +268,7 @@ def test_resume_previous_goes_around_damage(saved: Path, tmp_path: Path) -> None
     assert state.step == 6 and [a.step for a in checkpoint.manifest.lineage] == [4, 2]
     with (
         small_run(tmp_path / "none", *STEPS) as trainer,
-        pytest.raises(CheckpointError, match="no whole"),
+        pytest.raises(CheckpointError, match="no undamaged"),
     ):
         trainer.fit(resume="previous")
 

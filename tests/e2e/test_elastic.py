@@ -121,7 +121,7 @@ def test_a_run_goes_on_bitwise_from_a_copy_in_memory(
     copies = host_folder(run_id(folder))
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 0, output[-4000:]
-    assert "was in host memory: the run goes on from there" in output
+    assert "was found in host memory; the run continues from it" in output
     starts = json.loads((folder / "run.json").read_text())["starts"]
     step = int(phase.rpartition(" ")[2])
     assert len(starts) == 2 and step - 2 <= starts[1]["after_step"] <= step

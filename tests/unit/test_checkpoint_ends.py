@@ -79,7 +79,7 @@ def test_what_was_not_written_in_time_is_completed_by_the_next_call(tmp_path: Pa
 def test_a_rank_that_comes_late_is_waited_for_but_after_an_error(tmp_path: Path) -> None:
     for is_after_error, said in (
         (False, COMPLETE),
-        (True, "is not complete: not all ranks came to complete it within 0.2 s of an error"),
+        (True, "is not complete: not all ranks were ready to complete it within 0.2 s of an error"),
     ):
         ranks = two_ranks(tmp_path, 20.0, number=int(is_after_error))
         for rank in ranks:
@@ -90,6 +90,6 @@ def test_a_rank_that_comes_late_is_waited_for_but_after_an_error(tmp_path: Path)
 def test_ranks_that_do_not_come_are_told_apart(tmp_path: Path) -> None:
     late, lost = (two_ranks(tmp_path, 0.3, number)[0] for number in range(2))
     lost.is_lost = True
-    why = "is not complete: not all ranks came to complete it within run.grace_s=0.3"
+    why = "is not complete: not all ranks were ready to complete it within run.grace_s=0.3"
     assert end([late], [0]) == [why]
     assert end([lost], [0]) == ["is not complete: a rank is lost"]

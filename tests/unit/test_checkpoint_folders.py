@@ -40,7 +40,7 @@ def test_a_digest_is_of_its_piece_alone_and_finds_a_flipped_bit(tmp_path: Path) 
         handle.seek(second.offset)
         handle.write(b"A")
         verify_piece(file, handle, first)
-        with pytest.raises(CheckpointError, match="holds something else than was written"):
+        with pytest.raises(CheckpointError, match="content was changed at"):
             verify_piece(file, handle, second)
 
 

@@ -64,7 +64,7 @@ def test_a_part_is_read_to_its_place_and_all_is_verified(
         with pytest.raises(CheckpointError, match="at bytes 500 to 10499"):
             read()
     file.write_bytes(content[:-1])
-    with pytest.raises(CheckpointError, match="cut short in bytes 500 to 10499"):
+    with pytest.raises(CheckpointError, match="truncated file, which ends in bytes 500 to 10499"):
         read()
 
 

@@ -140,11 +140,11 @@ def test_a_folder_that_others_can_write_is_refused(tmp_path: Path, memory: Path)
     root = memory / f"hybridrl-{os.getuid()}"
     root.mkdir(mode=0o777)
     root.chmod(0o777)
-    with pytest.raises(PermissionError, match="of this user alone"):
+    with pytest.raises(PermissionError, match="that only this user can access"):
         make_host_folder(tmp_path / "run", "1")
     root.rmdir()
     root.symlink_to(tmp_path)
-    with pytest.raises(PermissionError, match="of this user alone"):
+    with pytest.raises(PermissionError, match="that only this user can access"):
         make_host_folder(tmp_path / "run", "1")
 
 
@@ -350,8 +350,8 @@ def test_a_damaged_copy_is_named_and_the_one_before_is_taken(
     starts = json.loads((tmp_path / NAME / "run.json").read_text())["starts"]
     assert starts[-1]["after_step"] == 3
     said = (tmp_path / NAME / "logs" / "rank_0.log").read_text()
-    assert f"step 4 was in host memory and is passed over: {file}" in said
-    assert "step 3 was in host memory" in said
+    assert f"step 4 was found in host memory but is not used: {file}" in said
+    assert "step 3 was found in host memory" in said
 
 
 @pytest.mark.full
@@ -387,7 +387,7 @@ def test_a_host_without_room_says_so_and_trains(
         )
     said = (tmp_path / NAME / "logs" / "rank_0.log").read_text()
     assert "no copies of the state in host memory" in said
-    assert ("GB are needed" if way == "none" else "No space left on device") in said
+    assert ("but copies need" if way == "none" else "No space left on device") in said
     assert not list((tmp_path / "memory").iterdir())
     assert len(records(tmp_path)) == 5
 
@@ -418,7 +418,8 @@ def test_a_copy_whose_thread_fails_does_not_count_and_the_good_one_stays(
     # That of step 2 stays while 3 fails and 4 is written over what is left of it.
     assert {step: seen[step] for step in (2, 3, 4, 5)} == {2: [1, 2], 3: [2], 4: [2, 4], 5: [4, 5]}
     said = (tmp_path / NAME / "logs" / "rank_0.log").read_text()
-    assert "a copy of the state in host memory failed; that of step 2 stays (rank 0 on" in said
+    failure = "a copy of the state in host memory failed; the copy of step 2 is kept (rank 0 on"
+    assert failure in said
     assert "MemoryError: no memory" in said
     assert not list((tmp_path / "memory").iterdir())
 

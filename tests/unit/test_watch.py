@@ -192,9 +192,9 @@ def test_watch_says_once_a_minute_who_is_waited_for() -> None:
             told.append((seconds, notice))
     assert [seconds for seconds, _ in told] == [60, 120, 180]
     assert told[0][1] == (
-        "for 60 s ranks wait after 'generation' for rank 1 on host a, in phase 'generate, step 2', "
-        "at engine.py:1 in step; rank 3 on host b, in phase 'generate, step 2', at engine.py:3 in "
-        "step"
+        "ranks have waited for 60 s after 'generation' for rank 1 on host a, in phase "
+        "'generate, step 2', at engine.py:1 in step; rank 3 on host b, in phase "
+        "'generate, step 2', at engine.py:3 in step"
     )
     job.wait((), 0.0)
     assert job.watch.notice([replace(beat, wait=None) for beat in job.beats]) is None
