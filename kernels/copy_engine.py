@@ -7,7 +7,7 @@ GB/s for blocks of 34 MB).
 
 `CompiledBlockCopies` makes a single call to csrc/block_copies.cpp, which also enqueues waits
 between streams. `BlockCopies` needs no compiled code: it uses torch's waits and calls the driver's
-cuMemcpyBatchAsync (CUDA 12.8 and later) through ctypes. Both enqueue the same operations.
+cuMemcpyBatchAsync (CUDA 12.8 and later) through ctypes. Both classes enqueue the same operations.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def vocab_backward(
 def _fp32_gradient(
     weight_VD: torch.Tensor, grad_weight_VD: torch.Tensor | None, is_trained: bool
 ) -> torch.Tensor | None:
-    """Returns the tensor that accumulates a weight's gradient; None if it has none."""
+    """Returns the accumulator of a weight's gradient; None if the weight is not trained."""
     if grad_weight_VD is not None or not is_trained:
         return grad_weight_VD
     return torch.zeros_like(weight_VD, dtype=torch.float32)

@@ -4,8 +4,8 @@ Who waits for whom: the main thread waits for the work in `join`. The work never
 thread of any rank. Collectives in the work use process groups that the main thread does not use at
 the same time, so the two threads may call collectives in any order.
 
-On a GPU, the work runs on a separate stream. It begins after the kernels that the main thread has
-enqueued, and it is complete when `join` returns.
+On a GPU, the work runs on a separate stream. The work begins after the kernels that the main thread
+has enqueued, and is complete when `join` returns.
 """
 
 from __future__ import annotations

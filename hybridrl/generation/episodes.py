@@ -5,12 +5,12 @@ tokens and the tokens of observations are never decoded and encoded again. The t
 therefore exactly the engine's inputs. Owns the unfinished responses; the sampler owns the engine,
 and the stages own the environments.
 
-Who waits for whom: only the first rank of a replica runs environments. It sends the environments'
-answers to the other ranks. All ranks of the replica must call `advance`, or `end_turns` and
-`answer_due`, in the same order. `advance` processes answers as they arrive, so that the engine can
-continue with other responses while an environment works. `answer_due` makes the order of completion
-independent of time: it waits for the answers that were requested before its last call, and
-processes only these answers.
+Who waits for whom: only the first rank of a replica runs environments. This rank sends the
+environments' answers to the other ranks. All ranks of the replica must call `advance`, or
+`end_turns` and `answer_due`, in the same order. `advance` processes answers as they arrive, so that
+the engine can continue with other responses while an environment works. `answer_due` makes the
+order of completion independent of time: it waits for the answers that were requested before its
+last call, and processes only these answers.
 """
 
 from __future__ import annotations

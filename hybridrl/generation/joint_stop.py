@@ -16,10 +16,10 @@ class JointStop:
     """Sums counts over ranks every STEPS_BETWEEN_SUMS engine steps to decide whether all ranks may
     stop.
 
-    A rank reads a sum only when the next sum is due. It therefore waits for another rank only if
-    the other rank is a whole interval behind. The sum before the first step is read immediately,
-    because all engines may be idle. All ranks stop after the same number of steps, which depends
-    only on the counts, not on time.
+    A rank reads a sum only when the next sum is due. A rank therefore waits only for ranks that are
+    a whole interval behind. The sum before the first step is read immediately, because all engines
+    may be idle. All ranks stop after the same number of steps, which depends only on the counts,
+    not on time.
 
     Args:
         begin: Function that starts a sum over the ranks; collective.

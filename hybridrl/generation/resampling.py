@@ -105,7 +105,8 @@ class UniformGroupsWarning:
                 "rewards in the run's rollouts/ folder. If all responses fail, use easier "
                 "data.prompts, or fix the reward or the answer's format; if all succeed, use "
                 "harder prompts. Raise rollout.temperature or steps.samples_per_prompt to get more "
-                "varied responses, or set algorithm.max_resampling to replace such groups."
+                "varied responses, or set algorithm.max_resampling to replace groups whose "
+                "rewards are all equal."
             )
         if not is_first:
             return None

@@ -16,8 +16,8 @@ keeps the other groups for the next step (partial rollouts, Kimi k1.5, arXiv 250
 time. (Results also do not depend on the number of replicas if `rollout.max_batch` is large enough
 for all requests of a replica and each engine step adds one token to each request. SGLang does not
 advance samples that wait for the first sample of their prompt.) Engines on separate ranks also
-generate while the policy trains (docs/adr/0011). They run on a background thread. The main thread
-waits for this thread before new weights arrive.
+generate while the policy trains, on a background thread (docs/adr/0011). The main thread waits for
+this thread before new weights arrive.
 
 If the algorithm compares samples with the greedy response to their prompt, the greedy response is
 an additional sample of the group with number -1 - group. The reward of the greedy sample becomes a
@@ -234,8 +234,8 @@ class Sampler:
         is_requested = self._is_stop_requested()
         if self.layout.tp == 1:
             return is_requested
-        # Check after every step if the engine is idle, because such a step can take long: it waits
-        # for tools.
+        # Check after every step if the engine is idle, because its steps then wait for
+        # environments, which can take long.
         is_due = num_steps % STEPS_BETWEEN_STOP_CHECKS == 0 or not self.engine.has_unfinished
         return is_due and self._replica.is_any(is_requested)
 

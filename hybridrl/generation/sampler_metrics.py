@@ -84,9 +84,9 @@ def lag_metrics(taken: Sequence[Group], num_dropped: int, step: int) -> dict[str
     """Returns metrics of the ages of a step's samples. The age of a token is the number of steps
     between the weights that sampled the token and the weights that are trained on it.
 
-    These are `lag/mean` and `lag/max`, over all tokens; `lag/token_share/N`, the share of tokens
-    that are N steps old; `lag/mixed_share`, the share of samples that several weight versions
-    generated; and `lag/dropped`, the number of discarded samples.
+    The metrics are `lag/mean` and `lag/max`, over all tokens; `lag/token_share/N`, the share of
+    tokens that are N steps old; `lag/mixed_share`, the share of samples that several weight
+    versions generated; and `lag/dropped`, the number of discarded samples.
     """
     runs = [run for group in taken for sample in group.runs for run in sample]
     tokens = sum(count for _, count in runs)

@@ -102,8 +102,8 @@ def sampling_of(sampling: SamplingParams, sample_id: int) -> SamplingParams:
 
 def done_fits(done: Completion, began: SamplingParams | None, sampling: SamplingParams) -> bool:
     """Whether `sampling` could have produced a finished response. This is true if the response's
-    own parameters, `began` (None if unknown), equal `sampling`. It is also true if they differ only
-    in the length limit and the response stopped within both limits.
+    own parameters, `began` (None if unknown), equal `sampling`. This is also true if `began` and
+    `sampling` differ only in the length limit and the response stopped within both limits.
     """
     if began is None or not _same_but_for_length(began, sampling):
         return False

@@ -122,8 +122,8 @@ class HybridEngine:
             them directly. Without it, or if any source tensor is computed on the fly, weights are
             sent in packed messages.
         timeout_s: Time limit of a transition in seconds (`run.collective_timeout_s`).
-        engine_stays: Whether the engine keeps generating while the policy trains on other ranks. It
-            then pauses only to receive new weights, or when its memory is needed.
+        engine_stays: Whether the engine keeps generating while the policy trains on other ranks.
+            The engine then pauses only to receive new weights, or when its memory is needed.
 
     Attributes:
         transport: Transport that copies the weights.
@@ -374,7 +374,7 @@ class HybridEngine:
         Raises:
             PhaseError: The trainer's weights have already been freed.
             VerifyError: A parameter differs from its source. Raised on every rank; names the first
-                such parameter.
+                parameter that differs.
         """
         self.phases.require(Phase.ROLLOUT, "comparing weights")
         memory = memory_of(self._weights.values())

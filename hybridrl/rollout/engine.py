@@ -251,7 +251,7 @@ def check_versions(name: str, num: int, first: int | None, versions: Versions) -
     ascends = all(a < b for a, b in itertools.pairwise(numbers))
     if sum(counts) != num or min(counts) < 1 or numbers[0] != first or not ascends:
         raise ValueError(
-            f"{name} has {num} tokens from version {first} on, but versions {versions}"
+            f"{name} has {num} tokens from version {first} on; versions={versions} does not match"
         )
 
 

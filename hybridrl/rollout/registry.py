@@ -26,8 +26,8 @@ class EngineTraits:
         builder: `module:function` that builds the engine from rollout/build.py's EngineInputs.
         package: `module:name` of its EnginePackage; None if the engine needs only hybridrl's own
             dependencies.
-        computes: Whether tokens and log-probabilities come from the received weights. Such an
-            engine has a `model` with HF's module names.
+        computes: Whether tokens and log-probabilities come from the received weights. An engine
+            with this trait has a `model` with HF's module names.
         is_tensor_parallel: Whether a replica may be split across `rollout.tp` ranks; otherwise each
             replica has one rank.
         is_expert_parallel: Whether a replica's ranks may hold whole experts (`rollout.ep`).

@@ -110,7 +110,7 @@ def test_proof_refuses_writes_to_padding_and_outside() -> None:
         (c, d), *dest = op.dest_box
         return [op._replace(source_box=((a, b + 1), *source), dest_box=((c, d + 1), *dest))]
 
-    _refused(_changed(embedding, grow), "not all of it holds weights")
+    _refused(_changed(embedding, grow), "elements that are not weights")
 
 
 def test_proof_refuses_boxes_of_different_sizes_and_wrong_ranks() -> None:
@@ -124,5 +124,9 @@ def test_proof_refuses_boxes_of_different_sizes_and_wrong_ranks() -> None:
 
 
 def test_proof_refuses_names_that_do_not_exist() -> None:
-    _refused(_changed(QKV, lambda op: [op._replace(source="0/nothing")]), "not all of it")
-    _refused(_changed(QKV, lambda op: [op._replace(dest="nothing")]), "not all of it")
+    _refused(
+        _changed(QKV, lambda op: [op._replace(source="0/nothing")]), "elements that are not weights"
+    )
+    _refused(
+        _changed(QKV, lambda op: [op._replace(dest="nothing")]), "elements that are not weights"
+    )

@@ -76,9 +76,9 @@ def shared_views(shard: TrainingShard, target: RankLayout, dtype: object) -> dic
     replaces it.
 
     A training parameter can be shared if it has the same content at the same offsets, is contiguous
-    and has the engine's dtype. It may have more rows than the engine's parameter, if they pad the
-    vocabulary; the engine never reads them. In a stack of experts, (experts, rows, columns), the
-    stride between experts is constant but may exceed the size of an expert.
+    and has the engine's dtype. The training parameter may have additional rows that pad the
+    vocabulary; the engine never reads these rows. In a stack of experts, (experts, rows, columns),
+    the stride between experts is constant but may exceed the size of an expert.
 
     Args:
         shard: Shard of the trainer.

@@ -43,7 +43,7 @@ class Headroom:
         count_flushes: Function that returns how often the allocator has freed its cache.
 
     Attributes:
-        is_enough: Whether the next phase change frees nothing.
+        is_enough: Whether the next phase change frees no memory.
     """
 
     def __init__(

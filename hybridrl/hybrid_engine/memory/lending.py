@@ -1,9 +1,9 @@
 """Device memory that an engine uses during rollout and training uses during training.
 
-The engine lends pieces of its physical memory. They stay mapped at two addresses: the engine's
-address, and the address where training stores gradients. A phase change therefore neither frees nor
-allocates them, which would take the driver 3 to 4 ms per GiB (benchmarks/results/phases_h100.json).
-The device needs memory only for the larger of the two uses.
+The engine lends pieces of its physical memory. Lent pieces stay mapped at two addresses: the
+engine's address, and the address where training stores gradients. A phase change therefore neither
+frees nor allocates lent pieces, which would take the driver 3 to 4 ms per GiB
+(benchmarks/results/phases_h100.json). The device needs memory only for the larger of the two uses.
 
 Invariant: neither phase reads data that the other phase wrote. Gradients are cleared before the
 first backward pass of every update; the next transition overwrites all lent weights, and the
@@ -65,14 +65,14 @@ class MemoryLender(Protocol):
     def released_bytes(self) -> int:
         """Returns the bytes of tensors that have no physical memory while the engine sleeps.
 
-        torch's allocator still counts them.
+        torch's allocator still counts these bytes.
         """
         ...
 
 
 def choose(sizes: Sequence[int], wanted: int) -> list[int]:
     """Returns indices of a few sizes whose sum reaches `wanted` with little excess; all indices if
-    the sum of all is too small.
+    all sizes together are too small.
     """
     largest_first = sorted(range(len(sizes)), key=lambda index: -sizes[index])
     chosen: list[int] = []
@@ -82,7 +82,8 @@ def choose(sizes: Sequence[int], wanted: int) -> list[int]:
             break
         enough = [other for other in largest_first if sizes[other] >= missing]
         fitting = [other for other in enough if other not in chosen]
-        # Take the smallest size that is enough; if none is, take the largest remaining size.
+        # Take the smallest size that is enough; if no size is enough, take the largest remaining
+        # size.
         chosen.append(fitting[-1] if fitting else index)
         missing -= sizes[chosen[-1]]
     return chosen

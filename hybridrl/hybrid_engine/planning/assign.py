@@ -329,8 +329,8 @@ class Costs:
         return np.ceil(np.concatenate(found) - 0.01)
 
     def best(self, candidates: np.ndarray, unit: int) -> Assignment:
-        """Returns the cheapest candidate; among equal ones, the candidate with the least total
-        traffic, then the first.
+        """Returns the cheapest candidate; among equally cheap candidates, the candidate with the
+        least total traffic, then the first.
         """
         size, tp = self.missing.shape
         receive = self.receive(candidates)
@@ -378,8 +378,8 @@ def _patterns(size: int, tp: int, is_ascending: bool) -> np.ndarray:
 
 
 def _least(patterns: np.ndarray, missing: np.ndarray) -> np.ndarray:
-    """Returns the pattern whose busiest receiver receives least; between equal patterns, the one
-    with the least traffic.
+    """Returns the pattern whose busiest receiver receives least; between equal patterns, the
+    pattern with the least traffic.
     """
     each = missing[np.arange(len(missing)), patterns]
     return patterns[np.lexsort((each.sum(axis=1), each.max(axis=1)))[0]]

@@ -1,9 +1,9 @@
 """Routes pieces that must be sent between nodes.
 
 A piece is sent to a node once if some ranks of the node need it and no rank of the node holds it.
-It lands on one of the ranks that need it, and that rank forwards it to the others. The landing
-ranks are chosen so that they receive equal amounts. Pure, no torch. Invariant: all ranks of a node
-compute the same `Way` for a piece, regardless of the order in which they request ways.
+The piece lands on one of the ranks that need it, and this rank forwards it to the others. The
+landing ranks are chosen so that they receive equal amounts. Pure, no torch. Invariant: all ranks of
+a node compute the same `Way` for a piece, regardless of the order in which they request ways.
 """
 
 from __future__ import annotations

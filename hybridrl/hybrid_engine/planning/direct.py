@@ -1,10 +1,10 @@
 """Finds blocks that are large and contiguous in both source and destination, and can bypass the
 staging buffers.
 
-Such a block is sent as one message from the source tensor to the destination tensor, without
-packing and unpacking. Only the receiver knows whether a block is contiguous in the destination
-tensor, and only the sender knows whether it is contiguous in the source tensor. The ranks therefore
-agree on these blocks in advance, for one plan or for many plans at the same time.
+A block that bypasses the buffers is sent as one message from the source tensor to the destination
+tensor, without packing and unpacking. Only the receiver knows whether a block is contiguous in the
+destination tensor, and only the sender knows whether it is contiguous in the source tensor. The
+ranks therefore agree on these blocks in advance, for one plan or for many plans at the same time.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 Each rank of an engine replica must hold the same number of a layer's experts, but may hold any of
 them. Each replica therefore has its own map, the same in all layers, chosen so that its ranks keep
-as many as possible of the elements that they train. The search starts from the linear map. It moves
-experts around cycles of ranks as long as this keeps more elements in place; afterwards no balanced
-map keeps more (cycle cancelling, Klein 1967, "A primal method for minimal cost flows"). Swaps
-between two ranks then reduce the elements that the worst rank lacks. A map replaces the linear map
-only if the busiest receiver receives less, or if it receives as much and the busiest sender sends
-less. Invariant: all ranks compute the same maps.
+as many as possible of the elements that they train. The search starts from the linear map. The
+search moves experts around cycles of ranks as long as this keeps more elements in place; afterwards
+no balanced map keeps more (cycle cancelling, Klein 1967, "A primal method for minimal cost flows").
+Swaps between two ranks then reduce the elements that the worst rank lacks. A map replaces the
+linear map only if the busiest receiver receives less, or if it receives as much and the busiest
+sender sends less. Invariant: all ranks compute the same maps.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def lay_out_engines(
 class _Search:
     """Finds the parts and experts that minimise the number of elements that the worst rank lacks.
 
-    Between equal candidates, the one with the smallest sum over all ranks is chosen, then the
-    first.
+    Between equal candidates, prefers the candidate with the smallest sum over all ranks, then the
+    first candidate.
 
     Args:
         sources, parts, tensors: See `lay_out_engines`.

@@ -1,7 +1,8 @@
 """Chooses the order in which training assigns its parallel axes to ranks. No torch.
 
-This is the configured order or, with `train.order=auto`, the order with which engines receive the
-fewest bytes. Pure: all ranks and `hybridrl plan` compute the same order, before any model is built.
+The result is the configured order or, with `train.order=auto`, the order with which engines receive
+the fewest bytes. Pure: all ranks and `hybridrl plan` compute the same order, before any model is
+built.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def join(sources: Sequence[RankLayout], targets: Sequence[RankLayout]) -> Join:
     """Splits the regions of each target along the borders of the sources' regions.
 
     Raises:
-        PlanError: No source holds some elements that a target needs. Names the HF tensor and the
+        PlanError: A target needs elements that no source holds. Names the HF tensor and the
             elements.
     """
     held, wanted = RankClasses(sources), RankClasses(targets)

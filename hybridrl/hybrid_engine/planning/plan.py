@@ -302,7 +302,7 @@ def plan_reshard(
         domain_size: Number of consecutive ranks on one node; None if all are on one node.
 
     Raises:
-        PlanError: No source holds some elements that a target needs. Names the HF tensor and the
+        PlanError: A target needs elements that no source holds. Names the HF tensor and the
             elements.
     """
     if len(sources) != len(targets):
@@ -340,7 +340,7 @@ def _append(ops: list[CopyOp], op: CopyOp) -> None:
 
 
 def _adjacent(one: Box, other: Box) -> int | None:
-    """Returns the dim along which `other` directly follows `one`; None if it does not."""
+    """Returns the dim along which `other` directly follows `one`; None if they are not adjacent."""
     differing = [dim for dim, (a, b) in enumerate(zip(one, other, strict=True)) if a != b]
     if len(differing) == 1 and one[differing[0]][1] == other[differing[0]][0]:
         return differing[0]

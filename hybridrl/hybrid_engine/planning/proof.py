@@ -1,6 +1,6 @@
 """Proves that a plan's operations fill every target correctly.
 
-The proof does not rely on how plan.py chose the operations. It checks which HF elements each
+The proof does not rely on how plan.py chose the operations. The proof checks which HF elements each
 operation reads and writes, and whether together they write every element. Pure, no torch.
 """
 
@@ -109,4 +109,6 @@ def _prove_op(op: CopyOp, held: Sequence[Region], wanted: Sequence[Region]) -> N
                 )
             proven += volume(part)
     if proven != volume(op.dest_box):
-        raise PlanError(f"{where} is copied from {source}: not all of it holds weights")
+        raise PlanError(
+            f"{where} is copied from {source}, but includes elements that are not weights"
+        )

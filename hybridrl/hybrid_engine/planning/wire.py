@@ -1,8 +1,8 @@
 """Views fp32 tensors as elements of the narrower type in which weights are sent.
 
 All elements of a plan have the same size. Weights have 16 bits, but a router's bias is fp32 both in
-training and in the engine. It is planned, sent and verified as twice as many 16-bit elements: as a
-view of the same memory, whose bits are copied without a cast. Pure, no torch.
+training and in the engine. The bias is planned, sent and verified as twice as many 16-bit elements:
+as a view of the same memory, whose bits are copied without a cast. Pure, no torch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ they are launched as one CUDA graph, which is captured again if tensors move. A 
 no memory, and the host does no work per tensor or message.
 
 All elements are sent in one type, the narrower of the sources' type and the destinations' type.
-They are cast while they are packed or unpacked.
+Elements are cast while they are packed or unpacked.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ from hybridrl.models.hf.shards import box_view
 from hybridrl.models.sources import ComputedSlice, SourceTensor, memory_of, slice_of
 from hybridrl.models.weights import RankLayout
 
-# Number of programs of each kernel that packs, unpacks or copies. It is limited because NCCL's
-# kernels must wait while other kernels occupy the whole device. With this number the copies reach 2
-# TB/s, five times NVLink's rate.
+# Number of programs of each kernel that packs, unpacks or copies. The number is limited because
+# NCCL's kernels must wait while other kernels occupy the whole device. With this number the copies
+# reach 2 TB/s, five times NVLink's rate.
 PROGRAMS = 64
 SLOTS = 2  # buffers per direction: one is in flight while the other is packed or unpacked
 

@@ -21,9 +21,9 @@ class Repeated:
     first run enqueues them individually, because it compiles kernels and connects process groups.
 
     Args:
-        queue: Method that enqueues the operations on the device's current stream. It allocates no
-            memory, and its tensors keep their addresses. The method is referenced weakly, because
-            its object may own this `Repeated`.
+        queue: Method that enqueues the operations on the device's current stream. The method
+            allocates no memory, and its tensors keep their addresses. The method is referenced
+            weakly, because its object may own this `Repeated`.
         device: Device that executes the operations.
     """
 

@@ -1,9 +1,9 @@
 """The memory that an engine releases while the policy trains: its weights and its KV cache.
 
-Both consist of pieces of physical memory whose addresses stay reserved. Parameters, caches and CUDA
-graphs therefore become valid again once memory is mapped at these addresses. This module creates,
-maps and releases pieces. It replaces the engines' own sleep mode, which cannot exclude pieces that
-are lent to training (lending.py).
+Weights and KV cache consist of pieces of physical memory whose addresses stay reserved. Parameters,
+caches and CUDA graphs therefore become valid again once memory is mapped at these addresses. This
+module creates, maps and releases pieces. The module replaces the engines' own sleep mode, which
+cannot exclude pieces that are lent to training (lending.py).
 
 Invariants: a lent piece stays mapped at the engine's address. Other data in the same pieces (tables
 of addresses) is intact whenever the engine is awake.
@@ -162,7 +162,7 @@ class EngineMemory:
                 continue
             found = list(_uncovered(used, unneeded))
             if sum(stop - start for start, stop in found) > piece.num_bytes // 2:
-                continue  # not released: saving its other data would take as much memory
+                continue  # saving the piece's other data would take as much memory
             self._pieces.append(piece)
             self._used_bytes[piece.address] = sum(stop - start for start, stop in used)
             others += found

@@ -2,7 +2,7 @@
 
 A token's experts are stored at the slot of its keys. The experts are therefore valid as long as the
 keys, even for prompts that are computed in chunks or found in the prefix cache, and for preempted
-requests. They are read before a request loses its slots and before the weights change. The buffer
+requests. The slots are read before a request loses them and before the weights change. The buffer
 has one row per slot, and one byte per expert (two bytes for 256 experts or more).
 """
 

@@ -107,7 +107,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
     Raises:
         UserError: If the package is missing, does not suit the host, or cannot run this model on
             it.
-        ModelError: If a parameter does not match the weight table; names the first such parameter.
+        ModelError: If a parameter does not match the weight table; names the first wrong parameter.
         ValueError: If the ranks of a replica do not ascend.
         RuntimeError: If there is no process group, or an engine of another layout is still open.
     """
@@ -395,7 +395,7 @@ class PackagedEngine(QueuedEngine, ABC, Generic[Live, Recorder]):
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests. Raises ValueError if an id is already in use, or if the package cannot
-        generate such a response.
+        generate the response.
         """
         for request in requests:
             for violation in self._request_rules(request):

@@ -206,7 +206,7 @@ class SglangEngine(PackagedEngine[LiveEngine, RecordedExperts]):
 
     def _end_by_text(self) -> None:
         """Ends requests whose text contains a stop string, because SGLang does not detect stop
-        strings. The one additional token that SGLang draws for each such request is ignored.
+        strings. SGLang draws one more token for each of these requests, which is ignored.
         """
         for request_id in sorted(self._by_text):
             running = self._running[request_id]

@@ -35,8 +35,8 @@ def server_arguments(
     weight_bytes: int,
     device_memory: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Returns keyword arguments for SGLang's ServerArgs. They have the same meaning in all
-    supported versions.
+    """Returns keyword arguments for SGLang's ServerArgs that have the same meaning in all supported
+    versions.
 
     Args:
         weight_bytes: Bytes of this rank's parameters.

@@ -1,9 +1,9 @@
 """Applies minimum lengths and penalties to SGLang's requests, using a table of their tokens on the
 device.
 
-SGLang's own penalizers are not used. Their repetition penalty ignores the prompt, they forget the
-response when a request is retracted or continued, and they apply penalties to a running batch in a
-different order than to a single request.
+SGLang's own penalizers are not used, because their repetition penalty ignores the prompt, they
+forget the response when a request is retracted or continued, and they apply penalties to a running
+batch in a different order than to a single request.
 
 Each request with penalties has a row in a table. Every pass over its prompt rewrites the row from
 the tokens on the host. Each draw adds the drawn token to the row on the device, even before the

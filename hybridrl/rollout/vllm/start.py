@@ -46,8 +46,8 @@ ENVIRONMENT = {
 # Name of vLLM 0.26's list of architectures, in addition to dense ones, that use its second model
 # runner.
 SECOND_RUNNER_LIST = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
-# Engines that were not stopped. They share vLLM's process groups, and the references here prevent
-# garbage collection of an engine from destroying these groups.
+# Engines that were not stopped. These engines share vLLM's process groups, and the references here
+# prevent garbage collection of an engine from destroying these groups.
 _OPEN: list[Any] = []
 
 
