@@ -79,9 +79,9 @@ def _value(node: ast.expr) -> Number:
             if not abs(right) * max(_bits(left) - 1, 0) <= MAX_BITS:
                 raise ValueError("too large")
             if left < 0 and not isinstance(right, int):
-                raise ValueError("a root of a negative number")
+                raise ValueError("cannot compute a root of a negative number")
         return _bounded(BINARY[type(node.op)](left, right))
-    raise ValueError("only numbers, + - * / // % ** and parentheses")
+    raise ValueError("only numbers, + - * / // % ** and parentheses are supported")
 
 
 def _bounded(value: Number) -> Number:

@@ -37,7 +37,7 @@ def find_environment(config: EnvironmentConfig) -> Callable[[], Environment]:
         raise UserError(
             "environment.options",
             options,
-            f"{inspect.signature(factory)} with environment {config.name}",
+            f"options {inspect.signature(factory)} for environment {config.name}",
             f"Change the options: {error}.",
         ) from error
     except ValueError:  # Python cannot determine the class's signature
@@ -72,7 +72,7 @@ def _unused_knobs(config: EnvironmentConfig) -> Iterator[UserError]:
                 f"environment.{knob}",
                 value,
                 f"not set with environment {config.name}, which runs in the rank's own process",
-                "Remove it, or set environment.isolated=true.",
+                f"Remove environment.{knob}, or set environment.isolated=true.",
             )
 
 

@@ -298,7 +298,7 @@ def read_lines(path: Path) -> tuple[list[Record], list[bytes]]:
     """
     if not path.is_file():
         found = "a folder" if path.is_dir() else "not a file"
-        raise UserError(str(path), found, "a file of metrics", f"Move or delete {path}.")
+        raise UserError(str(path), found, "a metrics file", f"Move or delete {path}.")
     lines = path.read_bytes().split(b"\n")
     records, damaged = [], []
     for number, line in enumerate(lines):

@@ -57,7 +57,7 @@ def read_hostfile(file: Path) -> list[Host]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file"
         raise UserError(
-            "--hostfile", f"{file}: {reason}", "a file of hosts", "Check the path."
+            "--hostfile", f"{file}: {reason}", "a hostfile", "Check the path."
         ) from error
     slots: dict[str, int] = {}
     wrong: list[UserError] = []
@@ -146,12 +146,14 @@ def _ask(host: Host, ssh: Sequence[str], address: str) -> UserError | None:
         return None
     name, last = f"host {host.name}", lines[-1] if lines else f"exit code {code}"
     if code == 255:  # ssh itself failed
-        remedy = f"Make `{shlex.join([*ssh, host.name])}` work without a password, or remove it."
+        remedy = (
+            f"Make `{shlex.join([*ssh, host.name])}` work without a password, or remove this host."
+        )
         return UserError(name, last, "a host that ssh can reach", remedy)
     return UserError(
         name,
         last,
-        f"hybridrl {__version__} with {sys.executable} in {os.getcwd()}, and {address} resolvable",
+        f"hybridrl {__version__} with {sys.executable} in {os.getcwd()}; {address} must resolve",
         "Share the environment and the working folder among the hosts.",
     )
 

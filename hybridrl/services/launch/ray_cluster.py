@@ -324,7 +324,7 @@ def connect(address: str) -> Any:
     """
     if "://" in address or address in ("", "local"):
         allowed = 'HOST:PORT of a running cluster, or "auto"'
-        raise UserError("--ray", address, allowed, "Start `ray start --head`.")
+        raise UserError("--ray", address, allowed, "Start a cluster with `ray start --head`.")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Do not send usage statistics.
     # Allow tasks that reserve no GPU to see the GPUs on their node.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -343,6 +343,6 @@ def connect(address: str) -> Any:
             "--ray",
             f"{address}: {said(error)}",
             "the address of a running cluster with the same versions of Ray and Python",
-            "Run `ray status --address ADDRESS`; start one by `ray start --head`.",
+            "Run `ray status --address ADDRESS`; start a cluster with `ray start --head`.",
         ) from error
     return ray

@@ -155,7 +155,7 @@ def on_ray(run: Run, address: str, world: int | None, has_gpus: bool) -> int:
                 "--ray",
                 f"{slots} free {cluster.unit} slots in the cluster" + cluster.lost_nodes(),
                 f"{max(world_size, 1)} free slots" + ", each with a CPU" * cluster.has_gpus,
-                "Run `ray status`; add nodes, end other jobs, or give --world.",
+                "Run `ray status`; add nodes, end other jobs, or set --world.",
             )
         parts = shares(hosts, world_size, hosts[0].name, any_port())
         _validate(run, parts)
@@ -219,7 +219,7 @@ def by_slurm(run: Run, sizes: NodeSizes, options: Sequence[str], dry_run: bool) 
         raise ConfigError(violations)
     for option in options:
         if not re.fullmatch(r"--[a-z][a-z-]*(=.*)?", option):
-            raise UserError("--sbatch", option, "--name or --name=value", "Correct it.")
+            raise UserError("--sbatch", option, "--name or --name=value", "Correct the option.")
     folder = run_folder(run.config).absolute()
     output = None if in_allocation else folder / "logs" / "slurm-%j.log"
     text = slurm_script(job, [sys.executable, *PROGRAM], options, output)
@@ -259,7 +259,7 @@ def manifest_of(
     pairs = [volume.partition(":") for volume in volumes]
     for claim, _, path in pairs:
         if not claim or not path.startswith("/"):
-            raise UserError("--volume", f"{claim}:{path}", "CLAIM:/PATH", "Correct it.")
+            raise UserError("--volume", f"{claim}:{path}", "CLAIM:/PATH", "Correct the option.")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?", job.name):
         allowed = "at most 42 lower-case letters, digits and hyphens, for Kubernetes"
         raise UserError("run.name", job.name, allowed, "Choose another run.name.")

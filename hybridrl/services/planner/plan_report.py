@@ -287,7 +287,7 @@ def _transport_rules(config: Config, assumed: Assumptions | None) -> Iterator[Us
         yield UserError(
             "rollout.transport",
             "peer",
-            f"packed or auto on {found.nodes} nodes of {found.gpus_per_node} GPUs: ranks can only "
-            "read memory on their own node",
+            f"packed or auto on {found.nodes} nodes of {found.gpus_per_node} GPUs, because ranks "
+            "can only read memory on their own node",
             "Set rollout.transport=auto, or correct gpus_per_node in --cluster FILE.",
         )

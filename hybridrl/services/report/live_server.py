@@ -88,7 +88,7 @@ def make_server(report: LiveReport, port: int) -> ThreadingHTTPServer:
             "--port",
             f"{port} ({error})",
             "a free port",
-            "Choose another port, or 0 for any free one.",
+            "Choose another port, or 0 for any free port.",
         ) from error
 
 

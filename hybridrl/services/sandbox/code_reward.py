@@ -130,7 +130,7 @@ class Code:
                 "reward.options.readable",
                 repr(readable),
                 "a list of absolute paths that exist",
-                "Set readable, or remove it.",
+                "Correct readable, or remove this option.",
             )
         _check_host()
 
@@ -318,8 +318,8 @@ def _tests(given: object, key: str, prompt: str) -> Sequence[str | Mapping[str, 
         raise DataError(
             f"column {key!r} of {prompt[:40]!r}",
             "nothing" if given is None else f"{str(given)[:60]!r}",
-            'a text of asserts, a list of such texts, or a list of {"input", "output"}',
-            "Fix that row, or set reward.options.tests_key.",
+            'a text with asserts, a list of such texts, or a list of {"input", "output"}',
+            "Fix the row, or set reward.options.tests_key.",
         )
     return tests  # type: ignore[return-value]
 
@@ -342,6 +342,6 @@ def _check_host() -> None:
             "reward.function",
             "code",
             "code, on a host where this user may create namespaces (user, mount, network)",
-            "Allow them (docker: --cap-add SYS_ADMIN), or score on another host with the function "
-            f"`remote`. {error}.",
+            "Allow namespaces (docker: --cap-add SYS_ADMIN), or score on another host with the "
+            f"function `remote`. {error}.",
         ) from None
