@@ -1,10 +1,10 @@
 """Computes advantages from rewards. Pure functions in float64 on the CPU.
 
 Sizes: B samples of the step, known on every rank; H samples whose tokens are on this rank; T tokens
-of these samples; R response tokens among them, without the prompts. `response_values` selects (R,)
-from a (T,) column, and `response_column` is its inverse. Boolean indexing and repetition use numpy,
-which takes a third of torch's time for a million tokens. Statistics over the tokens on all ranks
-are in over_tokens.py.
+of these samples; R response tokens among them, without the prompts. `response_values` selects the R
+response values from a (T,) column, and `response_column` does the inverse. Boolean indexing and
+repetition use numpy, which takes a third of torch's time for a million tokens. over_tokens.py
+computes statistics over the tokens on all ranks.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def gae(
         values_R: V(s_t), the value of the state in which token t was sampled.
         response_lengths_H: Number of response tokens of each sample.
         gamma: Discount per token.
-        lam: Lambda, one number for all samples or one per sample.
-        critic_lam: Lambda for the returns; None means `lam`.
+        lam: Lambda of GAE: one number for all samples, or one per sample.
+        critic_lam: Lambda for the returns. If None, `lam` is used.
 
     Returns:
         Advantages and returns (advantage + value), each (R,) float64.
@@ -103,7 +103,7 @@ def _discounted_sums(value_R: Tensor, lengths_B: Tensor, decay: float | Tensor) 
     """Returns the sum over l >= 0 of decay^l value_{t+l} for each token t, within its sample: (R,).
 
     Args:
-        decay: One number for all samples or one per sample.
+        decay: Decay per token: one number for all samples, or one per sample.
     """
     decay_B = torch.as_tensor(decay, dtype=torch.float64).expand(len(lengths_B))
     if not bool(decay_B.any()):  # also true if this rank has no samples
@@ -145,7 +145,7 @@ def minus_group_mean(reward_B: Tensor, group_B: Tensor, weight_B: Tensor | None 
     reward_B = reward_B.double()
     weight_B = torch.ones_like(reward_B) if weight_B is None else weight_B.double()
     total_B = _group_sum(weight_B, group_B)
-    # First subtract one of the group's rewards, so that equal rewards give exactly 0.
+    # First subtract one of the group's rewards, so that equal rewards result in exactly 0.
     reward_B = reward_B - _group_member(reward_B, group_B)
     return reward_B - _group_sum(weight_B * reward_B, group_B) / total_B
 
@@ -170,8 +170,7 @@ def pass_at_k(is_passed_B: Tensor, group_B: Tensor, k: int, normalize_std: bool)
     - 1, k - 1) / C(n - 1, k - 1) for a wrong one.
 
     Returns:
-        (B,) float64: (worth - mean) / std, or 0 where std is 0. Without `normalize_std`, worth -
-        mean.
+        (B,) float64: (worth - mean) / std, or 0 if std is 0. Without `normalize_std`: worth - mean.
     """
     _, index_B, size_G = group_B.unique(return_inverse=True, return_counts=True)
     wrong_G = size_G - torch.bincount(index_B, is_passed_B.double(), len(size_G)).long()
@@ -209,7 +208,8 @@ def zero_groups(advantages_B: Tensor, group_B: Tensor) -> Tensor:
 
 
 def informative_scale(is_uninformative_B: Tensor) -> float:
-    """Returns B / (B - M) if M of B samples are uninformative; 1 if all are.
+    """Returns B / (B - M) if M of B samples are uninformative, or 1 if all samples are
+    uninformative.
 
     This is GPG's accurate gradient estimation (Chu et al. 2025, arXiv 2504.02546, eq. 7-8).
     """
@@ -221,8 +221,8 @@ def covariance(advantages_R: Tensor, logp_R: Tensor, over: OverTokens) -> Tensor
     """Returns (logp - mean) (A - mean) of each token (Cui et al. 2025, arXiv 2505.22617, eq. 10):
     (R,).
 
-    Uses the policy at the start of the step, so that the result is the same in all updates of the
-    step and does not depend on how samples are split into micro-batches.
+    Log-probabilities come from the policy at the start of the step. The result is therefore the
+    same in all updates of the step and does not depend on how samples are split into micro-batches.
     """
     logp_mean, advantage_mean = over.means(logp_R, advantages_R)
     return (logp_R - logp_mean) * (advantages_R - advantage_mean)
@@ -234,7 +234,7 @@ def kl_cov_mask(
     """Returns a mask of the tokens that KL-Cov penalises (Cui et al. 2025, eq. 13): (R,) bool.
 
     These are the max(1, int(fraction * N)) tokens with the highest covariance among the N tokens on
-    all ranks. If covariances are equal, tokens with smaller keys come first.
+    all ranks. Tokens with equal covariances are ordered by their keys, smallest first.
     """
     covariance_R, count = covariance(advantages_R, logp_R, over), max(int(fraction * over.num), 1)
     candidates = torch.arange(len(covariance_R))
@@ -312,7 +312,8 @@ def whiten(values_B: Tensor, counts_B: Tensor | None = None) -> Tensor:
 
     Args:
         values_B: One value per sample.
-        counts_B: How many times each value counts, such as the response length; None means once.
+        counts_B: Number of times that each value counts, such as the response length. If None, each
+            value counts once.
     """
     num = len(values_B) if counts_B is None else int(counts_B.sum())
     weight_B = 1 if counts_B is None else counts_B

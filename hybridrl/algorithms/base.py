@@ -26,9 +26,9 @@ class LossOutput:
 
     Args:
         loss: Scalar with a gradient, already divided by the global denominator. The mini-batch's
-            loss is the plain sum over micro-batches and ranks.
-        metrics: Detached scalars, each a sum over positions. The trainer adds them up and divides
-            by the number of response tokens, independently of the denominator. If a name ends in
+            loss is the plain sum of these losses over micro-batches and ranks.
+        metrics: Detached scalars, each a sum over positions. The trainer adds up the sums and
+            divides by the number of response tokens, not by the denominator. If a name ends in
             `_max`, the trainer takes the maximum instead.
     """
 
@@ -92,10 +92,10 @@ class GroupAlgorithm(Algorithm, Protocol):
 
     @property
     def max_resampling(self) -> int:
-        """Maximum number of rounds in which such groups are replaced by groups of new prompts."""
+        """Maximum number of rounds in which new prompts replace uninformative groups."""
 
     def uninformative(self, batch: ScoredBatch) -> Tensor:
-        """Returns a mask of the samples in such groups; it always covers whole groups: (B,)
+        """Returns a mask of the samples in uninformative groups; the mask covers whole groups: (B,)
         bool.
         """
 
@@ -105,8 +105,8 @@ class SelectiveAlgorithm(Algorithm, Protocol):
     """An algorithm that learns from only some of a step's samples."""
 
     def selected(self, batch: ScoredBatch) -> Tensor:
-        """Returns the indices of the samples to learn from, at least one: (N,) int64. `advantages`
-        accepts both the whole batch and the selected samples.
+        """Returns the indices of the samples from which to learn, at least one: (N,) int64.
+        `advantages` accepts both the whole batch and the selected samples.
         """
 
 

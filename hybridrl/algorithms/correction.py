@@ -54,9 +54,7 @@ def bounded(ratio_N: Tensor, config: CorrectionConfig) -> Tensor:
 
 
 def is_kept(ratio_N: Tensor, config: CorrectionConfig) -> Tensor:
-    """Returns a mask of the tokens that are not rejected, because their ratio is within the
-    bounds.
-    """
+    """Returns a mask of the tokens whose ratio is within the bounds; the others are rejected."""
     low, high = config.reject_bounds
     return (ratio_N >= low) & (ratio_N <= high)
 
@@ -74,15 +72,15 @@ def weights(log_ratio_N: Tensor, config: CorrectionConfig, sum_of: Sum) -> Tenso
 def off_policy_metrics(
     batch: RolloutBatch, old_logp_T: Tensor, config: CorrectionConfig | None = None
 ) -> dict[str, float]:
-    """Measures how far the behaviour policy is from the policy at the start of the step.
+    """Measures the distance between the behaviour policy and the policy at the start of the step.
 
     The metrics `mismatch/*` are always returned. For response i let d_t = old - behaviour at token
     t, e_i = -mean_t behaviour (the engine's log-perplexity) and o_i = -mean_t old (the trainer's).
 
         rollout_ppl, training_ppl: mean_i exp(e_i), mean_i exp(o_i).
         rollout_log_ppl, training_log_ppl: mean_i e_i, mean_i o_i.
-        log_ppl_diff: mean_i (o_i - e_i), above 0 if the trainer is less confident; also the mean of
-            the absolute value, the maximum and the minimum.
+        log_ppl_diff: mean_i (o_i - e_i), above 0 if the trainer is less confident than the engine.
+            Three more metrics: mean absolute value, maximum and minimum of o_i - e_i.
         ppl_ratio: mean_i exp(o_i - e_i).
         kl_k1, chi2_token: mean(-d_t) and mean(exp(d_t)^2) - 1 over all tokens.
         chi2_sequence: mean_i exp(sum_t d_t)^2 - 1.
@@ -152,10 +150,10 @@ def _correction_metrics(
     """Returns metrics of the weights k before they are bounded, and of rejection.
 
     `effective_sample_size` = (sum k)^2 / (n sum k^2) is a fraction of the n tokens. `weight_*`
-    describe the k of tokens; `sequence_weight_*` describe the mean k of each response. Both have
-    mean, standard deviation, minimum, maximum, largest |k - 1|, and the fractions above `max` and
-    below `min` (1 / `max` if `min` is 0). The standard deviation divides by n for tokens and by n -
-    1 for responses; it is 0 if there is only one response.
+    describe the k of tokens; `sequence_weight_*` describe the mean k of each response. Both groups
+    of metrics include mean, standard deviation, minimum, maximum, largest |k - 1|, and the
+    fractions above `max` and below `min` (1 / `max` if `min` is 0). The standard deviation divides
+    by n for tokens and by n - 1 for responses; it is 0 if there is only one response.
     """
     metrics: dict[str, float] = {}
     if config.weight != "none":

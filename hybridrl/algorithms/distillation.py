@@ -25,8 +25,8 @@ from hybridrl.config.algorithm import OnPolicyDistillationConfig
 from hybridrl.config.distillation import DistillationConfig, GkdConfig
 from hybridrl.contracts.batch import MicroBatch, Producer, TrainBatch
 
-# Lower bound on the other tokens' total probability, 1 - sum(p). Smaller values of this fp32
-# difference are only rounding errors.
+# Lower bound on the total probability 1 - sum(p) of the tokens outside the top k. Smaller values of
+# this fp32 difference are only rounding errors.
 MIN_REST = 1e-6
 
 
@@ -36,8 +36,8 @@ class OnPolicyDistillation(PolicyGradient[OnPolicyDistillationConfig]):
 
     A token's reward is log p_teacher - log p_old. This is the single-step part of MiniLLM's
     gradient for the sampled token (Gu et al. 2023, arXiv 2306.08543, sec. 2.2). With gamma = 1 the
-    long part is included, and the result is the gradient of the KL over whole responses. GRPO's
-    advantage times `reward_coef` is added.
+    long-term part is included, and the result is the gradient of the KL over whole responses.
+    GRPO's advantage times `reward_coef` is added.
     """
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:

@@ -1,6 +1,6 @@
 """Group relative policy optimization (Shao et al. 2024, arXiv 2402.03300) and its variants.
 
-All of them compare the samples of a prompt with each other and train no critic. The settings of
+All variants compare the samples of a prompt with each other and train no critic. The settings of
 each variant are in `config.presets.PRESETS`. The loss of `grpo` is the paper's eq. 3, except that
 it is averaged over all response tokens of the mini-batch instead of first over the tokens of each
 sample. A token therefore counts the same in short and in long responses (Yu et al. 2025, arXiv
@@ -104,7 +104,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return self._compare(reward_B, batch)
 
     def _covariance_columns(self, advantages_B: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
-        """Returns the column that KL-Cov or Clip-Cov modifies."""
+        """Returns the penalty weights of KL-Cov, or the advantages of Clip-Cov, as a token column."""
         config, over = self.config, OverTokens(batch)
         advantages_R = repeated(batch.of_held(advantages_B), batch.response_lengths_H)
         old_R = response_values(batch.require("old_logp_T", self.name), batch).double()

@@ -17,8 +17,8 @@ MAX_K3 = 10.0  # nats per token
 
 
 def bounded_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Returns the log-ratio clamped to [-20, 20]; there is no gradient outside. verl and OpenRLHF
-    use the same bounds.
+    """Returns the log-ratio clamped to [-20, 20]; the gradient is 0 outside of this interval. verl
+    and OpenRLHF use the same bounds.
 
     An infinite ratio would make the loss infinite, or make its gradient NaN where clipping
     multiplies the ratio by 0; a single token would then cause the whole optimizer step to be

@@ -2,8 +2,8 @@
 
 For each prompt, the samples with the highest and the lowest reward form a pair; the other samples
 are not used. In the paper, two responses are sampled, and a language model chooses the better
-response. Here, rewards choose. A group whose rewards are all equal yields no pair. The loss is the
-mean over the pairs.
+response. Here, the rewards determine the better response. A group whose rewards are all equal
+yields no pair. The loss is the mean over the pairs.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class OnlineDpo(Dpo):
         return torch.from_numpy(index) if len(index) else torch.zeros(1, dtype=torch.int64)
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
-        """Returns the samples in pairs with their advantages, which are zero if there is no
-        pair.
+        """Returns the samples that form pairs, with their advantages. All advantages are zero if
+        there is no pair.
         """
         batch = batch.select(self.selected(batch))
         if bool(self.uninformative(batch).any()):

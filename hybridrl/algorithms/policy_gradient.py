@@ -80,8 +80,8 @@ class PolicyGradient(Generic[Config]):
             UserError: The loss needs whole responses, but context parallelism splits them.
         """
         config, mask_S = self.config, micro.loss_mask_S
-        # Mask first, not last, because values at masked positions may overflow, and 0 x inf is NaN.
-        # The columns are already zero there, so every term below is zero too.
+        # Mask before computing, because values at masked positions may overflow, and 0 x inf is
+        # NaN. The columns are already zero at masked positions, so every term below is zero too.
         logp_S = logp_S.masked_fill(~mask_S, 0.0)
         entropy_S = entropy_S.masked_fill(~mask_S, 0.0)
         old_S = logp_S.detach() if micro.old_logp_S is None else micro.old_logp_S
@@ -280,7 +280,8 @@ def soft_gated(
     """Returns SAPO's objective (Gao et al. 2025, arXiv 2511.20347, eq. 5-6).
 
     4 / tau sigmoid(tau (r - 1)) A, with one temperature tau for positive advantages and another for
-    all others. At r = 1 the gradient equals the gradient of r A; it decreases on both sides.
+    all others. At r = 1 the gradient equals the gradient of r A; on both sides of r = 1 it
+    decreases.
     """
     tau_S = torch.full_like(log_ratio_S, tau_negative).masked_fill(advantages_S > 0, tau_positive)
     gate_S = torch.sigmoid(tau_S * (importance_ratio(log_ratio_S) - 1))

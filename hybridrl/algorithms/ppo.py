@@ -65,7 +65,7 @@ class Ppo(PolicyGradient[PpoConfig]):
         Used in VAPO's positive example LM loss (Yue et al. 2025, arXiv 2504.05118, eq. 9-10).
         """
         passed_B = batch.reward_B >= self.config.pass_reward
-        # Each sample's share of the denominator.
+        # Each sample's contribution to the denominator.
         counts_B = batch.response_lengths_B.double()
         if self.config.aggregate != "token_mean":
             counts_B = torch.ones_like(counts_B)

@@ -145,10 +145,10 @@ class Kto(ResponseLoss[KtoConfig]):
     """Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv 2402.01306, eq. 8).
 
     With s = logp - reference_logp, the loss of a response is w (1 - sigmoid(beta (s - z))) if it is
-    desirable and w (1 - sigmoid(beta (z - s))) if not; each kind has its weight w. The reference
-    point z has no gradient. It is max(0, mean of s) over unrelated samples: prompts with responses
-    to other prompts (sec. 4.1). The mean is over the whole step, whereas the paper uses each
-    micro-batch.
+    desirable and w (1 - sigmoid(beta (z - s))) if not. Desirable and undesirable responses have
+    different weights w. The reference point z has no gradient. z is max(0, mean of s) over
+    unrelated samples: prompts that are paired with responses to other prompts (sec. 4.1). The mean
+    is over the whole step, whereas the paper uses each micro-batch.
     """
 
     def advantages(self, batch: TrainBatch) -> TrainBatch:
@@ -221,13 +221,13 @@ def log_odds(logp: Tensor) -> Tensor:
 
 
 def feedback_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Returns the metrics of a step on pairs or labels, from before its update; {} for other
-    batches.
+    """Returns the metrics of a step on pairs or labels, computed before the step's update. Returns
+    {} for other batches.
 
     `preference/accuracy` is the fraction of (better, worse) pairs that the implicit rewards order
     correctly; a tie counts half. With labels, every desirable response of the step is paired with
-    every undesirable one, so the accuracy is the area under the ROC curve. A class without samples
-    has no metrics.
+    every undesirable one, so the accuracy is the area under the ROC curve. There are no metrics for
+    a class without samples.
     """
     parts = batch.reward_parts
     if IMPLICIT not in parts:

@@ -24,8 +24,8 @@ class RewardModel:
 
     -log sigmoid(s_chosen - s_rejected - m) + center_coef (s_chosen + s_rejected)^2, mean over
     pairs. m is the margin from Llama 2 (Touvron et al. 2023, arXiv 2307.09288, eq. 2): the knob
-    `margin` plus the row's own margin (`data.margin_key`). The second term keeps scores near 0
-    (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
+    `margin` plus the row's own margin (`data.margin_key`). The term with center_coef keeps scores
+    near 0 (Eisenstein et al. 2023, arXiv 2312.09244, eq. 2).
     """
 
     name = "reward_model"

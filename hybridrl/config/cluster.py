@@ -1,6 +1,7 @@
 """The section `cluster`: the GPUs, links and nodes that `hybridrl plan` assumes. No torch.
 
-Owns the section's keys, which a file given by `--cluster FILE` has too, and the data of known GPUs.
+Owns the keys of the section, which are also the keys of a file given by `--cluster FILE`, and the
+data of known GPUs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pydantic import Field
 from hybridrl.config.section import Section
 from hybridrl.errors import UserError
 
-GPUS_PER_NODE = 8  # of most training hosts
+GPUS_PER_NODE = 8  # number on most training hosts
 
 
 class ClusterConfig(Section):
@@ -84,7 +85,9 @@ KNOWN_GPUS = {
 
 
 def known_gpu(name: str) -> KnownGpu | None:
-    """Returns the known GPU that a name such as "NVIDIA H200" contains; None if it contains none."""
+    """Returns the known GPU whose name occurs in a text such as "NVIDIA H200"; None if there is
+    none.
+    """
     words = name.upper().replace("-", " ").replace("_", " ").split()
     return next((gpu for key, gpu in KNOWN_GPUS.items() if key in words), None)
 

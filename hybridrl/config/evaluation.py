@@ -45,8 +45,8 @@ class EvalSetConfig(Section):
     @property
     def scored_by(self) -> RewardConfig:
         """Reward section that scores the set's responses. If scoring a response fails or times out,
-        the response scores 0 and is counted, because a set contains thousands of rows of unchecked
-        text.
+        the response scores 0 and is counted, because a set contains thousands of rows that nobody
+        has checked.
         """
         scorer = self.scorer or FORM_SCORERS[self.form]
         return RewardConfig(**scorer.model_dump(), on_error="value")

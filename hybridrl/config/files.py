@@ -102,7 +102,7 @@ def read_json_object(
     has_unique_keys: bool = True,
     max_bytes: int = MAX_BYTES,
 ) -> dict[str, Any]:
-    """Returns the object in a JSON file.
+    """Returns the JSON object that a file contains.
 
     Args:
         error: Class of the errors to raise.

@@ -25,7 +25,7 @@ from hybridrl.errors import ModelError, UserError, said
 from hybridrl.rollout.registry import ENGINES, offered_engines
 
 GENERATION_CONFIG = "generation_config.json"
-# Keys that are read from this file; the knobs of `rollout` have the same names.
+# Keys that are read from generation_config.json; the knobs of `rollout` have the same names.
 _TAKEN = ("temperature", "top_p", "top_k", "max_new_tokens", "min_new_tokens", "repetition_penalty")
 _OFF: dict[str, float] = {
     "min_new_tokens": 0,

@@ -167,7 +167,7 @@ def resolved(
 
 
 def commit_of(key: str, name: HubName) -> str:
-    """Returns the commit of a name; contacts the hub only if the name has none.
+    """Returns the commit of a hub name; contacts the hub only if the name contains no commit.
 
     Args:
         key: Key of the configuration, for errors.
@@ -216,7 +216,9 @@ def download(key: str, name: HubName, patterns: Sequence[str]) -> Path:
 
 
 def with_names(config: Config, names: Mapping[Place, HubName]) -> Config:
-    """Returns a configuration with other hub names, which replace any interpolations."""
+    """Returns a copy of a configuration with other hub names. They replace interpolations at their
+    places.
+    """
     found: Config = config.model_copy(deep=True)
     for place, name in names.items():
         found = _with(found, place, str(name))

@@ -2,7 +2,7 @@
 
 A run uses the value of `${oc.env:KEY}` but writes the text to its files, because the variable may
 contain a secret and other people may read the files. A run may continue with a changed value, such
-as a renewed API key, unless the value affects what is learned, as the path of a data file does.
+as a renewed API key, unless the value affects training, like the path of a data file.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _shown_word(word: str) -> str:
 
 
 def digests(values: dict[str, Any], written: Mapping[Path, str]) -> dict[str, str]:
-    """Returns a digest of each interpolation's value, by dotted name; secrets are left out."""
+    """Returns a digest of each interpolated value, by dotted name. Secrets are left out."""
     known = without_secrets(values, written)
     found = {}
     for path in written:

@@ -69,7 +69,9 @@ def lag_identity(config: Config) -> dict[str, Any]:
 
 
 def no_lag(config: Config) -> UserError:
-    """Returns the error for an algorithm that cannot learn from samples of older weights."""
+    """Returns the error for an algorithm that cannot learn from samples that older weights
+    generated.
+    """
     name, lag = config.algorithm.name, config.steps.max_policy_lag
     reason = "whose loss does not use the ratio to the behaviour policy"
     remedy = f"Set {KEY}=0, or use another algorithm, such as grpo."

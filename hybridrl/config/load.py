@@ -45,7 +45,7 @@ def as_config(
     """Returns the configuration in a YAML file or a mapping; returns a Config unchanged.
 
     Args:
-        overrides: `key=value` texts; not for a Config.
+        overrides: `key=value` texts. Not allowed if `source` is a Config.
     """
     if isinstance(source, Mapping):
         return load_config_dict(source, overrides)
@@ -58,9 +58,10 @@ def load_config(
     """Reads a YAML file, applies overrides, and validates each value separately.
 
     Args:
-        overrides: `section.key=value` texts with YAML values; later ones win.
-        like: Configuration whose values are used for `${...}` texts that appear in both. A run's
-            file can then be read although environment variables have changed.
+        overrides: `section.key=value` texts with YAML values. A later text overrides an earlier
+            one.
+        like: Configuration whose values replace equal `${...}` texts at the same places. A run's
+            file can then be read even if environment variables have changed.
 
     Raises:
         ConfigError: All violations.
@@ -213,8 +214,8 @@ def _apply(values: dict[str, Any], override: str, written: dict[Place, str]) -> 
 
 
 def _violations(details: Any, written: Mapping[Place, str]) -> Iterator[UserError]:
-    """Yields the violations for one pydantic error. An unknown section that another system has
-    yields a violation for each key in it.
+    """Yields the violations for one pydantic error. If another system has a section of an unknown
+    name, each key in the section yields a violation.
     """
     parts = [str(part) for part in details["loc"]]
     content = details["input"]
@@ -315,8 +316,9 @@ def _unknown_key(key: str, name: str, section: type[BaseModel]) -> UserError:
 def _hint(key: str, name: str, known: Sequence[str]) -> str:
     """Returns the remedy for an unknown key.
 
-    It suggests the first that exists: a nearly equal key of the section, our counterpart if another
-    system has the key, a similar key, the same key in another section, the likeliest key.
+    The remedy suggests the first of these that exists: a nearly equal key of the section,
+    hybridrl's counterpart if another system has the key, a similar key, the same key in another
+    section, the likeliest key.
     """
     prefix = key.removesuffix(name)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)

@@ -1,8 +1,9 @@
 """The type `Needs`: models, batch columns and kind of data that an algorithm requires. No torch.
 
-A built-in algorithm declares its needs in its section (`section.needs`), where its class reads
-them; a user's own algorithm declares them in its class. The needs are read by the rules, the data
-checks, `hybridrl plan` and the loop; roles.py derives from them which models a run has.
+A built-in algorithm declares its needs in its section (`section.needs`), and its class reads them
+from the section; a user's own algorithm declares its needs in its class. The needs are read by the
+rules, the data checks, `hybridrl plan` and the loop; roles.py derives from them which models a run
+has.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class Needs:
         values: Whether it needs `values_T` from a critic; its class is then a CriticAlgorithm.
         scores: Whether entry t of `values_T` is the score after token t, as in a reward model,
             instead of the value of the state before token t.
-        old_logps: Whether `old_logp_T` is needed for advantages even if a step has a single update.
-            The loss does not need the column then: it uses the policy's detached log-probabilities.
+        old_logps: Whether advantages need `old_logp_T` even if a step has a single update. The loss
+            then uses the policy's detached log-probabilities instead of this column.
         policy: Whether the policy is trained; otherwise only the critic is trained.
         greedy: Whether it needs the reward part `batch.GREEDY`: the reward of a greedy response to
             each prompt.
-        group_samples: Minimum number of scored responses per prompt. A group with fewer, because
-            `reward.on_error` dropped some, is dropped as a whole.
+        group_samples: Minimum number of scored responses per prompt. If `reward.on_error` has
+            dropped so many that fewer remain, the whole group is dropped.
         teacher: Whether it needs `teacher_logp_T` from `algorithm.teacher`.
         teacher_top: Number of the teacher's most likely tokens per position in `teacher_logp_TK`
             and `teacher_tokens_TK`. If it is above 0, the loss receives the policy's

@@ -247,14 +247,14 @@ OTHER_SYSTEMS: Mapping[str, Mapping[str, Counterpart]] = {
 }
 
 
-# Sections of verl. For an unknown key in one of them no similar knob is suggested.
+# Sections of verl. No similar knob is suggested for an unknown key in one of these sections.
 SECTIONS_ELSEWHERE = frozenset(
     name.rsplit(".", num)[0] for name in VERL for num in range(1, name.count(".") + 1)
 )
 
 
 def counterpart(key: str) -> tuple[str, str, Counterpart] | None:
-    """Finds the option of another system whose name ends like a key.
+    """Finds the option of another system whose name ends with the same components as a key.
 
     Args:
         key: Dotted key as the user wrote it, in any section.
@@ -275,8 +275,8 @@ def counterpart(key: str) -> tuple[str, str, Counterpart] | None:
 
 
 def _num_alike(key: list[str], name: list[str]) -> int:
-    """Returns how many trailing components two dotted names share. A single common word does not
-    count, as in `run.path` and `custom_reward_function.path`.
+    """Returns how many trailing components two dotted names share. A single common word, such as
+    the last component of `run.path` and `custom_reward_function.path`, does not count.
     """
     num = 0
     while num < min(len(key), len(name)) and key[-1 - num] == name[-1 - num]:

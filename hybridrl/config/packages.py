@@ -1,9 +1,9 @@
 """The single table of hybridrl's requirements: the versions of Python and of packages that it
 supports.
 
-It is read by `hybridrl check` and by setup.py, which executes this file before anything is
-installed. It therefore imports nothing. It must also run on older Python versions, whose users are
-then told to upgrade.
+`hybridrl check` and setup.py read this file. Because setup.py executes it before anything is
+installed, it imports nothing. It must also run on older Python versions, so that their users are
+told to upgrade.
 
 Lower bounds were tested: with all of them installed together (except torch's), a model was trained
 and converted on CPU, and the unit tests of configuration, models and data passed. The upper bound

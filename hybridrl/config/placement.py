@@ -139,7 +139,7 @@ class Placement:
 
     Args:
         rollout: Ranks of the engines, ascending.
-        named: Places of the other roles that the section sets.
+        named: Places of all other roles that the section `placement` sets.
     """
 
     num_ranks: int
@@ -148,7 +148,7 @@ class Placement:
     named: Mapping[str, Place] = field(default_factory=dict)
 
     def of(self, role: str) -> Place:
-        """Returns the place of a role's model: the policy's place unless the section sets the role."""
+        """Returns the place of a role's model. Default: the policy's place."""
         return self.named.get(role, self.policy)
 
     @property

@@ -70,7 +70,9 @@ class RewardConfig(ScorerConfig):
         return self
 
     def accuracy_scorer(self) -> str | None:
-        """Returns the name of the scorer whose score is the accuracy; None if several could be."""
+        """Returns the name of the scorer whose score is the accuracy; None if the choice is
+        ambiguous.
+        """
         scorers = self.scorers()
         if self.accuracy is not None or len(scorers) == 1:
             return self.accuracy or next(iter(scorers))

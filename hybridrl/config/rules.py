@@ -68,7 +68,7 @@ def check(
     Args:
         config: A configuration whose values are valid individually.
         model_config: The model's HF config.json, or None to check only the layout.
-        default_dtype: Type that model.dtype=auto means on this host.
+        default_dtype: Data type that model.dtype=auto selects on this host.
         is_script: Whether the caller is a user's script, which cannot start ranks itself; changes
             the advice in messages.
         machines: Hardware of the ranks. If None, a placement by nodes or GPUs is not checked.

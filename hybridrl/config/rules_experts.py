@@ -1,6 +1,6 @@
 """Rules on experts in an engine: their layout, and the recording of chosen experts. No torch.
 
-Of the model only the HF config.json is read; keys that it lacks are not checked.
+These rules read only the model's HF config.json and skip keys that it lacks.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ from hybridrl.config.schema import Config, KtoConfig, OnlineDpoConfig
 from hybridrl.config.supervised import PAIR_PRESETS
 from hybridrl.errors import UserError
 
-# Prefixes of metric names. Terms must not have these names, because a term's name is a prefix too.
+# Prefixes of metric names. Terms must not have these names, because a term's name is also used as a
+# prefix of metrics.
 TAKEN = (
     *("policy", "critic", "reward", "response_tokens", "generate", "mismatch", "correction"),
     *("preference", "teacher", "environment", "train", "eval", "reshard", "memory", "throughput"),

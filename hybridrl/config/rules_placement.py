@@ -100,8 +100,8 @@ def expert_grid_rules(
     """Yields the violations of rules on distributing experts over the ranks of a pipeline stage.
 
     Args:
-        key: Section with the sizes. num_ranks: Ranks of a pipeline stage.
-        ranks: Text that ends the remedy: advice on the number of ranks.
+        key: Section with the sizes. num_ranks: Number of ranks of a pipeline stage.
+        ranks: Advice on the number of ranks, which is appended to the remedy.
     """
     if num_ranks % (ep * etp):
         product = f"{ep} * {etp} = {ep * etp}"
@@ -155,8 +155,8 @@ def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[U
     """Yields the violations of rules on splitting a model whose shape may differ from the policy's.
 
     Args:
-        role: Role of the model. Its section in `placement` sets the parallel sizes, or else
-            `train`.
+        role: Role of the model. Parallel sizes that the role's section in `placement` does not set
+            come from `train`.
         shape: The model's config.json.
     """
     train = config.train
@@ -174,7 +174,9 @@ def cut_rules(config: Config, role: str, shape: Mapping[str, Any]) -> Iterator[U
 def _own_cut_rules(
     config: Config, key: str, given: RoleRanks, shape: Mapping[str, Any]
 ) -> Iterator[UserError]:
-    """Yields the violations of rules on the parallel sizes that a role's own section sets."""
+    """Yields the violations of rules on the parallel sizes that a role's section in `placement`
+    sets.
+    """
     train = config.train
     if given.pp is not None:
         vpp = train.vpp if given.pp == train.pp else 1

@@ -196,7 +196,7 @@ class Config(Section):
         # Stored in the configuration itself, so that config.yaml, the identity and the algorithm
         # agree.
         if self.steps.max_policy_lag and isinstance(self.algorithm, PolicyGradientConfig):
-            # Through __dict__, because the model is frozen and pydantic refuses assignments.
+            # Write through __dict__, because the model is frozen and pydantic refuses assignments.
             self.__dict__["algorithm"] = with_default_weight(self.algorithm)
         return self
 

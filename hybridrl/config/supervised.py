@@ -117,7 +117,7 @@ class OnlineDpoConfig(PairLossConfig):
 
     @property
     def needs(self) -> Needs:
-        """Needs of the algorithm: samples, from which it forms the pairs."""
+        """Needs of the algorithm: samples, from which the pairs are formed."""
         return replace(super().needs, rollouts=True)
 
 

@@ -26,8 +26,8 @@ TOKENS_FILE = "tokenizer.json"
 def is_scored(config: Config) -> bool:
     """Whether responses are scored by a reward.
 
-    They are not if the algorithm is a distillation without a reward term, the section `reward` is
-    not set, and nothing is evaluated.
+    Responses are not scored if the algorithm is a distillation without a reward term, the section
+    `reward` is not set, and nothing is evaluated.
     """
     chosen, data = config.algorithm, config.data
     learns_from_it = not isinstance(chosen, OnPolicyDistillationConfig | GkdConfig)
@@ -38,7 +38,7 @@ def is_scored(config: Config) -> bool:
 
 
 def teacher_model(config: Config) -> ModelConfig | None:
-    """Returns a section `model` for the teacher; None if the algorithm has none."""
+    """Returns a section `model` for the teacher; None if the algorithm has no teacher."""
     chosen = config.algorithm
     if not isinstance(chosen, TaughtConfig):
         return None
@@ -63,7 +63,7 @@ def teacher_rules(config: Config, policy: Mapping[str, Any]) -> Iterator[UserErr
     """Yields the violations of rules on the teacher and its knobs.
 
     Args:
-        policy: The policy's config.json; missing keys are not checked.
+        policy: The policy's config.json; rules on missing keys are skipped.
     """
     chosen = config.algorithm
     compares = isinstance(chosen, OnPolicyDistillationConfig) and chosen.reward_coef > 0

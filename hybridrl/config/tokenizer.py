@@ -87,8 +87,8 @@ def check_token_numbers(where: str, vocabulary: Mapping[str, int], num_tokens: i
     """Refuses tokens that have no row in the model's embedding.
 
     Raises:
-        ModelError: There are such tokens; the error names `where`, the first token and how many
-            there are.
+        ModelError: A token has no row; the error names `where`, the first such token and their
+            number.
     """
     beyond = [token for token, number in vocabulary.items() if number >= num_tokens]
     if beyond:

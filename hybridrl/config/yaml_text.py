@@ -20,7 +20,9 @@ _ERRORS = (
 
 
 class YamlTextError(ValueError):
-    """Error for text that is not YAML. `line` is the line of the fault, or None."""
+    """Error for text that is not YAML. `line` is the line number of the syntax error; None if
+    unknown.
+    """
 
     def __init__(self, problem: str, line: int | None) -> None:
         super().__init__(problem)

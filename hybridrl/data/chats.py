@@ -42,7 +42,7 @@ class Chat:
     Args:
         text: Rendered text of the prompt and the response.
         spans: Start and end of each run of text on which the model is trained, in ascending order.
-        lacks_end: Whether an end token must be added, because none follows the last run.
+        lacks_end: Whether an end token must be added, because no end token follows the last run.
         is_marked: Whether the template's generation blocks mark the spans. If so, a token that
             contains the first character of a run belongs to the run. If not, no token extends
             across the start of a run, because the tokens of the prompt end at this position during
@@ -132,7 +132,7 @@ class _Turn:
 
     Args:
         before: Text that the model receives as input.
-        text: `before` followed by the text that the model must produce.
+        text: Concatenation of `before` and the text that the model must produce.
         end: Index in `text` at which the learned text ends.
         lacks_end: Whether no special token ends the turn.
     """
@@ -311,9 +311,10 @@ class _ChatRenderer:
         """Returns the text that the model must produce if the finished turn lacks the tag that the
         generation prompt opens (`<think>` for DeepSeek-R1).
 
-        Usually this text is the finished turn, from the first difference to the generation prompt
-        on. If the template cuts off part of the message (everything up to `</think>`), the text is
-        the whole message without a repeated opening tag, plus the text that the template appends.
+        Usually the returned text is the part of the finished turn that follows its common beginning
+        with the generation prompt. If the template cuts off part of the message (everything up to
+        `</think>`), the text is the whole message without a repeated opening tag, plus the text
+        that the template appends.
         """
         *earlier, message = messages
         closed = self._without_tail(template, self._render(row, template, earlier, tools)[0])
@@ -355,7 +356,7 @@ class _ChatRenderer:
 
     def _without_tail(self, template: str, text: str) -> str:
         """Removes the token that the template appends to every chat, whatever the role of the last
-        message. The token belongs to no turn (Phi-3 ends chats with <|endoftext|>).
+        message. This token is not part of any turn (Phi-3 ends chats with <|endoftext|>).
         """
         if template not in self._tails:
             self._tails[template] = self._tail(template)

@@ -102,7 +102,7 @@ def encoded_rows(
             tokenizer's end token.
         adds_special: Whether the special tokens that the tokenizer puts before a text are added to
             prompts that no template rendered.
-        bad: Collects rows with a text that has no tokens; these rows are not yielded.
+        bad: Collects rows in which a text has no tokens; these rows are not yielded.
     """
     added = getattr(tokenizer, "added_tokens_decoder", {})  # not every TextEncoder has them
     # Before any other step, a tokenizer splits a text at special tokens.
@@ -163,7 +163,7 @@ def _encode_texts(
     ends: Collection[int],
     front: Tokens,
 ) -> Iterator[Encoded]:
-    """Yields the tokenized rows, all of whose columns are texts.
+    """Yields the tokenized rows of a chunk in which all columns are texts.
 
     Args:
         encoder: Encoder that tokenizes a response as the continuation of its prompt.

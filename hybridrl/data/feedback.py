@@ -17,8 +17,8 @@ from hybridrl.errors import DataError, RowError, short
 
 
 def label_columns(config: DataConfig, feedback: Feedback | None) -> list[str]:
-    """Returns the name of the column with a row's margin or label, as a list; empty if there is
-    none.
+    """Returns a list with the name of the column that contains the margin or the label; empty if
+    rows have neither.
     """
     if feedback == "pairs" and config.margin_key is not None:
         return [config.margin_key]

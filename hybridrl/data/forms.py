@@ -1,6 +1,6 @@
 """Recognises published row formats by their keys. Does not import torch.
 
-Owns the table of forms. A row either has the columns named by `data.prompt_key`, `response_key`,
+Owns the table of forms. A row has either the columns named by `data.prompt_key`, `response_key`,
 `chosen_key` and `rejected_key`, or one of the forms in FORMS. The returned rows have these columns,
 and each value is a text or a list of messages. Columns named by these keys take precedence over
 forms. No form is tried if one of the keys differs from its default. Columns that a form reads are
@@ -121,7 +121,7 @@ def validate_file(
             `data.on_bad_row` is 'stop'.
     """
     bad, num = BadRows(config.on_bad_row), 0
-    # A run does not drop rows without an answer, so this function must not drop them either.
+    # A run does not drop rows without an answer, so this function must keep such rows too.
     for row in formed_rows([path], config, kind, required if check is None else (), bad):
         num += 1
         if check is not None:

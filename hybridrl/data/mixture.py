@@ -1,5 +1,5 @@
-"""Mixes prompts from several sources in fixed shares, and holds out prompts for evaluation. Does
-not import torch.
+"""Mixes prompts from several sources in fixed proportions, and holds out prompts for evaluation.
+Does not import torch.
 
 The mixture and the held-out prompts depend only on the prompts, the config and the seed, so all
 ranks agree without communication.

@@ -1,9 +1,9 @@
 """Supplies tokenized prompts to the trainer in a new order each epoch, and can resume from a saved
 position. Does not import torch.
 
-Owns the order of prompts. The order depends only on the seed and the prompts, so all ranks take the
-same prompts without communication. rows.py reads the files. Invariant: after `load_state(state)`, a
-source returns the prompts that the saved source would have returned next.
+Owns the order of prompts. The order depends only on the seed and the prompts, so all ranks choose
+the same prompts without communication. rows.py reads the files. Invariant: after
+`load_state(state)`, a source returns the prompts that the saved source would have returned next.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LoadedPrompts:
     left_out: LeftOut
 
     def report(self) -> str:
-        """Returns a one-line summary for the user."""
+        """Returns a one-line summary of the loaded prompts for the user."""
         line = f"{len(self.prompts)} prompts"
         if self.left_out.num_cut:
             line += f", {self.left_out.num_cut} with responses cut (data.long_responses=cut)"

@@ -2,10 +2,10 @@
 
 Owns the checks of files; forms.py owns the checks of rows. A line that is not a JSON object, or a
 data set that cannot be decoded, means that the source is damaged. A damaged source always stops the
-run. A row that can be read but not used is a bad row (`RowError`, `BadRows`). Before any rank
-starts, the command line reads every file through `forms.validate_file`, unless it has checked the
-same content before. One rank of each node then reads the rows again, unless they are already
-tokenized (prompt_store.py).
+run. A row that can be read but not used for training is a bad row (`RowError`, `BadRows`). Before
+any rank starts, the command line reads every file through `forms.validate_file`, unless an earlier
+check of the same content succeeded. One rank of each node then reads the rows again, unless they
+are already tokenized (prompt_store.py).
 """
 
 from __future__ import annotations

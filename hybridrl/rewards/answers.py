@@ -20,7 +20,7 @@ from hybridrl.errors import DataError, UserError, short
 
 MAX_BOXES, MAX_BOX_CHARS = 5, 2_000
 _NUMBER = r"-?(?:\\?\$)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)"
-# An escaped dollar sign, which means money and does not delimit a formula.
+# An escaped dollar sign, which is a currency symbol and does not delimit a formula.
 _MONEY = re.compile(r"(?<!\\)\\\$")
 _NO_VALUE = re.compile(r"\\?\$|\\[()\[\]]|[\s{}]")
 _COUNTED = re.compile(r"(?<=\d)\s+\([A-Za-z][A-Za-z .,'-]{2,}\)$")
@@ -59,7 +59,7 @@ class ExactMatch:
         answers_of(prompt, columns)
 
     def answer(self, response: str) -> str | None:
-        """Returns the answer in a response, or None if there is none."""
+        """Returns the answer in a response, or None if the response contains no answer."""
         if self._pattern is None:
             return response.strip()
         # `([^,]*)$` matches "15,08,85" twice; the last, empty match is not an answer.
@@ -109,7 +109,7 @@ class Gsm8k:
         return _number(found[-1]) if found else None
 
     def answer(self, response: str) -> str | None:
-        """Returns the number in a response, or None if there is none."""
+        """Returns the number in a response, or None if the response contains no number."""
         found = self._response_number(response)
         return None if found is None else f"{found.normalize():f}"
 
@@ -217,7 +217,7 @@ class Choice:
         return found
 
     def answer(self, response: str) -> str | None:
-        """Returns the letter that a response chooses, or None if it chooses none."""
+        """Returns the letter that a response chooses, or None if the response chooses no letter."""
         boxed = _without_text_commands(last_box(response) or "").strip("(). ")
         if len(boxed) == 1 and "A" <= boxed.upper() <= "Z":
             return boxed.upper()

@@ -4,8 +4,8 @@ A reward is the weighted sum of its scorers. A scorer runs in place, in threads 
 (functions.py decides). For threads and processes, `begin` submits a sample as soon as it is
 generated, and `score` waits for the scorers that are still running. If a scorer fails, a BatchError
 names the function, its file and line, and the sample. Depending on `reward.on_error`, the failure
-is only counted instead. A failure never silently becomes a zero. Each rank scores its own samples.
-The caller must share an error on one rank with the others.
+is only counted instead. A failure is never silently scored as zero. Each rank scores its own
+samples. If scoring raises an error on one rank, the caller must inform the other ranks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ class Part:
 
     Attributes:
         is_in_place: Whether the reward function runs in the calling thread.
-        can_begin: Whether one sample can be scored while others are being generated.
+        can_begin: Whether a finished sample can be scored while other samples are still being
+            generated.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class TurnPart(Part):
         self.is_in_place = False
 
     def start(self, keys: Sequence[Key], job: Job) -> list[Future[list[Outcome]]]:
-        """Returns and removes the stored outcomes of these samples."""
+        """Removes the stored outcomes of these samples and returns them as futures."""
         future: Future[list[Outcome]] = Future()
         future.set_result([self.ended.pop(sample) for sample, _ in keys])
         return [future]
@@ -225,7 +226,7 @@ class Scorer:
                 part.begin(sample, tuple(tokens), job)
 
     def end_episode(self, sample: int, outcome: Outcome) -> None:
-        """Stores the environment's outcome for a sample, which covers all turns."""
+        """Stores the environment's outcome for all turns of a sample."""
         if self._turns is not None:
             self._turns.ended[sample] = outcome
 

@@ -75,7 +75,7 @@ class ServedModel:
 
 
 def no_reward(prompt: str, response: str, columns: Mapping[str, object]) -> float:
-    """Returns 0. Used if no reward is configured because the algorithm needs none."""
+    """Returns 0. Used if no reward is configured because the algorithm does not need a reward."""
     return 0.0
 
 
@@ -186,7 +186,7 @@ def check_rewards(config: RewardConfig) -> list[UserError]:
 
 
 def where(config: ScorerConfig, function: RewardFunction) -> str:
-    """Returns where a configured function runs: "here", "thread", "process" or "world"."""
+    """Returns where a configured function is executed: "here", "thread", "process" or "world"."""
     traits = traits_of(function)
     is_own = ":" in config.function and not traits.batched
     usual = traits.runs or ("process" if is_own else "here")

@@ -44,7 +44,7 @@ class Instructions:
         """Returns a score from 0 to 1.
 
         Raises:
-            DataError: The row has an unknown instruction, or wrong arguments for one.
+            DataError: The row has an unknown instruction, or an instruction with wrong arguments.
         """
         asked = instructions_of(columns)
         followed = [response.strip() != "" and follows(*one, prompt, response) for one in asked]

@@ -1,9 +1,9 @@
 """Represents the outcome of scoring one sample: a number or a failure. Does not import torch.
 
-Owns the boundary with users' code: any fault in a reward function becomes a ScorerFailure, and any
-returned number becomes a float within the range of float32. A DataError from a reward means that
-the row is faulty. It also counts as a failure, so `reward.on_error` applies to it. Other UserErrors
-propagate.
+Guards the boundary with users' code: any error in a reward function becomes a ScorerFailure, and
+any returned number becomes a float within the range of float32. A DataError from a reward means
+that the row is faulty. It also counts as a failure, so `reward.on_error` applies to it. Other
+UserErrors propagate.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class ScorerFailure:
         return f"The traceback is in {rank_file('.log')}."
 
     def reported(self) -> ReportedError | None:
-        """Returns a stand-in for an exception that another process raised, if there was one."""
+        """Returns a stand-in for an exception that another process raised; None if no exception was
+        raised.
+        """
         return ReportedError(f"\n{self.trace}") if self.trace else None
 
     def as_json(self) -> dict[str, object]:
@@ -243,8 +245,8 @@ def raised(
 
 
 def _failure(error: BaseException, where: str) -> ScorerFailure:
-    """Converts an exception from a reward function to a failure. Raises a UserError again if it
-    does not concern the row.
+    """Converts an exception from a reward function to a failure. Re-raises a UserError that does
+    not concern the row.
     """
     if isinstance(error, DataError):
         return ScorerFailure(f"raised DataError on {where}: {said(error)}", cause=error)

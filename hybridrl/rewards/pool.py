@@ -49,7 +49,7 @@ class Timed(Protocol):
 
 
 class NoAnswerError(Exception):
-    """Raised if a process wrote something other than an answer."""
+    """Raised if a scoring process wrote bytes that are not an answer."""
 
 
 C = TypeVar("C", bound=Timed)
@@ -76,7 +76,7 @@ class Pool(Generic[R]):
         self._threads: list[threading.Thread] = []
 
     def submit(self, job: Any) -> Future[list[R]]:
-        """Returns a future for the results. It raises any UserError from users' code."""
+        """Returns a future for the results. The future raises any UserError from users' code."""
         if len(self._threads) < self._num:
             # Threads are never ended early, because a process dies with the thread that started it
             # (PR_SET_PDEATHSIG).
@@ -284,7 +284,7 @@ class Scoring(Worker[ScorerConfig, Outcome]):
         return self._config.timeout_s + GRACE_S * (len(job[0]) > 1)
 
     def decoded(self, entry: dict[str, Any]) -> Outcome:
-        """Decodes a score, with its note if it has one."""
+        """Decodes a score and its note, if any."""
         if not math.isfinite(value := float(entry["value"])):
             raise ValueError(value)
         return Noted(value, str(entry["note"])) if "note" in entry else value

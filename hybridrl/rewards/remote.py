@@ -143,8 +143,8 @@ class _Attempt:
         self._headers, self._limit_s = headers, limit_s
         self.answer: tuple[int, bytes] | None = None
         self.error: Exception | None = None
-        # A second handle of the connection. TLS takes over the first one, and http.client drops it
-        # after the headers of a response that ends with the connection.
+        # A second handle of the connection. TLS takes over the first handle, and http.client drops
+        # it after reading the headers if the response ends when the connection closes.
         self._handle: socket.socket | None = None
         self._is_stopped = False
 
@@ -158,7 +158,9 @@ class _Attempt:
                 self._handle.close()
 
     def stop(self) -> None:
-        """Wakes the thread if it waits for the server; a request that was not sent stays unsent."""
+        """Wakes the thread if it is waiting for the server. A request that has not been sent is
+        never sent.
+        """
         self._is_stopped = True
         if self._handle is not None:
             with contextlib.suppress(OSError):

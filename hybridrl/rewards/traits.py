@@ -22,9 +22,10 @@ class FunctionTraits:
         is_async: Whether the function is a coroutine function, so that many calls can wait
             concurrently.
         runs: Where to call the function: "here" (in place), "process" (it may hang), "thread" (it
-            waits for I/O) or "world" (the trainer computes it). None for the default.
+            waits for I/O) or "world" (the trainer computes it). If None, the default applies.
         notes: Notes that rewards may carry (`Noted`); each one becomes a metric.
-        memory_bytes: Limit on the address space of the function's process; None for no limit.
+        memory_bytes: Limit on the address space of the function's process. If None, there is no
+            limit.
         answer: Fast function that returns the answer in a response as a text, or None if there is
             no answer. Equal answers must be equal texts. The attribute is None if the reward has no
             such function.

@@ -3,7 +3,7 @@ not import torch.
 
 `serve` also runs other users' code, such as environments. The process runs only this code. The
 output of the code is redirected to stderr. The process ends when the thread that started it ends,
-whatever the code does.
+regardless of what the code is doing.
 """
 
 from __future__ import annotations
