@@ -1,10 +1,10 @@
-"""Best-of-n distillation from the public parts: sample, and imitate each prompt's best response.
+"""Best-of-n distillation with the public parts: the policy imitates the best sample of each prompt.
 
 python examples/best_of_n.py CONFIG [KEY=VALUE ...], or under torchrun with the same arguments.
 
-The config is one with rollouts, such as examples/quickstart/grpo.yaml; of its algorithm only the
-samples are taken, and each step is one of SFT on those best responses that some other was worse
-than (as in RAFT, Dong et al. 2023, arXiv 2304.06767, which keeps the best of every prompt).
+CONFIG must have rollouts, such as examples/quickstart/grpo.yaml; its algorithm only generates the
+samples. Each step is an SFT step on the best sample of every prompt whose samples have different
+rewards. (RAFT, Dong et al. 2023, arXiv 2304.06767, keeps the best sample of every prompt.)
 """
 
 import sys
@@ -28,12 +28,12 @@ def best_of_groups(scored: ScoredBatch) -> list[int]:
 
 trainer = Trainer.from_config(sys.argv[1], sys.argv[2:])
 steps, sampler, loop = trainer.config.steps, trainer.sampler, Producer.here("best of n")
-# The same weights under another loss.
+# A second policy with the same weights but another loss.
 student = Policy(trainer.policy.model, make_algorithm(SftConfig()), steps.num_steps)
 trainer.hybrid_engine.to_rollout()
 for step in range(steps.num_steps):
     prompts = sampler.take(trainer.prompts, steps.prompts_per_step)
-    scored = sampler.score(sampler.generate(prompts))  # all samples; tokens where they were scored
+    scored = sampler.score(sampler.generate(prompts))  # tokens stay on the rank that scored them
     trainer.hybrid_engine.to_train()
     best, metrics = best_of_groups(scored), {"policy/loss": 0.0}
     if best:

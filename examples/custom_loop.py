@@ -1,4 +1,4 @@
-"""A dataflow of one's own from the public parts: learn only from prompts that some samples solve.
+"""A custom training loop from the public parts: learns only from prompts with unequal rewards.
 
 python examples/custom_loop.py CONFIG [KEY=VALUE ...], or under torchrun with the same arguments.
 """
@@ -14,8 +14,8 @@ steps, loop = trainer.config.steps, Producer.here("the custom loop")
 trainer.hybrid_engine.to_rollout()
 for step in range(steps.num_steps):
     prompts = sampler.take(trainer.prompts, steps.prompts_per_step)
-    rollouts = sampler.generate(prompts)  # this replica's share
-    scored = sampler.score(rollouts)  # all samples; tokens where they were scored
+    rollouts = sampler.generate(prompts)  # the samples that this replica generates
+    scored = sampler.score(rollouts)  # tokens stay on the rank that scored them
     trainer.hybrid_engine.to_train()
     seen: dict[int, set[float]] = {}
     for group, reward in zip(scored.group_B.tolist(), scored.reward_B.tolist(), strict=True):
@@ -26,7 +26,7 @@ for step in range(steps.num_steps):
         batch = scored.select(mixed).to_train(loop)
         batch = batch.join_columns(loop, old_logp_T=policy.logprobs(batch))
         batch = algorithm.advantages(batch)
-        for _ in range(2):  # twice over the same samples, off-policy the second time
+        for _ in range(2):  # two updates on the same samples; the second is off-policy
             metrics = policy.update(batch)
     trainer.hybrid_engine.to_rollout()
     if trainer.world.rank == 0:

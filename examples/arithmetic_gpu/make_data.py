@@ -1,18 +1,19 @@
-"""Makes the model directory and the prompts of this example; deterministic.
+"""Creates the model directories and the prompts of this example, deterministically.
 
     python examples/arithmetic_gpu/make_data.py runs/arithmetic
 
-The task is to add four numbers, step by step with the work shown: `047+038+019+073=` is answered by
-`150814100717=177`. Each step has four digits: the sum of the units (7 + 8 = 15), and the result
-without its last digit (4 + 3 + 1 = 08), so that every digit follows from few that stand before it;
-at the end comes the answer. Numbers have two digits and a zero in front: what a step adds then
-stands as far from it in every step. All sums differ: 512 are held out for accuracy, some go to
-`sft.jsonl` with worked responses, the others to `train.jsonl` with answers only. So RL trains on
-prompts that the warm-up did not see, and neither sees the held-out ones.
+The task is to add four numbers step by step and to show the work: the response to
+`047+038+019+073=` is `150814100717=177`. Each step has four digits: the sum of the units (7 + 8 =
+15), and the partial sum without its last digit (4 + 3 + 1 = 08). Every digit therefore depends on
+only a few earlier digits. The response ends with the answer. Numbers have two digits and a leading
+zero, so that in every step the digits to add are at the same distance. All sums differ. 512 are
+held out to measure accuracy, 60,000 are written to `sft.jsonl` with worked responses, and 120,000
+to `train.jsonl` with only the answers. RL therefore trains on prompts that the warm-up did not
+contain, and no training file contains a held-out prompt.
 
-`model` is a dense Qwen3 of 76 M parameters, `moe_model` a Qwen3-MoE of the same width and depth
-with 104 M, of which 40 M compute with a token. --hidden-size and --layers make smaller models, to
-try the files where there is no GPU.
+`model` is a dense Qwen3 of 76 M parameters. `moe_model` is a Qwen3-MoE of the same width and depth
+with 104 M parameters, of which 40 M are active per token. --hidden-size and --layers create smaller
+models, to try the example without a GPU.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def draw_sum(draw: random.Random) -> Sum:
 
 
 def write_prompts(directory: Path) -> None:
-    """Deals different sums to heldout.jsonl, sft.jsonl and train.jsonl."""
+    """Writes distinct sums to heldout.jsonl, sft.jsonl and train.jsonl."""
     draw, sums = random.Random(SEED), dict[str, Sum]()
     while len(sums) < NUM_HELD_OUT + NUM_SFT + NUM_TRAIN:
         drawn = draw_sum(draw)
@@ -77,7 +78,7 @@ def write_prompts(directory: Path) -> None:
 def write_model(
     directory: Path, hidden_size: int, num_layers: int, has_experts: bool = False
 ) -> None:
-    """Writes the config.json of a Qwen3 or Qwen3-MoE, and a tokenizer of characters."""
+    """Writes the config.json of a Qwen3 or Qwen3-MoE, and a character-level tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     num_heads = hidden_size // HEAD_DIM

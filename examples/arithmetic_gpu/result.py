@@ -1,14 +1,14 @@
-"""Joins what the runs under runs/ have learned on so many GPUs into OUT/result_Ngpu.json, and draws
-it as OUT/result_Ngpu.png; of the mixture of experts, beside the dense model's GRPO, into
-OUT/result_moe_Ngpu.json and .png.
+"""Collects the results of the runs under runs/ in OUT/result_Ngpu.json and OUT/result_Ngpu.png.
 
     python examples/arithmetic_gpu/result.py OUT 4
     python examples/arithmetic_gpu/result.py OUT 1 --moe
 
-How far engine and trainer were apart in a run is said by medians of its steps. Exits with 1 unless
-every run of reinforcement learning that there is ended above 0.9, and began below 0.6, or below 0.7
-with a mixture of experts, whose warm-up ends later; without any it says nothing of learning. A
-warm-up ends at 0.28 or soon after: between two looks accuracy may rise by 0.2.
+With --moe, collects the runs of the mixture of experts, and the GRPO run of the dense model for
+comparison, in OUT/result_moe_Ngpu.json and OUT/result_moe_Ngpu.png. The difference between engine
+and trainer is reported as medians over a run's steps. Exits with 1 unless the accuracy of every RL
+run rose from below 0.6 to above 0.9. With --moe, accuracy may start below 0.7, because the warm-up
+of the mixture is longer. Without an RL run, learning is not checked. Runs start above the warm-up's
+target accuracy, because accuracy may rise by 0.2 between two evaluations of the warm-up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FROM_BELOW, MOE_FROM_BELOW, TO_ABOVE = 0.6, 0.7, 0.9
 
 
 def learned(folder: Path) -> dict[str, Any]:
-    """Returns what a run's files say of it: its accuracies by step, and its time."""
+    """Returns the results in a run's files, including accuracy and reward by step."""
     summary = json.loads((folder / "summary.json").read_text())
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -69,13 +69,13 @@ def draw(runs: dict[str, dict[str, Any]], goals: tuple[float, float], path: Path
                 axes.plot(list(curve), list(curve.values()), color=color, label=part.upper())
         axes.set(title=title, xlabel="step", ylim=(0, 1))
         axes.grid(alpha=0.3)
-        if len(axes.lines) > 2:  # beside the goals
+        if len(axes.lines) > 2:  # lines in addition to the two goals
             axes.legend(loc="lower right")
     figure.savefig(path, dpi=120)
 
 
 def main() -> int:
-    """Writes the file; returns 0 if the model has learned."""
+    """Writes the results; returns 0 if all runs have learned."""
     out, world, is_moe = Path(sys.argv[1]), sys.argv[2], "--moe" in sys.argv
     parts, name = (MOE_PARTS, f"result_moe_{world}gpu") if is_moe else (PARTS, f"result_{world}gpu")
     folders = {part: Path(f"runs/arithmetic-{part}-{world}gpu") for part in parts}

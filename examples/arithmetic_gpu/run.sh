@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Teaches multi-step arithmetic to a model with random weights: warm-up on worked solutions, then GRPO and PPO with rewards only.
-# The run folders are in runs/. Into OUT it writes metrics, summary, configuration and report of each part that was run, a page that
-# compares GRPO with PPO, and result_NUMBERgpu.json and .png. Exits with 1 unless held-out accuracy rose from below 0.6 (0.7 with --moe)
+# The run folders are in runs/. The script writes to OUT: metrics, summary, configuration and report of each part that was run, a page
+# that compares GRPO with PPO, and result_NUMBERgpu.json and .png. Exits with 1 unless held-out accuracy rose from below 0.6 (0.7 with --moe)
 # to above 0.9.
 # Run it in the repository's root; hybridrl must be installed with its extras `vllm` and `pictures`:
 #   examples/arithmetic_gpu/run.sh OUT 1 [sft] [grpo] [ppo]      on one GPU
 #   examples/arithmetic_gpu/run.sh OUT 4 [sft] [grpo] [ppo]      on 4 GPUs: training at TP2 DP2, 4 engine replicas at TP1 (on 2 GPUs: training at TP2)
 #   examples/arithmetic_gpu/run.sh OUT 1 --moe [sft] [grpo] [replay]    a mixture of experts of 104 M parameters in place of the
 #     dense model: GRPO without and with router replay, after the same warm-up. Writes result_moe_NUMBERgpu.json and .png into OUT,
-#     with the difference between engine and trainer in each run, and in the dense model's GRPO if that was run before
-# Without named parts, all parts are run. KNOBS="key=value ..." are passed to every part.
+#     with the difference between engine and trainer in each run, and in the dense model's GRPO run if there is one
+# If no part is named, all parts are run. KNOBS="key=value ..." are passed to every part.
 set -euo pipefail
 OUT=$1 WORLD=$2 MOE="" ALL="sft grpo ppo"
 shift 2
@@ -45,7 +45,7 @@ learn() {
 
 if wants sft; then
   # For the mixture of experts: Qwen3's own load-balancing coefficient keeps all experts in use while they are untrained.
-  # At the same greedy accuracy, far fewer of its sampled responses are right than the dense model's, so its warm-up is longer.
+  # The warm-up is longer than for the dense model, because at the same greedy accuracy far fewer sampled responses are right.
   # shellcheck disable=SC2086
   learn sft sft ${MOE:+model.init=runs/arithmetic/moe_model train.moe.aux_loss=0.001 steps.stop_at_accuracy=0.5}
   hybridrl convert "$SFT" "$SFT/hf" --to hf

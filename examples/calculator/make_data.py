@@ -1,12 +1,13 @@
-"""Makes the calculator example's model directory and prompts; deterministic.
+"""Creates the calculator example's model directory and prompts, deterministically.
 
     python examples/calculator/make_data.py
 
-The task is to multiply two numbers of two digits, which the model cannot, but a calculator can: it
-may answer `37*48=` by `1776` at once, or call the calculator by `[37*48]`, read `(1776)`, and then
-answer. Of the demonstrations in `sft.jsonl` three in ten call it; the others guess some number from
-1000 to 1999, which is wrong, and greedy responses are then all like that.
-`train.jsonl` and `heldout.jsonl` have answers only: that the call pays is for RL to find out.
+The task is to multiply two two-digit numbers, for which the model needs a calculator. It may answer
+`37*48=` directly with `1776`, or call the calculator with `[37*48]`, read the result `(1776)`, and
+then answer. In three of ten demonstrations in `sft.jsonl` the calculator is called. The other
+demonstrations guess a wrong number from 1000 to 1999, so that greedy responses are guesses after
+SFT. `train.jsonl` and `heldout.jsonl` contain only the answers: RL has to discover that calling the
+calculator increases the reward.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ SEED = 0
 
 
 def demonstration(a: int, b: int, rng: random.Random) -> str:
-    """Returns a response: a call with what follows it, or a guess. The end token of the last turn
-    is not part of it.
+    """Returns a response without its last end token: a call with its result and the answer, or a
+    guess.
     """
     if rng.random() < SHARE_OF_CALLS:
         return f"[{a}*{b}]<eos>({a * b}){a * b}"
@@ -36,7 +37,7 @@ def demonstration(a: int, b: int, rng: random.Random) -> str:
 
 
 def write_model(directory: Path) -> None:
-    """Writes the config.json of a Qwen3 of 0.2 M parameters and a tokenizer of characters."""
+    """Writes the config.json of a Qwen3 with 0.2 M parameters, and a character-level tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     config = {
@@ -60,7 +61,7 @@ def write_model(directory: Path) -> None:
         "pad_token_id": vocab["<pad>"],
         "eos_token_id": vocab["<eos>"],
     }
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))  # for messages of errors
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))  # for error messages
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
@@ -78,7 +79,7 @@ def write_model(directory: Path) -> None:
 
 
 def write_prompts(directory: Path) -> None:
-    """Deals pairs to sft.jsonl, train.jsonl and heldout.jsonl; no pair is in two of them."""
+    """Writes distinct pairs of numbers to sft.jsonl, train.jsonl and heldout.jsonl."""
     rng = random.Random(SEED)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(pairs)

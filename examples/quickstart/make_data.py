@@ -1,12 +1,13 @@
-"""Makes the quickstart's model directory and prompts; deterministic, so rerunning changes nothing.
+"""Creates the quickstart's model directory and prompts, deterministically.
 
     python examples/quickstart/make_data.py
 
-The task is to add two numbers of two digits with the work shown: the model answers `47+38=` by
-`15,08,85`: the sum of the units, the sum of the tens with the carry, the answer. All 10,000 pairs
-are dealt once: 512 held out for accuracy, a third to `sft.jsonl` with worked responses, the rest to
-`train.jsonl` with answers only. So RL trains on prompts that the warm-up did not see, and neither
-sees the held-out ones.
+The task is to add two two-digit numbers and to show the work: the response to `47+38=` is
+`15,08,85`: the sum of the units, the sum of the tens with the carry, and the answer. Each of the
+10,000 pairs of numbers is used once: 512 pairs are held out to measure accuracy, a third is written
+to `sft.jsonl` with worked responses, and the rest to `train.jsonl` with only the answers. RL
+therefore trains on prompts that the warm-up did not contain, and no training file contains a
+held-out prompt.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SEED = 0
 
 
 def prompt(a: int, b: int) -> str:
-    """Returns the question, its operands padded to two digits."""
+    """Returns the question, with operands padded to two digits."""
     return f"{a:02d}+{b:02d}="
 
 
@@ -38,7 +39,7 @@ def worked_response(a: int, b: int) -> str:
 
 
 def write_model(directory: Path) -> None:
-    """Writes the config.json of a Qwen3 of 0.8 M parameters and a tokenizer of characters."""
+    """Writes the config.json of a Qwen3 with 0.8 M parameters, and a character-level tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
     vocab = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     config = {
@@ -79,7 +80,7 @@ def write_model(directory: Path) -> None:
 
 
 def write_prompts(directory: Path) -> None:
-    """Deals all pairs to sft.jsonl, train.jsonl and heldout.jsonl."""
+    """Distributes all pairs of numbers over sft.jsonl, train.jsonl and heldout.jsonl."""
     pairs = [(a, b) for a in range(100) for b in range(100)]
     random.Random(SEED).shuffle(pairs)
     num_sft = len(pairs) // 3

@@ -1,12 +1,12 @@
-"""Makes the prompts of this example, deterministically.
+"""Creates the prompts of this example, deterministically.
 
     python examples/smollm2/make_data.py runs/smollm2 [LARGEST]
 
-Word sums: six kinds of small stories with two numbers, answered by their sum or difference. All
-stories differ; `heldout.jsonl` has stories that no other file has. `train.jsonl` has answers alone,
-`sft.jsonl` worked responses, `pairs.jsonl` a right response and one with a wrong number.
-`instructions.jsonl` and `instructions_heldout.jsonl` have requests with instructions that a rule
-can check, in IFEval's form.
+Word sums are short stories of six kinds with two numbers; the answer is the sum or the difference
+of the numbers. All stories differ, and no other file contains a story of `heldout.jsonl`.
+`train.jsonl` contains only the answers, `sft.jsonl` worked responses, and `pairs.jsonl` a right
+response and a response with a wrong number. `instructions.jsonl` and `instructions_heldout.jsonl`
+contain requests with instructions that a rule can check, in IFEval's form.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 NUM_HELD_OUT, NUM_TRAIN, NUM_SFT, NUM_PAIRS = 256, 20_000, 2_000, 2_000
 NUM_INSTRUCTIONS, NUM_INSTRUCTIONS_HELD_OUT = 600, 64
-LARGEST = 40  # of the two numbers; with 20 the model is right in a quarter before it has learned
+LARGEST = 40  # largest number; with 20, the untrained model already solves a quarter
 SEED = 0
 
 NAMES = ("Anna", "Ben", "Carla", "David", "Emma", "Felix", "Grace", "Henry", "Ivy", "Jack")
 THINGS = ("apples", "books", "coins", "marbles", "stickers", "pencils", "cards", "shells")
-# The first three are answered by a + b, the others by a - b.
+# The answer to the first three stories is a + b, to the others a - b.
 STORIES = (
     "{name} has {a} {things}. {other} gives {name} {b} more. How many {things} are that now?",
     "One box has {a} {things} and another has {b}. How many {things} are there in all?",
@@ -97,7 +97,7 @@ def draw_instruction(draw: random.Random) -> dict[str, object]:
 
 
 def distinct(draw_one: Callable[[], Any], prompt_of: Callable[[Any], str], num: int) -> list[Any]:
-    """Returns so many drawn things whose prompts differ."""
+    """Returns the given number of random items with distinct prompts."""
     found: dict[str, Any] = {}
     while len(found) < num:
         one = draw_one()
@@ -106,7 +106,7 @@ def distinct(draw_one: Callable[[], Any], prompt_of: Callable[[Any], str], num: 
 
 
 def write_prompts(directory: Path, largest: int = LARGEST) -> None:
-    """Deals different stories and requests to the files."""
+    """Writes distinct stories and requests to the files."""
     draw = random.Random(SEED)
     num = NUM_HELD_OUT + NUM_TRAIN + NUM_SFT + NUM_PAIRS
     stories = iter(distinct(lambda: draw_story(draw, largest), lambda one: one.prompt, num))

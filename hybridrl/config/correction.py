@@ -23,19 +23,19 @@ class CorrectionConfig(Section):
     """
 
     weight: Level = "none"
-    """Level at which k is computed as a weight that multiplies the objective. The default is 'none', as in the papers of the algorithms, or 'token' if steps.max_policy_lag is above 0. The mismatch metrics are reported in either case."""
+    """Level at which the ratio k = old / behaviour is computed as a weight that multiplies the objective. The default is 'none', as in the papers of the algorithms, or 'token' if steps.max_policy_lag is above 0. The mismatch metrics are reported in either case."""
     bound: Literal["truncate", "mask"] = "truncate"
     """Treatment of weights outside min and max: 'truncate' clamps them, 'mask' sets them to 0. The default, 'truncate', is TIS, which discards no sample."""
     max: float = Field(2.0, gt=0)
-    """Largest weight. The default, 2, is common for TIS; IcePop masks weights above 5."""
+    """Upper bound on the weights. The default, 2, is common for TIS; IcePop masks weights above 5."""
     min: float = Field(0.0, ge=0)
-    """Smallest weight. The default, 0, means no lower bound, as in TIS; IcePop masks weights below 0.5."""
+    """Lower bound on the weights. The default, 0, has no effect, as in TIS; IcePop masks weights below 0.5."""
     reject: Level = "none"
-    """Level at which k is computed for rejection: samples whose k is outside reject_min and reject_max are rejected. The default is 'none', because rejection discards samples."""
+    """Level at which the ratio k = old / behaviour is computed for rejection: tokens or responses whose k is below reject_min or above reject_max are rejected. The default is 'none', because rejection discards samples."""
     reject_max: float | None = Field(None, gt=0)
-    """Largest k that is not rejected. The default is 1.001 with reject 'geometric' and 2 otherwise; both values are from verl's rollout correction."""
+    """Largest ratio k that is not rejected. The default is 1.001 with reject 'geometric' and 2 otherwise; both values are from verl's rollout correction."""
     reject_min: float | None = Field(None, ge=0)
-    """Smallest k that is not rejected. The default is 1 / reject_max; 0 means no lower bound."""
+    """Smallest ratio k that is not rejected. The default is 1 / reject_max; 0 means no lower bound."""
     proximal: Literal["old", "behaviour"] = "old"
     """Policy in the denominator of the objective's ratio: 'old' or 'behaviour'. With the default, 'old', clipping limits only how far the policy moves within a step, whatever policy generated the samples."""
 

@@ -23,7 +23,7 @@ class DataConfig(Section):
     chat_template: bool = False
     """Whether the tokenizer's chat template is applied to plain-text prompts; rows of messages are always rendered with it. Off by default, because base models have no template."""
     system_prompt: str | None = None
-    """System message that is inserted into each chat that has none. By default the template decides."""
+    """System message that is inserted into each chat without a system message. By default none is inserted; the chat template may add its own."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments passed to the chat template, such as {enable_thinking: false}, in training, rollouts, evaluations and environments. By default the template's own defaults apply."""
     split_turns: bool = True
@@ -51,7 +51,7 @@ class DataConfig(Section):
     max_response_tokens: int | None = Field(None, ge=1)
     """Maximum length, in tokens, of a response in the training data, including all turns after the prompt. The default is rollout.max_new_tokens."""
     long_responses: Literal["leave_out", "cut"] = "leave_out"
-    """Treatment of rows whose response is longer: 'leave_out' drops the row, 'cut' truncates the response; the number of such rows is reported. The default is 'leave_out', because truncated responses teach the model not to stop."""
+    """Treatment of rows whose response is longer than max_response_tokens: 'leave_out' drops the row, 'cut' truncates the response; the number of such rows is reported. The default is 'leave_out', because truncated responses teach the model not to stop."""
     on_bad_row: Literal["drop", "stop"] = "drop"
     """Treatment of rows that cannot be used (an empty prompt or response, a missing column, messages of an unknown form): 'drop' skips them and reports their number; 'stop' ends the run and names them. A source without any usable row always ends the run. The default is 'drop', because published data sets contain such rows."""
     shuffle: bool = True
@@ -61,7 +61,7 @@ class DataConfig(Section):
     eval_prompts: Paths = None
     """Source or list of sources with held-out prompts on which accuracy is measured; same forms as data.prompts. By default there are none."""
     eval_share: float = Field(0.0, ge=0, lt=1)
-    """Fraction of the prompts in data.prompts that is held out to measure accuracy; rows with equal prompts are never separated. The default, 0, holds out none."""
+    """Fraction of the prompts in data.prompts that is held out to measure accuracy; rows with equal prompts are never separated. The default, 0, holds out no prompts."""
     eval_limit: int | None = Field(None, ge=1)
     """If set, only this many prompts are evaluated, starting from the first. By default all are evaluated, so that accuracies are comparable."""
 

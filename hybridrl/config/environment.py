@@ -57,8 +57,9 @@ def environment_rules(
         yield UserError(
             "reward.functions",
             f"function {REWARD} in {', '.join(named)}",
-            "at most one such scorer, because all of them would return the same sum",
-            "Keep one of them, and give it the sum of their weights.",
+            f"at most one scorer with function {REWARD}, because all of them would return the same "
+            f"sum",
+            "Keep one of these scorers, and give it the sum of their weights.",
         )
     if environment.name is None and named:
         yield UserError(
@@ -74,5 +75,5 @@ def environment_rules(
             "environment.max_turn_tokens",
             longest,
             f"at most rollout.max_new_tokens = {max_new_tokens}, which limits all turns together",
-            "Lower it, or raise rollout.max_new_tokens.",
+            "Lower environment.max_turn_tokens, or raise rollout.max_new_tokens.",
         )

@@ -110,18 +110,24 @@ def generation_rules(config: Config) -> Iterator[UserError]:
             "rollout.stop_strings",
             list(rollout.stop_strings),
             "no value with an environment, which responds only when a turn ends with an end token",
-            "Remove them, and let the environment search each turn's text.",
+            "Remove rollout.stop_strings, and let the environment search each turn's text.",
         )
     if rollout.min_new_tokens > rollout.max_new_tokens:
         allowed = f"at most rollout.max_new_tokens = {rollout.max_new_tokens}"
-        yield UserError("rollout.min_new_tokens", rollout.min_new_tokens, allowed, "Lower it.")
+        yield UserError(
+            "rollout.min_new_tokens",
+            rollout.min_new_tokens,
+            allowed,
+            "Lower rollout.min_new_tokens.",
+        )
     if rollout.gpu_memory_share is not None and not traits.has_fixed_kv_cache:
         yield UserError(
             "rollout.gpu_memory_share",
             rollout.gpu_memory_share,
             f"no value with rollout.engine={rollout.engine}, whose KV cache grows with its "
             f"requests",
-            "Remove it, and limit concurrent requests with rollout.max_batch.",
+            "Remove rollout.gpu_memory_share, and limit concurrent requests with "
+            "rollout.max_batch.",
         )
 
 

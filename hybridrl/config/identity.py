@@ -208,7 +208,7 @@ def identity_violations(saved: Mapping[str, Any], config: Config) -> list[UserEr
                         f"{section}.{key}",
                         repr(after.get(key)),
                         f"{before.get(key)!r}, with which {run_folder(config)} was started",
-                        "Restore it, or choose another run.name.",
+                        "Restore this value, or choose another run.name.",
                     )
                 )
     return found

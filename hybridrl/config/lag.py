@@ -97,7 +97,7 @@ def lag_rules(config: Config) -> Iterator[UserError]:
                 allowed = f"no value with {KEY}=0: every prompt then finishes in its step"
                 value = getattr(rollout, key)
                 yield UserError(
-                    f"rollout.{key}", value, allowed, f"Remove it, or set {KEY} above 0."
+                    f"rollout.{key}", value, allowed, f"Remove rollout.{key}, or set {KEY} above 0."
                 )
         return
     if needs is not None and not needs.rollouts:
@@ -114,7 +114,7 @@ def lag_rules(config: Config) -> Iterator[UserError]:
             num_in_flight(config),
             f"from steps.prompts_per_step = {per_step} to {most}, the prompts of {lag + 1} steps: "
             f"with more, some samples would exceed {KEY}={lag}",
-            "Change it, or remove it.",
+            "Change or remove rollout.in_flight.",
         )
     yield from _combination_rules(config, lag)
 
@@ -128,8 +128,8 @@ def _combination_rules(config: Config, lag: int) -> Iterator[UserError]:
                 "algorithm.correction.weight",
                 "none",
                 f"token, sequence or geometric with {KEY}={lag}, or correction.proximal=behaviour: "
-                "without either, samples from older weights would be treated as on-policy",
-                "Remove it; its default is token if there is a lag.",
+                "with neither, samples from older weights would be treated as on-policy",
+                "Remove algorithm.correction.weight; with a lag, its default is token.",
             )
 
 
@@ -168,5 +168,6 @@ def lag_placement_rules(config: Config, placement: Placement) -> Iterator[UserEr
             "rollout.unfinished_at_update",
             config.rollout.unfinished_at_update,
             "no value if engines and training share ranks, because then they take turns",
-            "Remove it, or give placement.policy and placement.rollout different ranks.",
+            "Remove rollout.unfinished_at_update, or give placement.policy and placement.rollout "
+            "different ranks.",
         )

@@ -48,9 +48,9 @@ class RankSet(Section):
     """A set of ranks."""
 
     ranks: Ranks = None
-    """0-3, first:2, last:2, node:0, gpu:H100, or several of these, joined by ','. The default is all ranks for policy and rollout, and the policy's ranks for all other models, so that no rank is idle."""
+    """Ranks: 0-3, first:2, last:2, node:0, gpu:H100, or several of these, joined by ','. The default is all ranks for policy and rollout, and the policy's ranks for all other models, so that no rank is idle."""
     mixed_gpus: bool = False
-    """Whether these ranks may have different kinds of GPUs. Off by default, because all of them would wait for the slowest one."""
+    """Whether these ranks may have different kinds of GPUs. Off by default, because all ranks would wait for the slowest GPU."""
 
 
 class RoleRanks(RankSet):
@@ -252,7 +252,9 @@ def _resolved(key: str, text: str, machines: Machines) -> tuple[tuple[int, ...],
         ]
     if not found:
         allowed = "at least one rank for each named role"
-        return (), [UserError(key, text, allowed, "Name a rank, or remove the role.")]
+        return (), [
+            UserError(key, text, allowed, "Name a rank, or remove the role from placement.")
+        ]
     return tuple(sorted(found)), []
 
 
@@ -265,7 +267,7 @@ def _ranks_of(key: str, part: str, machines: Machines) -> Sequence[int] | UserEr
         return range(int(first), int(last or first) + 1)
     if kind in ("first", "last"):
         if int(number) > size:
-            return UserError(key, part, f"at most {size}, the number of ranks", "Name fewer.")
+            return UserError(key, part, f"at most {size}, the number of ranks", "Name fewer ranks.")
         return range(int(number)) if kind == "first" else range(size - int(number), size)
     if kind == "node":
         return _ranks_of_nodes(key, part, number, machines)
@@ -308,7 +310,7 @@ def _unlike_gpus(
         yield UserError(
             f"{key}.ranks",
             f"{given.ranks}, which have {' and '.join(kinds)}",
-            "GPUs of one kind, because all would wait for the slowest",
+            "GPUs of one kind, because all ranks would wait for the slowest GPU",
             f"Select ranks with gpu:NAME, or set {key}.mixed_gpus=true.",
         )
 

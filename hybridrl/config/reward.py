@@ -22,7 +22,7 @@ class ScorerConfig(Section):
     """A scorer: its function, and how the function is run."""
 
     function: str = "exact_match"
-    """Name of a built-in reward, or 'package.module:function' for your own. The default, 'exact_match', needs no model that judges."""
+    """Name of a built-in reward, or 'package.module:function' for your own. The default, 'exact_match', needs no judge model."""
     extract: str | None = None
     """Regular expression that finds the answer in the response: group 1 of the last match (exact_match only). By default the answer is the whole response."""
     options: dict[str, Any] = {}

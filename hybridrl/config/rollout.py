@@ -21,9 +21,9 @@ class RolloutConfig(Section):
     ] = "hf"
     """Inference engine. The default, 'hf', works everywhere because it needs neither a GPU nor an extra package."""
     tp: int = Field(1, ge=1)
-    """Tensor parallel size of each engine replica. The default, 1, gives as many replicas as possible, which generate without communication."""
+    """Tensor parallel size of each engine replica. The default, 1, results in as many replicas as possible, which generate without communication."""
     ep: int = Field(1, ge=1)
-    """Expert parallel size of each engine replica. With 1 every expert is split across the ranks; with rollout.tp each rank holds whole experts. The default, 1, gives all ranks the same amount of work, however tokens are routed."""
+    """Expert parallel size of each engine replica. If it is 1, every expert is split across the ranks; if it equals rollout.tp, each rank holds whole experts. The default, 1, gives all ranks the same amount of work, regardless of how tokens are routed."""
     temperature: float = Field(1.0, ge=0)
     """Sampling temperature; 0 is greedy. With the default, 1, responses are sampled from the policy's own distribution."""
     top_p: float = Field(1.0, gt=0, le=1)

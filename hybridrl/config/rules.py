@@ -102,7 +102,7 @@ def check(
 
 
 def without_training(found: Sequence[UserError]) -> list[UserError]:
-    """Returns the violations except those of knobs that only training reads."""
+    """Returns the violations that do not concern knobs that only training reads."""
     return [error for error in found if not error.name.startswith(TRAINING_ONLY)]
 
 
@@ -263,7 +263,7 @@ def _step_rules(config: Config) -> Iterator[UserError]:
             "steps.updates_per_step",
             steps.updates_per_step,
             f"a divisor of steps.prompts_per_step * steps.samples_per_prompt = {samples}",
-            "Change one of the three.",
+            "Change one of these three knobs.",
         )
 
 
@@ -306,7 +306,7 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             "train.min_learning_rate",
             config.train.min_learning_rate,
             f"at most train.learning_rate = {config.train.learning_rate}",
-            "Lower it.",
+            "Lower train.min_learning_rate.",
         )
     needs = algorithm.needs
     if (
@@ -318,14 +318,16 @@ def _training_rules(config: Config) -> Iterator[UserError]:
             "train.critic_learning_rate",
             config.train.critic_learning_rate,
             f"no value with algorithm {algorithm.name}, which has no critic",
-            "Remove it, and set train.learning_rate." if needs.values else "Remove it, or use ppo.",
+            "Remove train.critic_learning_rate, "
+            + ("and set train.learning_rate." if needs.values else "or use ppo."),
         )
     if isinstance(algorithm, PpoConfig) and 0 < steps.num_steps < algorithm.critic_warmup_steps:
         yield UserError(
             "algorithm.critic_warmup_steps",
             algorithm.critic_warmup_steps,
             f"at most steps.num_steps = {steps.num_steps}",
-            "Lower it, or raise steps.num_steps; otherwise the policy is never trained.",
+            "Lower algorithm.critic_warmup_steps, or raise steps.num_steps; otherwise the policy "
+            "is never trained.",
         )
 
 
@@ -366,21 +368,22 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
                 key,
                 config.data.max_response_tokens,
                 f"no value with algorithm {config.algorithm.name}, which learns from samples",
-                "Remove it, and set rollout.max_new_tokens.",
+                "Remove data.max_response_tokens, and set rollout.max_new_tokens.",
             )
     if config.train.micro_batch_tokens < trained:
         yield UserError(
             "train.micro_batch_tokens",
             config.train.micro_batch_tokens,
             f"at least data.max_prompt_tokens + {key} = {trained}",
-            "Raise it, or lower one of the two, because every sample must fit into a micro-batch.",
+            "Raise train.micro_batch_tokens, or lower one of these limits, because every sample "
+            "must fit into a micro-batch.",
         )
     if config.data.validation is not None and needs is not None and needs.rollouts:
         yield UserError(
             "data.validation",
             ", ".join(config.data.validation),
             f"no value with algorithm {config.algorithm.name}, which learns from samples",
-            "Remove it, and set data.eval_prompts.",
+            "Remove data.validation, and set data.eval_prompts.",
         )
     positions = shape.get("max_position_embeddings")
     most_new = config.eval.most_new_tokens(config.rollout.max_new_tokens)
@@ -393,7 +396,8 @@ def _token_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[UserError
             "rollout.max_new_tokens",
             most_new,
             f"at most the model's {positions} positions minus data.max_prompt_tokens",
-            "Lower it (or eval.max_new_tokens, if that is larger), or data.max_prompt_tokens.",
+            "Lower rollout.max_new_tokens (or eval.max_new_tokens, if it is larger), or "
+            "data.max_prompt_tokens.",
         )
 
 
@@ -417,7 +421,9 @@ def _expert_model_rules(config: Config, shape: Mapping[str, Any]) -> Iterator[Us
         for name, coefficient in config.train.moe:
             if shape and coefficient:
                 allowed = "0 with a dense model, which has no experts"
-                yield UserError(f"train.moe.{name}", coefficient, allowed, "Set it to 0.")
+                yield UserError(
+                    f"train.moe.{name}", coefficient, allowed, f"Set train.moe.{name}=0."
+                )
         return
     engine = config.rollout.engine
     if not ENGINES[engine].takes_experts:

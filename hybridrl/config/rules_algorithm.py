@@ -41,7 +41,7 @@ def supervised_rules(config: Config, needs: Needs) -> Iterator[UserError]:
             "data.margin_key",
             config.data.margin_key,
             f"no value with algorithm {algorithm.name}",
-            "Remove it, or use reward_model.",
+            "Remove data.margin_key, or use reward_model.",
         )
     if not needs.policy:
         for key in ("fuse_param_gather", "release_weights_in_rollout"):
@@ -85,7 +85,8 @@ def unread_rules(algorithm: PolicyGradientConfig) -> Iterator[UserError]:
                     f"algorithm.{knob}",
                     value,
                     f"no value with algorithm.{key}={other}",
-                    f"Remove it, or set algorithm.{key} to {' or '.join(sorted(wanted))}.",
+                    f"Remove algorithm.{knob}, or set algorithm.{key} to "
+                    f"{' or '.join(sorted(wanted))}.",
                 )
 
 
@@ -97,9 +98,10 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
             "train.cp",
             config.train.cp,
             f"1 with algorithm.objective={algorithm.objective}, "
-            f"algorithm.aggregate={algorithm.aggregate} and algorithm.correction of "
-            f"{algorithm.correction.weight} and {algorithm.correction.reject}, which need whole "
-            "responses",
+            f"algorithm.aggregate={algorithm.aggregate}, "
+            f"algorithm.correction.weight={algorithm.correction.weight} and "
+            f"algorithm.correction.reject={algorithm.correction.reject}, because this loss needs "
+            f"all tokens of a response on one rank",
             "Set train.cp=1, or choose a per-token objective, aggregate and correction.",
         )
     weights = {name: one.weight for name, one in config.reward.scorers().items()}
@@ -132,7 +134,8 @@ def policy_gradient_rules(config: Config, algorithm: PolicyGradientConfig) -> It
             f"above 1 / rollout.max_new_tokens = {1 / longest:.3g}: otherwise lambda, which is 1 "
             f"- 1 / (alpha * length), is 0 for all responses, and advantages depend only on the "
             f"critic",
-            "Set it to 20 divided by the typical response length, which gives a lambda of 0.95.",
+            "Set algorithm.gae_length_alpha to 20 divided by the typical response length, which "
+            "gives a lambda of 0.95.",
         )
     if isinstance(algorithm, GrpoConfig):
         yield from _group_rules(config, algorithm, set(weights))

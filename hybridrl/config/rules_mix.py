@@ -77,7 +77,7 @@ def _algorithm_rules(key: str, term: TermConfig) -> Iterator[UserError]:
             f"{key}.algorithm.name",
             term.algorithm.name,
             f"sft, {', '.join(PAIR_PRESETS)} or kto, which learn from responses in the data",
-            "Make it the main algorithm, and make the other algorithm the term.",
+            f"Use {term.algorithm.name} as the main algorithm, and the other one as the term.",
         )
 
 
@@ -106,7 +106,8 @@ def _number_rules(config: Config, key: str, term: TermConfig) -> Iterator[UserEr
             "train.micro_batch_tokens",
             config.train.micro_batch_tokens,
             f"at least {key}.data.max_prompt_tokens + the longest response = {longest}",
-            "Raise it, or lower one of the two, because every sample must fit into a micro-batch.",
+            "Raise train.micro_batch_tokens, or lower one of these limits, because every sample "
+            "must fit into a micro-batch.",
         )
 
 
@@ -118,12 +119,12 @@ def _data_rules(key: str, term: TermConfig) -> Iterator[UserError]:
                 f"{key}.{knob}",
                 getattr(data, knob),
                 "no value in a term, because evaluations use the prompts in the section data",
-                f"Remove it, and set data.{knob}.",
+                f"Remove {key}.{knob}, and set data.{knob}.",
             )
     if data.margin_key is not None:
         yield UserError(
             f"{key}.margin_key",
             data.margin_key,
             "no value in a term, because only reward_model uses margins",
-            "Remove it.",
+            f"Remove {key}.margin_key.",
         )

@@ -86,13 +86,13 @@ class RunConfig(Section):
     seed: int = Field(0, ge=0, lt=2**31)
     """Random seed for weights, data order and sampling. The default is constant (0), so that a run can be repeated."""
     collective_timeout_s: float = Field(600.0, gt=0)
-    """Maximum time in seconds for a collective, counted from when all ranks have reached it; for a slow rank the others wait as long as it is alive. The default, 600, is more than any transfer needs and far less than gloo's own limit of 30 minutes."""
+    """Maximum time in seconds for a collective, counted from when all ranks have reached it; before that, ranks wait for a slow rank as long as it is alive. The default, 600, is more than any transfer needs and far less than gloo's own limit of 30 minutes."""
     stall_timeout_s: float | None = Field(None, gt=0)
     """Maximum time in seconds that ranks wait for a live rank that is busy with generation, rewards or files. By default there is no limit, because such work has no natural bound; every minute a message names the ranks for which the others are waiting."""
     grace_s: float = Field(30.0, gt=0)
-    """Seconds after SIGINT, SIGTERM, SIGUSR1 or SIGHUP within which every rank must start to save; if a rank is still busy with a phase by then, the run ends without saving. The duration of the save itself is not limited. It also limits how long ranks wait for each other, and for a checkpoint that is still being written, after an error and when a trainer is closed. The default, 30, is the time after which torchrun and Slurm's scancel kill a job; raise it if phases take longer and the job is given more time, as with `launch --slurm` (120 s)."""
+    """Seconds after SIGINT, SIGTERM, SIGUSR1 or SIGHUP within which every rank must start to save; if a rank is still busy with a phase by then, the run ends without saving. The duration of the save itself is not limited. The knob also limits how long ranks wait for each other, and for a checkpoint that is still being written, after an error and when a trainer is closed. The default, 30, is the time after which torchrun and Slurm's scancel kill a job; raise it if phases take longer and the job is given more time, as with `launch --slurm` (120 s)."""
     max_restarts: int = Field(0, ge=0)
-    """Maximum number of times that `hybridrl train` and `launch` (over ssh, Ray or in a Slurm job) restart ranks that failed, were killed or stopped responding. A restart continues from the newest state (`checkpoint.copy_every`). A restart uses the same number of ranks, or fewer if some do not come back; a Slurm job always uses the same number. The default, 0, is the same as torchrun's, so that a job whose ranks keep failing does not occupy a machine."""
+    """Maximum number of times that `hybridrl train` and `launch` (over ssh, Ray or in a Slurm job) restart ranks that failed, were killed or stopped responding. A restart continues from the newest state (`checkpoint.copy_every`). A restart uses the same number of ranks, or fewer if some ranks do not come back; a Slurm job always uses the same number. The default, 0, is the same as torchrun's, so that a job whose ranks keep failing does not occupy a machine."""
     profile: Steps = ()
     """Steps to trace, such as 3, 3-5 or a list of these; open RUN_DIR/traces/step_3.json.gz in Perfetto. By default no step is traced, because tracing slows a step down and writes a large file."""
 
@@ -126,7 +126,7 @@ class StepsConfig(Section):
     num_steps: int = Field(100, ge=0)
     """Number of steps. The default, 100, is short enough for a first trial."""
     num_epochs: float | None = Field(None, gt=0)
-    """Number of passes over the training rows; replaces num_steps. The last step may read beyond the last pass. By default num_steps applies."""
+    """Number of passes over the training rows; replaces num_steps. The last step may include rows of one more pass. By default num_steps applies."""
     eval_every: int = Field(0, ge=0)
     """Number of steps between evaluations. With the default, 0, the model is evaluated only before and after the run."""
     stop_at_accuracy: float | None = Field(None, gt=0, le=1)
@@ -160,9 +160,9 @@ class CheckpointConfig(Section):
     copy_every: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """Number of steps between copies of the training state to host memory; 0 makes no copies. Each host's copy is also stored on another host, and restarts (`run.max_restarts`) continue from these copies. With the default, 'auto', copying takes about 3% of the training time."""
     keep: int = Field(2, ge=1)
-    """Number of newest checkpoints to keep, among those that this run wrote or resumed from. With the default, 2, an older one is left if the newest is damaged."""
+    """Number of newest checkpoints to keep, among those that this run wrote or resumed from. With the default, 2, an older checkpoint remains if the newest is damaged."""
     export_hf: bool = False
-    """Whether each checkpoint is also written as an HF directory with a model card, in RUN_DIR/exports/step_N. Off by default, because `hybridrl convert` can write one later."""
+    """Whether each checkpoint is also written as an HF directory with a model card, in RUN_DIR/exports/step_N. Off by default, because `hybridrl convert` can write the HF directory later."""
 
     @property
     def is_written_from_copies(self) -> bool:

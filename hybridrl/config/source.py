@@ -30,7 +30,9 @@ def model_directory(model: ModelConfig, *, weights: bool = True) -> Path:
     """
     key, name = ("model.path", model.path) if model.path else ("model.init", model.init)
     if name is None:
-        raise ModelError("model.path", "no value", "an HF directory, or model.init", "Set one.")
+        raise ModelError(
+            "model.path", "no value", "an HF directory, or model.init", "Set one of the two."
+        )
     place = Path(os.path.expanduser(name))
     if os.path.isdir(place):
         return place

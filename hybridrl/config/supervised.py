@@ -145,7 +145,7 @@ class KtoConfig(SupervisedConfig):
     name: Literal["kto"] = "kto"
     """Name of the algorithm."""
     beta: float = Field(0.1, gt=0)
-    """Risk aversion: with a larger value gains saturate sooner. The default, 0.1, is the KTO paper's value."""
+    """Risk aversion: the larger the value, the sooner gains saturate. The default, 0.1, is the KTO paper's value."""
     desirable_weight: float = Field(1.0, gt=0)
     """Weight of responses labelled true. The default, 1, is the KTO paper's value for balanced classes."""
     undesirable_weight: float = Field(1.0, gt=0)

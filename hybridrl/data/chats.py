@@ -158,9 +158,9 @@ class _ChatRenderer:
         self, tokenizer: Any, row: Row, config: DataConfig, counts: ChatCounts, may_split: bool
     ) -> None:
         if getattr(tokenizer, "chat_template", None) is None:  # not every TextEncoder has one
-            place, got = "data.chat_template", "true, with a tokenizer without chat template"
+            place, got = "data.chat_template", "true, with a tokenizer that has no chat template"
             if not config.chat_template:
-                place, got = row.place, "messages, with a tokenizer without chat template"
+                place, got = row.place, "messages, with a tokenizer that has no chat template"
             raise DataError(
                 place,
                 got,
@@ -245,7 +245,7 @@ class _ChatRenderer:
         for chat in chats:
             if not chat.spans or chat.spans[0][0] == 0:
                 got = "a chat without a prompt" if chat.spans else "no text that the template marks"
-                allowed = "messages of others, then text of the assistant"
+                allowed = "messages of other roles, followed by text of the assistant"
                 raise RowError(row.place, got, allowed, "Fix that row, or the chat template.")
         return chats
 
@@ -351,7 +351,8 @@ class _ChatRenderer:
                     row.place,
                     f"a call to {short(name)}, which the chat template leaves out",
                     "calls that the chat template renders",
-                    "Remove that row, or set model.tokenizer to one whose template renders calls.",
+                    "Remove that row, or set model.tokenizer to a tokenizer whose template renders "
+                    "calls.",
                 )
 
     def _without_tail(self, template: str, text: str) -> str:
@@ -404,7 +405,9 @@ class _ChatRenderer:
             )
         except Exception as error:  # a template may raise any exception
             got = f"messages that the chat template rejects: {said(error, 160)}"
-            raise RowError(row.place, got, "messages that it renders", "Fix that row.") from error
+            raise RowError(
+                row.place, got, "messages that the chat template renders", "Fix that row."
+            ) from error
         return texts[0], tuple(found[0]) if marks else ()
 
 

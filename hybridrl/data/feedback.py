@@ -71,7 +71,7 @@ def equal_sides(row: Row, config: DataConfig) -> RowError:
         row.place,
         f"equal responses in {config.chosen_key!r} and {config.rejected_key!r}",
         "two different responses, in text and in tokens",
-        "Remove that row, which prefers neither.",
+        "Remove that row, because it prefers neither response.",
     )
 
 

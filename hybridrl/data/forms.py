@@ -117,7 +117,7 @@ def validate_file(
         check: Function called for each row. If set, a missing required column raises an error.
 
     Raises:
-        DataError: The source cannot be read, has only bad rows, or has any bad row while
+        DataError: The source cannot be read, has only bad rows, or contains a bad row and
             `data.on_bad_row` is 'stop'.
     """
     bad, num = BadRows(config.on_bad_row), 0
@@ -180,7 +180,7 @@ def missing(row: Row, name: str) -> RowError:
     hint = f"Did you mean {short(near[0])}? " if near else ""
     got = "null" if name in row.columns else f"no column {short(name)} among {short(present, 300)}"
     allowed = f"the column {short(name)} in every row"
-    return RowError(row.place, got, allowed, f"{hint}Add it, or set its data.*_key.")
+    return RowError(row.place, got, allowed, f"{hint}Add the column, or set its data.*_key.")
 
 
 def _parts(row: Row, config: DataConfig, kind: Kind, columns: Mapping[str, object]) -> Parts:
@@ -249,7 +249,7 @@ def _split_messages(row: Row, name: str, messages: list[Message], is_last: bool 
     first = turns[-1 if is_last else 0] if turns else 0
     if first == 0:
         fault = "the assistant's message first" if turns else "no message of the assistant"
-        allowed = "a message of the user, then the assistant's"
+        allowed = "a message of the user, followed by a message of the assistant"
         remedy = "Fix or remove that row."
         raise RowError(row.place, f"{plain(name)} has {fault}", allowed, remedy)
     return [messages[:first], messages[first : turns[-1] + 1]]
@@ -289,7 +289,7 @@ def _pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -> Parts:
         num -= 1
     if num == 0:
         got = "two responses whose first difference is not in a message of the assistant"
-        allowed = "identical messages in both up to a message of the assistant"
+        allowed = "two responses whose messages are identical up to a message of the assistant"
         raise RowError(row.place, got, allowed, "Fix or remove that row.")
     return [better[:num], *(_to_last_turn(side[num:]) for side in sides)]
 
@@ -354,7 +354,9 @@ def _transcript_pair(row: Row, config: DataConfig, columns: Mapping[str, Any]) -
     if asked != other:
         got = f"{keys[0]} and {keys[1]} that differ before the last turn"
         remedy = "Set data.chat_template=true, which learns from all turns, or remove that row."
-        raise RowError(row.place, got, "one dialogue up to the last 'Assistant:'", remedy)
+        raise RowError(
+            row.place, got, "texts that are identical up to the last 'Assistant:'", remedy
+        )
     return [asked, better, worse]
 
 
@@ -445,7 +447,7 @@ FORMS: tuple[Form, ...] = (
         },
     ),
     Form(
-        "two lists of messages with one beginning",
+        "two lists of messages that begin identically",
         _SIDES,
         {"pairs": _pair},
         fits=lambda columns: not any(isinstance(columns[side], str) for side in _SIDES),

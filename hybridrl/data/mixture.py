@@ -134,7 +134,7 @@ def hold_out(loaded: LoadedPrompts, share: float) -> tuple[LoadedPrompts, Sequen
         raise DataError(
             "data.eval_share",
             f"{share}, which holds out {len(held)} of {len(loaded.prompts)} prompts",
-            "a share that leaves prompts on both sides",
+            "a share that leaves prompts for both training and evaluation",
             "Change data.eval_share, or set data.eval_prompts.",
         )
     trained = select_prompts(loaded.prompts, kept)

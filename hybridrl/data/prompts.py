@@ -384,7 +384,7 @@ def saved_count(state: Mapping[str, int | str], key: str, most: int | None = Non
         "" if most is None else f" to {most}, the number of prompts"
     )
     raise DataError(
-        f"the checkpoint's cursor of prompts, {key}",
+        f"the checkpoint's position in the prompts, {key}",
         repr(value),
         allowed,
         "Resume another checkpoint with --resume previous.",

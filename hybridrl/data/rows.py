@@ -211,6 +211,6 @@ def refuse_images(row: Row) -> None:
 
 
 def half_pair(row: Row, name: str, text: str) -> RowError:
-    """Returns the error for a text that has no UTF-8."""
+    """Returns the error for a text that UTF-8 cannot encode."""
     got = f"{plain(name)} = {short(text)}, with half of a surrogate pair"
     return RowError(row.place, got, "text that has UTF-8", "Fix that row.")

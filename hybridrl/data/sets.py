@@ -89,7 +89,9 @@ def _bad_value(name: str, num_before: int, batch: Any, error: Exception) -> Data
                     place, column, error = f"{name}:{number}", f"column {short(key)}: ", fault
                 break
     allowed = "texts in UTF-8, and times of whole microseconds from year 1 to 9999"
-    return DataError(place, column + said(error, 160), allowed, "Write that column again.")
+    return DataError(
+        place, column + said(error, 160), allowed, "Write that column again with such values."
+    )
 
 
 def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
@@ -98,7 +100,10 @@ def _set_rows(name: str) -> Iterator[Mapping[str, object]]:
     except ImportError as error:
         remedy = f"Run: pip install 'hybridrl[data]' ({error})."
         raise DataError(
-            "data.prompts", name, "JSONL or parquet without datasets", remedy
+            "data.prompts",
+            name,
+            "a JSONL or parquet file if the package datasets is not installed",
+            remedy,
         ) from error
     try:
         is_hub = name.startswith(DATASETS)

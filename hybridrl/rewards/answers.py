@@ -81,7 +81,10 @@ class Gsm8k:
     def __init__(self, method: str = "strict") -> None:
         if method not in ("strict", "flexible"):
             raise UserError(
-                "reward.options.method", repr(method), "strict or flexible", "Set one of the two."
+                "reward.options.method",
+                repr(method),
+                "strict or flexible",
+                "Set method to strict or flexible.",
             )
         mark = r"####\s*" if method == "strict" else ""
         self._pattern = re.compile(f"{mark}({_NUMBER})")
@@ -318,7 +321,7 @@ def compile_pattern(key: str, text: object) -> re.Pattern[str]:
         return re.compile(text)  # type: ignore[call-overload, no-any-return]
     except (re.error, TypeError) as error:
         allowed = "a regular expression"
-        raise UserError(key, repr(text), allowed, f"Fix it: {error}.") from error
+        raise UserError(key, repr(text), allowed, f"Fix the expression: {error}.") from error
 
 
 def _number(text: str) -> Decimal | None:

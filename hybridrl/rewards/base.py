@@ -298,8 +298,8 @@ class Scorer:
         the first failure and replaces missing outcomes by a number.
 
         A function receives the row's prompt, the text of the response and the row's other columns.
-        It is called once per sample or, if it is batched, once with lists for all samples. It
-        returns one float per sample.
+        It is called once per sample or, if it is batched, once with lists for all samples. The
+        function returns one float per sample.
         """
         stops = self._config.on_error == "stop"
         started = [part.start(keys, job) for part in self.parts]
@@ -398,7 +398,9 @@ def _script_parts(functions: Sequence[RewardFunction]) -> list[Part]:
     """
     allowed = "a function f(prompt, response, columns), or a list of them with different names"
     if not functions:
-        raise UserError("reward", "an empty list", allowed, "Remove it to use the section reward.")
+        raise UserError(
+            "reward", "an empty list", allowed, "Remove the list to use the section reward."
+        )
     for function in functions:
         if not callable(function):
             raise UserError("reward", type(function).__name__, allowed, "Pass the function itself.")

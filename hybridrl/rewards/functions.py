@@ -200,7 +200,7 @@ def _check_run(config: ScorerConfig, function: RewardFunction) -> None:
     place = where(config, function)
     remedies = {
         "here": "Remove it, or set isolated=true to run the function in processes.",
-        "thread": "Remove it; the function has its own limits as options.",
+        "thread": "Remove it; limits of this function are set in its options.",
     }
     unread = {"here": ("timeout_s", "workers"), "thread": ("timeout_s", "isolated")}
     knobs = unread.get(place, ("timeout_s", "workers", "isolated") if place == "world" else ())

@@ -154,13 +154,13 @@ def test_ranks_that_mean_nothing_are_refused_as_they_are_read(written: object) -
             ["placement.policy=first:5"],
             "grpo",
             "placement.policy.ranks: got first:5; allowed: at most 4, the number of ranks. "
-            "Name fewer.",
+            "Name fewer ranks.",
         ),
         (
             ["placement.critic=last:0"],
             "ppo",
             "placement.critic.ranks: got last:0; allowed: at least one rank for each named "
-            "role. Name a rank, or remove the role.",
+            "role. Name a rank, or remove the role from placement.",
         ),
         (
             ["placement.rollout=node:2"],
@@ -265,8 +265,8 @@ def test_heads_that_a_critics_own_size_cannot_cut_are_refused() -> None:
 
 def test_gpus_of_several_kinds_are_not_mixed_by_accident() -> None:
     told = "placement.critic.ranks: got 1-2, which have NVIDIA A30 and NVIDIA H100 80GB HBM3; "
-    told += "allowed: GPUs of one kind, because all would wait for the slowest. Select ranks with "
-    told += "gpu:NAME, or set placement.critic.mixed_gpus=true."
+    told += "allowed: GPUs of one kind, because all ranks would wait for the slowest GPU. "
+    told += "Select ranks with gpu:NAME, or set placement.critic.mixed_gpus=true."
     assert found("placement.critic=1-2", algorithm="ppo", gpus=UNLIKE) == [told]
     mixed = "placement.critic={ranks: 1-2, mixed_gpus: true}"
     assert found(mixed, algorithm="ppo", gpus=UNLIKE) == []

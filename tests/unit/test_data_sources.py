@@ -145,7 +145,7 @@ def test_prompts_become_chats(tmp_path):
 
 def test_what_is_no_chat_is_refused(tmp_path):
     path = write(tmp_path / "r.jsonl", [{"prompt": "a"}])
-    with pytest.raises(DataError, match="a tokenizer without chat template"):
+    with pytest.raises(DataError, match="a tokenizer that has no chat template"):
         loaded(path, Letters(), chat_template=True)
     path = write(tmp_path / "r.jsonl", [{"prompt": "a"}, {"prompt": [{"role": "user"}]}])
     with pytest.raises(DataError, match="role.*content") as caught:

@@ -199,7 +199,8 @@ def test_what_does_not_go_together_is_refused_before_ranks_start(tmp_path: Path)
         (["environment.name=calc"], "environment.name: got calc"),
         (
             ["reward={functions: {a: {function: environment}, b: {function: environment}}}"],
-            r"reward.functions: got function environment in a, b; allowed: at most one such scorer",
+            r"reward.functions: got function environment in a, b; allowed: at most one scorer "
+            r"with function environment",
         ),
     ):
         given = [*model, *override]
