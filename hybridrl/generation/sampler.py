@@ -643,7 +643,7 @@ class Sampler:
         The metrics are `generate/idle_share` (mean share of the generation time for which replicas
         waited for the slowest replica), `generate/tokens` (number of tokens in all prompts and
         responses, including observations), the counts from scorers, and the metrics from
-        `episode_metrics`. With a lag, they include `lag/*`; if engines generate ahead, also
+        `episode_metrics`. With a lag, the metrics include `lag/*`; if engines generate ahead, also
         `idle/*`.
         """
         worked = sum(mean for mean, _ in self._busy_of_calls)
@@ -725,8 +725,8 @@ class Sampler:
         """Returns the rollouts and response lengths as JSON values for a checkpoint. Rank 0 returns
         the rollouts of all replicas, other ranks none. Collective.
 
-        Without a lag, these are the finished and unfinished responses of the current step until
-        `end_step`. With a lag, they are the responses in flight at the beginning of the step.
+        Without a lag, the rollouts are the finished and unfinished responses of the current step
+        until `end_step`. With a lag, they are the responses in flight at the beginning of the step.
         """
         found = {"next_step": self._next_step}
         if self.schedule.carries_over:

@@ -87,9 +87,9 @@ def without_sample_data(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def saved_sampling(state: Mapping[str, Any]) -> SamplingParams | None:
-    """Returns the sampling parameters of the responses in `Sampler.state`. Returns None if an old
-    checkpoint does not contain sampling parameters; the saved parameters may then differ from the
-    run's parameters.
+    """Returns the sampling parameters of the responses in `Sampler.state`. Returns None for an old
+    checkpoint without sampling parameters, whose responses may have begun with parameters that
+    differ from the run's parameters.
     """
     saved = state.get("sampling")
     return None if saved is None else SamplingParams.from_dict(saved)

@@ -69,7 +69,9 @@ def test_proof_refuses_an_overlap() -> None:
 
 
 def test_proof_refuses_a_source_box_that_is_off_by_rows() -> None:
-    _refused(_changed(QKV, lambda op: [_shifted(op, 4)]), "but is copied from|not all of it")
+    _refused(
+        _changed(QKV, lambda op: [_shifted(op, 4)]), "but is copied from|elements that are not"
+    )
 
 
 def test_proof_refuses_swapped_gate_and_up() -> None:

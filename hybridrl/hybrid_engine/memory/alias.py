@@ -117,8 +117,8 @@ def is_view(name: str, tensor: Tensor, views: Mapping[str, Tensor]) -> bool:
 
 
 def _stacked(experts: Sequence[Tensor]) -> Tensor | None:
-    """Returns one view that stacks matrices of equal size; None if they are not evenly spaced in
-    memory.
+    """Returns one view that stacks matrices of equal size; None if the matrices are not evenly
+    spaced in memory.
     """
     first, storage = experts[0], experts[0].untyped_storage().data_ptr()
     starts = [one.storage_offset() for one in experts]

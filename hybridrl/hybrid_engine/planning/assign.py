@@ -69,7 +69,7 @@ def assign(
     Args:
         sources: Training layout of each rank; some may be empty.
         parts: Engine layout of each tensor-parallel rank. The number of ranks must be a multiple of
-            their number.
+            the number of parts.
         domain_size: Number of consecutive ranks on one node; None if all are on one node. A replica
             is placed on one node if it fits, otherwise on as few nodes as possible.
         is_ascending: Whether the ranks of a replica must ascend in tensor-parallel order.

@@ -17,7 +17,8 @@ import numpy as np
 
 from hybridrl.hybrid_engine.transports.transport import Pair
 
-# Blocks are moved in steps of the busiest rank's bytes in the first phase divided by this number.
+# Number of bytes that are moved at once: the busiest rank's bytes in the first phase, divided by
+# this number.
 PARTS = 64
 
 

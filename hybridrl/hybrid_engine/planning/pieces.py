@@ -53,7 +53,7 @@ class PieceKind(NamedTuple):
     """The ranks that can send a piece, and its size. Pieces of the same kind are interchangeable.
 
     Args:
-        owners: Classes of the source ranks that hold all of such a piece, ascending.
+        owners: Classes of the source ranks that hold the whole piece, ascending.
         volume: Number of elements in a piece.
     """
 

@@ -379,7 +379,7 @@ def agree_wire_dtype(
 ) -> torch.dtype:
     """Returns the type in which all ranks send elements; collective.
 
-    This is the widest type of all sources or the widest type of all destinations, whichever is
+    The type is the widest type of all sources or the widest type of all destinations, whichever is
     narrower. No value thus loses more precision than its destination's type requires. Tensors that
     are kept in fp32 are ignored.
 

@@ -86,7 +86,7 @@ def check_groups(
     whose default group was destroyed.
 
     A package keeps its groups in `parallel_state` until the process ends. `open_engines` lists the
-    engines that were not stopped; it is cleared together with removed groups.
+    engines that were not stopped; the list is cleared when groups are removed.
     """
     world = parallel_state._WORLD
     if world is None:

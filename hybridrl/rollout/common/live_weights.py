@@ -16,7 +16,7 @@ from hybridrl.hybrid_engine.memory.alias import shared_views
 from hybridrl.models.sources import TrainingShard
 from hybridrl.models.weights import RankLayout
 
-STACKS = ("w13_weight", "w2_weight")  # all of a rank's experts: gate above up, and down
+STACKS = ("w13_weight", "w2_weight")  # stacks of a rank's experts: gate above up, and down
 
 
 Names = Callable[[str], str | None]

@@ -2,8 +2,8 @@
 
 Compares names, shapes and dtypes with the layout. Then passes HF tensors whose elements encode
 their own position to the engine's loader, and checks that the loader copies the elements to the
-positions in the layout. The test detects a weight table that swaps gate and up, or that orders q, k
-and v differently from the installed engine. Error messages name the parameter.
+positions that the layout states. The test detects a weight table that swaps gate and up, or that
+orders q, k and v differently from the installed engine. Error messages name the parameter.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ SGLang's own penalizers are not used, because their repetition penalty ignores t
 forget the response when a request is retracted or continued, and they apply penalties to a running
 batch in a different order than to a single request.
 
-Each request with penalties has a row in a table. Every pass over its prompt rewrites the row from
-the tokens on the host. Each draw adds the drawn token to the row on the device, even before the
-host knows the token. If tokens are discarded, the next pass over the prompt removes them from the
-row. Invariant: before a draw, the row contains all earlier tokens.
+Each request with penalties has a row in a table. Every pass over the request's prompt rewrites the
+row from the tokens on the host. Each draw adds the drawn token to the row on the device, even
+before the host knows the token. If tokens are discarded, the next pass over the prompt removes them
+from the row. Invariant: before a draw, the row contains all earlier tokens.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class RecordedExperts:
         point if any experts are new.
 
         A retracted request that is computed again has slots only for its recomputed tokens. The
-        experts of its other tokens were recorded when it was retracted.
+        experts of the request's other tokens were recorded when the request was retracted.
 
         Args:
             rows: SGLang's request, its row, and its number of prompt and response tokens, the last

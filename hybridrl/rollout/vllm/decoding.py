@@ -126,8 +126,8 @@ class DecodingSteps:
         return self._logps[request_id]
 
     def write(self) -> None:
-        """Brings vLLM's requests up to date with the current step; must be called before they are
-        read.
+        """Brings vLLM's requests up to date with the current step; must be called before the
+        requests are read.
         """
         if self._steady is not None:
             self._steady.write()
